@@ -1,0 +1,1 @@
+"""Everything that thinks: pure data and pure functions, no torch."""

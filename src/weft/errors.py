@@ -1,0 +1,120 @@
+"""The one error tree.
+
+    WeftError
+    ├── UserError            something the user can mend: exit code 2, one line a fault, before any rank starts
+    │   ├── ConfigError      a key of the run config
+    │   ├── MeshError        the mesh text, or a coordinate outside the mesh
+    │   ├── PlanError        parts that are fine alone and do not fit together
+    │   ├── ScheduleError    a table of actions that is incomplete or deadlocks
+    │   ├── DataError        a source that is missing, empty, too short or out of range
+    │   └── LaunchError      ranks, ports, folders, devices
+    ├── CommError            something that went wrong between ranks
+    │   ├── MismatchError    ranks disagree about a collective: operation, shape or dtype
+    │   └── CommTimeout      ranks that did not arrive
+    └── RankError            the first failing rank's error, with its coordinates
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USER = 2
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong, said so that it can be mended: `key: what (got; need). Fix: ...`."""
+
+    key: str
+    what: str
+    got: str = ""
+    need: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        details = "; ".join(f"{word} {text}" for word, text in (("got", self.got), ("need", self.need)) if text)
+        line = f"{self.key}: {self.what}" + (f" ({details})" if details else "")
+        return " ".join((line + (f". Fix: {self.fix}" if self.fix else "")).split())
+
+
+class WeftError(Exception):
+    """Root of every error that weft raises on purpose."""
+
+
+class UserError(WeftError):
+    """One or more faults that the user can mend; all of them are told at once."""
+
+    def __init__(self, *faults: Fault) -> None:
+        self.faults = faults
+        super().__init__("\n".join(map(str, faults)))
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[Fault, ...]]:
+        return type(self), self.faults
+
+
+class ConfigError(UserError):
+    """A key of the run config is unknown, missing, of the wrong type or out of range."""
+
+
+class MeshError(UserError):
+    """A mesh text cannot be read, or a coordinate lies outside the mesh."""
+
+
+class PlanError(UserError):
+    """Parts that are fine alone and do not fit together."""
+
+
+class ScheduleError(UserError):
+    """A schedule table is incomplete, doubled, misplaced or deadlocks."""
+
+
+class DataError(UserError):
+    """A data source is missing, empty, too short, or holds what the model cannot take."""
+
+
+class LaunchError(UserError):
+    """Ranks cannot be started: world size, port, folder or device."""
+
+
+class CommError(WeftError):
+    """Something went wrong between ranks."""
+
+
+class MismatchError(CommError):
+    """Ranks of one group entered different collectives, or the same with other shapes or dtypes."""
+
+
+class CommTimeout(CommError):
+    """Some ranks did not arrive at a collective in time; the message names them."""
+
+
+class RankError(WeftError):
+    """The first failing rank's error, carried to the parent with the rank's coordinates.
+
+    `kind` is "user" when that error was a UserError, so that the exit code can follow.
+    """
+
+    def __init__(self, rank: int, where: str, message: str, *, kind: Literal["user", "failure"] = "failure") -> None:
+        self.rank, self.where, self.message, self.kind = rank, where, message, kind
+        super().__init__(f"rank {rank} ({where}): {message}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rank_error, (self.rank, self.where, self.message, self.kind)
+
+
+def _rank_error(rank: int, where: str, message: str, kind: Literal["user", "failure"]) -> RankError:
+    return RankError(rank, where, message, kind=kind)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'x'?` for the nearest known word, else the list of known words."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
