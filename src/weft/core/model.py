@@ -1,19 +1,38 @@
-"""Owns what every model family says of itself without torch: its config, its axes' sizes, its blocks' costs."""
+"""Owns what a plan knows of a model without torch: config, cost of the blocks, tables by parameter name."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from fnmatch import fnmatchcase
+from typing import ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+
+from weft.errors import Fault, PlanError
+
+T = TypeVar("T")
+
+AxisTable = Mapping[str, tuple[str, ...]]
+"""Pattern of global parameter names -> the logical axis of each dimension; each parameter is matched exactly once."""
+
+Draw = tuple[Literal["normal"], float] | tuple[Literal["ones"]] | tuple[Literal["zeros"]]
+"""How a parameter starts: normal with this standard deviation, or constant."""
+
+InitTable = Mapping[str, Draw]
+"""Pattern of global parameter names -> how it starts; each parameter is matched exactly once."""
 
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block of a model, as a planner sees it.
+    """One block of the chain, as far as a pipeline cut needs to know it.
 
-    flops: forward FLOPs of one sequence (or sample), 2 x multiply-adds, attention included, causal halved.
-    out: shape that it hands on, as `("batch", "seq", dim)` or `("batch", width)`; `()` for the scalar loss.
+    Attributes:
+        name: as in `blocks(cfg)`: "embed", "layer0", ..., "head", "loss".
+        flops: of one sequence (or sample) forward: 2 x multiply-adds of its matrices, causal attention counted half.
+        out: shape that it hands on: ("batch", "seq", 4096), ("batch", 128), or () for the scalar loss.
+        is_layer: False for embed, head and loss.
     """
 
     name: str
@@ -23,16 +42,80 @@ class BlockSpec:
 
 
 class ModelConfig(BaseModel):
-    """Base of every family's Config; the defaults of its fields are the family's tiny preset."""
+    """Base of every family's Config. The defaults of its fields are the family's tiny preset."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    kind: ClassVar[Literal["tokens", "images"]] = "tokens"
+    family: ClassVar[str]
+    kind: ClassVar[Literal["tokens", "images"]]
 
+    @abstractmethod
     def axis_sizes(self) -> dict[str, int]:
-        """How many units each logical axis that may be cut has: `{"heads": 32, "kv_heads": 8, ...}`."""
-        raise NotImplementedError
+        """Units of each logical axis that may be cut: {"heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}."""
 
+    @abstractmethod
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
-        """The blocks in order; the last one is "loss"."""
-        raise NotImplementedError
+        """The blocks in order, the last one "loss"; `seq_len` is ignored by models of images."""
+
+    def check_seq_len(self, seq_len: int) -> Fault | None:
+        """What is wrong with sequences of this length, if anything."""
+        return None
+
+
+def row_of(name: str, table: Mapping[str, T], *, title: str) -> T:
+    """The one row of `table` whose pattern matches the global parameter name.
+
+    Raises:
+        PlanError: when no row or several rows match; it names the parameter and the rows.
+    """
+    rows = [pattern for pattern in table if fnmatchcase(name, pattern)]
+    if len(rows) == 1:
+        return table[rows[0]]
+    raise PlanError(
+        Fault(
+            title,
+            f"parameter {name!r} is matched by {len(rows)} rows",
+            got=", ".join(map(repr, rows or table)),
+            need="exactly one row",
+            fix="narrow one pattern" if rows else f"add a row for {name!r}",
+        )
+    )
+
+
+def axes_of(name: str, table: AxisTable) -> tuple[str, ...]:
+    """Logical axes of the parameter's dimensions; errors as in `row_of`."""
+    return row_of(name, table, title="AXES")
+
+
+def check_divides(value: int, parts: int, *, value_name: str, parts_name: str) -> None:
+    """Refuse a `value` that does not divide into `parts`, with the nearest values that would.
+
+    Raises:
+        ValueError: for pydantic, which adds the key.
+    """
+    if value % parts == 0:
+        return
+    below, above = value // parts * parts, (value // parts + 1) * parts
+    near = " or ".join(str(multiple) for multiple in (below, above) if multiple)
+    divisors = ", ".join(str(n) for n in nearest_divisors(value, parts))
+    raise ValueError(
+        f"{value_name} {value} does not divide by {parts_name} {parts}; "
+        f"try {value_name} {near}, or {parts_name} {divisors}"
+    )
+
+
+def nearest_divisors(value: int, parts: int) -> tuple[int, ...]:
+    """The largest divisor of `value` below `parts` and the smallest above, as far as they exist."""
+    below = next((n for n in range(min(parts, value), 0, -1) if value % n == 0), None)
+    above = next((n for n in range(parts + 1, value + 1) if value % n == 0), None)
+    return tuple(n for n in (below, above) if n)
+
+
+def linear_flops(num_tokens: int, *num_weights: int) -> float:
+    """FLOPs of linears with so many weights each, forward, for `num_tokens`."""
+    return 2.0 * num_tokens * sum(num_weights)
+
+
+def causal_attention_flops(seq_len: int, width: int) -> float:
+    """FLOPs of q k^T and of p v, `width` = heads x head size, half of the S x S square each."""
+    return 2.0 * seq_len * seq_len * width

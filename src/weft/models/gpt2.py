@@ -1,0 +1,139 @@
+"""Owns GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU in tanh form, biases, tied embedding."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import PositiveFloat, PositiveInt, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from weft.core.model import (
+    BlockSpec,
+    Draw,
+    ModelConfig,
+    causal_attention_flops,
+    check_divides,
+    linear_flops,
+)
+from weft.errors import Fault
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Config(ModelConfig):
+    """GPT-2's shape; the defaults are gpt2-tiny."""
+
+    family: ClassVar[str] = "gpt2"
+    kind: ClassVar[Literal["tokens", "images"]] = "tokens"
+
+    layers: PositiveInt = 4
+    dim: PositiveInt = 128
+    heads: PositiveInt = 4
+    ffn: PositiveInt = 512
+    vocab: PositiveInt = 256
+    max_seq_len: PositiveInt = 256
+    norm_eps: PositiveFloat = 1e-5
+
+    @field_validator("heads")
+    @classmethod
+    def _heads_divide_dim(cls, heads: int, info: ValidationInfo) -> int:
+        if "dim" in info.data:
+            check_divides(info.data["dim"], heads, value_name="dim", parts_name="heads")
+        return heads
+
+    def axis_sizes(self) -> dict[str, int]:
+        return {"heads": self.heads, "ffn": self.ffn, "vocab": self.vocab}
+
+    def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
+        hidden = ("batch", "seq", self.dim)
+        linears = linear_flops(seq_len, 4 * self.dim * self.dim, 2 * self.dim * self.ffn)
+        layer = linears + causal_attention_flops(seq_len, self.dim)
+        head = linear_flops(seq_len, self.dim * self.vocab)
+        return (
+            BlockSpec("embed", 0.0, hidden, is_layer=False),
+            *(BlockSpec(f"layer{i}", layer, hidden, is_layer=True) for i in range(self.layers)),
+            BlockSpec("head", head, ("batch", "seq", self.vocab), is_layer=False),
+            BlockSpec("loss", 0.0, (), is_layer=False),
+        )
+
+    def check_seq_len(self, seq_len: int) -> Fault | None:
+        if seq_len <= self.max_seq_len:
+            return None
+        return Fault(
+            "data.seq_len",
+            "longer than the positions that the model learns",
+            got=str(seq_len),
+            need=f"at most model.max_seq_len = {self.max_seq_len}",
+            fix=f"set model.max_seq_len to {seq_len} or data.seq_len to {self.max_seq_len}",
+        )
+
+
+_FULL = {"vocab": 50257, "max_seq_len": 1024}
+PRESETS = {
+    "gpt2-tiny": Config(),
+    "gpt2-124m": Config(layers=12, dim=768, heads=12, ffn=3072, **_FULL),
+    "gpt2-355m": Config(layers=24, dim=1024, heads=16, ffn=4096, **_FULL),
+    "gpt2-774m": Config(layers=36, dim=1280, heads=20, ffn=5120, **_FULL),
+    "gpt2-1.5b": Config(layers=48, dim=1600, heads=25, ffn=6400, **_FULL),
+}
+
+AXES = {
+    "embed.tok.weight": ("vocab", "embed"),
+    "embed.pos.weight": ("pos", "embed"),
+    "layer*.attn.[qkv].weight": ("heads", "embed"),
+    "layer*.attn.[qkv].bias": ("heads",),
+    "layer*.attn.o.weight": ("embed", "heads"),
+    "layer*.attn.o.bias": ("embed",),
+    "layer*.mlp.up.weight": ("ffn", "embed"),
+    "layer*.mlp.up.bias": ("ffn",),
+    "layer*.mlp.down.weight": ("embed", "ffn"),
+    "layer*.mlp.down.bias": ("embed",),
+    "layer*.*_norm.*": ("norm",),
+    "head.norm.*": ("norm",),
+    "head.proj.weight": ("vocab", "embed"),
+}
+
+
+def ties(cfg: Config) -> dict[str, str]:
+    """Alias -> owner: the head projects with the token embedding."""
+    return {"head.proj.weight": "embed.tok.weight"}
+
+
+def init(cfg: Config) -> dict[str, Draw]:
+    """Normal, std 0.02; projections onto the residual stream are scaled by 1 / sqrt(2 x layers)."""
+    residual = 0.02 / math.sqrt(2 * cfg.layers)
+    return {
+        "embed.*": ("normal", 0.02),
+        "layer*.attn.[qkv].weight": ("normal", 0.02),
+        "layer*.attn.o.weight": ("normal", residual),
+        "layer*.mlp.up.weight": ("normal", 0.02),
+        "layer*.mlp.down.weight": ("normal", residual),
+        "layer*.attn.*.bias": ("zeros",),
+        "layer*.mlp.*.bias": ("zeros",),
+        "*norm.weight": ("ones",),
+        "*norm.bias": ("zeros",),
+        "head.proj.weight": ("normal", 0.02),
+    }
+
+
+def blocks(cfg: Config) -> dict[str, nn.Module]:
+    """The chain "embed", "layer0", ..., "head", "loss"; `ties` are not applied yet."""
+    from torch import nn  # late: a config is read and checked without torch
+
+    from weft.models.layers import Attention, Block, EmbedWithPositions, GeluMLP, Head, Loss
+
+    def norm() -> nn.Module:
+        return nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
+
+    def layer() -> nn.Module:
+        attn = Attention(cfg.dim, heads=cfg.heads, kv_heads=cfg.heads, head_size=cfg.dim // cfg.heads, bias=True)
+        return Block(attn_norm=norm(), attn=attn, mlp_norm=norm(), mlp=GeluMLP(cfg.dim, cfg.ffn))
+
+    return {
+        "embed": EmbedWithPositions(cfg.vocab, cfg.dim, max_seq_len=cfg.max_seq_len),
+        **{f"layer{i}": layer() for i in range(cfg.layers)},
+        "head": Head(norm(), nn.Linear(cfg.dim, cfg.vocab, bias=False)),
+        "loss": Loss(),
+    }
