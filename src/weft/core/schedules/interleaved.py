@@ -1,0 +1,56 @@
+"""Owns interleaved 1F1B: v chunks a rank, 1/v of the bubble (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.core.schedule import KEY, Act, Table
+from weft.errors import Fault
+
+NAME = "interleaved"
+CHUNKS = range(2, 1024)
+
+
+def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
+    """Micro-batches travel in groups of `ranks`, so the ranks must divide their number."""
+    if microbatches % ranks == 0:
+        return None
+    below, above = microbatches // ranks * ranks, (microbatches // ranks + 1) * ranks
+    return Fault(
+        KEY,
+        "interleaved needs a number of micro-batches that the pipeline ranks divide",
+        got=f"{microbatches} micro-batches on {ranks} ranks",
+        need=f"a multiple of {ranks}",
+        fix=f"run {f'{below} or ' if below else ''}{above} micro-batches, or take 1f1b, which takes any number",
+    )
+
+
+def table(ranks: int, chunks: int, microbatches: int) -> Table:
+    """`chunks` stages a rank: stage s lives on rank s % ranks. `check` must have passed."""
+    rows = tuple(tuple(_row(rank, ranks, chunks, microbatches)) for rank in range(ranks))
+    return Table(rows, home=tuple(stage % ranks for stage in range(ranks * chunks)), microbatches=microbatches)
+
+
+def _row(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Act]:
+    """The k-th forward and the k-th backward of a rank: `ranks` micro-batches through each chunk in turn."""
+
+    def forward(k: int) -> Act:
+        group, chunk, mb = _place(k, ranks, chunks)
+        return Act("F", chunk * ranks + rank, group * ranks + mb)
+
+    def backward(k: int) -> Act:
+        group, chunk, mb = _place(k, ranks, chunks)
+        return Act("B", (chunks - 1 - chunk) * ranks + rank, group * ranks + mb)
+
+    total = microbatches * chunks
+    warmup = min((ranks - 1 - rank) * 2 + (chunks - 1) * ranks, total)
+    yield from (forward(k) for k in range(warmup))
+    for k in range(warmup, total):
+        yield forward(k)
+        yield backward(k - warmup)
+    yield from (backward(k) for k in range(total - warmup, total))
+
+
+def _place(k: int, ranks: int, chunks: int) -> tuple[int, int, int]:
+    group, within = divmod(k, ranks * chunks)
+    return group, *divmod(within, ranks)
