@@ -44,7 +44,9 @@ class BlockSpec:
 class ModelConfig(BaseModel):
     """Base of every family's Config. The defaults of its fields are the family's tiny preset."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, protected_namespaces=()
+    )
 
     family: ClassVar[str]
     kind: ClassVar[Literal["tokens", "images"]]

@@ -13,7 +13,7 @@ from weft.errors import ConfigError, Fault, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-_PARTS = ("batch", "init", "layers", "rope")
+_PARTS = ("batch", "images", "init", "layers", "rope")
 
 
 class Family(Protocol):

@@ -70,13 +70,16 @@ class Config(ModelConfig):
         )
 
 
-_FULL = {"vocab": 50257, "max_seq_len": 1024}
+def _published(*, layers: int, dim: int, heads: int) -> Config:
+    return Config(layers=layers, dim=dim, heads=heads, ffn=4 * dim, vocab=50_257, max_seq_len=1024)
+
+
 PRESETS = {
     "gpt2-tiny": Config(),
-    "gpt2-124m": Config(layers=12, dim=768, heads=12, ffn=3072, **_FULL),
-    "gpt2-355m": Config(layers=24, dim=1024, heads=16, ffn=4096, **_FULL),
-    "gpt2-774m": Config(layers=36, dim=1280, heads=20, ffn=5120, **_FULL),
-    "gpt2-1.5b": Config(layers=48, dim=1600, heads=25, ffn=6400, **_FULL),
+    "gpt2-124m": _published(layers=12, dim=768, heads=12),
+    "gpt2-355m": _published(layers=24, dim=1024, heads=16),
+    "gpt2-774m": _published(layers=36, dim=1280, heads=20),
+    "gpt2-1.5b": _published(layers=48, dim=1600, heads=25),
 }
 
 AXES = {

@@ -69,6 +69,6 @@ def draw(name: str, shape: tuple[int, ...], rule: Draw, *, seed: int) -> Tensor:
 
 
 def name_seed(name: str, seed: int) -> int:
-    """A stable seed of its own for each name (Python's `hash` changes from process to process)."""
+    """A stable seed of its own for each name, 32 bits: torch's CPU generator reads no more of a seed than these."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:4], "big")

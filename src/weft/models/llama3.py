@@ -93,16 +93,29 @@ class Config(ModelConfig):
         )
 
 
-_FULL = {"vocab": 128256, "max_seq_len": 131072, "kv_heads": 8, "rope_theta": 500_000.0}
-_LLAMA_3_1 = {**_FULL, "rope_scaling_factor": 8.0}
-_LLAMA_3_2 = {**_FULL, "rope_scaling_factor": 32.0, "tied": True}
+def _published(*, layers: int, dim: int, heads: int, ffn: int, scaling: float, tied: bool = False) -> Config:
+    """What LLaMA 3.1 and 3.2 have in common: vocabulary, context, 8 key/value heads, RoPE's base and ramp."""
+    return Config(
+        layers=layers,
+        dim=dim,
+        heads=heads,
+        kv_heads=8,
+        ffn=ffn,
+        vocab=128_256,
+        max_seq_len=131_072,
+        tied=tied,
+        rope_theta=500_000.0,
+        rope_scaling_factor=scaling,
+    )
+
+
 PRESETS = {
     "llama3-tiny": Config(),
-    "llama3-1b": Config(layers=16, dim=2048, heads=32, ffn=8192, **_LLAMA_3_2),
-    "llama3-3b": Config(layers=28, dim=3072, heads=24, ffn=8192, **_LLAMA_3_2),
-    "llama3-8b": Config(layers=32, dim=4096, heads=32, ffn=14336, **_LLAMA_3_1),
-    "llama3-70b": Config(layers=80, dim=8192, heads=64, ffn=28672, **_LLAMA_3_1),
-    "llama3-405b": Config(layers=126, dim=16384, heads=128, ffn=53248, **_LLAMA_3_1),
+    "llama3-1b": _published(layers=16, dim=2048, heads=32, ffn=8192, scaling=32.0, tied=True),
+    "llama3-3b": _published(layers=28, dim=3072, heads=24, ffn=8192, scaling=32.0, tied=True),
+    "llama3-8b": _published(layers=32, dim=4096, heads=32, ffn=14336, scaling=8.0),
+    "llama3-70b": _published(layers=80, dim=8192, heads=64, ffn=28672, scaling=8.0),
+    "llama3-405b": _published(layers=126, dim=16384, heads=128, ffn=53248, scaling=8.0),
 }
 
 AXES = {
