@@ -122,7 +122,9 @@ class Mesh:
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups along `axis`: together they hold every rank exactly once."""
-        return tuple(dict.fromkeys(self.group(rank, axis) for rank in range(self.size)))
+        inner = self._ordered(axis)
+        firsts = (rank for rank in range(self.size) if not any(self.coord(rank)[name] for name in inner))
+        return tuple(self.group(first, axis) for first in firsts)
 
     def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
         """Rank `step` places further along `axis`; the axis is a ring."""

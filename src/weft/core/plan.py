@@ -1,0 +1,176 @@
+"""Owns the plan: one frozen value that says what every rank does; found by a planner, played by the trainer, stored with a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+
+from weft.core.axes import TENSOR_RULE, Rule
+from weft.core.mesh import AXIS_MEANING, Mesh
+from weft.core.model import BlockSpec
+from weft.core.schedule import Table
+from weft.core.schedules import SCHEDULES
+from weft.core.stages import cut_by_cost, cut_by_counts
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+MeshField = Annotated[
+    Mesh,
+    BeforeValidator(lambda value: Mesh.parse(value) if isinstance(value, str) else value),
+    PlainSerializer(lambda mesh: mesh.text, return_type=str),
+]
+
+
+class Stage(BaseModel):
+    """Consecutive blocks that one pipeline rank plays as one, and the shape of what they hand on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    blocks: tuple[str, ...]
+    out: tuple[str | int, ...]
+    flops: float
+
+
+class Plan(BaseModel):
+    """What every rank does. Frozen, hashable, JSON.
+
+    `microbatches` counts the micro-batches that one data-parallel rank plays in a step, each of `micro_size` sequences.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mesh: MeshField
+    family: str
+    architecture: str
+    """The family's config as canonical JSON."""
+    stages: tuple[Stage, ...]
+    schedule: str = "1f1b"
+    chunks: int = 1
+    microbatches: int = 1
+    micro_size: int = 1
+    seq_len: int = 1
+    sequence_parallel: bool = False
+    rule: tuple[tuple[str, str], ...] = tuple(TENSOR_RULE.items())
+    params: Dtype = "float32"
+    clip: float = 0.0
+    bucket_bytes: int = 25 * 2**20
+
+    @property
+    def cuts(self) -> Rule:
+        """Logical axis -> mesh axis, for the axes that this mesh really cuts."""
+        return {logical: axis for logical, axis in self.rule if self.mesh.degree(axis) > 1}
+
+    @property
+    def table(self) -> Table:
+        """The schedule's table: what each pipeline rank computes, in order."""
+        return SCHEDULES[self.schedule].table(self.mesh.degree("pp"), self.chunks, self.microbatches)
+
+    @property
+    def global_size(self) -> int:
+        """Sequences in one optimizer step, over all ranks."""
+        return self.micro_size * self.microbatches * self.mesh.degree(("dp", "ep"))
+
+    def boundary_shape(self, stage: int) -> tuple[int, ...]:
+        """Shape of what `stage` hands on for one micro-batch, as one rank holds it."""
+        cut = self.mesh.degree("cp") * (self.mesh.degree("tp") if self.sequence_parallel else 1)
+        lengths = {"batch": self.micro_size, "seq": self.seq_len // cut}
+        return tuple(lengths[entry] if isinstance(entry, str) else entry for entry in self.stages[stage].out)
+
+    def samples(self, rank: int, microbatch: int) -> range:
+        """Which of the step's sequences `rank` takes as its micro-batch: sequence j is micro-batch m of data rank d as
+        j = (m * data ranks + d) * micro_size + i, so that under every layout micro-batches follow the same order."""
+        data = self.mesh.degree(("dp", "ep"))
+        start = (microbatch * data + self.mesh.index(rank, ("dp", "ep"))) * self.micro_size
+        return range(start, start + self.micro_size)
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal plans give equal text."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what `to_json` wrote."""
+        return Plan.model_validate_json(text)
+
+    @property
+    def digest(self) -> str:
+        """First 12 hex digits of the SHA-256 of the canonical JSON: the plan's name in logs and folders."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+    def explain(self) -> str:
+        """The layout and why, for people."""
+        return "\n".join((self.mesh.overview(), *_explain_batch(self), *_explain_stages(self), *_explain_traffic(self)))
+
+
+def make_stages(
+    blocks: Sequence[BlockSpec], num_stages: int, *, split: Sequence[int] | None = None
+) -> tuple[Stage, ...]:
+    """Cut `blocks` into stages: by cost, or by the layer counts of `split`.
+
+    Raises:
+        PlanError: more stages than layers, or counts that do not add up.
+    """
+    names = cut_by_counts(blocks, split) if split else cut_by_cost(blocks, num_stages)
+    specs = {block.name: block for block in blocks}
+    return tuple(
+        Stage(blocks=stage, out=specs[stage[-1]].out, flops=sum(specs[name].flops for name in stage)) for stage in names
+    )
+
+
+def canonical(architecture: Mapping[str, Any]) -> str:
+    """A family's config fields as canonical JSON."""
+    return json.dumps(dict(architecture), sort_keys=True)
+
+
+def _explain_batch(plan: Plan) -> list[str]:
+    data = plan.mesh.degree(("dp", "ep"))
+    return [
+        f"batch: {plan.global_size} sequences of {plan.seq_len} a step = {data} data rank{'s' * (data > 1)}"
+        f" x {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} of {plan.micro_size};"
+        f" gradients are reduced once, during the backward of the last micro-batch"
+    ]
+
+
+def _explain_stages(plan: Plan) -> list[str]:
+    ranks = plan.mesh.degree("pp")
+    home = plan.table.home
+    total = sum(stage.flops for stage in plan.stages) or 1.0
+    lines = []
+    for index, stage in enumerate(plan.stages):
+        first, last = stage.blocks[0], stage.blocks[-1]
+        share = f"{100 * stage.flops / total:.0f}% of the FLOPs"
+        lines.append(f"  stage {index} on pp{home[index]}: {first} … {last} ({len(stage.blocks)} blocks, {share})")
+    if ranks == 1 and len(plan.stages) == 1:
+        return ["pipeline: none; micro-batches are the one-rank table"]
+    bubble = _bubble(plan)
+    why = "cut so that the dearest stage is as cheap as possible"
+    return [f"pipeline: {plan.schedule}, {len(plan.stages)} stages, {why}; bubble {100 * bubble:.1f}% (predicted)", *lines]
+
+
+def _bubble(plan: Plan) -> float:
+    """Idle share of a step with equal stages: (p-1)/v / (m + (p-1)/v)."""
+    idle = (plan.mesh.degree("pp") - 1) / plan.chunks
+    return idle / (plan.microbatches + idle)
+
+
+def _explain_traffic(plan: Plan) -> list[str]:
+    lines = []
+    for name, degree in plan.mesh.axes:
+        if degree > 1:
+            lines.append(f"  {name}{degree}: {AXIS_MEANING[name]}; {_TRAFFIC[name]}")
+    if plan.sequence_parallel:
+        lines.append("  sequence parallel: between the tensor-parallel regions each tp rank holds its part of every sequence")
+    return ["who talks about what:", *lines] if lines else ["one rank: nothing is sent"]
+
+
+_TRAFFIC = {
+    "pp": "activations forward, their gradients back, between neighbours",
+    "dp": "one reduction of all gradients a step, overlapped with the backward",
+    "ep": "tokens to their experts and back",
+    "cp": "keys and values around the ring",
+    "tp": "two reductions a layer and direction, on the critical path: keep it inside a node",
+}

@@ -1,0 +1,61 @@
+"""Owns the same steps under a layout: what each rank computed, by global name, ready to be held against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from weft.comm.comm import Comm
+from weft.core.model import ModelConfig
+from weft.core.plan import Plan
+from weft.models import Family
+from weft.models.batch import Batch
+from weft.parallel.model import ParallelModel, materialise, parallelize
+from weft.prove.trace import Held, StepTrace
+from weft.train.step import StepReport, TrainStep
+
+
+def build(family: Family, config: ModelConfig, plan: Plan, comm: Comm, *, seed: int) -> ParallelModel:
+    """This rank's part of the model with its starting values; the whole model is never in memory."""
+    with torch.device("meta"):
+        blocks = family.blocks(config)
+    model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
+    materialise(model, family.init(config), seed=seed, device=comm.device, dtype=getattr(torch, plan.params))
+    return model
+
+
+def micro_batches(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
+    """This rank's micro-batches of the step's whole batch."""
+    ranges = (plan.samples(rank, mb) for mb in range(plan.microbatches))
+    return [batch.map(lambda x, rows=rows: x[rows.start : rows.stop]) for rows in ranges]
+
+
+def run_layout(
+    family: Family,
+    config: ModelConfig,
+    steps: Sequence[Batch],
+    *,
+    plan: Plan,
+    comm: Comm,
+    seed: int,
+    optimizer: Callable[[ParallelModel], Optimizer],
+    lr: float,
+) -> Held:
+    """Train this rank's part of the model on the same whole batches and record everything."""
+    model = build(family, config, plan, comm, seed=seed)
+    train = TrainStep(model, make_optimizer=optimizer, clip=plan.clip)
+    traces = tuple(_record(model, train(micro_batches(batch, plan, comm.rank), lr=lr)) for batch in steps)
+    boxes = {piece.owner: piece.box for piece in model.pieces.values()}
+    return Held(plan.mesh.where(comm.rank), boxes, traces)
+
+
+def _record(model: ParallelModel, report: StepReport) -> StepTrace:
+    named = {model.pieces[name].owner: param for name, param in model.params.items()}
+    return StepTrace(
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        grads={name: param.grad.clone() for name, param in named.items() if param.grad is not None},
+        params={name: param.detach().clone() for name, param in named.items()},
+    )

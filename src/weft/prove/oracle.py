@@ -1,0 +1,60 @@
+"""Owns the one-device truth: the plain model, the whole batch at once, torch's own clipping and optimizer. No part of it
+passes through the parallel code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.models import Family
+from weft.models.batch import Batch, forward
+from weft.models.init import initialise, named_parameters, tie
+from weft.core.model import ModelConfig
+from weft.prove.trace import StepTrace
+
+OptimizerOf = Callable[[dict[str, nn.Parameter]], Optimizer]
+
+
+def plain_model(family: Family, config: ModelConfig, *, seed: int, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """The model on one device, ties made, with its starting values."""
+    blocks = {name: block.to(dtype) for name, block in family.blocks(config).items()}
+    ties = family.ties(config)
+    tie(blocks, ties)
+    params = {name: param for name, param in named_parameters(blocks).items() if name not in ties}
+    initialise(params, family.init(config), seed=seed)
+    return blocks
+
+
+def one_device(
+    family: Family,
+    config: ModelConfig,
+    steps: Sequence[Batch],
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    optimizer: OptimizerOf,
+    clip: float,
+) -> tuple[StepTrace, ...]:
+    """Train on whole batches, one a step, and record everything."""
+    blocks = plain_model(family, config, seed=seed, dtype=dtype)
+    params = {name: p for name, p in named_parameters(blocks).items() if name not in family.ties(config)}
+    update = optimizer(params)
+    traces = []
+    for batch in steps:
+        update.zero_grad()
+        loss = forward(blocks, batch) / batch.num_targets()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(params.values(), clip if clip > 0 else float("inf"))
+        update.step()
+        traces.append(
+            StepTrace(
+                loss=loss.item(),
+                grad_norm=norm.item(),
+                grads={name: p.grad.clone() for name, p in params.items() if p.grad is not None},
+                params={name: p.detach().clone() for name, p in params.items()},
+            )
+        )
+    return tuple(traces)

@@ -1,0 +1,90 @@
+"""Owns what a proof compares: the losses, norms, gradients and parameters of a few steps, by global name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weft.core.axes import Box
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One optimizer step: what was logged, the gradients that the optimizer saw (after clipping), the updated parameters."""
+
+    loss: float
+    grad_norm: float
+    grads: Mapping[str, Tensor]
+    params: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank held of each parameter during some steps."""
+
+    where: str
+    boxes: Mapping[str, Box]
+    steps: tuple[StepTrace, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One number or tensor that is not what one device computes.
+
+    `relative` is the largest absolute difference over the scale of the right values.
+    """
+
+    step: int
+    what: str
+    where: str
+    relative: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.what} on {self.where}: relative difference {self.relative:.2e}"
+
+
+def differences(truth: Sequence[StepTrace], ranks: Iterable[Held]) -> list[Difference]:
+    """Relative difference of every loss, norm, gradient and parameter on every rank, in the order in which they are computed.
+
+    A tensor's scale is its largest right value, but at least 1e-6 of the step's gradient norm: a gradient that is zero in
+    exact arithmetic (the key bias of softmax attention) consists of rounding alone and has no scale of its own.
+    """
+    found = []
+    for rank in ranks:
+        for step, (right, mine) in enumerate(zip(truth, rank.steps, strict=True), start=1):
+            found.append(Difference(step, "loss", rank.where, _relative(mine.loss, right.loss)))
+            found.append(Difference(step, "grad_norm", rank.where, _relative(mine.grad_norm, right.grad_norm)))
+            for kind, theirs, whole in (("gradient", mine.grads, right.grads), ("parameter", mine.params, right.params)):
+                for name, value in theirs.items():
+                    want = whole[name][rank.boxes[name].slices]
+                    relative = _tensor_relative(value, want, floor=1e-6 * right.grad_norm)
+                    found.append(Difference(step, f"{kind} {name}", rank.where, relative))
+    return sorted(found, key=lambda difference: difference.step)
+
+
+def uncovered(whole: Mapping[str, Tensor], ranks: Iterable[Held]) -> list[str]:
+    """Names of parameters of which some entries lie on no rank."""
+    pieces: dict[str, set[Box]] = {}
+    for rank in ranks:
+        for name, box in rank.boxes.items():
+            pieces.setdefault(name, set()).add(box)
+    return [name for name, tensor in whole.items() if sum(box.size for box in pieces.get(name, ())) != tensor.numel()]
+
+
+def _relative(value: float, want: float) -> float:
+    if math.isnan(value) or math.isnan(want):
+        return math.inf
+    return abs(value - want) / max(abs(want), 1e-30)
+
+
+def _tensor_relative(value: Tensor, want: Tensor, *, floor: float) -> float:
+    if value.shape != want.shape:
+        return math.inf
+    if not value.numel():
+        return 0.0
+    scale = max(want.abs().max().item(), floor, 1e-30)
+    relative = (value - want).abs().max().item() / scale
+    return math.inf if math.isnan(relative) else relative

@@ -1,0 +1,114 @@
+"""Owns the one training step: play, finish gradients, clip, update, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from weft.core.axes import data_axes
+from weft.models.batch import Batch
+from weft.parallel import grads
+from weft.parallel.dp import GradientBuckets
+from weft.parallel.model import ParallelModel
+from weft.parallel.pp import Player, Watch
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did, the same on every rank.
+
+    Attributes:
+        loss: mean over the target tokens of the whole step, nats.
+        grad_norm: global norm before clipping.
+        targets: target tokens that counted, over all ranks.
+        step_s: seconds from the first action to the end of the update, on this rank.
+        mem_bytes: per pipeline stage rank, the largest memory of its ranks (resident set on CPU, peak allocated on CUDA).
+    """
+
+    loss: float
+    grad_norm: float
+    targets: int
+    step_s: float
+    mem_bytes: tuple[int, ...]
+
+
+class TrainStep:
+    """Gradients of all micro-batches, one update. The same for one rank and for thousands.
+
+    Args:
+        make_optimizer: builds the optimizer from the local parameters by global name, once gradients are in place.
+        clip: largest global gradient norm; 0 turns clipping off.
+    """
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        *,
+        make_optimizer: Callable[[ParallelModel], Optimizer],
+        clip: float,
+        watch: Watch | None = None,
+    ) -> None:
+        self.model, self.clip = model, clip
+        self.buckets = GradientBuckets(
+            model.params,
+            comm=model.comm,
+            reduce={name: piece.reduce for name, piece in model.pieces.items()},
+            stage_of=model.stage_of,
+            bucket_bytes=model.plan.bucket_bytes,
+        )
+        self.optimizer = make_optimizer(model)
+        self.player = Player(model, before_last_backward=self.buckets.arm, watch=watch)
+
+    def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepReport:
+        """Train on this rank's micro-batches of one step."""
+        start = time.perf_counter()
+        targets = self._count_targets(batches)
+        self.buckets.zero()
+        loss = self.player.play(batches, 1.0 / targets)
+        self.buckets.finish()
+        grads.add_far_ties(self.model)
+        total_loss, norm, mem_bytes = self._gather_totals(loss)
+        grads.clip(self.buckets, norm, most=self.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return StepReport(
+            loss=(total_loss / targets).item(),
+            grad_norm=norm.item(),
+            targets=int(targets.item()),
+            step_s=time.perf_counter() - start,
+            mem_bytes=mem_bytes,
+        )
+
+    def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
+        """Target tokens of the whole step, float64 scalar; at least 1, so that a step without targets has loss 0."""
+        comm = self.model.comm
+        counts = torch.stack([batch.num_targets() for batch in batches]).sum().double()
+        return comm.all_reduce(counts, data_axes(comm.mesh)).clamp(min=1)
+
+    def _gather_totals(self, loss: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """Summed loss, global gradient norm and memory per stage: every rank sums the same numbers in the same order."""
+        comm, mesh = self.model.comm, self.model.comm.mesh
+        loss_once = loss if comm.index("tp") == 0 else torch.zeros_like(loss)
+        mem = torch.tensor(float(memory_bytes(comm.device)), dtype=torch.float64, device=comm.device)
+        mine = torch.stack((loss_once, grads.squared_norm(self.model), mem)).unsqueeze(0)
+        everyone = comm.all_gather(mine, tuple(name for name, _ in mesh.axes), dim=0)
+        losses, squares, mems = everyone.unbind(1)
+        stage_of_rank = [mesh.coord(rank).get("pp", 0) for rank in range(mesh.size)]
+        per_stage = [0] * mesh.degree("pp")
+        for stage, value in zip(stage_of_rank, mems.tolist(), strict=True):
+            per_stage[stage] = max(per_stage[stage], int(value))
+        return losses.sum(), squares.sum().sqrt(), tuple(per_stage)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of this rank: peak allocated bytes on CUDA, resident set of the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,70 @@
+"""Boxes cover tensors exactly once; the gradient rule."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.axes import Box, box_of, boxes, cutting_axes, gradient_axes, span, span_sizes
+from weft.core.mesh import Mesh
+
+LETTERS = "abc"
+shapes = st.lists(st.integers(1, 23), min_size=1, max_size=3).map(tuple)
+rules = st.permutations(["dp", "ep", "tp"]).map(lambda axes: dict(zip(LETTERS, axes, strict=True)))
+meshes = st.tuples(*(st.integers(1, 4) for _ in range(3))).map(
+    lambda degrees: Mesh(tuple(zip(("dp", "ep", "tp"), degrees, strict=True)))
+)
+
+
+@given(st.integers(0, 200), st.integers(1, 40))
+def test_spans_follow_each_other_and_differ_by_at_most_one(length: int, parts: int) -> None:
+    spans = [span(length, parts, index) for index in range(parts)]
+    assert spans[0][0] == 0
+    assert spans[-1][1] == length
+    assert all(spans[i][1] == spans[i + 1][0] for i in range(parts - 1))
+    assert max(span_sizes(length, parts)) - min(span_sizes(length, parts)) <= 1
+
+
+@given(shapes, rules, meshes)
+def test_boxes_of_all_ranks_cover_every_entry_exactly_once(
+    shape: tuple[int, ...], rule: dict[str, str], mesh: Mesh
+) -> None:
+    axes = tuple(LETTERS[: len(shape)])
+    pieces = set(boxes(shape, axes, rule=rule, mesh=mesh))
+    held = {box_of(shape, axes, rule=rule, mesh=mesh, rank=rank) for rank in range(mesh.size)}
+    assert held == pieces
+    assert sum(piece.size for piece in pieces) == math.prod(shape)
+    solid = [piece for piece in pieces if piece.size]
+    assert all((a & b).size == 0 for a in solid for b in solid if a != b)
+
+
+@given(shapes, rules, meshes, rules, meshes)
+def test_every_wanted_box_is_covered_by_the_boxes_of_another_layout(
+    shape: tuple[int, ...], rule: dict[str, str], mesh: Mesh, other_rule: dict[str, str], other: Mesh
+) -> None:
+    axes = tuple(LETTERS[: len(shape)])
+    have = set(boxes(shape, axes, rule=rule, mesh=mesh))
+    for wanted in boxes(shape, axes, rule=other_rule, mesh=other):
+        assert sum((wanted & piece).size for piece in have) == wanted.size
+
+
+def test_a_box_indexes_the_array_of_another_box() -> None:
+    outer, inner = Box((2, 4), (8, 10)), Box((3, 5), (4, 9))
+    assert inner.within(outer) == (slice(1, 2), slice(1, 5))
+    assert Box.whole((3, 4)).slices == (slice(0, 3), slice(0, 4))
+
+
+def test_gradient_is_summed_where_tokens_differed_minus_the_axes_that_cut() -> None:
+    mesh = Mesh.parse("pp2 dp2 ep2 cp2 tp2")
+    data = ("dp", "ep", "cp")
+    assert gradient_axes(mesh, varies=data, cut=("tp",)) == ("dp", "ep", "cp")
+    assert gradient_axes(mesh, varies=(*data, "tp"), cut=()) == ("dp", "ep", "cp", "tp")
+    assert gradient_axes(mesh, varies=data, cut=("ep",)) == ("dp", "cp")
+    assert gradient_axes(Mesh.parse("pp4"), varies=data, cut=()) == ()
+
+
+def test_axes_of_degree_one_cut_nothing() -> None:
+    assert cutting_axes(("heads", "embed"), {"heads": "tp"}, Mesh.parse("dp4")) == ()
+    assert cutting_axes(("embed", "heads"), {"heads": "tp"}, Mesh.parse("tp4")) == ("tp",)

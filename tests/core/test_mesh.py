@@ -1,0 +1,91 @@
+"""The mesh: text, coordinates, groups and neighbours."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.core.mesh import AXES, Mesh, every_mesh
+from weft.errors import MeshError
+
+
+@st.composite
+def meshes(draw: st.DrawFn, most: int = 4) -> Mesh:
+    names = draw(st.lists(st.sampled_from(AXES), unique=True, max_size=4))
+    return Mesh(tuple((name, draw(st.integers(1, most))) for name in names))
+
+
+@given(meshes())
+def test_text_reads_back(mesh: Mesh) -> None:
+    assert Mesh.parse(mesh.text) == mesh
+
+
+@given(meshes())
+def test_rank_and_coordinates_are_inverse(mesh: Mesh) -> None:
+    assert [mesh.rank(**mesh.coord(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
+
+
+@settings(deadline=None, max_examples=40)
+@given(meshes(), st.sets(st.sampled_from(AXES)))
+def test_groups_hold_every_rank_once_and_differ_only_along_their_axes(mesh: Mesh, axes: set[str]) -> None:
+    groups = mesh.groups(tuple(axes))
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    for group in groups:
+        assert len(group) == mesh.degree(tuple(axes))
+        fixed = {tuple((axis, i) for axis, i in mesh.coord(rank).items() if axis not in axes) for rank in group}
+        assert len(fixed) == 1
+        assert [mesh.index(rank, tuple(axes)) for rank in group] == list(range(len(group)))
+
+
+def test_tensor_parallel_group_differs_only_in_its_tp_coordinate_and_tp_varies_fastest() -> None:
+    mesh = Mesh.parse("pp2 dp2 tp2")
+    assert mesh.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert mesh.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert mesh.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+@given(meshes(), st.sampled_from(AXES), st.integers(-7, 7))
+def test_neighbours_go_round_the_axis(mesh: Mesh, axis: str, step: int) -> None:
+    for rank in range(mesh.size):
+        there = mesh.neighbour(rank, axis, step)
+        assert mesh.neighbour(there, axis, -step) == rank
+        assert there in mesh.group(rank, axis)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("dp2 xp2", "unknown axis 'xp'"),
+        ("dp2 dp4", "appears twice"),
+        ("dp0", "degree 0"),
+        ("dp", "cannot read 'dp'"),
+        ("2dp", "cannot read '2dp'"),
+        ("dp2 tpp2", "did you mean 'tp'?"),
+    ],
+)
+def test_a_wrong_text_is_named(text: str, said: str) -> None:
+    with pytest.raises(MeshError, match="mesh: ") as error:
+        Mesh.parse(text)
+    assert said in str(error.value)
+
+
+def test_all_faults_of_a_text_come_at_once() -> None:
+    with pytest.raises(MeshError) as error:
+        Mesh.parse("xp2 dp0 7")
+    assert len(error.value.faults) == 3
+
+
+def test_every_mesh_lists_each_mesh_once() -> None:
+    found = every_mesh(16, ("pp", "dp", "tp"))
+    want = sum(1 for p in range(1, 17) for d in range(1, 17) for t in range(1, 17) if p * d * t <= 16)
+    assert len(found) == len(set(found)) == want
+    assert all(mesh.size == math.prod(degree for _, degree in mesh.axes) for mesh in found)
+
+
+def test_overview_shows_all_groups() -> None:
+    text = Mesh.parse("dp2 tp2").overview()
+    assert "[0 2]  [1 3]" in text
+    assert "[0 1]  [2 3]" in text
