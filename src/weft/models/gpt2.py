@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from weft.core.model import (
@@ -28,13 +28,13 @@ class Config(ModelConfig):
     family: ClassVar[str] = "gpt2"
     kind: ClassVar[Literal["tokens", "images"]] = "tokens"
 
-    layers: PositiveInt = 4
-    dim: PositiveInt = 128
-    heads: PositiveInt = 4
-    ffn: PositiveInt = 512
-    vocab: PositiveInt = 256
-    max_seq_len: PositiveInt = 256
-    norm_eps: PositiveFloat = 1e-5
+    layers: int = Field(4, ge=1, description="transformer layers")
+    dim: int = Field(128, ge=1, description="width of the residual stream")
+    heads: int = Field(4, ge=1, description="attention heads; divides dim")
+    ffn: int = Field(512, ge=1, description="width of the feed-forward layer")
+    vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
+    max_seq_len: int = Field(256, ge=1, description="learned positions: no sequence may be longer")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance in LayerNorm")
 
     @field_validator("heads")
     @classmethod

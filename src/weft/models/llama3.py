@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from weft.core.model import (
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 class Config(ModelConfig):
-    """LLaMA 3's shape; the defaults are llama3-tiny. A `rope_scaling_factor` of 1 turns the scaling off."""
+    """LLaMA 3's shape; the defaults are llama3-tiny."""
 
     family: ClassVar[str] = "llama3"
     kind: ClassVar[Literal["tokens", "images"]] = "tokens"
 
-    layers: PositiveInt = 4
-    dim: PositiveInt = 128
-    heads: PositiveInt = 4
-    kv_heads: PositiveInt = 2
-    ffn: PositiveInt = 352
-    vocab: PositiveInt = 256
-    max_seq_len: PositiveInt = 8192
-    norm_eps: PositiveFloat = 1e-5
-    tied: bool = False
-    rope_theta: PositiveFloat = 10_000.0
-    rope_scaling_factor: PositiveFloat = 1.0
-    rope_scaling_low_freq_factor: PositiveFloat = 1.0
-    rope_scaling_high_freq_factor: PositiveFloat = 4.0
-    rope_scaling_original_context: PositiveInt = 8192
+    layers: int = Field(4, ge=1, description="transformer layers")
+    dim: int = Field(128, ge=1, description="width of the residual stream")
+    heads: int = Field(4, ge=1, description="query heads; divides dim")
+    kv_heads: int = Field(2, ge=1, description="key/value heads, shared by heads / kv_heads query heads each")
+    ffn: int = Field(352, ge=1, description="width of the feed-forward layer")
+    vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
+    max_seq_len: int = Field(8192, ge=1, description="context that the model is published for; bounds nothing here")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
+    tied: bool = Field(False, description="the head projects with the token embedding")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of RoPE's wavelengths")
+    rope_scaling_factor: float = Field(1.0, gt=0, description="long wavelengths grow by this; 1 turns scaling off")
+    rope_scaling_low_freq_factor: float = Field(1.0, gt=0, description="waves over original context / this are long")
+    rope_scaling_high_freq_factor: float = Field(4.0, gt=0, description="waves under original context / this stay")
+    rope_scaling_original_context: int = Field(8192, ge=1, description="context before scaling, in tokens")
 
     @field_validator("heads")
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from weft.core.model import BlockSpec, Draw, ModelConfig, linear_flops
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class Config(ModelConfig):
-    """The classifiers' shape; the defaults are mnist-mlp. `dim` counts the conv net's channels."""
+    """The classifiers' shape; the defaults are mnist-mlp."""
 
     family: ClassVar[str] = "mnist"
     kind: ClassVar[Literal["tokens", "images"]] = "images"
 
-    arch: Literal["mlp", "conv"] = "mlp"
-    layers: NonNegativeInt = 2
-    dim: PositiveInt = 128
-    ffn: PositiveInt = 256
-    classes: PositiveInt = 10
-    image_size: PositiveInt = 28
+    arch: Literal["mlp", "conv"] = Field("mlp", description="fully connected layers, or convolutions")
+    layers: int = Field(2, ge=0, description="hidden layers between the first and the head")
+    dim: int = Field(128, ge=1, description="width of the hidden layers; channels of the convolutions")
+    ffn: int = Field(256, ge=1, description="width between the two linears of a layer (mlp) or of the head (conv)")
+    classes: int = Field(10, ge=1, description="classes to tell apart")
+    image_size: int = Field(28, ge=1, description="height and width of an image in pixels")
 
     @field_validator("image_size")
     @classmethod
@@ -92,19 +92,22 @@ def ties(cfg: Config) -> dict[str, str]:
 
 
 def init(cfg: Config) -> dict[str, Draw]:
-    """Normal with variance 2 / fan-in, which keeps the scale through ReLUs (He et al. 2015); biases start at zero."""
-    head_in = cfg.dim * cfg.pooled_size**2
-    fan_in = {
-        "embed.proj.weight": cfg.image_size**2,
-        "embed.conv.weight": 9,
-        "layer*.conv.weight": 9 * cfg.dim,
-        "layer*.up.weight": cfg.dim,
-        "*.down.weight": cfg.ffn,
-        "head.up.weight": head_in,
-        "head.proj.weight": cfg.dim,
+    """Normal with variance 2 / fan-in before a ReLU (He et al. 2015), 1 / fan-in for the logits; biases are zero."""
+
+    def normal(gain: float, fan_in: int) -> Draw:
+        return "normal", (gain / fan_in) ** 0.5
+
+    return {
+        "embed.proj.weight": normal(2.0, cfg.image_size**2),
+        "embed.conv.weight": normal(2.0, 9),
+        "layer*.conv.weight": normal(2.0, 9 * cfg.dim),
+        "layer*.up.weight": normal(2.0, cfg.dim),
+        "layer*.down.weight": normal(2.0, cfg.ffn),
+        "head.up.weight": normal(2.0, cfg.dim * cfg.pooled_size**2),
+        "head.down.weight": normal(1.0, cfg.ffn),
+        "head.proj.weight": normal(1.0, cfg.dim),
+        "*.bias": ("zeros",),
     }
-    normal: dict[str, Draw] = {pattern: ("normal", (2 / size) ** 0.5) for pattern, size in fan_in.items()}
-    return {**normal, "*.bias": ("zeros",)}
 
 
 def blocks(cfg: Config) -> dict[str, nn.Module]:

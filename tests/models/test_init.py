@@ -1,0 +1,96 @@
+"""Starting values depend on seed, global name and full shape, and on nothing else."""
+
+import math
+
+import pytest
+import torch
+
+from weft.models import PRESETS, family
+from weft.models.init import draw, initialise, name_seed, named_parameters, tie
+
+SMALL = ("gpt2-tiny", "llama3-tiny", "mnist-mlp", "mnist-conv")
+
+
+def started(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    cfg = PRESETS[name]
+    module = family(cfg.family)
+    parameters = {k: v.to(dtype) for k, v in named_parameters(module.blocks(cfg)).items()}
+    initialise(parameters, module.init(cfg), seed=seed, ties=module.ties(cfg))
+    return parameters
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_values_do_not_depend_on_order_or_on_which_blocks_a_rank_holds(name: str):
+    cfg = PRESETS[name]
+    module = family(cfg.family)
+    whole = started(name)
+    torch.manual_seed(1234)
+    for kept in whole:
+        alone = {kept: torch.full_like(whole[kept], math.nan)}
+        initialise(alone, module.init(cfg), seed=0, ties=module.ties(cfg))
+        assert torch.equal(alone[kept], whole[kept]), kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_values_of_another_dtype_are_the_float32_ones_cast(dtype: torch.dtype):
+    whole, cast = started("llama3-tiny"), started("llama3-tiny", dtype=dtype)
+    assert all(torch.equal(whole[name].to(dtype), cast[name]) for name in whole)
+
+
+def test_a_rank_keeps_its_piece_of_the_full_draw():
+    cfg = PRESETS["llama3-tiny"]
+    module = family("llama3")
+    whole = started("llama3-tiny")
+    shapes = {name: tuple(value.shape) for name, value in whole.items()}
+    for half in (0, 1):
+        cuts = {name: torch.empty_like(value.chunk(2)[half]) for name, value in whole.items()}
+        seen: dict[str, tuple[int, ...]] = {}
+
+        def piece(name: str, full: torch.Tensor, half: int = half, seen: dict = seen) -> torch.Tensor:
+            seen[name] = tuple(full.shape)
+            return full.chunk(2)[half]
+
+        initialise(cuts, module.init(cfg), seed=0, shapes=shapes, piece=piece)
+        assert seen == shapes
+        assert all(torch.equal(cuts[name], whole[name].chunk(2)[half]) for name in whole)
+
+
+def test_an_alias_starts_as_its_owner_on_a_stage_that_lacks_the_owner():
+    cfg = PRESETS["gpt2-tiny"]
+    module = family("gpt2")
+    whole = started("gpt2-tiny")
+    assert torch.equal(whole["head.proj.weight"], whole["embed.tok.weight"])
+    blocks = module.blocks(cfg)
+    tie(blocks, module.ties(cfg))
+    tied = named_parameters(blocks)
+    initialise(tied, module.init(cfg), seed=0, ties=module.ties(cfg))
+    assert all(torch.equal(tied[name], whole[name]) for name in whole)
+
+
+def test_names_and_seeds_give_different_values():
+    values = [
+        draw(name, (64,), ("normal", 1.0), seed=seed)
+        for name in ("layer0.attn.q.weight", "layer1.attn.q.weight", "layer0.attn.k.weight")
+        for seed in (0, 1)
+    ]
+    assert len({tuple(value.tolist()) for value in values}) == len(values)
+
+
+def test_seeds_of_names_stay_what_they_are():
+    """Another value here makes every run of the past start differently."""
+    assert name_seed("embed.tok.weight", 0) == 857501894
+    assert name_seed("layer17.attn.q.weight", 3) == 1486042774
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama3-tiny"])
+def test_standard_deviation_is_002_and_residual_projections_are_scaled_down(name: str):
+    whole = started(name)
+    layers = PRESETS[name].layers
+    for parameter_name, value in whole.items():
+        if value.dim() < 2:
+            assert value.unique().tolist() == [1.0 if parameter_name.endswith("norm.weight") else 0.0], parameter_name
+            continue
+        residual = parameter_name.endswith((".o.weight", ".down.weight"))
+        want = 0.02 / math.sqrt(2 * layers) if residual else 0.02
+        # the deviation of a sample of n normals is itself normal with relative deviation 1 / sqrt(2 n)
+        assert abs(value.std().item() / want - 1) < 4 / math.sqrt(2 * value.numel()), parameter_name

@@ -1,0 +1,148 @@
+"""Every family and preset: found, importable without torch, of the published size, each parameter in one row."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from weft.core.model import ModelConfig, axes_of, row_of
+from weft.errors import ConfigError, PlanError
+from weft.models import FAMILIES, PRESETS, family, preset
+from weft.models.batch import forward, image_batch, token_batch
+from weft.models.init import named_parameters, tie
+
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama3-1b": 1_235_814_400,
+    "llama3-3b": 3_212_749_824,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+}
+"""Parameters of the released weights, tied ones counted once."""
+
+SMALL = ("gpt2-tiny", "llama3-tiny", "mnist-mlp", "mnist-conv")
+
+
+def meta_blocks(cfg: ModelConfig) -> dict[str, nn.Module]:
+    with torch.device("meta"):
+        return family(cfg.family).blocks(cfg)
+
+
+def test_models_are_imported_without_torch():
+    code = "import sys, weft.models; print(*weft.models.FAMILIES, 'torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["gpt2", "llama3", "mnist", "False"]
+
+
+def test_each_preset_belongs_to_the_family_that_its_config_names():
+    for name, module in FAMILIES.items():
+        assert module.PRESETS, f"{name} has no preset"
+        assert module.Config().family == name
+        assert module.Config() in module.PRESETS.values(), "the defaults are a preset"
+        assert all(cfg.family == name and type(cfg) is module.Config for cfg in module.PRESETS.values())
+    assert len(PRESETS) == sum(len(module.PRESETS) for module in FAMILIES.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_parameter_has_one_row_of_axes_and_one_of_init(name: str):
+    cfg = PRESETS[name]
+    module = family(cfg.family)
+    for parameter_name, parameter in named_parameters(meta_blocks(cfg)).items():
+        assert len(axes_of(parameter_name, module.AXES)) == parameter.dim(), parameter_name
+        rule = row_of(parameter_name, module.init(cfg), title="init")
+        assert rule[0] in ("normal", "ones", "zeros")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_axes_agree_with_shapes(name: str):
+    """An axis that may be cut has one length throughout a model, but for the head size that heads carry along."""
+    cfg = PRESETS[name]
+    module = family(cfg.family)
+    lengths: dict[str, set[int]] = {}
+    for parameter_name, parameter in named_parameters(meta_blocks(cfg)).items():
+        for axis, length in zip(axes_of(parameter_name, module.AXES), parameter.shape, strict=True):
+            lengths.setdefault(axis, set()).add(length)
+    for axis, units in cfg.axis_sizes().items():
+        (length,) = lengths[axis]
+        assert length % units == 0 if "heads" in axis else length == units
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name: str):
+    cfg = PRESETS[name]
+    blocks = meta_blocks(cfg)
+    tie(blocks, family(cfg.family).ties(cfg))
+    unique = {id(parameter): parameter.numel() for parameter in named_parameters(blocks).values()}
+    assert sum(unique.values()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_tied_parameters_exist_and_are_of_one_shape(name: str):
+    cfg = PRESETS[name]
+    parameters = named_parameters(meta_blocks(cfg))
+    for alias, owner in family(cfg.family).ties(cfg).items():
+        assert parameters[alias].shape == parameters[owner].shape
+
+
+def test_tying_makes_one_parameter_of_two_and_leaves_a_lone_half_alone():
+    cfg = PRESETS["gpt2-tiny"]
+    blocks = meta_blocks(cfg)
+    ties = family("gpt2").ties(cfg)
+    last_stage = {"head": meta_blocks(cfg)["head"]}
+    tie(blocks, ties)
+    tie(last_stage, ties)
+    parameters = named_parameters(blocks)
+    assert parameters["head.proj.weight"] is parameters["embed.tok.weight"]
+    assert set(named_parameters(last_stage)) == {"head.norm.weight", "head.norm.bias", "head.proj.weight"}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_blocks_hand_on_the_shapes_that_their_specs_say(name: str):
+    cfg = PRESETS[name]
+    blocks = meta_blocks(cfg)
+    x, batch = _batch(cfg)
+    specs = cfg.block_specs(6)
+    assert [spec.name for spec in specs] == list(blocks)
+    for spec in specs:
+        x = blocks[spec.name](x, batch)
+        assert x.shape == tuple({"batch": 3, "seq": 6}.get(str(size), size) for size in spec.out)
+        assert spec.is_layer == spec.name.startswith("layer")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_chain_is_differentiable_in_every_parameter(name: str):
+    cfg = PRESETS[name]
+    blocks = meta_blocks(cfg)
+    forward(blocks, _batch(cfg)[1]).backward()
+    assert all(parameter.grad is not None for parameter in named_parameters(blocks).values())
+
+
+def _batch(cfg: ModelConfig):
+    with torch.device("meta"):
+        if cfg.kind == "images":
+            inputs = torch.empty(3, 1, 28, 28)
+            return inputs, image_batch(inputs, torch.zeros(3, dtype=torch.int64))
+        inputs = torch.zeros(3, 6, dtype=torch.int64)
+        return inputs, token_batch(inputs, inputs)
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown model 'lama3'.*did you mean 'llama3'\?"):
+        family("lama3")
+    with pytest.raises(ConfigError, match=r"unknown preset 'gpt2-124'.*did you mean 'gpt2-124m'\?"):
+        preset("gpt2-124")
+
+
+def test_a_parameter_that_no_row_or_two_rows_match_is_named_with_the_rows():
+    with pytest.raises(
+        PlanError, match=r"'layer0.new.weight' is matched by 0 rows \(got 'embed.\*'; need exactly one row\)"
+    ):
+        axes_of("layer0.new.weight", {"embed.*": ("vocab", "embed")})
+    with pytest.raises(PlanError, match=r"AXES: parameter 'a.w' is matched by 2 rows \(got 'a.\*', '\*.w';"):
+        axes_of("a.w", {"a.*": ("embed",), "*.w": ("ffn",), "b.w": ("ffn",)})
