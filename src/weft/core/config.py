@@ -64,7 +64,7 @@ class Optim(Table):
     decay: Literal["constant", "linear", "cosine", "wsd"] = Field("cosine", description="rate after the warm-up")
     cooldown: Share = Field(0.2, description="share of all steps in the final decay of wsd, 0 to 1")
     weight_decay: float = Field(0.1, ge=0, description="decay of matrices, per unit of learning rate")
-    betas: tuple[Share, Share] = Field((0.9, 0.95), strict=False, description="adamw: memory of both moments, 0 to 1")
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="adamw: memory of both moments, 0 to 1")
     eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
     momentum: Share = Field(0.9, description="sgd: memory of the gradient, 0 to 1")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
@@ -85,7 +85,7 @@ class Pipeline(Table):
     schedule: str = Field("1f1b", description="order of the actions: gpipe, 1f1b or interleaved")
     chunks: int = Field(1, ge=1, description="model chunks a pipeline rank (stages = pp x chunks)")
     split: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (), strict=False, description="layers of every stage, first to last; nothing: cut by cost"
+        (), description="layers of every stage, first to last; nothing: cut by cost"
     )
 
 
@@ -120,7 +120,7 @@ class Run(Table):
     )
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
     resume: str | None = Field(None, description="auto or a checkpoint to go on from; None: start anew")
-    model: Model = Field(default_factory=Model, description="the model")
+    model: Model = Field(description="the model")
     data: Data = Field(default_factory=Data, description="what it reads")
     batch: Batch = Field(default_factory=Batch, description="sequences a step")
     optim: Optim = Field(default_factory=Optim, description="how the parameters move")

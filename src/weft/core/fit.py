@@ -1,0 +1,128 @@
+"""Owns whether the parts of a run fit together: mesh, model, batch, pipeline, sequence; pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from weft.core.axes import TENSOR_RULE
+from weft.core.checks import Check
+from weft.core.config import Run
+from weft.core.schedules import find
+from weft.core.stages import cut_by_cost, cut_by_counts
+from weft.errors import Fault, UserError
+
+PADDED_AXES = ("vocab",)
+"""Logical axes that are padded where their mesh axis does not divide them."""
+BYTES = 256
+"""Number of different byte tokens."""
+
+
+def axes_divide(run: Run) -> Iterable[Fault]:
+    """Every logical axis of the model divides by the degree of the mesh axis that cuts it."""
+    sizes = {
+        axis: size for axis, size in run.model.axis_sizes().items() if axis in TENSOR_RULE and axis not in PADDED_AXES
+    }
+    for mesh_axis in dict.fromkeys(TENSOR_RULE.values()):
+        degree = run.grid.degree(mesh_axis)
+        own = {axis: size for axis, size in sizes.items() if TENSOR_RULE[axis] == mesh_axis}
+        works = divisors(*own.values()) if own else (1,)
+        for axis, size in own.items():
+            if size % degree:
+                near = " or ".join(f"{mesh_axis}{number}" for number in works[-4:])
+                what = f"{mesh_axis}{degree} does not divide model.{axis}"
+                yield Fault("mesh", what, got=f"{size} {axis}", need=f"a divisor of {size}", fix=f"use {near}")
+
+
+def batch_divides(run: Run) -> Iterable[Fault]:
+    """The global batch is a whole number of micro-batches on every data rank."""
+    ranks, micro, size = run.num_data_ranks, run.batch.micro_size, run.batch.global_size
+    if size % (ranks * micro):
+        below = size // (ranks * micro) * ranks * micro
+        above = below + ranks * micro
+        sizes = " or ".join(f"--batch.global_size {each}" for each in (below, above) if each)
+        smaller = [number for number in divisors(size // ranks) if number <= micro] if size % ranks == 0 else []
+        fix = sizes + (f", or --batch.micro_size {smaller[-1]}" if smaller else "")
+        need = f"a multiple of {ranks * micro} = {ranks} data ranks x micro_size {micro}"
+        yield Fault("batch.global_size", "does not divide into micro-batches", str(size), need, fix)
+
+
+def layers_make_stages(run: Run) -> Iterable[Fault]:
+    """There is a layer for every stage, and `pipeline.split` names all of them."""
+    blocks = run.model.block_specs(run.data.seq_len)
+    split = run.pipeline.split
+    try:
+        if split:
+            cut_by_counts(blocks, split)
+        else:
+            cut_by_cost(blocks, run.num_stages)
+    except UserError as error:
+        yield from error.faults
+    if split and len(split) != run.num_stages:
+        need = f"{run.num_stages} = pp{run.grid.degree('pp')} x {run.pipeline.chunks} chunks"
+        yield Fault(
+            "pipeline.split", "names another number of stages", f"{len(split)}: {words(split)}", need, _even(run)
+        )
+
+
+def _even(run: Run) -> str:
+    layers, stages = sum(block.is_layer for block in run.model.block_specs(run.data.seq_len)), run.num_stages
+    if stages > layers:
+        return "leave pipeline.split out"
+    return f"--pipeline.split {words([(layers + stages - 1 - place) // stages for place in range(stages)])}"
+
+
+def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
+    """The schedule exists, and there is a table for this many ranks, chunks and micro-batches."""
+    try:
+        schedule = find(run.pipeline.schedule)
+    except UserError as error:
+        return error.faults
+    if any(batch_divides(run)):
+        return ()
+    return schedule.faults(ranks=run.grid.degree("pp"), chunks=run.pipeline.chunks, microbatches=run.num_micro)
+
+
+def sequence_divides(run: Run) -> Iterable[Fault]:
+    """Under sequence parallelism every tp rank holds an equal part of each sequence."""
+    degree, length = run.grid.degree("tp"), run.data.seq_len
+    if run.parallel.sequence and run.model.kind == "tokens" and length % degree:
+        below, above = length // degree * degree, (length // degree + 1) * degree
+        near = " or ".join(str(each) for each in (below, above) if each)
+        need = f"a multiple of tp{degree} under parallel.sequence"
+        yield Fault("data.seq_len", f"does not divide by tp{degree}", str(length), need, f"--data.seq_len {near}")
+
+
+def sequence_fits_model(run: Run) -> Iterable[Fault]:
+    """The model takes sequences of this length."""
+    fault = run.model.check_seq_len(run.data.seq_len)
+    return () if fault is None else (fault,)
+
+
+def vocabulary_holds_bytes(run: Run) -> Iterable[Fault]:
+    """Where text is read as bytes, the model knows all of them."""
+    size = run.model.axis_sizes().get("vocab", BYTES)
+    is_text = run.model.kind == "tokens" and not run.data.source.endswith(".bin")
+    if run.data.tokenizer == "bytes" and is_text and size < BYTES:
+        fix = f"--model.vocab {BYTES}"
+        yield Fault("model.vocab", "is smaller than the tokenizer's", str(size), f"at least {BYTES} for bytes", fix)
+
+
+def divisors(*numbers: int) -> tuple[int, ...]:
+    """Numbers that divide all of `numbers`, ascending."""
+    return tuple(each for each in range(1, min(numbers) + 1) if not any(number % each for number in numbers))
+
+
+def words(counts: Sequence[int]) -> str:
+    """Numbers as the words of a flag."""
+    return " ".join(map(str, counts))
+
+
+CHECKS = (
+    Check(("mesh", "model"), axes_divide),
+    Check(("mesh", "batch"), batch_divides),
+    Check(("mesh", "model", "pipeline"), layers_make_stages),
+    Check(("mesh", "batch", "pipeline"), schedule_takes_sizes),
+    Check(("mesh", "data.seq_len", "parallel.sequence"), sequence_divides),
+    Check(("model", "data.seq_len"), sequence_fits_model),
+    Check(("model.vocab", "data.source", "data.tokenizer"), vocabulary_holds_bytes),
+)

@@ -1,0 +1,56 @@
+"""Owns what the config already names and weft does not do yet: delete a row when the feature lands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from weft.core.checks import Check
+from weft.core.config import Run
+from weft.errors import Fault
+
+WORKS: dict[str, tuple[Any, ...]] = {
+    "model.from_hf": (None,),
+    "data.tokenizer": ("bytes",),
+    "parallel.zero": (0,),
+    "parallel.context": ("ring",),
+    "parallel.recompute": ("none",),
+    "precision.params": ("float32",),
+    "precision.compute": ("float32",),
+    "precision.reduce": ("float32",),
+    "save.every": (0,),
+    "save.keep": (2,),
+    "resume": (None,),
+}
+"""Key -> the values that work; keys that are not named here work with all their values."""
+
+AXES_TO_COME = ("ep", "cp")
+"""Mesh axes that are not there yet."""
+
+
+def unsupported(run: Run) -> Iterable[Fault]:
+    """Keys that stand at values which do not work yet."""
+    for key, working in WORKS.items():
+        value = value_at(run, key)
+        if value not in working:
+            need = " or ".join("nothing" if choice is None else str(choice) for choice in working)
+            yield Fault(key, "is not there yet with this value", got=repr(value), need=need, fix=f"leave {key} out")
+
+
+def axes_to_come(run: Run) -> Iterable[Fault]:
+    """Mesh axes that would be cut and cannot be yet."""
+    for axis in AXES_TO_COME:
+        if (degree := run.grid.degree(axis)) > 1:
+            fix = f"drop {axis}{degree}, or give its ranks to dp or tp"
+            yield Fault("mesh", f"axis {axis!r} is not there yet", got=repr(run.mesh), need="pp, dp and tp", fix=fix)
+
+
+def value_at(run: Run, key: str) -> Any:
+    """The value that stands at a dotted key."""
+    value: Any = run
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+CHECKS = (Check((), unsupported), Check(("mesh",), axes_to_come))

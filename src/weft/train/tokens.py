@@ -1,0 +1,133 @@
+"""Owns a stream of tokens over files: bytes of text, or the numbers of .bin files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import DataError, Fault
+from weft.train.files import KEY, TOKEN_SUFFIX
+
+Array = NDArray[Any]
+
+MAPPED_FROM_BYTES = 2**20
+"""Files of this size and above are mapped, smaller ones are read: maps are few, memory is small."""
+SCANNED_TOKENS = 2**26
+"""Tokens whose ids are looked at before a run starts; later ones are looked at when they are read."""
+HASHED_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """Files end to end as one stream of tokens.
+
+    Attributes:
+        files: where the pieces come from.
+        pieces: tokens of every file, read or mapped.
+        vocab: ids are below this.
+    """
+
+    files: tuple[Path, ...]
+    pieces: tuple[Array, ...]
+    vocab: int
+
+    @cached_property
+    def bounds(self) -> NDArray[np.int64]:
+        """Place of every file's first token, and the length of the whole."""
+        return np.cumsum([0, *(len(piece) for piece in self.pieces)], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens from place `start` up to `stop`.
+
+        Raises:
+            DataError: an id beyond the vocabulary.
+        """
+        tokens = np.concatenate([piece.astype(np.int64) for _, _, piece in self._parts(start, stop)])
+        if int(tokens.max()) >= self.vocab:
+            self.check(start, stop)
+        return tokens
+
+    def check(self, start: int, stop: int) -> None:
+        """Look at ids only.
+
+        Raises:
+            DataError: naming the first id beyond the vocabulary, its file and its place there.
+        """
+        for file, offset, piece in self._parts(start, stop):
+            if int(piece.max()) >= self.vocab:
+                at = int(np.argmax(piece >= self.vocab))
+                what = f"{file} holds a token beyond the vocabulary at token {offset + at}"
+                fix = f"raise model.vocab above {int(piece.max())}, or check data.token_dtype ({piece.dtype})"
+                raise DataError(Fault(KEY, what, f"id {int(piece[at])}", f"below model.vocab = {self.vocab}", fix))
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Path, int, Array]]:
+        """Pieces of the files between two places: file, place in the file, tokens; none is empty."""
+        for number in range(int(np.searchsorted(self.bounds, start, side="right")) - 1, len(self.pieces)):
+            first = int(self.bounds[number])
+            if first >= stop:
+                return
+            lo, hi = max(start - first, 0), min(stop - first, len(self.pieces[number]))
+            if lo < hi:
+                yield self.files[number], lo, self.pieces[number][lo:hi]
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes, up to the first 256 MB."""
+        digest, left = hashlib.sha256(), HASHED_BYTES
+        for piece in self.pieces:
+            block = piece.view(np.uint8)[:left]
+            digest.update(block.data)
+            left -= len(block)
+        return digest.hexdigest()
+
+
+def open_stream(files: tuple[Path, ...], *, token_dtype: str, vocab: int) -> TokenStream:
+    """The files as one stream, with the ids at its beginning looked at.
+
+    Raises:
+        DataError: a file that cannot be read, is cut off or holds ids beyond the vocabulary; or nothing in all of them.
+    """
+    dtype = np.dtype(token_dtype if files[0].suffix == TOKEN_SUFFIX else np.uint8).newbyteorder("<")
+    stream = TokenStream(files, tuple(_open(file, dtype) for file in files), vocab)
+    if not len(stream):
+        raise DataError(Fault(KEY, "is empty", f"0 bytes in {names(files)}", "some text or tokens"))
+    stream.check(0, min(len(stream), SCANNED_TOKENS))
+    return stream
+
+
+def names(files: tuple[Path, ...]) -> str:
+    """A few files in words."""
+    return f"{files[0]} and {len(files) - 1} more" if len(files) > 1 else str(files[0])
+
+
+def _open(file: Path, dtype: np.dtype[Any]) -> Array:
+    try:
+        if not file.is_file():
+            raise DataError(Fault(KEY, "is no regular file", repr(str(file)), "a file, a folder or a glob"))
+        size = file.stat().st_size
+        if size % dtype.itemsize:
+            need = f"a multiple of {dtype.itemsize} bytes for {dtype.name} (data.token_dtype)"
+            fix = "write the file again, or set data.token_dtype"
+            raise DataError(Fault(KEY, f"{file} ends inside a token", f"{size} bytes", need, fix))
+        if size >= MAPPED_FROM_BYTES:
+            return np.memmap(file, dtype, mode="r")
+        return np.frombuffer(file.read_bytes(), dtype)
+    except OSError as error:
+        raise DataError(
+            Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{error.strerror}: check it")
+        ) from None
