@@ -1,1 +1,1 @@
-
+"""Communication between ranks: `Comm` by mesh-axis name, over one of several transports."""
