@@ -46,21 +46,24 @@ class Difference:
         return f"step {self.step}: {self.what} on {self.where}: relative difference {self.relative:.2e}"
 
 
-def differences(truth: Sequence[StepTrace], ranks: Iterable[Held]) -> list[Difference]:
+def differences(truth: Sequence[StepTrace], ranks: Iterable[Held], *, lr: float) -> list[Difference]:
     """Relative difference of every loss, norm, gradient and parameter on every rank, in the order in which they are computed.
 
-    A tensor's scale is its largest right value, but at least 1e-6 of the step's gradient norm: a gradient that is zero in
-    exact arithmetic (the key bias of softmax attention) consists of rounding alone and has no scale of its own.
+    A tensor's scale is its largest right value. A gradient that is zero in exact arithmetic (the key bias of softmax
+    attention) consists of rounding alone and has no scale of its own: the scale of a gradient is at least 1e-6 of the
+    step's gradient norm, and that of a parameter at least `lr`, the size of one update of AdamW.
     """
     found = []
     for rank in ranks:
         for step, (right, mine) in enumerate(zip(truth, rank.steps, strict=True), start=1):
             found.append(Difference(step, "loss", rank.where, _relative(mine.loss, right.loss)))
             found.append(Difference(step, "grad_norm", rank.where, _relative(mine.grad_norm, right.grad_norm)))
-            for kind, theirs, whole in (("gradient", mine.grads, right.grads), ("parameter", mine.params, right.params)):
+            for kind, theirs, whole, floor in (
+                ("gradient", mine.grads, right.grads, 1e-6 * right.grad_norm),
+                ("parameter", mine.params, right.params, lr),
+            ):
                 for name, value in theirs.items():
-                    want = whole[name][rank.boxes[name].slices]
-                    relative = _tensor_relative(value, want, floor=1e-6 * right.grad_norm)
+                    relative = _tensor_relative(value, whole[name][rank.boxes[name].slices], floor=floor)
                     found.append(Difference(step, f"{kind} {name}", rank.where, relative))
     return sorted(found, key=lambda difference: difference.step)
 

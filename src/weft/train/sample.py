@@ -1,0 +1,73 @@
+"""Owns sampling from a model as it lies on the ranks: forward through the pipeline, one token at a time, same text everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.comm.comm import Comm
+from weft.core.axes import span_sizes
+from weft.models.batch import Batch, token_batch
+from weft.models.init import name_seed
+from weft.parallel.model import ParallelModel
+
+
+def sample(
+    model: ParallelModel, prompt: Sequence[int], *, vocab: int, num_tokens: int, temperature: float, seed: int
+) -> Iterator[int]:
+    """Yield `num_tokens` tokens that continue `prompt`; every rank must iterate, every rank gets the same tokens.
+
+    Each token costs one forward over the last `seq_len` tokens. `temperature` 0 takes the likeliest token.
+    """
+    tokens = list(prompt) or [0]
+    for index in range(num_tokens):
+        window = tokens[-model.plan.seq_len :]
+        with torch.no_grad():
+            logits = _last_logits(model, window, vocab=vocab)
+            token = _choose(logits, temperature=temperature, seed=name_seed(f"sample{index}", seed)).to(model.comm.device)
+        last_home = model.plan.table.home[-1]
+        tokens.append(int(model.comm.broadcast_(token, "pp", root=last_home).item()))
+        yield tokens[-1]
+
+
+def _last_logits(model: ParallelModel, window: Sequence[int], *, vocab: int) -> Tensor | None:
+    """logits_V after the window's last token, on the ranks of the last stage; None elsewhere."""
+    comm, plan = model.comm, model.plan.model_copy(update={"micro_size": 1})
+    batch = _padded(window, plan.seq_len, comm.device)
+    home, here = plan.table.home, comm.index("pp")
+    x = batch.inputs
+    for stage in range(len(home)):
+        if home[stage] == here:
+            if stage and home[stage - 1] != here:
+                empty = torch.empty(plan.boundary_shape(stage - 1), dtype=getattr(torch, plan.params), device=comm.device)
+                x = comm.recv(empty, "pp", source=home[stage - 1])
+            for name, block in model.stages[stage].items():
+                x = x if name == "loss" else block(x, batch)
+            if stage + 1 < len(home) and home[stage + 1] != here:
+                comm.send(x.contiguous(), "pp", to=home[stage + 1])
+    if home[-1] != here:
+        return None
+    return _whole_vocabulary(x[0, len(window) - 1], comm, cut="vocab" in plan.cuts, vocab=vocab)
+
+
+def _whole_vocabulary(logits: Tensor, comm: Comm, *, cut: bool, vocab: int) -> Tensor:
+    return comm.all_gather(logits, "tp", dim=0, sizes=span_sizes(vocab, comm.degree("tp"))) if cut else logits
+
+
+def _padded(window: Sequence[int], seq_len: int, device: torch.device) -> Batch:
+    """One sequence of `seq_len`: what stands behind the window cannot be seen by it."""
+    row = torch.zeros(1, seq_len, dtype=torch.int64, device=device)
+    row[0, : len(window)] = torch.tensor(window, dtype=torch.int64)
+    return token_batch(row, torch.zeros_like(row))
+
+
+def _choose(logits: Tensor | None, *, temperature: float, seed: int) -> Tensor:
+    """A token by its probability, drawn on the CPU so that devices do not matter; int64[1], 0 where there are no logits."""
+    if logits is None:
+        return torch.zeros(1, dtype=torch.int64)
+    if temperature <= 0:
+        return logits.argmax().reshape(1).cpu()
+    probabilities = (logits.double().cpu() / temperature).softmax(-1)
+    return torch.multinomial(probabilities, 1, generator=torch.Generator().manual_seed(seed))
