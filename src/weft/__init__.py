@@ -1,1 +1,65 @@
+"""weft: train one model on many devices, and prove that it is the model one device would have trained.
 
+The names below are the public ones. They are loaded on first use, so that `import weft` (and every command that only has to
+refuse its input) does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.comm.comm import Comm
+    from weft.comm.transport import Work
+    from weft.core.mesh import Mesh
+    from weft.core.plan import Plan
+    from weft.errors import WeftError
+    from weft.parallel.ddp import DistributedDataParallel
+    from weft.parallel.model import parallelize
+    from weft.parallel.pipeline import PipelineParallel
+    from weft.parallel.tp import ColumnParallelLinear, RowParallelLinear
+    from weft.parallel.vocab import VocabParallelEmbedding
+    from weft.run.start import init
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ColumnParallelLinear": "weft.parallel.tp",
+    "Comm": "weft.comm.comm",
+    "DistributedDataParallel": "weft.parallel.ddp",
+    "Mesh": "weft.core.mesh",
+    "PipelineParallel": "weft.parallel.pipeline",
+    "Plan": "weft.core.plan",
+    "RowParallelLinear": "weft.parallel.tp",
+    "VocabParallelEmbedding": "weft.parallel.vocab",
+    "WeftError": "weft.errors",
+    "Work": "weft.comm.transport",
+    "init": "weft.run.start",
+    "parallelize": "weft.parallel.model",
+}
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Comm",
+    "DistributedDataParallel",
+    "Mesh",
+    "PipelineParallel",
+    "Plan",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "WeftError",
+    "Work",
+    "init",
+    "parallelize",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -80,13 +80,6 @@ class Plan(BaseModel):
         lengths = {"batch": self.micro_size, "seq": self.seq_len // cut}
         return tuple(lengths[entry] if isinstance(entry, str) else entry for entry in self.stages[stage].out)
 
-    def samples(self, rank: int, microbatch: int) -> range:
-        """Which of the step's sequences `rank` takes as its micro-batch: sequence j is micro-batch m of data rank d as
-        j = (m * data ranks + d) * micro_size + i, so that under every layout micro-batches follow the same order."""
-        data = self.mesh.degree(("dp", "ep"))
-        start = (microbatch * data + self.mesh.index(rank, ("dp", "ep"))) * self.micro_size
-        return range(start, start + self.micro_size)
-
     def to_json(self) -> str:
         """Canonical JSON: equal plans give equal text."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1)

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from weft.comm.comm import Comm
 from weft.core.model import ModelConfig
 from weft.core.plan import Plan
 from weft.models import Family
 from weft.models.batch import Batch
-from weft.parallel.model import ParallelModel, materialise, parallelize
+from weft.parallel.model import ParallelModel
 from weft.prove.trace import Held, StepTrace
+from weft.train.build import build_model
+from weft.train.order import layout_of
+from weft.train.optim import Optimizer
 from weft.train.step import StepReport, TrainStep
-
-
-def build(family: Family, config: ModelConfig, plan: Plan, comm: Comm, *, seed: int) -> ParallelModel:
-    """This rank's part of the model with its starting values; the whole model is never in memory."""
-    with torch.device("meta"):
-        blocks = family.blocks(config)
-    model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
-    materialise(model, family.init(config), seed=seed, device=comm.device, dtype=getattr(torch, plan.params))
-    return model
 
 
 def micro_batches(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
     """This rank's micro-batches of the step's whole batch."""
-    ranges = (plan.samples(rank, mb) for mb in range(plan.microbatches))
-    return [batch.map(lambda x, rows=rows: x[rows.start : rows.stop]) for rows in ranges]
+    data, size = plan.mesh.degree(("dp", "ep")), plan.micro_size
+    samples = layout_of(
+        np.arange(plan.global_size), index=plan.mesh.index(rank, ("dp", "ep")), degree=data, micro_size=size
+    )
+    return [batch.map(lambda x, rows=rows: x[rows]) for rows in map(torch.from_numpy, samples)]
 
 
 def run_layout(
@@ -44,7 +41,7 @@ def run_layout(
     lr: float,
 ) -> Held:
     """Train this rank's part of the model on the same whole batches and record everything."""
-    model = build(family, config, plan, comm, seed=seed)
+    model = build_model(family, config, plan, comm, seed=seed)
     train = TrainStep(model, make_optimizer=optimizer, clip=plan.clip)
     traces = tuple(_record(model, train(micro_batches(batch, plan, comm.rank), lr=lr)) for batch in steps)
     boxes = {piece.owner: piece.box for piece in model.pieces.values()}

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import psutil
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from weft.core.axes import data_axes
 from weft.models.batch import Batch
@@ -17,6 +16,7 @@ from weft.parallel import grads
 from weft.parallel.dp import GradientBuckets
 from weft.parallel.model import ParallelModel
 from weft.parallel.pp import Player, Watch
+from weft.train.optim import Optimizer
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,50 @@
+"""Owns the step from a description to parts that run: the model of a plan, and what a run config says of its training."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.comm.comm import Comm
+from weft.core.config import Run
+from weft.core.layout import plan_of
+from weft.core.model import ModelConfig
+from weft.core.plan import Plan
+from weft.models import FAMILIES, Family
+from weft.parallel.model import ParallelModel, materialise, parallelize
+from weft.train.data import Samples
+from weft.train.feed import Feed
+from weft.train.optim import Optimizer, make_optimizer
+from weft.train.step import TrainStep
+
+
+def build_model(family: Family, config: ModelConfig, plan: Plan, comm: Comm, *, seed: int) -> ParallelModel:
+    """This rank's part of the model with its starting values; the whole model is never in memory."""
+    with torch.device("meta"):
+        blocks = family.blocks(config)
+    model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
+    materialise(model, family.init(config), seed=seed, device=comm.device, dtype=getattr(torch, plan.params))
+    return model
+
+
+def build_step(run: Run, comm: Comm) -> TrainStep:
+    """The training step that `run` describes, as this rank plays it."""
+    plan = plan_of(run)
+    model = build_model(FAMILIES[run.model.name], run.model, plan, comm, seed=run.seed)
+
+    def optimizer(model: ParallelModel) -> Optimizer:
+        return make_optimizer(model.params, run.optim)
+
+    return TrainStep(model, make_optimizer=optimizer, clip=run.optim.clip)
+
+
+def build_feed(run: Run, comm: Comm, samples: Samples) -> Feed:
+    """This rank's micro-batches of every step."""
+    return Feed(
+        samples,
+        global_size=run.batch.global_size,
+        micro_size=run.batch.micro_size,
+        seed=run.seed,
+        index=comm.index(("dp", "ep")),
+        degree=comm.degree(("dp", "ep")),
+        device=comm.device,
+    )

@@ -1,0 +1,43 @@
+"""Owns the way from samples on disk to the micro-batches of a step on this rank's device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from weft.models.batch import Batch
+from weft.train.data import Samples
+from weft.train.order import layout_of, samples_of_step
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Which samples a data rank takes, a pure function of (seed, step) and of its place.
+
+    Attributes:
+        index, degree: place of this rank along the data axes, and how many ranks there are.
+    """
+
+    samples: Samples
+    global_size: int
+    micro_size: int
+    seed: int
+    index: int
+    degree: int
+    device: torch.device
+
+    def batches(self, step: int) -> list[Batch]:
+        """Micro-batches of step `step` (from 0), in the order in which the schedule numbers them."""
+        chosen = samples_of_step(
+            step, global_size=self.global_size, num_samples=self.samples.num_samples, seed=self.seed
+        )
+        mine = layout_of(chosen, index=self.index, degree=self.degree, micro_size=self.micro_size)
+        arrays = self.samples.read(mine)
+        whole = Batch(
+            torch.from_numpy(arrays.inputs), torch.from_numpy(arrays.targets), torch.from_numpy(arrays.positions)
+        ).map(lambda x: x.to(self.device))
+        return [
+            whole.map(lambda x, start=start: x[start : start + self.micro_size])
+            for start in range(0, mine.size, self.micro_size)
+        ]

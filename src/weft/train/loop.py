@@ -1,0 +1,70 @@
+"""Owns a rank's training run from the first step to the last: feed, step, journal, sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from weft.comm.comm import Comm
+from weft.core.config import Run
+from weft.core.lr import learning_rate
+from weft.train.build import build_feed, build_step
+from weft.train.data import open_data
+from weft.train.journal import Journal
+from weft.train.sample import sample
+from weft.train.step import StepReport, TrainStep
+
+CHECKED_STEPS = 2
+"""Steps in which members of every group compare what they bring; the steps after repeat the same operations."""
+
+PROMPT = "def "
+TEMPERATURE = 0.8
+
+
+def train_on_ranks(run: Run, comm: Comm, journal: Journal) -> None:
+    """Train; every rank of the mesh calls this, the journal of the first one tells."""
+    feed = build_feed(run, comm, open_data(run.data, run.model))
+    step = build_step(run, comm)
+    journal.write("plan.json", step.model.plan.to_json())
+    began = time.perf_counter()
+    before = began
+    for index in range(run.steps):
+        comm.checked = index < CHECKED_STEPS
+        lr = learning_rate(index, run.optim, run.steps)
+        report = step(feed.batches(index), lr=lr)
+        now = time.perf_counter()
+        journal.emit(step_event(index + 1, report, lr=lr, elapsed_s=now - before))
+        before = now
+    if run.sample:
+        journal.emit({"event": "sample", "prompt": PROMPT, "text": sampled_text(run, step)})
+    journal.emit({"event": "end", "status": "finished", "steps": run.steps, "seconds": before - began})
+
+
+def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) -> Mapping[str, Any]:
+    """One line of events.jsonl. Loss and norm at full precision; `tokens` counts targets over all ranks."""
+    return {
+        "event": "step",
+        "step": number,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "lr": lr,
+        "tokens": report.targets,
+        "tokens_per_s": report.targets / elapsed_s,
+        "step_s": elapsed_s,
+        "mem_bytes": max(report.mem_bytes),
+        "stage_mem_bytes": list(report.mem_bytes),
+    }
+
+
+def sampled_text(run: Run, step: TrainStep) -> str:
+    """`run.sample` bytes that the model writes after the prompt; every rank takes part, every rank gets them."""
+    tokens = sample(
+        step.model,
+        list(PROMPT.encode()),
+        vocab=run.model.axis_sizes()["vocab"],
+        num_tokens=run.sample,
+        temperature=TEMPERATURE,
+        seed=run.seed,
+    )
+    return bytes(token if token < 256 else ord("?") for token in tokens).decode(errors="replace")
