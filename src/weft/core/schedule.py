@@ -185,6 +185,8 @@ def validate(table: Table) -> None:
 
 
 def _shape_faults(table: Table) -> Iterable[Fault]:
+    if not table.rows:
+        yield Fault(KEY, "the table has no ranks", need="at least 1")
     if table.microbatches < 1:
         yield Fault(KEY, f"the table has {table.microbatches} micro-batches", need="at least 1")
     if outside := [stage for stage, rank in enumerate(table.home) if not 0 <= rank < table.num_ranks]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from weft.core.schedule import KIND_MEANING, Act
@@ -59,10 +60,17 @@ class Timeline:
         )  # fmt: skip
         return replace(self, spans=spans)
 
+    @cached_property
+    def by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of each rank, by their start."""
+        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        for span in sorted(self.spans, key=lambda span: (span.start_s, span.end_s)):
+            rows[span.rank].append(span)
+        return tuple(map(tuple, rows))
+
     def actions(self, rank: int) -> tuple[Act, ...]:
         """What `rank` computed, in order: a row of the table that was played."""
-        row = sorted((span.start_s, span.name) for span in self.spans if span.rank == rank and span.kind in COMPUTE)
-        return tuple(Act.parse(name) for _, name in row)
+        return tuple(Act.parse(span.name) for span in self.by_rank[rank] if span.kind in COMPUTE)
 
     def to_json(self) -> str:
         """The JSON that `from_json` reads back; exact times become floats."""
@@ -85,13 +93,18 @@ def makespan(timeline: Timeline) -> float:
 
 def busy(timeline: Timeline) -> tuple[float, ...]:
     """Seconds that each rank spends in at least one span."""
-    total: list[float] = [0] * timeline.num_ranks
-    covered: dict[int, float] = {}
-    for span in sorted(timeline.spans, key=lambda span: span.start_s):
-        start = max(span.start_s, covered.get(span.rank, span.start_s))
-        total[span.rank] += max(span.end_s - start, 0)
-        covered[span.rank] = max(span.end_s, start)
-    return tuple(total)
+    return tuple(map(_covered, timeline.by_rank))
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """Length of the union of `spans`, which come by their start."""
+    total: float = 0
+    reached: float | None = None
+    for span in spans:
+        start = span.start_s if reached is None else max(span.start_s, reached)
+        total += max(span.end_s - start, 0)
+        reached = max(span.end_s, start)
+    return total
 
 
 def idle(timeline: Timeline) -> tuple[float, ...]:
@@ -101,6 +114,9 @@ def idle(timeline: Timeline) -> tuple[float, ...]:
 
 
 def bubble(timeline: Timeline) -> float:
-    """Idle share of all rank-seconds, 0 to 1: GPipe and 1F1B (p-1)/(m+p-1) (Narayanan et al. 2021, section 2.2)."""
+    """Idle share of all rank-seconds, 0 to 1, as in Huang et al. 2019 (GPipe), section 2.3.
+
+    Narayanan et al. 2021 divide by the ideal time instead: their (p-1)/m is this bubble b as b / (1 - b).
+    """
     whole = makespan(timeline) * timeline.num_ranks
     return sum(idle(timeline)) / whole if whole else 0.0

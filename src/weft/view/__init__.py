@@ -1,1 +1,1 @@
-
+"""Everything that draws: reads core data, no torch."""

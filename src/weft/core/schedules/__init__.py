@@ -8,6 +8,7 @@ Fault | None`. Its docstring holds its picture. Nothing else has to be touched: 
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,12 @@ class Schedule:
         plain = tuple(self._plain_faults(ranks=ranks, chunks=chunks, microbatches=microbatches))
         fault = None if plain else self.check(ranks, chunks, microbatches)
         return plain if fault is None else (fault,)
+
+    def sizes(self, *, ranks: int, chunks: int, microbatches: int) -> Iterator[tuple[int, int, int]]:
+        """Every (ranks, chunks, microbatches) up to these that it takes: what tests and matrices run over."""
+        for p, v, m in itertools.product(range(1, ranks + 1), self.chunks[:chunks], range(1, microbatches + 1)):
+            if v <= chunks and not self.faults(ranks=p, chunks=v, microbatches=m):
+                yield p, v, m
 
     def _plain_faults(self, *, ranks: int, chunks: int, microbatches: int) -> Iterator[Fault]:
         if ranks < 1:
@@ -91,7 +98,7 @@ def find(name: str) -> Schedule:
 
 
 def _from_file(path: Path) -> Schedule:
-    table = Table.parse(path.read_text())
+    table = Table.parse(path.read_text(encoding="utf-8"))
     validate(table)
 
     def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:

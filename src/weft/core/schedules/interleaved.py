@@ -1,4 +1,14 @@
-"""Owns interleaved 1F1B: v chunks a rank, 1/v of the bubble (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+"""Owns interleaved 1F1B: v chunks a rank, 1/v of the bubble (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2).
+
+    table(ranks=4, chunks=2, microbatches=4)
+    rank 0 │ 0a 1a 2a 3a 0b 1b 2b 3b ················· B0b── ·· B1b── ·· B2b── ·· B3b── B0a── B1a── B2a── B3a──
+    rank 1 │ ·· 0a 1a 2a 3a 0b 1b 2b 3b ········ B0b── ·· B1b── ·· B2b── ·· B3b── B0a── B1a── B2a── B3a── ·····
+    rank 2 │ ····· 0a 1a 2a 3a 0b 1b 2b ·· B0b── 3b B1b── ·· B2b── ·· B3b── B0a── B1a── B2a── B3a── ···········
+    rank 3 │ ········ 0a 1a 2a 3a 0b B0b── 1b B1b── 2b B2b── 3b B3b── B0a── B1a── B2a── B3a── ·················
+
+Stage s is chunk s // p of rank s % p; `a` marks a rank's first chunk, `b` its second. Bubble (p-1)/v / (m + (p-1)/v);
+rank 0 holds p + (p-1)/v micro-batches when m > p, a chunk counting 1/v.
+"""
 
 from __future__ import annotations
 
