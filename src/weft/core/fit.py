@@ -42,7 +42,7 @@ def batch_divides(run: Run) -> Iterable[Fault]:
         sizes = " or ".join(f"--batch.global_size {each}" for each in (below, above) if each)
         smaller = [number for number in divisors(size // ranks) if number <= micro] if size % ranks == 0 else []
         fix = sizes + (f", or --batch.micro_size {smaller[-1]}" if smaller else "")
-        need = f"a multiple of {ranks * micro} = {ranks} data ranks x micro_size {micro}"
+        need = f"a multiple of {ranks * micro} = {ranks} data rank{'s' * (ranks > 1)} x micro_size {micro}"
         yield Fault("batch.global_size", "does not divide into micro-batches", str(size), need, fix)
 
 

@@ -6,13 +6,16 @@ import contextlib
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from weft.core.keys import Flat, choices, example, need, unknown_key
-from weft.errors import Fault
+from weft.core.keys import Flat, choices, example, faults_of, keys_of, need, nest, unknown_key
+from weft.errors import ConfigError, Fault
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 JOINED = ("mesh",)
 """Text that is made of words: `--mesh dp2 tp2` needs no quotes."""
@@ -79,6 +82,25 @@ def read(words: Words, known: Mapping[str, FieldInfo]) -> Flags:
             else:
                 faults.append(_unreadable(name, given, known[name]))
     return Flags(values, tuple(faults))
+
+
+def read_config(argv: Sequence[str], of: type[ConfigT]) -> ConfigT:
+    """A small config from flags alone.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    words, known = split(argv), keys_of(of)
+    given = read(words, known)
+    loose = [Fault(word, "belongs to no flag", fix="flags begin with two dashes") for word in words.loose]
+    faults = (*loose, *given.faults)
+    try:
+        config = of.model_validate(nest(given.values), strict=True)
+    except ValidationError as error:
+        raise ConfigError(*faults, *faults_of(error, known)) from None
+    if faults:
+        raise ConfigError(*faults)
+    return config
 
 
 def parse(words: Sequence[str], field: FieldInfo) -> Any:

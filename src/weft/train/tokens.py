@@ -106,7 +106,8 @@ def open_stream(files: tuple[Path, ...], *, token_dtype: str, vocab: int) -> Tok
     stream = TokenStream(files, tuple(_open(file, dtype) for file in files), vocab)
     if not len(stream):
         raise DataError(Fault(KEY, "is empty", f"0 bytes in {names(files)}", "some text or tokens"))
-    stream.check(0, min(len(stream), SCANNED_TOKENS))
+    if files[0].suffix == TOKEN_SUFFIX:  # of bytes it is known what they are
+        stream.check(0, min(len(stream), SCANNED_TOKENS))
     return stream
 
 

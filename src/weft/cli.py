@@ -1,0 +1,228 @@
+"""Owns the commands: `weft NAME [CONFIG.toml] [--a.b value ...]`; every check is made before torch is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
+
+import tyro
+from pydantic import BaseModel, Field
+from rich.console import Console
+
+from weft.core import fit, flags, support
+from weft.core.checks import Check, ask
+from weft.core.config import Run, Table
+from weft.core.layout import plan_of
+from weft.core.load import look
+from weft.core.plan import Plan
+from weft.core.schedule import Act
+from weft.core.schedules import SCHEDULES, find, make_table
+from weft.core.simulate import TEXTBOOK, simulate
+from weft.core.timeline import Timeline
+from weft.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USER,
+    Fault,
+    RankError,
+    UserError,
+    WeftError,
+    did_you_mean,
+)
+from weft.models import FAMILIES
+from weft.train import data, door
+from weft.view.colour import paint
+from weft.view.text import draw
+
+HELP = ("-h", "--help")
+CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
+SIMULATED_FLOPS = 1e12
+"""FLOP/s of a simulated rank."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0 ok, 1 failed, 2 the user can mend it, 130 Ctrl-C."""
+    name, *words = (list(sys.argv[1:]) if argv is None else list(argv)) or ["--help"]
+    try:
+        return _command(name)(words)
+    except UserError as error:
+        _tell(f"error: {fault}" for fault in error.faults)
+        return EXIT_USER
+    except RankError as error:
+        _tell([f"error: {error}"])
+        return EXIT_USER if error.kind == "user" else EXIT_FAILED
+    except WeftError as error:
+        _tell([f"error: {error}"])
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    if name in HELP:
+        return lambda _words: _say(overview())
+    if name == "--version":
+        return lambda _words: _say(f"weft {version('weft')}")
+    if name in COMMANDS:
+        return COMMANDS[name].run
+    if name in COMMANDS_TO_COME:
+        fix = f"these are: {', '.join(COMMANDS)}"
+        raise UserError(Fault(f"weft {name}", "is not there yet", fix=fix))
+    raise UserError(Fault("weft", f"unknown command {name!r}", fix=did_you_mean(name, COMMANDS)))
+
+
+def overview() -> str:
+    """All commands, one line each."""
+    lines = [f"  weft {name:<9} {command.usage:<32} {command.line}" for name, command in COMMANDS.items()]
+    head = ["weft trains one model on many devices.", "", *lines, ""]
+    return "\n".join([*head, "weft NAME --help tells a command's keys. Exit code 0: ok, 1: failed, 2: yours to mend."])
+
+
+def train(words: Sequence[str]) -> int:
+    """Check everything that can be checked, then train."""
+    if _wants_help(words):
+        return _help_of_run("train", words)
+    run = checked_run(words, (*data.CHECKS, *door.CHECKS))
+    if run.out is None:
+        run = run.model_copy(update={"out": str(door.fresh_out(run, datetime.now()))})
+    _tell(f"note: {note}" for note in door.notes(run))
+    from weft.train.main import train as train_run  # imports torch, and so comes after all checks
+
+    return train_run(run)
+
+
+def explain(words: Sequence[str]) -> int:
+    """Print the layout that a config asks for, and why it is so."""
+    if _wants_help(words):
+        return _help_of_run("explain", words)
+    return _say(plan_of(checked_run(words)).explain())
+
+
+def simulate_run(words: Sequence[str]) -> int:
+    """Draw the pipeline of a config as the simulator plays it."""
+    if _wants_help(words):
+        return _help_of_run("simulate", words)
+    plan = plan_of(checked_run(words))
+    _say(f"{plan.schedule}; a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward, links free")
+    return _show(simulate(plan.table, lambda act: action_s(plan, act)))
+
+
+def action_s(plan: Plan, act: Act) -> float:
+    """Seconds of one action on one simulated rank."""
+    cuts = plan.mesh.degree(("tp", "cp"))
+    return TEXTBOOK[act.kind] * plan.stages[act.stage].flops * plan.micro_size / cuts / SIMULATED_FLOPS
+
+
+class Drawing(Table):
+    """What `weft schedule` draws."""
+
+    schedule: str = Field("1f1b", description=f"{', '.join(SCHEDULES)}, or a file with a table")
+    ranks: int = Field(4, ge=1, description="pipeline ranks")
+    chunks: int | None = Field(None, ge=1, description="model chunks a rank; None: as the schedule likes")
+    microbatches: int = Field(8, ge=1, description="micro-batches a step")
+
+
+def schedule(words: Sequence[str]) -> int:
+    """Draw a schedule with a forward of 1 s and a backward of 2 s."""
+    usage = COMMANDS["schedule"].usage
+    if _wants_help(words):
+        return _help(Drawing(), f"weft schedule {usage}", COMMANDS["schedule"].line)
+    named = ["--schedule", *words] if words and not words[0].startswith("--") else words
+    drawing = flags.read_config(named, Drawing)
+    table = make_table(drawing.schedule, ranks=drawing.ranks, microbatches=drawing.microbatches, chunks=drawing.chunks)
+    _say(find(drawing.schedule).doc.strip().splitlines()[0].removeprefix("Owns "))
+    return _show(simulate(table))
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Look at this machine."""
+    if _wants_help(words):
+        return _say(f"usage: weft doctor\n\n{COMMANDS['doctor'].line}")
+    if words:
+        raise UserError(Fault("weft doctor", "takes no words", " ".join(words)))
+    from weft.doctor import examine  # imports torch
+
+    findings = examine()
+    _say("\n".join(map(str, findings)))
+    return EXIT_OK if not any(finding.fix for finding in findings) else EXIT_FAILED
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after `weft`."""
+
+    usage: str
+    line: str
+    run: Callable[[Sequence[str]], int]
+
+
+COMMANDS = {
+    "train": Command(CONFIG_USAGE, "train a model; without words: a small LLaMA 3 on Python's own sources", train),
+    "explain": Command(CONFIG_USAGE, "tell who does what in a run, and why, without starting it", explain),
+    "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as it would play", simulate_run),
+    "schedule": Command("[NAME] [--ranks 4 ...]", "draw a pipeline schedule", schedule),
+    "doctor": Command("", "look at this machine: versions, devices, memory, whether ranks meet", doctor),
+}
+COMMANDS_TO_COME = ("prove", "plan", "bench", "data", "generate", "import", "export", "report", "launch", "chaos")
+
+
+def checked_run(words: Sequence[str], surroundings: Iterable[Check] = ()) -> Run:
+    """The run that these words describe.
+
+    Raises:
+        UserError: with every fault of its keys, of how they fit together, and of the surroundings.
+    """
+    loaded = look(words, FAMILIES)
+    if faults := ask(loaded.run, (*support.CHECKS, *fit.CHECKS, *surroundings), known=loaded.faults):
+        raise UserError(*faults)
+    return loaded.run
+
+
+def _wants_help(words: Sequence[str]) -> bool:
+    return any(word in HELP for word in words)
+
+
+def _help_of_run(name: str, words: Sequence[str]) -> int:
+    run = look([word for word in words if word not in HELP], FAMILIES).run
+    return _help(run, f"weft {name} {CONFIG_USAGE}", f"{COMMANDS[name].line}; here for the model {run.model.name}")
+
+
+def _help(defaults: BaseModel, usage: str, description: str) -> int:
+    try:
+        tyro.cli(
+            type(defaults),
+            default=defaults,
+            args=["--help"],
+            prog=usage,
+            description=description,
+            config=(tyro.conf.FlagConversionOff,),
+            use_underscores=True,
+        )
+    except SystemExit:
+        return EXIT_OK
+    raise AssertionError("tyro answers --help by leaving")
+
+
+def _show(timeline: Timeline) -> int:
+    console = Console()
+    if console.is_terminal:
+        console.print(paint(timeline, width=console.width))
+        return EXIT_OK
+    return _say(draw(timeline))
+
+
+def _say(text: str) -> int:
+    print(text.rstrip("\n"))
+    return EXIT_OK
+
+
+def _tell(lines: Iterable[str]) -> None:
+    """One line each for the person, once a machine."""
+    if door.is_first(os.environ, door.LOCAL_RANKS):
+        for line in lines:
+            print(line, file=sys.stderr)

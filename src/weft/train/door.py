@@ -1,0 +1,126 @@
+"""Owns what is checked of the surroundings before torch is imported: run folder, port, world size, device."""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import os
+import socket
+import tempfile
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+
+from weft.core.checks import Check
+from weft.core.config import Run
+from weft.errors import Fault
+
+RUNS = Path("runs")
+EVENTS = "events.jsonl"
+WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS")
+RANKS = ("RANK", "SLURM_PROCID")
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
+GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
+
+
+def announced_size(env: Mapping[str, str]) -> tuple[str, str] | None:
+    """Variable and value by which torchrun or Slurm says how many ranks it started; None where nobody did.
+
+    A Slurm job of one task is no world: `weft` starts the ranks itself there.
+    """
+    found = next(((name, env[name]) for name in WORLD_SIZES if name in env), None)
+    return None if found == ("SLURM_NTASKS", "1") else found
+
+
+def is_first(env: Mapping[str, str], names: Iterable[str] = RANKS) -> bool:
+    """Whether this process is the first rank (or starts all of them)."""
+    return next((env[name] for name in names if name in env), "0") == "0"
+
+
+def fresh_out(run: Run, now: datetime) -> Path:
+    """A run folder that is not there yet: `runs/llama3-tiny-20260131-120000`."""
+    base = RUNS / f"{run.model.preset or run.model.name}-{now:%Y%m%d-%H%M%S}"
+    names = (base if number == 1 else base.with_name(f"{base.name}-{number}") for number in range(1, 1000))
+    return next(name for name in names if not name.exists())
+
+
+def world_faults(run: Run) -> Iterable[Fault]:
+    """The ranks that are there, or are asked for, are as many as the mesh has."""
+    size, announced = run.grid.size, announced_size(os.environ)
+    if announced is None:
+        if run.nproc not in (None, size):
+            fix = f"--nproc {size}, or a mesh of {run.nproc} such as --mesh dp{run.nproc}"
+            yield Fault("nproc", "differs from the mesh", f"{run.nproc}", f"{size} for {str(run.grid)!r}", fix)
+    elif announced[1] != str(size):
+        name, value = announced
+        fix = f"start {size} ranks, or choose a mesh of {value} such as --mesh dp{value}"
+        yield Fault("mesh", "differs from the world size", f"{name}={value}", f"{size} for {str(run.grid)!r}", fix)
+
+
+def out_faults(run: Run) -> Iterable[Fault]:
+    """The run folder can be written and holds no other run; only the first rank looks."""
+    if not is_first(os.environ):
+        return
+    out = Path(run.out) if run.out else RUNS
+    if run.out and run.resume is None and (out / EVENTS).exists():
+        fix = "choose another --out, or leave it out for a fresh folder under runs/"
+        yield Fault("out", "holds a run already", repr(str(out)), f"a folder without {EVENTS}", fix)
+    elif (problem := _unwritable(out)) is not None:
+        yield Fault("out", "cannot be written", f"{str(out)!r}: {problem}", "a folder", "choose another --out")
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be written below `folder`; it is made for the try, and taken away again."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        for each in missing:
+            if each.is_dir():
+                each.rmdir()
+
+
+def port_faults(run: Run) -> Iterable[Fault]:
+    """Nobody listens at the port where ranks shall meet; only who opens it looks."""
+    if run.port is None or not is_first(os.environ) or announced_size(os.environ):
+        return
+    with socket.socket() as door:
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            door.bind(("", run.port))
+        except OSError as error:
+            fix = "choose another --port, or leave it out for a free one"
+            yield Fault("port", "cannot be opened", f"{run.port}: {error.strerror}", "a free port", fix)
+
+
+def device_faults(run: Run) -> Iterable[Fault]:
+    """Where cuda is asked for, there is some, as far as can be seen without torch."""
+    if run.device != "cuda":
+        return
+    fix = "--device cpu, or auto"
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        yield Fault("device", "this torch is built without CUDA", "cuda", "cpu", fix)
+    elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        yield Fault("device", "CUDA_VISIBLE_DEVICES hides all GPUs", "cuda", "cpu", fix)
+    elif not any(map(glob.glob, GPU_FILES)):
+        yield Fault("device", "there is no GPU", "cuda", "cpu", fix)
+
+
+def notes(run: Run) -> tuple[str, ...]:
+    """What is no fault and worth a line."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if run.device == "cpu" and announced_size(os.environ) is None and run.grid.size > cores:
+        return (f"{run.grid.size} ranks share {cores} cores: right, and slower than {cores} ranks",)
+    return ()
+
+
+CHECKS = (
+    Check(("mesh", "nproc"), world_faults),
+    Check(("out", "resume"), out_faults),
+    Check(("port",), port_faults),
+    Check(("device",), device_faults),
+)
