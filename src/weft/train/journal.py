@@ -1,0 +1,156 @@
+"""Owns the run folder's text: events.jsonl line by line, and the files that stand beside it.
+
+An event is a flat dict with an "event" key; the ones there are:
+
+    run    what is trained, once at the start: layout, why, device, model, params, data, steps, seq_len, batch_size, ...
+    step   step, loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes (and stage_mem_bytes, one per stage)
+    note   text: a line for the reader
+    end    status (finished, interrupted, preempted, failed) and what is known of the whole: steps, seconds, loss
+
+One line is one event, written by a single call, so a crash leaves whole lines. Numbers keep full precision. JSON has no
+word for the numbers that are none: they are the strings "NaN", "Infinity" and "-Infinity", which `float()` in Python
+and `Number()` in JavaScript read, and `read_events` turns back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weft.errors import Fault, LaunchError
+from weft.view.progress import Event, View
+
+EVENTS = "events.jsonl"
+NO_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class Journal:
+    """Writes events to the run folder and hands them to every view; without a folder, to the views alone.
+
+    Raises:
+        LaunchError: the folder cannot be made or written.
+    """
+
+    def __init__(self, out: Path | None, views: Sequence[View] = ()) -> None:
+        self.out, self.views = out, tuple(views)
+        self._file = -1 if out is None else _open_lines(open_folder(out) / EVENTS)
+
+    def emit(self, event: Event) -> None:
+        """Write one event and show it."""
+        if self._file >= 0:
+            _write_line(self._file, to_line(event))
+        for view in self.views:
+            view.handle(event)
+
+    def write(self, name: str, text: str) -> None:
+        """Put the file `name` into the run folder: whole or not at all."""
+        if self.out is not None:
+            _write_whole(self.out / name, text)
+
+    def close(self) -> None:
+        """Close the file and the views; harmless when done twice."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+        for view in self.views:
+            view.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def open_folder(out: Path) -> Path:
+    """`out`, made where it was missing and proved writable.
+
+    Raises:
+        LaunchError: it cannot be made or written.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            return out
+    except OSError as error:
+        raise LaunchError(
+            Fault(
+                "out", "cannot write to the run folder", got=f"{str(out)!r}: {error.strerror}", fix="choose another out"
+            )
+        ) from error
+
+
+def to_line(event: Mapping[str, Any]) -> str:
+    """One event as one line of JSON."""
+    return json.dumps(_spell(event), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a file in order; a last line that was cut short by a crash is left out.
+
+    Raises:
+        ValueError: a line before the last is damaged.
+    """
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            yield _unspell(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: damaged line {line[:80]!r}: {error}") from error
+
+
+def _open_lines(path: Path) -> int:
+    """Open for appending; what a crash left of a last line goes first."""
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    os.ftruncate(file, _end_of_whole_lines(file))
+    return file
+
+
+def _end_of_whole_lines(file: int, block: int = 1 << 16) -> int:
+    """Where the last whole line ends, bytes from the start: looked for from the end."""
+    end = os.fstat(file).st_size
+    while end > 0:
+        start = max(end - block, 0)
+        if (newline := os.pread(file, end - start, start).rfind(b"\n")) >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def _write_line(file: int, line: str) -> None:
+    data = line.encode()
+    if (written := os.write(file, data)) < len(data):
+        raise OSError(f"the disk took {written} of {len(data)} bytes of an event: it may be full")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write beside, flush to the disk, rename."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def _spell(value: Any) -> Any:
+    """`value` with the numbers that JSON does not know as their words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {key: _spell(inner) for key, inner in value.items()}
+    return [_spell(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _unspell(value: Any) -> Any:
+    if isinstance(value, str):
+        return NO_NUMBERS.get(value, value)
+    if isinstance(value, dict):
+        return {key: _unspell(inner) for key, inner in value.items()}
+    return [_unspell(inner) for inner in value] if isinstance(value, list) else value

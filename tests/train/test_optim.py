@@ -1,0 +1,137 @@
+"""Claims about the optimizers: bit for bit torch's own, decay on matrices only, state by name, no compiler imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from weft.core.config import Optim
+from weft.train.optim import make_optimizer, matrices
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+OPTIMS = {
+    "adamw": Optim(name="adamw", lr=3e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6),
+    "sgd": Optim(name="sgd", lr=3e-2, weight_decay=0.1, momentum=0.0),
+    "sgd with momentum": Optim(name="sgd", lr=3e-2, weight_decay=0.1, momentum=0.9),
+}
+FASTEST_EXACT = {"adamw": {"fused": True}, "sgd": {"foreach": False}}
+
+
+def model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.Linear(5, 7, bias=False)).to(dtype)
+
+
+def gradients(of: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in of.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def torchs_own(of: nn.Module, optim: Optim, **how) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in of.parameters() if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in of.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if optim.name == "adamw":
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, **how)
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, **how)
+
+
+def trained(of: nn.Module, optimizer) -> list[torch.Tensor]:
+    for step, lr in enumerate((1e-2, 3e-2, 2e-2, 1e-3)):
+        gradients(of, step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    return [param.detach() for param in of.parameters()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("optim", OPTIMS.values(), ids=OPTIMS)
+def test_updates_equal_torchs_own_optimizer_to_the_bit(optim, dtype):
+    ours, theirs = model(dtype), model(dtype)
+    got = trained(ours, make_optimizer(dict(ours.named_parameters()), optim))
+    want = trained(theirs, torchs_own(theirs, optim, **FASTEST_EXACT[optim.name]))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("optim", OPTIMS.values(), ids=OPTIMS)
+def test_updates_equal_torchs_plain_loop_to_rounding(optim):
+    ours, theirs = model(torch.float64), model(torch.float64)
+    got = trained(ours, make_optimizer(dict(ours.named_parameters()), optim))
+    want = trained(theirs, torchs_own(theirs, optim, foreach=False))
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-15)
+
+
+def test_only_matrices_decay():
+    of = model(torch.float32)
+    params = dict(of.named_parameters())
+    assert matrices(params) == {"0.weight", "2.weight", "3.weight"}
+    before = {name: param.detach().clone() for name, param in params.items()}
+    optimizer = make_optimizer(params, Optim(lr=0.5, weight_decay=0.1))
+    for param in params.values():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for name, param in params.items():
+        torch.testing.assert_close(param.detach(), before[name] * (0.95 if param.ndim >= 2 else 1.0))
+
+
+def test_named_parameters_decay_where_names_are_given():
+    params = {"flat": nn.Parameter(torch.ones(3)), "bias": nn.Parameter(torch.ones(3))}
+    optimizer = make_optimizer(params, Optim(lr=0.5, weight_decay=0.1), decay_names={"flat"})
+    for param in params.values():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert [param.tolist() for param in params.values()] == [[pytest.approx(0.95)] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("optim", OPTIMS.values(), ids=OPTIMS)
+def test_a_cut_parameter_moves_as_the_whole_one_to_the_bit(optim, dtype):
+    torch.manual_seed(5)
+    whole = nn.Parameter(torch.randn(101, 7, dtype=dtype))
+    pieces = [nn.Parameter(piece.clone()) for piece in whole.detach().tensor_split(3)]
+    of_whole = make_optimizer({"w": whole}, optim)
+    of_pieces = make_optimizer({f"w{i}": piece for i, piece in enumerate(pieces)}, optim)
+    for _ in range(3):
+        whole.grad = torch.randn_like(whole)
+        for piece, grad in zip(pieces, whole.grad.tensor_split(3), strict=True):
+            piece.grad = grad.clone()
+        of_whole.step()
+        of_pieces.step()
+    assert torch.equal(whole, torch.cat([piece.detach() for piece in pieces]))
+
+
+def test_state_is_there_from_the_start_under_the_parameters_name():
+    params = dict(model(torch.float32).named_parameters())
+    state = make_optimizer(params, OPTIMS["adamw"]).state
+    assert {name: set(of) for name, of in state.items()} == {n: {"step", "exp_avg", "exp_avg_sq"} for n in params}
+    assert all(not moment.any() for of in state.values() for moment in of.values())
+
+
+def test_a_parameter_without_gradient_stays_and_keeps_its_clock():
+    params = {"a": nn.Parameter(torch.ones(2, 2)), "b": nn.Parameter(torch.ones(2, 2))}
+    optimizer = make_optimizer(params, OPTIMS["adamw"])
+    params["a"].grad = torch.ones(2, 2)
+    optimizer.step()
+    assert params["b"].tolist() == [[1.0, 1.0]] * 2
+    assert [optimizer.state[name]["step"].item() for name in "ab"] == [1.0, 0.0]
+
+
+def test_making_and_stepping_an_optimizer_imports_no_compiler():
+    script = """
+import sys, torch
+from weft.core.config import Optim
+from weft.train.optim import make_optimizer
+for name in ("adamw", "sgd"):
+    param = torch.nn.Parameter(torch.ones(2, 2)); param.grad = torch.ones(2, 2)
+    make_optimizer({"w": param}, Optim(name=name)).step()
+assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

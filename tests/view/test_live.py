@@ -1,0 +1,278 @@
+"""Claims about what a person sees of a run: on a terminal of any width, in a pipe, and in words for numbers."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from weft.view.live import LiveView, open_view
+from weft.view.plain import PlainView, round_up
+from weft.view.progress import Progress
+from weft.view.quantity import clock, count, memory, short_time, sparkline
+
+RUN = {
+    "event": "run",
+    "layout": "pp2 dp2 tp2, 8 ranks",
+    "why": "the pipeline halves memory",
+    "device": "cpu (gloo)",
+    "model": "llama3-tiny",
+    "params": 10_612_480,
+    "data": "stdlib, 38.2 M tokens",
+    "steps": 200,
+    "seq_len": 128,
+    "batch_size": 16,
+}
+HEADER = """\
+╭─ weft ───────────────────────────────────────────────────────────────────────╮
+│ layout     pp2 dp2 tp2, 8 ranks (the pipeline halves memory)                 │
+│ device     cpu (gloo)                                                        │
+│ model      llama3-tiny, 10.6 M parameters                                    │
+│ data       stdlib, 38.2 M tokens                                             │
+│ a step     16 sequences x 128 tokens = 2,048 tokens                          │
+╰──────────────────────────────────────────────────────────────────────────────╯
+"""
+AFTER_FOUR = """\
+ step         4/200  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   2%   0:39 left
+ loss       2.0000 nats  █▆▃▁
+ gradient   norm 1.234     lr 3.00e-03
+ speed      12,345 tokens/s, 200 ms a step
+ memory     stage 0 312 MiB, 1 298 MiB
+"""
+LABELS = ["step", "loss", "gradient", "speed", "memory"]
+
+
+def step(number: int, **values) -> dict:
+    return {
+        "event": "step",
+        "step": number,
+        "loss": 5.0 - number,
+        "grad_norm": 1.234,
+        "lr": 3e-3,
+        "tokens": 2048 * (number + 1),
+        "tokens_per_s": 12345.0,
+        "step_s": 0.2,
+        "mem_bytes": 312 << 20,
+        "stage_mem_bytes": [312 << 20, 298 << 20],
+        **values,
+    }
+
+
+class Tty(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Terminal:
+    """Enough of a terminal to read what stands on it: newlines, wrapping, "up n lines", "erase below"."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.rows, self.row = width, [""], 0
+
+    def read(self, text: str) -> list[str]:
+        for part in re.findall(r"\x1b\[\d*[A-Za-z]|\x1b\[[\d;]*m|\n|[^\x1b\n]+", text):
+            if match := re.fullmatch(r"\x1b\[(\d+)F", part):
+                self.row -= int(match[1])
+                assert self.row >= 0, "the cursor would leave the top"
+            elif part == "\x1b[J":
+                self.rows = [*self.rows[: self.row], ""]
+            elif part == "\n":
+                self.row += 1
+                self.rows = [*self.rows, ""] if self.row == len(self.rows) else self.rows
+            elif not part.startswith("\x1b"):
+                self._type(part)
+        return [row.rstrip() for row in self.rows]
+
+    def _type(self, text: str) -> None:
+        whole = self.rows[self.row] + text
+        pieces = [whole[i : i + self.width] for i in range(0, len(whole), self.width)]
+        self.rows[self.row :] = pieces
+        self.row += len(pieces) - 1
+
+
+def live(width: int, height: int = 24, **options) -> tuple[LiveView, io.StringIO]:
+    file = Tty()
+    console = Console(file=file, force_terminal=True, width=width, height=height, _environ={}, **options)
+    return LiveView(console, now=iter(range(10**6)).__next__), file
+
+
+def watch(view, *events) -> None:
+    for event in events:
+        view.handle(event)
+    view.close()
+
+
+def test_panel_at_80_columns():
+    view, file = live(80)
+    watch(view, RUN, *(step(k) for k in range(4)))
+    assert "\n".join(Terminal(80).read(file.getvalue())) == HEADER + AFTER_FOUR
+
+
+@pytest.mark.parametrize("width", [24, 40, 80, 120, 200])
+def test_frame_fits_any_width_and_stands_once(width):
+    view, file = live(width)
+    note = {"event": "note", "text": "words that may be longer than a narrow terminal is wide"}
+    watch(view, RUN, step(0), note, *(step(k) for k in range(1, 200)), {"event": "end", "status": "finished"})
+    rows = Terminal(width).read(file.getvalue())
+    assert all(len(row) <= width for row in rows)
+    assert sum(row.startswith(" step") for row in rows) == 1
+    assert " ".join(rows).count("narrow") == 1
+    assert "200/200" in " ".join(rows)
+
+
+def test_frame_fits_a_low_terminal():
+    view, file = live(80, height=3)
+    watch(view, RUN, step(0), step(1))
+    rows = Terminal(80).read(file.getvalue())
+    assert [row.split()[0] for row in rows[-3:-1]] == ["step", "loss"]
+
+
+def test_frames_redrawn_after_the_window_became_narrower_leave_nothing_behind():
+    view, file = live(100)
+    view.handle(step(0))  # two of its five lines are longer than 24 columns, one of them than 4 x 24
+    view._screen.console.width = 24
+    watch(view, step(1))
+    assert [row.split()[0] for row in Terminal(24).read(file.getvalue())[:-1]] == LABELS
+
+
+def test_cursor_is_never_hidden_and_rests_below_the_frame():
+    view, file = live(80)
+    watch(view, RUN, step(0))
+    assert "\x1b[?25l" not in file.getvalue()
+    assert file.getvalue().endswith("\n")
+
+
+def test_no_color_is_obeyed():
+    view, file = live(80, no_color=True)
+    watch(view, RUN, step(0))
+    assert not re.search(r"\x1b\[(\d+;)*(3\d|4\d|9\d)(;\d+)*m", file.getvalue())
+
+
+def test_ascii_terminal_gets_ascii():
+    file = Tty()
+    file.encoding = "ascii"
+    view = LiveView(Console(file=file, force_terminal=True, width=80, _environ={}))
+    watch(view, RUN, step(0), step(1))
+    file.getvalue().encode("ascii")
+
+
+def test_frames_are_rationed():
+    file = Tty()
+    view = LiveView(Console(file=file, force_terminal=True, width=80), now=lambda: 0.0)
+    watch(view, RUN, *(step(k) for k in range(100)))
+    assert file.getvalue().count("nats") == 1, "one frame, at the end"
+
+
+def test_loss_that_is_no_number_is_shown():
+    view, file = live(80)
+    watch(view, RUN, step(0), step(1, loss=float("nan")), step(2, loss="NaN", grad_norm="Infinity"))
+    loss_row = next(row for row in Terminal(80).read(file.getvalue()) if row.startswith(" loss"))
+    assert loss_row == " loss       nan nats  ▁??"
+
+
+def test_a_pipe_gets_plain_lines_and_a_terminal_the_panel(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    assert isinstance(open_view(io.StringIO()), PlainView)
+    assert isinstance(open_view(Tty()), LiveView)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(open_view(Tty()), PlainView)
+
+
+def test_plain_lines_are_few_and_hold_first_and_last():
+    file = io.StringIO()
+    watch(PlainView(file), {**RUN, "steps": 1234}, *(step(k) for k in range(1234)))
+    lines = [line for line in file.getvalue().splitlines() if line.startswith("step")]
+    assert [line.split("/")[0] for line in (lines[0], lines[1], lines[-1])] == ["step    1", "step   50", "step 1234"]
+    assert len(lines) == 26
+    assert lines[1] == (
+        "step   50/1234  loss -44.0000 nats  grad norm 1.234  lr 3.00e-03  12,345 tokens/s  200 ms/step  "
+        "memory stage 0 312 MiB, 1 298 MiB  3:57 left"
+    )
+
+
+def test_plain_view_tells_the_last_step_of_a_run_that_stops_early():
+    file = io.StringIO()
+    watch(PlainView(file), RUN, *(step(k) for k in range(7)))
+    assert file.getvalue().splitlines()[-1].startswith("step   7/200")
+
+
+def test_plain_view_writes_what_the_encoding_can():
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii")
+    watch(PlainView(file), {"event": "note", "text": "1 × 2"})
+    assert raw.getvalue() == b"1 ? 2\n"
+
+
+def test_a_pipe_without_reader_does_not_end_the_run():
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    watch(PlainView(Broken()), RUN, step(0), step(1))
+
+
+def test_time_left_leaves_the_first_step_out():
+    progress = Progress()
+    for event in (RUN, step(0, step_s=60.0), step(1), step(2)):
+        progress.take(event)
+    assert progress.left_s == pytest.approx(197 * 0.2)
+
+
+def test_a_resumed_run_counts_from_where_it_was():
+    progress = Progress()
+    progress.take({**RUN, "start_step": 150})
+    assert progress.num_done == 150
+    progress.take(step(150))
+    assert (progress.num_done, progress.left_s) == (151, pytest.approx(49 * 0.2))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (count(0), "0"),
+        (count(99_999), "99,999"),
+        (count(100_000), "100 k"),
+        (count(999_600), "1 M"),
+        (count(10_612_480), "10.6 M"),
+        (count(405e9), "405 B"),
+        (memory(512), "512 B"),
+        (memory(312 << 20), "312 MiB"),
+        (memory(5 << 28), "1.25 GiB"),
+        (memory(78 << 30), "78 GiB"),
+        (short_time(8.2e-4), "820 us"),
+        (short_time(0.1664), "166 ms"),
+        (short_time(0.9999), "1 s"),
+        (short_time(23.14), "23.1 s"),
+        (clock(41.6), "0:42"),
+        (clock(3723), "1:02:03"),
+        (clock(3 * 86400 + 4 * 3600 + 300), "3d 04:05"),
+        (clock(float("nan")), "-"),
+    ],
+)
+def test_numbers_are_said_with_their_unit(said, words):
+    assert said == words
+
+
+@given(st.lists(st.floats(-1e300, 1e300)), st.integers(0, 100))
+def test_sparkline_has_a_column_a_value_up_to_its_width(values, width):
+    assert len(sparkline(values, width)) == min(len(values), width)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
+def test_sparkline_is_highest_where_the_values_are(values):
+    drawn = sparkline(values, 50)
+    assert drawn[values.index(max(values))] == max(drawn)
+
+
+@given(st.floats(0.001, 1e9))
+def test_line_distance_is_a_round_number_that_is_enough(steps):
+    nice = round_up(steps)
+    assert steps <= nice < max(10 * steps, 2)
+    assert str(nice).rstrip("0") in ("1", "2", "5")
