@@ -1,0 +1,28 @@
+"""Owns what every test stands on: one intra-op thread, fixed seeds, repeatable property tests, each transport."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # before torch is imported: ranks share the cores
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("weft", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("weft")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds():
+    random.seed(0)
+    if "torch" in sys.modules:  # tests of the pure core never load it
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(params=["threads", "processes"])
+def transport(request):
+    """Each transport that carries data, for `run_ranks(mesh, fn, transport=transport)`."""
+    return request.param
