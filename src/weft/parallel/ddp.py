@@ -37,7 +37,7 @@ class DistributedDataParallel(nn.Module):
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 comm.broadcast_(tensor, axis, root=0)
-        self._params = dict(module.named_parameters())
+        self._params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         for name, param in self._params.items():
             param.register_post_accumulate_grad_hook(lambda param, name=name: self._into_view(name, param))
         self._buckets = GradientBuckets(
@@ -67,7 +67,7 @@ class DistributedDataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks. Call once, after the last backward of a step."""
         for name, param in self._params.items():
-            if param.requires_grad and param.grad is None:
+            if param.grad is None:
                 self._buckets.views[name].zero_()
                 param.grad = self._buckets.views[name]
         self._buckets.finish()

@@ -13,6 +13,7 @@ from weft.core.axes import Box, box_of, cutting_axes, data_axes, gradient_axes
 from weft.core.model import AxisTable, InitTable, axes_of
 from weft.core.plan import Plan
 from weft.errors import Fault, PlanError
+from weft.models import FAMILIES
 from weft.models.init import initialise, named_parameters, tie
 from weft.parallel import tp, vocab
 
@@ -73,7 +74,7 @@ def parallelize(
     plan: Plan,
     comm: Comm,
     *,
-    axes: AxisTable,
+    axes: AxisTable | None = None,
     ties: Mapping[str, str] | None = None,
 ) -> ParallelModel:
     """This rank's part of `model`, an ordered mapping of block name -> plain module.
@@ -83,7 +84,8 @@ def parallelize(
 
     Args:
         model: blocks in order; the last one yields the summed loss. It is changed in place: pass a fresh one.
-        axes: pattern of parameter names -> logical axis of each dim, see `weft.core.model.AxisTable`.
+        axes: pattern of parameter names -> logical axis of each dim, see `weft.core.model.AxisTable`; default: the table of
+            the plan's family, or nothing that could be cut where the family is not one of weft's.
         ties: alias -> owner of tied parameters.
 
     Raises:
@@ -93,6 +95,7 @@ def parallelize(
     tie(model, ties)
     home, here = plan.table.home, comm.index("pp")
     whole = named_parameters(model)
+    axes = axes or _known_axes(plan, whole)
     shapes = {name: tuple(param.shape) for name, param in whole.items()}
     local = {i: stage.blocks for i, stage in enumerate(plan.stages) if home[i] == here}
     blocks = {name: model[name] for names in local.values() for name in names}
@@ -169,6 +172,12 @@ def _apply_transforms(
         blocks["loss"] = vocab.cut_loss(blocks["loss"], vocab=sizes["vocab"], comm=comm)
     outside = frozenset(named_parameters(blocks)) if plan.sequence_parallel else frozenset()
     return outside | inside
+
+
+def _known_axes(plan: Plan, params: Mapping[str, nn.Parameter]) -> AxisTable:
+    if plan.family in FAMILIES:
+        return FAMILIES[plan.family].AXES
+    return {name: ("whole",) * param.ndim for name, param in params.items()}
 
 
 def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dict[str, int]:

@@ -1,0 +1,148 @@
+"""Gradient buckets: views, fixed order, one reduction a step, during the last backward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.matrix.layouts import LR, SEED, Case, adamw, batches
+from tests.parallel.test_tp import Log
+from weft.comm.comm import Comm
+from weft.comm.observe import Counter
+from weft.models import FAMILIES
+from weft.parallel.ddp import DistributedDataParallel
+from weft.prove.layout import micro_batches
+from weft.testing import run_ranks
+from weft.train.build import build_model
+from weft.train.step import TrainStep
+
+
+def make_step(case: Case, comm: Comm) -> TrainStep:
+    model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
+    return TrainStep(model, make_optimizer=lambda model: adamw(dict(model.params)), clip=1.0)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_gradients_are_reduced_once_a_step_however_many_micro_batches(microbatches: int) -> None:
+    case = Case("dp2", family="gpt2", microbatches=microbatches)
+
+    def rank(comm: Comm) -> tuple[int, int, int]:
+        step = make_step(case, comm)
+        counter = Counter()
+        comm.observers = (counter,)
+        step(micro_batches(batches(case.plan.global_size, 53)[0], case.plan, comm.rank), lr=LR)
+        reduced = counter.traffic["dp", "all_reduce"]
+        return reduced.operations, len(step.buckets.buckets), reduced.payload_bytes
+
+    for operations, num_buckets, payload in run_ranks("dp2", rank):
+        num_params = sum(p.numel() for p in _params(case))
+        assert num_buckets > 3, "small buckets, so that there is something to overlap"
+        assert operations == num_buckets + 1, "every bucket once, and the count of target tokens"
+        assert payload == 8 * num_params + 8
+
+
+def _params(case: Case) -> list[nn.Parameter]:
+    blocks = FAMILIES[case.family].blocks(case.config)
+    ties = FAMILIES[case.family].ties(case.config)
+    named = {f"{name}.{path}": p for name, block in blocks.items() for path, p in block.named_parameters()}
+    return [param for name, param in named.items() if name not in ties]
+
+
+def test_buckets_are_reduced_while_the_last_backward_still_runs() -> None:
+    case = Case("dp2", microbatches=2)
+
+    def rank(comm: Comm) -> list[str]:
+        step = make_step(case, comm)
+        log = Log()
+        first = step.model.params["embed.tok.weight"]
+        first.register_post_accumulate_grad_hook(lambda _: log.lines.append("first layer's gradient"))
+        comm.observers = (log,)
+        step(micro_batches(batches(case.plan.global_size, 53)[0], case.plan, comm.rank), lr=LR)
+        return log.lines
+
+    for lines in run_ranks("dp2", rank):
+        marks = [place for place, line in enumerate(lines) if line == "first layer's gradient"]
+        starts = [place for place, line in enumerate(lines) if line == "start all_reduce"][1:]
+        assert len(marks) == 2
+        assert starts[0] > marks[0], "nothing is reduced before the last micro-batch"
+        assert sum(start < marks[1] for start in starts) >= len(starts) - 2, "only the last buckets wait for the end"
+
+
+def test_gradients_stay_views_into_their_buckets_and_bucket_order_does_not_change() -> None:
+    case = Case("dp3", microbatches=2)
+
+    def rank(comm: Comm) -> tuple[tuple[str, ...], ...]:
+        step = make_step(case, comm)
+        places = {name: param.grad.data_ptr() for name, param in step.model.params.items()}
+        order = tuple(bucket.names for bucket in step.buckets.buckets)
+        for batch in batches(case.plan.global_size, 53):
+            step(micro_batches(batch, case.plan, comm.rank), lr=LR)
+        assert places == {name: param.grad.data_ptr() for name, param in step.model.params.items()}
+        assert order == tuple(bucket.names for bucket in step.buckets.buckets)
+        return order
+
+    orders = set(run_ranks("dp3", rank))
+    assert len(orders) == 1
+    (order,) = orders
+    assert order[0][0] == "head.proj.weight", "the gradient that comes first is reduced first"
+
+
+def test_ranks_of_one_data_group_stay_bit_equal() -> None:
+    case = Case("dp3", family="gpt2", microbatches=2)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        step = make_step(case, comm)
+        for batch in batches(case.plan.global_size, 53):
+            step(micro_batches(batch, case.plan, comm.rank), lr=LR)
+        return {name: param.detach().clone() for name, param in step.model.params.items()}
+
+    first, *others = run_ranks("dp3", rank)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+class Net(nn.Module):
+    """A module with a buffer, a frozen parameter and one that gets no gradient."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.unused = (nn.Linear(5, 5).double() for _ in range(3))
+        self.frozen = nn.Parameter(torch.ones(5, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("shift", torch.randn(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x) + self.shift)) * self.frozen
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_distributed_data_parallel_trains_as_one_process_on_the_whole_batch(set_to_none: bool) -> None:
+    torch.manual_seed(9)
+    steps = torch.randn(3, 2, 12, 5, dtype=torch.float64)  # step, accumulation, sample, feature
+    alone = Net(0)
+    optimizer = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    for step in steps:
+        optimizer.zero_grad()
+        sum(alone(x).square().mean() for x in step).backward()
+        optimizer.step()
+
+    nets = [Net(seed) for seed in range(3)]  # made here: the ranks are threads and share torch's random generator
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        net = DistributedDataParallel(nets[comm.rank], comm, bucket_bytes=128)
+        mine = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        for step in steps:
+            mine.zero_grad(set_to_none=set_to_none)
+            first, second = (x.chunk(3)[comm.rank] for x in step)
+            with net.no_sync():
+                net(first).square().mean().backward()
+            net(second).square().mean().backward()
+            net.finish_gradient_synchronization()
+            mine.step()
+        return copy.deepcopy(net.full_state_dict())
+
+    for state in run_ranks("dp3", rank):
+        for name, want in alone.state_dict().items():
+            torch.testing.assert_close(state[name], want, rtol=1e-12, atol=1e-14)

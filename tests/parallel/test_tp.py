@@ -1,0 +1,179 @@
+"""Tensor parallelism: cut linears, one entry per block side, weight gradients under the reduction."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.matrix.layouts import SEED, Case, batches
+from weft.comm.comm import Comm
+from weft.comm.observe import Counter, Operation
+from weft.core.axes import span
+from weft.models import FAMILIES
+from weft.models.batch import forward
+from weft.parallel.dp import GradientBuckets
+from weft.parallel.pp import Player
+from weft.parallel.tp import ColumnParallelLinear, RowParallelLinear
+from weft.prove.layout import micro_batches
+from weft.testing import run_ranks
+from weft.train.build import build_model
+
+
+def whole_mlp() -> tuple[nn.Linear, nn.Linear, Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(6, 10).double(), nn.Linear(10, 6).double(), torch.randn(2, 4, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("mesh", ["tp2", "tp4"])
+def test_column_then_row_is_the_whole_mlp_forward_and_backward(mesh: str, sequence: bool) -> None:
+    up, down, x = whole_mlp()
+    x.requires_grad_()
+    y = down(torch.tanh(up(x)))
+    weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)
+    (y * weights).sum().backward()
+
+    def rank(comm: Comm) -> tuple[Tensor, ...]:
+        n, i = comm.degree("tp"), comm.index("tp")
+        lo, hi = span(10, n, i)
+        options = {"comm": comm, "sequence_parallel": sequence, "dtype": torch.float64}
+        column, row = ColumnParallelLinear(6, 10, **options), RowParallelLinear(10, 6, **options)
+        with torch.no_grad():
+            column.weight.copy_(up.weight[lo:hi])
+            column.bias.copy_(up.bias[lo:hi])
+            row.weight.copy_(down.weight[:, lo:hi])
+            row.bias.copy_(down.bias)
+        part = x.detach().chunk(n, 1)[i] if sequence else x.detach()
+        mine = part.clone().requires_grad_()
+        out = row(torch.tanh(column(mine)))
+        cut = weights.chunk(n, 1)[i] if sequence else weights
+        (out * cut).sum().backward()
+        bias_grad = comm.all_reduce(row.bias.grad, "tp") if sequence else row.bias.grad
+        return out.detach(), mine.grad, column.weight.grad, column.bias.grad, row.weight.grad, bias_grad
+
+    ranks = run_ranks(mesh, rank)
+    n = len(ranks)
+    close = {"rtol": 1e-12, "atol": 1e-14}
+    for i, (out, dx, d_up, d_up_bias, d_down, d_down_bias) in enumerate(ranks):
+        lo, hi = span(10, n, i)
+        want_out, want_dx = (t.chunk(n, 1)[i] if sequence else t for t in (y.detach(), x.grad))
+        torch.testing.assert_close(out, want_out, **close)
+        torch.testing.assert_close(dx, want_dx, **close)
+        torch.testing.assert_close(d_up, up.weight.grad[lo:hi], **close)
+        torch.testing.assert_close(d_up_bias, up.bias.grad[lo:hi], **close)
+        torch.testing.assert_close(d_down, down.weight.grad[:, lo:hi], **close)
+        torch.testing.assert_close(d_down_bias, down.bias.grad, **close)
+
+
+def test_gathered_output_is_the_whole_output_also_when_features_do_not_divide() -> None:
+    up, _, x = whole_mlp()
+
+    def rank(comm: Comm) -> Tensor:
+        lo, hi = span(10, 4, comm.index("tp"))
+        column = ColumnParallelLinear(6, 10, comm=comm, gather_output=True, dtype=torch.float64)
+        with torch.no_grad():
+            column.weight.copy_(up.weight[lo:hi])
+            column.bias.copy_(up.bias[lo:hi])
+        return column(x).detach()
+
+    for out in run_ranks("tp4", rank):
+        torch.testing.assert_close(out, up(x).detach(), rtol=1e-13, atol=1e-14)
+
+
+@dataclass
+class Log:
+    """What happened, in order: operations started and finished, gradients accumulated."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def started(self, op: Operation) -> None:
+        self.lines.append(f"start {op.op}")
+
+    def finished(self, op: Operation) -> None:
+        self.lines.append(f"wait {op.op}")
+
+
+def test_weight_gradients_are_computed_while_the_input_gradient_is_reduced() -> None:
+    case = Case("tp2", family="llama3")
+
+    def rank(comm: Comm) -> list[str]:
+        model = build_model(FAMILIES["llama3"], case.config, case.plan, comm, seed=SEED)
+        layer = model.stages[0]["layer1"]
+        log = Log()
+        for name in ("attn.q", "attn.k", "attn.v"):
+            weight = layer.get_parameter(f"{name}.weight")
+            weight.register_post_accumulate_grad_hook(lambda _, name=name: log.lines.append(f"grad {name}"))
+        batch = batches(1, 53)[0]
+        x = torch.randn(1, 8, 32, dtype=torch.float64, requires_grad=True)
+        y = layer.attn(x, batch)
+        comm.observers = (log,)
+        y.sum().backward()
+        return log.lines
+
+    for lines in run_ranks("tp2", rank):
+        assert lines[0] == "start all_reduce"
+        assert sorted(lines[1:4]) == ["grad attn.k", "grad attn.q", "grad attn.v"]
+        assert lines[4:] == ["wait all_reduce"]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_layer_costs_one_operation_per_block_side_and_direction(sequence: bool) -> None:
+    """Two block sides (attention, MLP): in each direction one entry or one exit, not one per linear."""
+    case = Case("tp2", family="llama3", sequence=sequence, microbatches=1)
+
+    def rank(comm: Comm) -> dict[str, int]:
+        model = build_model(FAMILIES["llama3"], case.config, case.plan, comm, seed=SEED)
+        layer = model.stages[0]["layer1"]
+        counter = Counter()
+        comm.observers = (counter,)
+        length = 4 if sequence else 8
+        x = torch.randn(1, length, 32, dtype=torch.float64, requires_grad=True)
+        layer(x, batches(1, 53)[0]).sum().backward()
+        return {op: traffic.operations for (_, op), traffic in counter.traffic.items()}
+
+    want = {"all_gather": 4, "reduce_scatter": 4} if sequence else {"all_reduce": 4}
+    assert run_ranks("tp2", rank) == [want, want]
+
+
+def test_sequence_parallel_norm_gradient_is_summed_over_tp_and_others_are_not() -> None:
+    def reduced(sequence: bool) -> dict[str, tuple[str, ...]]:
+        case = Case("dp2 tp2", family="gpt2", sequence=sequence)
+
+        def rank(comm: Comm) -> dict[str, tuple[str, ...]]:
+            model = build_model(FAMILIES["gpt2"], case.config, case.plan, comm, seed=SEED)
+            return {name: piece.reduce for name, piece in model.pieces.items()}
+
+        return run_ranks("dp2 tp2", rank)[0]
+
+    with_sequence, without = reduced(True), reduced(False)
+    norms = ("layer0.attn_norm.weight", "layer0.mlp.down.bias", "embed.pos.weight", "head.norm.bias")
+    assert {with_sequence[name] for name in norms} == {("dp", "tp")}
+    assert {without[name] for name in norms} == {("dp",)}
+    cut = ("layer0.attn.q.weight", "layer0.attn.q.bias", "layer0.mlp.down.weight", "embed.tok.weight")
+    assert {with_sequence[name] for name in cut} == {without[name] for name in cut} == {("dp",)}
+
+
+def test_activations_of_a_cut_model_equal_the_plain_ones_without_any_backward() -> None:
+    case = Case("tp2", family="gpt2", microbatches=1)
+    batch = batches(1, 53)[0]
+
+    def rank(comm: Comm) -> float:
+        model = build_model(FAMILIES["gpt2"], case.config, case.plan, comm, seed=SEED)
+        with torch.no_grad():
+            return forward(model.stages[0], batch).item()
+
+    def alone(comm: Comm) -> float:
+        plain = Case("", family="gpt2", microbatches=1)
+        model = build_model(FAMILIES["gpt2"], plain.config, plain.plan, comm, seed=SEED)
+        buckets = GradientBuckets(
+            model.params, comm=comm, reduce=dict.fromkeys(model.params, ()), stage_of=model.stage_of
+        )
+        player = Player(model, before_last_backward=buckets.arm)
+        return player.play(micro_batches(copy.deepcopy(batch), plain.plan, 0), torch.tensor(1.0)).item()
+
+    (want,) = run_ranks("", alone)
+    assert run_ranks("tp2", rank) == pytest.approx([want, want], rel=1e-13)
