@@ -52,7 +52,9 @@ class Case:
     def __str__(self) -> str:
         flags = "-sp" * self.sequence + "-gqa" * self.grouped
         mesh = self.mesh.replace(" ", "_") or "one"
-        return f"{self.family}{flags}-{mesh}-{self.schedule}{self.chunks if self.chunks > 1 else ''}-m{self.microbatches}"
+        return (
+            f"{self.family}{flags}-{mesh}-{self.schedule}{self.chunks if self.chunks > 1 else ''}-m{self.microbatches}"
+        )
 
     @property
     def grid(self) -> Mesh:
@@ -100,7 +102,7 @@ def fits(case: Case) -> bool:
 
 
 def every_case(most_ranks: int = 16) -> Iterator[Case]:
-    """Every mesh of up to `most_ranks` ranks over pp, dp and tp, with and without sequence parallelism, three schedules, two models."""
+    """Every mesh of up to `most_ranks` ranks over pp, dp and tp, with and without sequence parallelism, by three schedules."""
     meshes = every_mesh(most_ranks, ("pp", "dp", "tp"))
     schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
     for mesh, family, (schedule, chunks), sequence in itertools.product(meshes, CONFIGS, schedules, (False, True)):

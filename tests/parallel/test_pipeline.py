@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -16,9 +17,7 @@ from weft.testing import run_ranks
 def chain() -> list[nn.Module]:
     torch.manual_seed(3)
     widths = (6, 10, 7, 9, 5, 4)
-    return [
-        nn.Sequential(nn.Linear(a, b), nn.Tanh()).double() for a, b in zip(widths[:-1], widths[1:], strict=True)
-    ]
+    return [nn.Sequential(nn.Linear(a, b), nn.Tanh()).double() for a, b in itertools.pairwise(widths)]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -52,7 +51,9 @@ def test_pipeline_of_plain_modules_has_the_gradients_of_one_process(mesh: str, s
             chunks=chunks,
         )
         value = pipe.step(mine[0], mine[1]).item()
-        return value, {name.replace(".module", ""): p.grad for name, p in pipe.model.params.items() if p.grad is not None}
+        return value, {
+            name.replace(".module", ""): p.grad for name, p in pipe.model.params.items() if p.grad is not None
+        }
 
     seen: set[str] = set()
     for value, grads in run_ranks(mesh, rank):

@@ -44,7 +44,9 @@ def test_cross_entropy_sends_a_few_numbers_a_token_and_no_logits() -> None:
         counter = Counter()
         comm.observers = (counter,)
         logits = torch.zeros(1, 10, 500, requires_grad=True)
-        vocab_cross_entropy(logits, torch.zeros(1, 10, dtype=torch.int64), lo=500 * comm.rank, comm=comm, axis="tp").backward()
+        vocab_cross_entropy(
+            logits, torch.zeros(1, 10, dtype=torch.int64), lo=500 * comm.rank, comm=comm, axis="tp"
+        ).backward()
         return {op: (traffic.operations, traffic.payload_bytes) for (_, op), traffic in counter.traffic.items()}
 
     want = {"all_reduce": (2, 4 * (10 + 2 * 10))}

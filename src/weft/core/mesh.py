@@ -49,7 +49,12 @@ class Mesh:
             match = re.fullmatch(r"([A-Za-z]+)(\d+)", word)
             if not match:
                 faults.append(
-                    Fault("mesh", f"cannot read {word!r}", need="axis names with degrees", fix='write it like "pp2 dp2 tp2"')
+                    Fault(
+                        "mesh",
+                        f"cannot read {word!r}",
+                        need="axis names with degrees",
+                        fix='write it like "pp2 dp2 tp2"',
+                    )
                 )
                 continue
             name, degree = match[1], int(match[2])
@@ -58,7 +63,9 @@ class Mesh:
             elif name in dict(axes):
                 faults.append(Fault("mesh", f"axis {name!r} appears twice", got=repr(text), fix=f"keep one {name!r}"))
             elif degree < 1:
-                faults.append(Fault("mesh", f"axis {name!r} has degree {degree}", need="at least 1", fix=f"drop {word!r}"))
+                faults.append(
+                    Fault("mesh", f"axis {name!r} has degree {degree}", need="at least 1", fix=f"drop {word!r}")
+                )
             else:
                 axes.append((name, degree))
         if faults:
@@ -102,7 +109,9 @@ class Mesh:
         for name, degree in self.axes:
             index = coord.get(name, 0)
             if not 0 <= index < degree:
-                raise MeshError(Fault("mesh", f"coordinate {name}={index} is outside the mesh", need=f"0 to {degree - 1}"))
+                raise MeshError(
+                    Fault("mesh", f"coordinate {name}={index} is outside the mesh", need=f"0 to {degree - 1}")
+                )
             rank = rank * degree + index
         return rank
 

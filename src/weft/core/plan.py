@@ -1,4 +1,4 @@
-"""Owns the plan: one frozen value that says what every rank does; found by a planner, played by the trainer, stored with a checkpoint."""
+"""Owns the plan: one frozen value that says what every rank does; the trainer plays it, a checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -141,7 +141,10 @@ def _explain_stages(plan: Plan) -> list[str]:
         return ["pipeline: none; micro-batches are the one-rank table"]
     bubble = _bubble(plan)
     why = "cut so that the dearest stage is as cheap as possible"
-    return [f"pipeline: {plan.schedule}, {len(plan.stages)} stages, {why}; bubble {100 * bubble:.1f}% (predicted)", *lines]
+    return [
+        f"pipeline: {plan.schedule}, {len(plan.stages)} stages, {why}; bubble {100 * bubble:.1f}% (predicted)",
+        *lines,
+    ]
 
 
 def _bubble(plan: Plan) -> float:
@@ -156,7 +159,9 @@ def _explain_traffic(plan: Plan) -> list[str]:
         if degree > 1:
             lines.append(f"  {name}{degree}: {AXIS_MEANING[name]}; {_TRAFFIC[name]}")
     if plan.sequence_parallel:
-        lines.append("  sequence parallel: between the tensor-parallel regions each tp rank holds its part of every sequence")
+        lines.append(
+            "  sequence parallel: between the tensor-parallel regions each tp rank holds its part of every sequence"
+        )
     return ["who talks about what:", *lines] if lines else ["one rank: nothing is sent"]
 
 

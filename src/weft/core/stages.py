@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 from weft.core.model import BlockSpec
 from weft.errors import Fault, PlanError
@@ -70,7 +70,7 @@ def _balanced_bounds(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:
     """Bounds of `parts` runs of `costs`: least maximum, then least sum of squares, then shorter runs first."""
     prefix = tuple(itertools.accumulate(costs, initial=0))
 
-    @lru_cache(maxsize=None)
+    @cache
     def best(start: int, parts: int) -> tuple[int, int, tuple[int, ...]]:
         if parts == 1:
             cost = prefix[-1] - prefix[start]

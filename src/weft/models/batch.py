@@ -32,6 +32,10 @@ class Batch:
         """Number of targets that count, int64 scalar; stays on the device."""
         return (self.targets != IGNORE).sum()
 
+    def rows(self, index: Tensor | slice) -> Batch:
+        """Some of its sequences."""
+        return self.map(lambda x: x[index])
+
     def map(self, act: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with `act` applied to each tensor: `batch.map(lambda x: x[:4])`, `batch.map(torch.Tensor.cuda)`."""
         documents = None if self.documents is None else act(self.documents)

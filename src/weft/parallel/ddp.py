@@ -71,7 +71,7 @@ class DistributedDataParallel(nn.Module):
                 self._buckets.views[name].zero_()
                 param.grad = self._buckets.views[name]
         self._buckets.finish()
-        self._buckets.scale(torch.tensor(1.0 / self.comm.degree(self.axis), device=self.comm.device))
+        self._buckets.scale(1.0 / self.comm.degree(self.axis))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The module's state dict; every rank holds all of it."""

@@ -84,10 +84,10 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.flat.zero_()
 
-    def scale(self, factor: Tensor) -> None:
-        """Multiply every gradient by `factor` (scalar tensor)."""
+    def scale(self, factor: Tensor | float) -> None:
+        """Multiply every gradient by `factor` (a number, or a scalar tensor of high precision)."""
         for bucket in self.buckets:
-            bucket.flat.mul_(factor.to(bucket.flat.dtype))
+            bucket.flat.mul_(factor)
 
     def _arrived(self, name: str) -> None:
         bucket = self._bucket_of[name]
@@ -115,7 +115,7 @@ def _make_buckets(
     bucket_bytes: int,
 ) -> Iterator[Bucket]:
     """Cut the parameters, last first, into runs of equal stage, axes, dtype and device, of at most `bucket_bytes` each."""
-    names = [name for name, param in reversed(params.items()) if param.requires_grad]
+    names = [name for name, param in reversed(list(params.items())) if param.requires_grad]
 
     def key(name: str) -> tuple[int, tuple[str, ...], str, str]:
         return -stage_of[name], reduce[name], str(params[name].dtype), str(params[name].device)

@@ -125,9 +125,7 @@ def parallelize(
     )
 
 
-def materialise(
-    model: ParallelModel, table: InitTable, *, seed: int, device: torch.device, dtype: torch.dtype
-) -> None:
+def materialise(model: ParallelModel, table: InitTable, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
     """Give parameters on the meta device memory and their starting values, which depend on seed, name and full shape only."""
     for param in model.params.values():
         empty = nn.Parameter(torch.empty(param.shape, device=device, dtype=dtype), requires_grad=param.requires_grad)
@@ -142,9 +140,7 @@ def materialise(
     )
 
 
-def _cut_parameters(
-    blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable
-) -> None:
+def _cut_parameters(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable) -> None:
     """Replace each parameter by this rank's piece of it."""
     for block_name, block in blocks.items():
         for path, param in list(block.named_parameters(remove_duplicate=False)):

@@ -123,4 +123,3 @@ def _stages(blocks: Sequence[nn.Module], num_stages: int, example: Tensor) -> tu
         names = (*map(str, range(lo, hi)), *(("loss",) if is_last else ()))
         stages.append(Stage(blocks=names, out=() if is_last else shapes[hi - 1], flops=float(hi - lo)))
     return tuple(stages)
-

@@ -81,7 +81,8 @@ class Player:
                     self.watch(instruction, start, time.perf_counter())
         for work, _ in play.leaving:
             work.wait()
-        assert not (play.kept or play.made or play.posted), "the table left something behind"
+        left = (*play.kept, *play.made, *play.posted)
+        assert not left, f"the table left {left[:3]} behind"
         return play.loss
 
     def _forward(self, play: _Play, act: Act) -> None:

@@ -64,7 +64,7 @@ class Region:
         loans = tuple(Loan(weight) for weight in weights)
         for loan, weight in zip(loans, weights, strict=True):
             loan.weight = _Later.apply(weight, loan)
-        return _Enter.apply(x, errand, self), loans
+        return _Enter.apply(x, errand, self), loans  # type: ignore[no-untyped-call]
 
 
 def linear(x: Tensor, loan: Loan, bias: Tensor | None) -> Tensor:
@@ -85,7 +85,7 @@ class _Settle(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         assert ctx.errand.work is not None, "the region was settled before its entry ran backward"
         return ctx.errand.work.wait(), None
 
@@ -97,7 +97,7 @@ class _Enter(torch.autograd.Function):
         return region.comm.all_gather(x, region.axis, dim=SEQ_DIM) if region.sequence else x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         region: Region = ctx.region
         if region.sequence:
             ctx.errand.work = region.comm.start_reduce_scatter(dx, region.axis, dim=SEQ_DIM)
@@ -113,7 +113,7 @@ class _Later(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         pairs = ctx.loan.pairs
         gradient = torch.mm(*_flat(pairs.pop()))
         while pairs:
@@ -134,7 +134,7 @@ class _Linear(torch.autograd.Function):
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if needs_weight:

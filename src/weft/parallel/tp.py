@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class ColumnParallelLinear(nn.Module):
         """The linear whose already cut weight and bias `module` holds."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.weight, self.bias = module.weight, module.bias
+        self.weight, self.bias = cast(nn.Parameter, module.weight), module.bias
         self.out_features, self.gather_output, self.region, self.loan = out_features, False, region, None
         return self
 
@@ -100,7 +101,7 @@ class RowParallelLinear(nn.Module):
         """The linear whose already cut weight and whole bias `module` holds."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.weight, self.bias, self.region = module.weight, module.bias, region
+        self.weight, self.bias, self.region = cast(nn.Parameter, module.weight), module.bias, region
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,7 +182,9 @@ def _parents(name: str, linears: Linears) -> dict[str, tuple[str, ...]]:
             columns = tuple(path for path in linears.columns if path.startswith(parent + "." if parent else ""))
         if not columns:
             raise PlanError(
-                Fault(f"{name}.{row}.weight", "its input features are cut over tp, but nothing before it yields them cut")
+                Fault(
+                    f"{name}.{row}.weight", "its input features are cut over tp, but nothing before it yields them cut"
+                )
             )
         parents[parent] = columns
     return parents

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class VocabParallelEmbedding(nn.Module):
         """The embedding whose already cut table `module` holds."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.region, self.weight = region, module.weight
+        self.region, self.weight = region, cast(nn.Parameter, module.weight)
         self.lo, _ = span(module.num_embeddings, region.comm.degree(region.axis), region.comm.index(region.axis))
         return self
 
@@ -109,7 +109,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return torch.where(counted, sums.log() - picked, 0.0).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, places, mine, counted = ctx.saved_tensors
         delta = softmax.scatter_add(-1, places, -mine.unsqueeze(-1).to(softmax.dtype))
         return (delta * (counted * gradient).unsqueeze(-1)).to(ctx.dtype), None, None, None, None
@@ -134,7 +134,9 @@ def apply(
             continue
         row_axis, feature_axis = axes_of(f"{name}.{path}.weight", table)
         if rule.get(feature_axis) == "tp":
-            raise PlanError(Fault(f"{name}.{path}.weight", "an embedding cannot be cut along its features", got=feature_axis))
+            raise PlanError(
+                Fault(f"{name}.{path}.weight", "an embedding cannot be cut along its features", got=feature_axis)
+            )
         if rule.get(row_axis) == "tp":
             block.set_submodule(path, VocabParallelEmbedding.adopt(module, region))
             found = True

@@ -15,8 +15,8 @@ from weft.models.batch import Batch
 from weft.parallel.model import ParallelModel
 from weft.prove.trace import Held, StepTrace
 from weft.train.build import build_model
-from weft.train.order import layout_of
 from weft.train.optim import Optimizer
+from weft.train.order import layout_of
 from weft.train.step import StepReport, TrainStep
 
 
@@ -26,7 +26,7 @@ def micro_batches(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
     samples = layout_of(
         np.arange(plan.global_size), index=plan.mesh.index(rank, ("dp", "ep")), degree=data, micro_size=size
     )
-    return [batch.map(lambda x, rows=rows: x[rows]) for rows in map(torch.from_numpy, samples)]
+    return [batch.rows(torch.from_numpy(rows)) for rows in samples]
 
 
 def run_layout(

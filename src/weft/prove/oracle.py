@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from weft.core.model import ModelConfig
 from weft.models import Family
 from weft.models.batch import Batch, forward
 from weft.models.init import initialise, named_parameters, tie
-from weft.core.model import ModelConfig
 from weft.prove.trace import StepTrace
 
 OptimizerOf = Callable[[dict[str, nn.Parameter]], Optimizer]
@@ -46,7 +46,7 @@ def one_device(
     for batch in steps:
         update.zero_grad()
         loss = forward(blocks, batch) / batch.num_targets()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         norm = nn.utils.clip_grad_norm_(params.values(), clip if clip > 0 else float("inf"))
         update.step()
         traces.append(

@@ -37,7 +37,4 @@ class Feed:
         whole = Batch(
             torch.from_numpy(arrays.inputs), torch.from_numpy(arrays.targets), torch.from_numpy(arrays.positions)
         ).map(lambda x: x.to(self.device))
-        return [
-            whole.map(lambda x, start=start: x[start : start + self.micro_size])
-            for start in range(0, mine.size, self.micro_size)
-        ]
+        return [whole.rows(slice(start, start + self.micro_size)) for start in range(0, mine.size, self.micro_size)]

@@ -26,7 +26,9 @@ def sample(
         window = tokens[-model.plan.seq_len :]
         with torch.no_grad():
             logits = _last_logits(model, window, vocab=vocab)
-            token = _choose(logits, temperature=temperature, seed=name_seed(f"sample{index}", seed)).to(model.comm.device)
+            token = _choose(logits, temperature=temperature, seed=name_seed(f"sample{index}", seed)).to(
+                model.comm.device
+            )
         last_home = model.plan.table.home[-1]
         tokens.append(int(model.comm.broadcast_(token, "pp", root=last_home).item()))
         yield tokens[-1]
@@ -41,7 +43,9 @@ def _last_logits(model: ParallelModel, window: Sequence[int], *, vocab: int) -> 
     for stage in range(len(home)):
         if home[stage] == here:
             if stage and home[stage - 1] != here:
-                empty = torch.empty(plan.boundary_shape(stage - 1), dtype=getattr(torch, plan.params), device=comm.device)
+                empty = torch.empty(
+                    plan.boundary_shape(stage - 1), dtype=getattr(torch, plan.params), device=comm.device
+                )
                 x = comm.recv(empty, "pp", source=home[stage - 1])
             for name, block in model.stages[stage].items():
                 x = x if name == "loss" else block(x, batch)
