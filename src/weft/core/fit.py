@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from weft.core.axes import TENSOR_RULE
 from weft.core.checks import Check
@@ -25,12 +26,11 @@ def axes_divide(run: Run) -> Iterable[Fault]:
     for mesh_axis in dict.fromkeys(TENSOR_RULE.values()):
         degree = run.grid.degree(mesh_axis)
         own = {axis: size for axis, size in sizes.items() if TENSOR_RULE[axis] == mesh_axis}
-        works = divisors(*own.values()) if own else (1,)
-        for axis, size in own.items():
-            if size % degree:
-                near = " or ".join(f"{mesh_axis}{number}" for number in works[-4:])
-                what = f"{mesh_axis}{degree} does not divide model.{axis}"
-                yield Fault("mesh", what, got=f"{size} {axis}", need=f"a divisor of {size}", fix=f"use {near}")
+        if uneven := [axis for axis, size in own.items() if size % degree]:
+            works = " or ".join(f"{mesh_axis}{number}" for number in divisors(*own.values())[-4:])
+            got = ", ".join(f"{size} {axis}" for axis, size in own.items())
+            what = f"{mesh_axis}{degree} does not divide the model's {', '.join(uneven)}"
+            yield Fault("mesh", what, got, "a divisor of each", f"use {works}")
 
 
 def batch_divides(run: Run) -> Iterable[Fault]:
@@ -48,20 +48,20 @@ def batch_divides(run: Run) -> Iterable[Fault]:
 
 def layers_make_stages(run: Run) -> Iterable[Fault]:
     """There is a layer for every stage, and `pipeline.split` names all of them."""
-    blocks = run.model.block_specs(run.data.seq_len)
-    split = run.pipeline.split
+    blocks, split = run.model.block_specs(run.data.seq_len), run.pipeline.split
+    if split and len(split) != run.num_stages:
+        need = f"{run.num_stages} = pp{run.grid.degree('pp')} x {run.pipeline.chunks} chunks"
+        yield Fault(
+            "pipeline.split", "names another number of stages", f"{len(split)}: {words(split)}", need, _even(run)
+        )
+        return
     try:
         if split:
             cut_by_counts(blocks, split)
         else:
             cut_by_cost(blocks, run.num_stages)
     except UserError as error:
-        yield from error.faults
-    if split and len(split) != run.num_stages:
-        need = f"{run.num_stages} = pp{run.grid.degree('pp')} x {run.pipeline.chunks} chunks"
-        yield Fault(
-            "pipeline.split", "names another number of stages", f"{len(split)}: {words(split)}", need, _even(run)
-        )
+        yield from (replace(fault, fix=_even(run) if split else fault.fix) for fault in error.faults)
 
 
 def _even(run: Run) -> str:
@@ -79,7 +79,14 @@ def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
         return error.faults
     if any(batch_divides(run)):
         return ()
-    return schedule.faults(ranks=run.grid.degree("pp"), chunks=run.pipeline.chunks, microbatches=run.num_micro)
+    ranks, chunks = run.grid.degree("pp"), run.pipeline.chunks
+    faults = schedule.faults(ranks=ranks, chunks=chunks, microbatches=run.num_micro)
+    near = range(run.num_micro + 1, run.num_micro + ranks + 1)
+    works = next((m for m in near if faults and not schedule.faults(ranks=ranks, chunks=chunks, microbatches=m)), None)
+    if works is None:
+        return faults
+    size = works * run.num_data_ranks * run.batch.micro_size
+    return tuple(replace(fault, fix=f"--batch.global_size {size}: {fault.fix}") for fault in faults)
 
 
 def sequence_divides(run: Run) -> Iterable[Fault]:

@@ -1,0 +1,178 @@
+"""Owns the tests of the run config: its descriptions, what works yet, and whether the parts of a run fit together."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from weft.core import fit, support
+from weft.core.checks import Check, ask
+from weft.core.config import Run
+from weft.core.keys import keys_of
+from weft.core.load import load
+from weft.errors import Fault
+from weft.models import FAMILIES
+
+ALL = (*support.CHECKS, *fit.CHECKS)
+
+
+def read(*words):
+    return load(words, FAMILIES)
+
+
+def complaints(*words):
+    return [str(fault) for fault in ask(read(*words), ALL)]
+
+
+def flags_of(fault):
+    """The ways out that a fault offers, as words for `read`."""
+    return [found.split() for found in re.findall(r"--[\w.]+ [\d ]*\d", fault.fix)]
+
+
+def test_every_key_says_in_one_line_what_it_is():
+    for key, field in keys_of(type(read())).items():
+        assert field.description, key
+        assert "\n" not in field.description
+
+
+def test_a_run_never_changes():
+    with pytest.raises(ValidationError, match="frozen"):
+        read().steps = 3
+
+
+@pytest.mark.parametrize("preset", [name for family in FAMILIES.values() for name in family.PRESETS])
+def test_every_preset_fits_by_default(preset):
+    assert complaints("--model.preset", preset) == []
+
+
+def test_the_default_fits_eight_ranks():
+    assert complaints("--mesh", "pp2 dp2 tp2", "--parallel.sequence", "True") == []
+
+
+def test_a_run_counts_its_micro_batches_and_stages():
+    run = read(
+        "--mesh", "pp2 dp2 tp2", "--batch.global_size", "24", "--batch.micro_size", "3", "--pipeline.chunks", "2"
+    )
+    assert (run.num_data_ranks, run.num_micro, run.num_stages) == (2, 4, 4)
+
+
+@given(degree=st.integers(1, 12), kv_heads=st.integers(1, 12), groups=st.integers(1, 3), ffn=st.integers(1, 60))
+def test_tp_is_refused_exactly_where_it_does_not_divide_and_every_offer_works(degree, kv_heads, groups, ffn):
+    heads = kv_heads * groups
+    words = ["--model.dim", f"{4 * heads}", "--model.heads", f"{heads}", "--model.kv_heads", f"{kv_heads}"]
+    words += ["--model.ffn", f"{ffn}", "--mesh", f"tp{degree}"]
+    faults = list(fit.axes_divide(read(*words)))
+    assert bool(faults) == any(size % degree for size in (heads, kv_heads, ffn))
+    for fault in faults:
+        for mesh in re.findall(r"tp\d+", fault.fix):
+            assert not list(fit.axes_divide(read(*words, "--mesh", mesh)))
+
+
+def test_a_vocabulary_that_tp_does_not_divide_is_padded_and_no_fault():
+    assert complaints("--mesh", "tp2", "--model.vocab", "257") == []
+
+
+@given(ranks=st.integers(1, 9), micro=st.integers(1, 9), size=st.integers(1, 99))
+def test_a_batch_is_refused_exactly_where_it_does_not_divide_and_every_offer_works(ranks, micro, size):
+    words = ["--mesh", f"dp{ranks}", "--batch.micro_size", f"{micro}", "--batch.global_size", f"{size}"]
+    faults = list(fit.batch_divides(read(*words)))
+    assert bool(faults) == bool(size % (ranks * micro))
+    for fault in faults:
+        assert flags_of(fault)
+        for flag in flags_of(fault):
+            assert not list(fit.batch_divides(read(*words, *flag)))
+
+
+@given(length=st.integers(1, 99), degree=st.integers(1, 8))
+def test_a_sequence_is_refused_exactly_where_its_parts_are_unequal_and_every_offer_works(length, degree):
+    words = ["--parallel.sequence", "True", "--mesh", f"tp{degree}", "--data.seq_len", f"{length}"]
+    faults = list(fit.sequence_divides(read(*words)))
+    assert bool(faults) == bool(length % degree)
+    for number in (number for fault in faults for number in re.findall(r"\d+", fault.fix)):
+        assert not list(fit.sequence_divides(read(*words, "--data.seq_len", number)))
+
+
+@given(ranks=st.integers(1, 4), chunks=st.integers(1, 3), counts=st.lists(st.integers(1, 4), min_size=1, max_size=6))
+def test_a_split_is_taken_exactly_where_it_names_all_stages_and_layers(ranks, chunks, counts):
+    layers = 12
+    words = ["--model.layers", f"{layers}", "--mesh", f"pp{ranks}", "--pipeline.chunks", f"{chunks}"]
+    faults = list(fit.layers_make_stages(read(*words, "--pipeline.split", *map(str, counts))))
+    assert bool(faults) == (len(counts) != ranks * chunks or sum(counts) != layers)
+    for flag in (flag for fault in faults for flag in flags_of(fault)):
+        assert not list(fit.layers_make_stages(read(*words, *flag)))
+
+
+@given(numbers=st.lists(st.integers(1, 60), min_size=1, max_size=3))
+def test_divisors_are_all_common_ones(numbers):
+    assert set(fit.divisors(*numbers)) == {n for n in range(1, 61) if all(number % n == 0 for number in numbers)}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--mesh", "pp8"], "more stages than layers (got 8 stages, 4 layers; need at most 4 stages)"),
+        (["--mesh", "pp2", "--pipeline.schedule", "interlaved"], "did you mean 'interleaved'?"),
+        (
+            ["--mesh", "pp2", "--pipeline.schedule", "gpipe", "--pipeline.chunks", "2"],
+            "pipeline.chunks: gpipe does not",
+        ),
+        (
+            [
+                "--mesh",
+                "pp4 dp2",
+                "--pipeline.schedule",
+                "interleaved",
+                "--model.layers",
+                "8",
+                "--batch.global_size",
+                "12",
+            ],
+            "--batch.global_size 16",
+        ),
+        (["--model.name", "gpt2", "--data.seq_len", "257"], "data.seq_len: longer than the positions"),
+        (
+            ["--model.vocab", "255"],
+            "model.vocab: is smaller than the tokenizer's (got 255; need at least 256 for bytes)",
+        ),
+        (["--mesh", "cp2"], "mesh: axis 'cp' is not there yet"),
+        (["--parallel.zero", "1"], "parallel.zero: is not there yet with this value (got 1; need 0)"),
+        (["--precision.compute", "bfloat16"], "precision.compute: is not there yet"),
+        (["--resume", "auto"], "resume: is not there yet with this value (got 'auto'; need nothing)"),
+    ],
+)
+def test_parts_that_do_not_fit_are_told_in_one_line(words, line):
+    (told,) = complaints(*words)
+    assert line in told
+    assert "\n" not in told
+
+
+def test_faults_of_independent_parts_are_told_together():
+    told = complaints("--mesh", "tp3", "--batch.global_size", "7", "--pipeline.schedule", "f1b1", "--model.vocab", "3")
+    assert {line.partition(":")[0] for line in told} == {
+        "mesh",
+        "batch.global_size",
+        "pipeline.schedule",
+        "model.vocab",
+    }
+
+
+def test_every_row_of_the_support_table_is_a_key_whose_default_works():
+    run = read()
+    for key, working in support.WORKS.items():
+        assert support.value_at(run, key) in working
+
+
+@given(st.sampled_from(["optim", "optim.lr", "mesh", "mesh.x"]), st.sampled_from(["optim", "optim.lr", "mesh", "mes"]))
+def test_a_check_is_left_out_where_a_key_that_it_reads_is_at_fault(reads, key):
+    known, found = Fault(key, "bad"), Fault("x", "found")
+    told = ask(read(), [Check((reads,), lambda run: [found])], known=[known])
+    is_blind = f"{key}.".startswith(f"{reads}.") or f"{reads}.".startswith(f"{key}.")
+    assert told == ((known,) if is_blind else (known, found))
+
+
+def test_run_is_the_base_of_every_familys_run():
+    assert isinstance(read("--model.name", "mnist"), Run)

@@ -1,0 +1,226 @@
+"""Owns the table of bad input: each is told in one line on stderr, exit code 2, before torch is imported, within 2 s."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from weft.cli import main
+from weft.errors import EXIT_USER
+
+LIMIT_S = 2.0
+
+TABLE = {
+    "mesh text wrong": ("--mesh", "dp2 tpx", "error: mesh: cannot read 'tpx'"),
+    "mesh axis unknown": ("--mesh", "dq2", "error: mesh: unknown axis 'dq'"),
+    "tp does not divide heads": (
+        "--mesh",
+        "tp3",
+        "error: mesh: tp3 does not divide the model's heads, kv_heads, ffn (got 4 heads, 2 kv_heads, 352 ffn",
+    ),
+    "tp does not divide kv heads": (
+        "--mesh",
+        "tp4",
+        "error: mesh: tp4 does not divide the model's kv_heads (got 4 heads, 2 kv",
+    ),
+    "batch does not divide": ("--mesh", "dp3", "error: batch.global_size: does not divide into micro-batches (got 16"),
+    "more stages than layers": ("--mesh", "pp8", "more stages than layers (got 8 stages, 4 layers"),
+    "split is wrong": ("--pipeline.split", "1", "2", "error: pipeline.split: "),
+    "unknown key": ("--optim.lrr", "1", "error: optim.lrr: unknown key. Fix: did you mean 'optim.lr'?"),
+    "wrong type": ("--optim.lr", "fast", "error: optim.lr: wrong type (got 'fast'; need a number, above 0)"),
+    "out of range": ("--steps", "0", "error: steps: out of range (got 0; need a whole number, at least 1)"),
+    "missing data": (
+        "--data.source",
+        "{tmp}/no.txt",
+        "error: data.source: no such file or folder (got '{tmp}/no.txt')",
+    ),
+    "empty data": ("--data.source", "{tmp}/empty.txt", "error: data.source: is empty (got 0 bytes in {tmp}/empty.txt"),
+    "too short data": (
+        "--data.source",
+        "{tmp}/short.txt",
+        "error: data.source: {tmp}/short.txt is too short (got 9 tokens",
+    ),
+    "token beyond vocabulary": (
+        "--data.source",
+        "{tmp}/ids.bin",
+        "{tmp}/ids.bin holds a token beyond the vocabulary at token 1",
+    ),
+    "no file in the folder": ("--data.source", "{tmp}/nothing", "error: data.source: no file to read in the folder"),
+    "unknown schedule": ("--pipeline.schedule", "1fb1", "error: pipeline.schedule: no schedule or table file '1fb1'"),
+    "unknown model": (
+        "--model.name",
+        "lama",
+        "error: model.name: unknown model (got 'lama'). Fix: did you mean 'llama3'?",
+    ),
+    "unknown preset": ("--model.preset", "gpt2-124", "error: model.preset: unknown preset (got 'gpt2-124')"),
+    "interleaved, micro-batches do not divide": (
+        *("--mesh", "pp2", "--pipeline.schedule", "interleaved", "--batch.global_size", "6"),
+        "error: pipeline.schedule: interleaved needs a number of micro-batches that the pipeline ranks divide",
+    ),
+    "nproc differs from the mesh": (
+        "--mesh",
+        "dp2",
+        "--nproc",
+        "3",
+        "error: nproc: differs from the mesh (got 3; need 2",
+    ),
+    "output below a file": ("--out", "{tmp}/short.txt/run", "error: out: cannot be written (got '{tmp}/short.txt/run'"),
+    "output holds a run": ("--out", "{tmp}/done", "error: out: holds a run already (got '{tmp}/done'"),
+    "port taken": ("--port", "{port}", "error: port: cannot be opened (got {port}: Address already in use"),
+    "sequence does not divide": (
+        *("--mesh", "tp2", "--parallel.sequence", "True", "--data.seq_len", "33"),
+        "error: data.seq_len: does not divide by tp2 (got 33",
+    ),
+    "sequence longer than the model takes": (
+        *("--model.name", "gpt2", "--data.seq_len", "999"),
+        "error: data.seq_len: longer than the positions that the model learns (got 999",
+    ),
+    "vocabulary too small": ("--model.vocab", "99", "error: model.vocab: is smaller than the tokenizer's (got 99"),
+    "missing config": ("{tmp}/no.toml", "error: config: no such file (got '{tmp}/no.toml'"),
+    "config is no TOML": ("{tmp}/bad.toml", "error: config: {tmp}/bad.toml is no TOML"),
+    "unknown key in the config": ("{tmp}/typo.toml", "error: optim.lerning_rate: unknown key"),
+    "not there yet": ("--mesh", "cp2", "error: mesh: axis 'cp' is not there yet"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_world(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with all that is wrong, and a port that is taken: what the table's braces mean."""
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("too short")
+    np.array([1, 700, 3], dtype="<u2").tofile(tmp_path / "ids.bin")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "events.jsonl").touch()
+    (tmp_path / "bad.toml").write_text("steps == 3")
+    (tmp_path / "typo.toml").write_text("[optim]\nlerning_rate = 3")
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        yield {"tmp": str(tmp_path), "port": taken.getsockname()[1]}
+
+
+def files_below(folder):
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_bad_input_is_told_in_one_line(case, place, capsys, tmp_path):
+    *words, line = (word.format_map(place) for word in TABLE[case])
+    before = files_below(tmp_path)
+    assert main(["train", *words]) == EXIT_USER
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    told = captured.err.splitlines()
+    assert len(told) == 1
+    assert line in told[0]
+    assert files_below(tmp_path) == before
+
+
+def run_weft(*words, **env):
+    start = time.perf_counter()
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "weft", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=60,
+        check=False,
+    )
+    seconds = time.perf_counter() - start
+    lines = ran.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    return ran, [line for line in lines if not line.startswith("import time:")], imported, seconds
+
+
+@pytest.mark.parametrize(
+    ("case", "env"),
+    [
+        ("tp does not divide heads", {}),
+        ("token beyond vocabulary", {}),
+        ("port taken", {}),
+        ("output below a file", {}),
+        ("unknown key in the config", {}),
+    ],
+)
+def test_bad_input_ends_a_real_process_before_torch_is_there(case, env, place):
+    *words, line = (word.format_map(place) for word in TABLE[case])
+    ran, told, imported, seconds = run_weft("train", *words, **env)
+    assert (ran.returncode, ran.stdout) == (EXIT_USER, "")
+    assert line in told[0]
+    assert len(told) == 1
+    assert "torch" not in imported
+    assert "weft.core.config" in imported
+    assert seconds < LIMIT_S
+
+
+def test_all_faults_are_told_at_once(place, capsys):
+    words = ["--mesh", "tp3", "--batch.global_size", "7", "--optim.lrr", "1", "--seed", "x", "--nproc", "2"]
+    words += ["--data.source", "nowhere", "--out", "done", "--port", str(place["port"]), "--save.every", "5"]
+    assert main(["train", *words]) == EXIT_USER
+    keys = [line.removeprefix("error: ").partition(":")[0] for line in capsys.readouterr().err.splitlines()]
+    expected = ["optim.lrr", "seed", "save.every", "mesh", "batch.global_size", "data.source", "nproc", "out", "port"]
+    assert keys == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "line"),
+    [
+        (
+            {"WORLD_SIZE": "3", "RANK": "0"},
+            "error: mesh: differs from the world size (got WORLD_SIZE=3; need 2 for 'dp2')",
+        ),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "error: mesh: differs from the world size (got SLURM_NTASKS=4;"),
+    ],
+)
+def test_a_world_of_another_size_than_the_mesh_is_refused(env, line, place, capsys, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--mesh", "dp2"]) == EXIT_USER
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(line)
+
+
+def test_a_fault_is_told_once_a_machine(place, capsys, monkeypatch):
+    for name, value in {"WORLD_SIZE": "3", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--mesh", "dp2"]) == EXIT_USER
+    assert capsys.readouterr().err == ""
+
+
+def test_other_ranks_do_not_mind_the_folder_that_the_first_one_writes(place, monkeypatch):
+    from weft.core.load import load
+    from weft.models import FAMILIES
+    from weft.train.door import out_faults
+
+    run = load(["--out", "done"], FAMILIES)
+    assert len(list(out_faults(run))) == 1
+    monkeypatch.setenv("RANK", "1")
+    assert not list(out_faults(run))
+
+
+def test_cuda_without_a_gpu_is_refused(place, capsys, monkeypatch):
+    monkeypatch.setattr("weft.train.door.GPU_FILES", ("/nowhere/gpu*",))
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main(["train", "--device", "cuda"]) == EXIT_USER
+    assert "error: device: there is no GPU (got cuda; need cpu). Fix: --device cpu, or auto" in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["train", "--device", "cuda"]) == EXIT_USER
+    assert "CUDA_VISIBLE_DEVICES hides all GPUs" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0+cpu")
+    assert main(["train", "--device", "cuda"]) == EXIT_USER
+    assert "this torch is built without CUDA" in capsys.readouterr().err

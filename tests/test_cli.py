@@ -1,0 +1,183 @@
+"""Owns the tests of the commands: what they list, print and answer; training itself is tested elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import types
+from datetime import datetime
+
+import pytest
+
+from weft import cli
+from weft.cli import COMMANDS, main
+from weft.core.keys import keys_of
+from weft.core.load import load
+from weft.core.schedules import SCHEDULES
+from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, CommError, RankError
+from weft.models import FAMILIES
+from weft.train import door
+
+
+def test_help_lists_the_commands_that_exist(capsys):
+    for words in (["--help"], ["-h"], []):
+        assert main(words) == EXIT_OK
+        shown = capsys.readouterr().out
+        assert all(f"weft {name} " in shown for name in COMMANDS)
+        assert not any(f"weft {name} " in shown for name in cli.COMMANDS_TO_COME)
+
+
+def test_the_version_is_told(capsys):
+    assert main(["--version"]) == EXIT_OK
+    assert capsys.readouterr().out.startswith("weft 0.")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name, capsys):
+    assert main([name, "--help"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert f"weft {name}" in shown
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_the_help_of_train_shows_every_key_of_the_model_at_hand(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["train", "--model.name", model, "--help"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    for key, field in keys_of(type(load(["--model.name", model], FAMILIES))).items():
+        assert f"--{key} " in shown
+        assert field.description.split()[-1] in shown
+    assert f"(default: {model})" in shown
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS_TO_COME)
+def test_commands_to_come_say_so(name, capsys):
+    assert main([name, "--help"]) == EXIT_USER
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: weft {name}: is not there yet")
+
+
+def test_an_unknown_command_is_told_the_nearest(capsys):
+    assert main(["trian"]) == EXIT_USER
+    assert capsys.readouterr().err == "error: weft: unknown command 'trian'. Fix: did you mean 'train'?\n"
+
+
+def test_explain_prints_the_plan_without_torch(capsys):
+    assert main(["explain", "--mesh", "pp2 dp2 tp2"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert "mesh pp2 dp2 tp2: 8 ranks" in shown
+    assert "stage 1 on pp1" in shown
+
+
+def test_explain_does_not_look_at_data_or_folders(capsys):
+    assert main(["explain", "--data.source", "nowhere", "--out", "/dev/null/x"]) == EXIT_OK
+    assert main(["explain", "--mesh", "pp9"]) == EXIT_USER
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_draws_each(name, capsys):
+    assert main(["schedule", name, "--ranks", "2", "--microbatches", "4"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert "rank 1 │" in shown
+    assert "bubble" in shown
+
+
+def test_schedule_draws_a_table_from_a_file(tmp_path, capsys):
+    (tmp_path / "own.txt").write_text("microbatches 1\nhome 0 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n")
+    assert main(["schedule", str(tmp_path / "own.txt"), "--ranks", "2", "--microbatches", "1"]) == EXIT_OK
+    assert "50.0% bubble" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["1fb1"], "no schedule or table file '1fb1'"),
+        (["--rank", "2"], "error: rank: unknown key. Fix: did you mean 'ranks'?"),
+        (["--ranks", "two"], "error: ranks: wrong type (got 'two'; need a whole number, at least 1)"),
+        (["--ranks", "0"], "error: ranks: out of range (got 0; need a whole number, at least 1)"),
+        (["interleaved", "--microbatches", "5"], "micro-batches"),
+    ],
+)
+def test_schedule_tells_faults_in_one_line(words, line, capsys):
+    assert main(["schedule", *words]) == EXIT_USER
+    (told,) = capsys.readouterr().err.splitlines()
+    assert line in told
+
+
+def test_simulate_plays_the_costs_of_the_models_own_blocks(capsys):
+    """Stages of 1, 1, 1 and 9 layers: the last rank is busy nearly all the time, the others are not."""
+    words = ["--mesh", "pp4", "--model.layers", "12", "--pipeline.split"]
+    bubbles = {}
+    for split in ("3 3 3 3", "1 1 1 9"):
+        assert main(["simulate", *words, *split.split()]) == EXIT_OK
+        bubbles[split] = float(capsys.readouterr().out.splitlines()[-1].partition("%")[0])
+    assert 25 < bubbles["3 3 3 3"] < 40
+    assert bubbles["1 1 1 9"] > 60
+
+
+@pytest.fixture
+def trained(monkeypatch, tmp_path):
+    """What `weft.train.main.train` is called with; it answers what the test puts into `answer`."""
+    seen = types.SimpleNamespace(runs=[], answer=lambda: EXIT_OK)
+
+    def train(run):
+        seen.runs.append(run)
+        return seen.answer()
+
+    monkeypatch.setitem(sys.modules, "weft.train.main", types.SimpleNamespace(train=train))
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+def test_train_hands_the_checked_run_over_with_a_fresh_folder(trained, capsys):
+    assert main(["train", "--steps", "3", "--device", "cpu", "--mesh", "dp16", "--batch.global_size", "32"]) == EXIT_OK
+    (run,) = trained.runs
+    assert run.steps == 3
+    assert run.out.startswith("runs/llama3-tiny-2")
+    assert capsys.readouterr().err.startswith("note: 16 ranks share ")
+
+
+def test_a_fresh_folder_is_fresh_within_a_second(trained, tmp_path):
+    run, now = load([], FAMILIES), datetime(2031, 1, 2, 3, 4, 5)
+    first = door.fresh_out(run, now)
+    assert str(first) == "runs/llama3-tiny-20310102-030405"
+    first.mkdir(parents=True)
+    assert str(door.fresh_out(run, now)) == "runs/llama3-tiny-20310102-030405-2"
+
+
+def raiser(error):
+    def answer():
+        raise error
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt(), EXIT_INTERRUPTED, ""),
+        (CommError("rank 1 left"), EXIT_FAILED, "error: rank 1 left\n"),
+        (RankError(3, "pp1 tp1", "boom"), EXIT_FAILED, "error: rank 3 (pp1 tp1): boom\n"),
+        (
+            RankError(3, "pp1 tp1", "data.source: bad", kind="user"),
+            EXIT_USER,
+            "error: rank 3 (pp1 tp1): data.source: bad\n",
+        ),
+    ],
+)
+def test_an_error_while_training_is_an_exit_code_and_one_line(trained, error, code, line, capsys):
+    trained.answer = raiser(error)
+    assert main(["train", "--device", "auto"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_slip_in_weft_itself_keeps_its_traceback(trained):
+    trained.answer = raiser(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+def test_doctor_looks_at_this_machine(capsys):
+    assert main(["doctor"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("versions", "cores", "memory", "ranks"))
+    assert main(["doctor", "please"]) == EXIT_USER

@@ -1,0 +1,367 @@
+"""Owns the tests of what a run reads: order of samples, token streams, images, and what is refused at the door."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import struct
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.config import Data
+from weft.errors import DataError
+from weft.models import gpt2, mnist
+from weft.train import files, images, tokens
+from weft.train.data import layout_of, open_data, samples_of_step
+from weft.train.order import permuted
+
+BYTES_MODEL = gpt2.Config()
+IMAGES_MODEL = mnist.Config()
+
+
+def open_tokens(source, *, seq_len=4, model=BYTES_MODEL, token_dtype="uint16"):
+    return open_data(Data(source=str(source), seq_len=seq_len, token_dtype=token_dtype), model)
+
+
+def complaint(source, model=BYTES_MODEL, **data):
+    with pytest.raises(DataError) as raised:
+        open_data(Data(source=str(source), **data), model)
+    (fault,) = raised.value.faults
+    assert fault.key == "data.source"
+    return str(fault)
+
+
+# ---- order
+
+
+@given(length=st.integers(1, 400), key=st.integers(0, 2**64 - 1))
+def test_an_epoch_is_a_permutation(length, key):
+    assert sorted(permuted(np.arange(length), length, key=key).tolist()) == list(range(length))
+
+
+def test_an_epoch_of_a_trillion_samples_costs_no_more():
+    places = np.arange(10**12 - 1000, 10**12)
+    found = permuted(places, 10**12, key=7)
+    assert len(set(found.tolist())) == 1000
+    assert found.min() >= 0
+    assert found.max() < 10**12
+
+
+def test_a_permutation_is_mixed_and_changes_with_its_key():
+    length = 10_000
+    first, second = (permuted(np.arange(length), length, key=key) for key in (1, 2))
+    assert (first == second).mean() < 0.001
+    for order in (first, second):
+        assert abs(np.corrcoef(np.arange(length), order)[0, 1]) < 0.05
+        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
+        assert (np.diff(order) == 1).mean() < 0.001
+
+
+def test_every_order_of_three_samples_comes_up_about_as_often():
+    counts = {}
+    for key in range(1200):
+        order = tuple(permuted(np.arange(3), 3, key=key * 0x9E3779B97F4A7C15 % 2**64).tolist())
+        counts[order] = counts.get(order, 0) + 1
+    assert len(counts) == 6
+    assert all(140 < count < 260 for count in counts.values())
+
+
+@given(length=st.integers(1, 60), size=st.integers(1, 25), seed=st.integers(0, 2**63 - 1))
+def test_steps_walk_through_whole_epochs_without_a_gap(length, size, seed):
+    num_steps = 3 * length // size + 1
+    steps = [samples_of_step(k, global_size=size, num_samples=length, seed=seed) for k in range(num_steps)]
+    walk = np.concatenate(steps)
+    for epoch in range(len(walk) // length):
+        assert sorted(walk[epoch * length : (epoch + 1) * length].tolist()) == list(range(length))
+
+
+def test_epochs_and_seeds_differ():
+    orders = {
+        tuple(samples_of_step(epoch, global_size=50, num_samples=50, seed=seed).tolist())
+        for epoch in range(4)
+        for seed in range(4)
+    }
+    assert len(orders) == 16
+
+
+def test_the_order_is_written_down():
+    """A run that is resumed years later must go on in the order in which it began."""
+    assert samples_of_step(3, global_size=8, num_samples=10, seed=1).tolist() == [7, 2, 3, 6, 0, 1, 1, 0]
+
+
+@given(degree=st.integers(1, 6), micro=st.integers(1, 5), num_micro=st.integers(1, 6), step=st.integers(0, 50))
+def test_every_layout_reads_the_same_samples_a_step(degree, micro, num_micro, step):
+    size = degree * micro * num_micro
+    samples = samples_of_step(step, global_size=size, num_samples=1000, seed=3)
+    parts = [layout_of(samples, index=index, degree=degree, micro_size=micro) for index in range(degree)]
+    assert all(part.shape == (num_micro, micro) for part in parts)
+    for m in range(num_micro):
+        for d in range(degree):
+            for i in range(micro):
+                assert parts[d][m, i] == samples[(m * degree + d) * micro + i]
+
+
+# ---- token streams
+
+
+def test_a_sample_is_its_tokens_and_its_targets_are_shifted_by_one(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(20)))
+    data = open_tokens(tmp_path / "a.txt")
+    assert data.num_samples == (20 - 1) // 4 == 4
+    arrays = data.read(np.array([[3, 0]]))
+    assert arrays.inputs.tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
+    assert arrays.targets.tolist() == [[13, 14, 15, 16], [1, 2, 3, 4]]
+    assert arrays.positions.tolist() == [[0, 1, 2, 3]] * 2
+    assert {array.dtype for array in (arrays.inputs, arrays.targets, arrays.positions)} == {np.dtype(np.int64)}
+
+
+@pytest.mark.parametrize(("length", "samples"), [(5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
+def test_the_last_sample_has_its_last_target(tmp_path, length, samples):
+    (tmp_path / "a.txt").write_bytes(bytes(range(length)))
+    data = open_tokens(tmp_path / "a.txt")
+    assert data.num_samples == samples
+    assert data.read(np.array([samples - 1])).targets[0, -1] == samples * 4
+
+
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), span=st.tuples(st.integers(0, 40), st.integers(1, 9)))
+def test_a_stream_reads_across_files_as_if_they_were_one(sizes, span):
+    whole, pieces = np.arange(sum(sizes), dtype=np.uint8), []
+    for size in sizes:
+        start = sum(map(len, pieces))
+        pieces.append(whole[start : start + size])
+    stream = tokens.TokenStream(tuple(Path(f"{i}") for i in range(len(sizes))), tuple(pieces), vocab=256)
+    start, stop = span[0], min(sum(span), len(whole))
+    if start < stop:
+        assert stream.read(start, stop).tolist() == list(range(start, stop))
+
+
+def test_a_folder_is_its_text_files_end_to_end_sorted_by_path(tmp_path):
+    texts = {"b.txt": b"second ", "a/z.md": b"first ", "c.py": b"third", ".hidden/x.txt": b"no", "d.dat": b"no"}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text)
+    for source in (tmp_path, f"{tmp_path}/**/*.[mtp][dxy]*"):
+        data = open_tokens(source)
+        assert bytes(data.stream.read(0, 18).astype(np.uint8)) == b"first second third"
+        facts = data.facts()
+        assert (facts["files"], facts["bytes"], facts["tokens"], facts["samples"]) == (3, 18, 18, 4)
+        assert facts["sha256"] == hashlib.sha256(b"first second third").hexdigest()[:12]
+
+
+def test_bytes_that_are_no_text_are_tokens_too(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(255, -1, -1)))
+    assert open_tokens(tmp_path / "a.txt").stream.read(0, 256).tolist() == list(range(255, -1, -1))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("mapped_from", [0, 2**20])
+def test_token_files_are_numbers_in_little_endian(tmp_path, monkeypatch, dtype, mapped_from):
+    monkeypatch.setattr(tokens, "MAPPED_FROM_BYTES", mapped_from)
+    ids = np.arange(0, 5000, 50)
+    ids[:60].astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "a.bin")
+    ids[60:].astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "b.bin")
+    data = open_tokens(tmp_path, model=gpt2.Config(vocab=5000), token_dtype=dtype)
+    assert all(isinstance(piece, np.memmap) == (mapped_from == 0) for piece in data.stream.pieces)
+    assert data.num_samples == 24
+    assert np.array_equal(data.read(np.arange(24)).inputs.ravel(), ids[:96])
+
+
+def test_the_standard_library_is_what_plain_python_reads():
+    root = Path(sysconfig.get_path("stdlib"))
+    data = open_tokens("stdlib", seq_len=128)
+    found = [file.relative_to(root).as_posix() for file in data.stream.files]
+    assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(found)
+    assert not [
+        name for name in found if "test" in Path(name).parts or "site-packages" in name or not name.endswith(".py")
+    ]
+    assert list(data.stream.files) == sorted(data.stream.files)
+    text = b"".join(file.read_bytes() for file in data.stream.files)
+    assert data.facts()["sha256"] == hashlib.sha256(text).hexdigest()[:12]
+    assert bytes(data.read(np.array([1000])).inputs[0].astype(np.uint8)) == text[128_000:128_128]
+    assert 5e6 < data.facts()["bytes"] <= files.STDLIB_MOST_BYTES
+
+
+def test_the_standard_library_stops_at_its_limit(monkeypatch):
+    monkeypatch.setattr(files, "STDLIB_MOST_BYTES", 100_000)
+    found = list(files.stdlib_files())
+    assert sum(file.stat().st_size for file in found) <= 100_000
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (None, "no such file or folder (got '{path}')"),
+        (b"", "is empty (got 0 bytes in {path}; need some text or tokens)"),
+        (b"1234", "{path} is too short (got 4 tokens; need at least 5 = data.seq_len + 1). Fix: --data.seq_len 3"),
+        (b"1", "is too short (got 1 tokens; need at least 5 = data.seq_len + 1). Fix: a longer source"),
+    ],
+)
+def test_text_that_cannot_be_trained_on_is_refused(tmp_path, content, line):
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_bytes(content)
+    assert line.format(path=path) in complaint(path, seq_len=4)
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        ([], "no file to read in the folder"),
+        (["a.dat", ".b.txt"], "no file to read in the folder"),
+        (["a.txt", "b.bin"], "holds text and token files (got 1 .bin and 1 others; need one kind)"),
+        (["a.jsonl"], ".jsonl files cannot be read yet"),
+    ],
+)
+def test_a_folder_without_files_of_one_kind_is_refused(tmp_path, names, line):
+    for name in names:
+        (tmp_path / name).write_bytes(b"0123456789")
+    assert line in complaint(tmp_path)
+
+
+def test_a_pattern_that_nothing_matches_is_refused(tmp_path):
+    assert f"no file matches (got '{tmp_path}/*.c')" in complaint(f"{tmp_path}/*.c")
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    assert "is no regular file (got '/dev/zero'" in complaint("/dev/zero")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(b"0123456789")
+
+    def refuse(_path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert "cannot read the file" in complaint(tmp_path / "a.txt")
+    assert "Permission denied" in complaint(tmp_path / "a.txt")
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_file_and_place(tmp_path):
+    np.arange(10, dtype="<u2").tofile(tmp_path / "a.bin")
+    np.array([1, 2, 300, 400], dtype="<u2").tofile(tmp_path / "b.bin")
+    told = complaint(tmp_path, seq_len=4)
+    assert (
+        f"{tmp_path}/b.bin holds a token beyond the vocabulary at token 2 (got id 300; need below model.vocab = 256)"
+        in told
+    )
+    assert "raise model.vocab above 400" in told
+
+
+def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read_at_the_latest(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "SCANNED_TOKENS", 5)
+    np.array([1, 2, 3, 4, 5, 6, 999, 8, 9], dtype="<u2").tofile(tmp_path / "a.bin")
+    data = open_tokens(tmp_path)
+    data.read(np.array([0]))
+    with pytest.raises(DataError, match=r"at token 6 \(got id 999"):
+        data.read(np.array([1]))
+
+
+def test_a_token_file_that_ends_inside_a_token_is_refused(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"123456789")
+    assert "ends inside a token (got 9 bytes; need a multiple of 2 bytes for uint16 (data.token_dtype))" in complaint(
+        tmp_path
+    )
+
+
+# ---- images
+
+
+def idx(array):
+    return struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def write_pair(folder, count=7, *, kind="train", zipped=False, size=28, labels=None):
+    random = np.random.default_rng(5)
+    pictures = random.integers(0, 256, (count, size, size), dtype=np.uint8)
+    labels = random.integers(0, 10, count, dtype=np.uint8) if labels is None else labels
+    for name, array in ((f"{kind}-images-idx3-ubyte", pictures), (f"{kind}-labels-idx1-ubyte", labels)):
+        content = idx(array)
+        (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
+    return pictures, labels
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_idx_files_are_read_as_they_were_written(tmp_path, zipped):
+    pictures, labels = write_pair(tmp_path, zipped=zipped)
+    write_pair(tmp_path, 3, kind="t10k")
+    data = open_data(Data(source=str(tmp_path)), IMAGES_MODEL)
+    arrays = data.read(np.array([6, 0]))
+    assert data.num_samples == 7
+    assert np.array_equal(arrays.inputs, pictures[[6, 0]][:, None])
+    assert arrays.inputs.dtype == np.uint8
+    assert arrays.targets.tolist() == labels[[6, 0]].tolist()
+    assert arrays.positions.tolist() == [0, 0]
+    assert data.facts()["sha256"] == hashlib.sha256(pictures.tobytes() + labels.tobytes()).hexdigest()[:12]
+
+
+def test_the_file_of_the_images_names_the_pair(tmp_path):
+    write_pair(tmp_path)
+    write_pair(tmp_path, 3, kind="t10k")
+    assert open_data(Data(source=f"{tmp_path}/t10k-images-idx3-ubyte"), IMAGES_MODEL).num_samples == 3
+
+
+def test_the_digits_stand_in_for_mnist():
+    pytest.importorskip("sklearn")
+    data = open_data(Data(source="digits"), IMAGES_MODEL)
+    arrays = data.read(np.array([0, 1796]))
+    assert data.num_samples == 1797
+    assert arrays.inputs.shape == (2, 1, 28, 28)
+    assert arrays.inputs.max() == 255
+    assert arrays.targets.tolist() == [0, 8]
+    inner = arrays.inputs[0, 0, 2:26, 2:26].reshape(8, 3, 8, 3)
+    assert (inner == inner[:, :1, :, :1]).all()
+
+
+def test_the_digits_need_scikit_learn(monkeypatch):
+    monkeypatch.setattr(images.importlib.util, "find_spec", lambda _name: None)
+    assert "pip install 'weft[digits]'" in complaint("digits", IMAGES_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (lambda content: content[:-1], "is cut off (got 5503 bytes; need 5504 for 7 x 28 x 28)"),
+        (lambda content: content + b"x", "goes on after its end (got 5505 bytes"),
+        (lambda content: content[:9], "ends inside its header (got 9 bytes; need 16 bytes)"),
+        (lambda content: b"PNG!" + content[4:], "is no IDX file of 3 dims (got magic 504e4721; need 00000803)"),
+        (lambda content: b"\x00\x00\x0d\x03" + content[4:], "is no IDX file of 3 dims (got magic 00000d03"),
+        (lambda content: gzip.compress(content)[:-20], "is a broken gzip file"),
+        (lambda _content: b"", "is no IDX file of 3 dims"),
+        (lambda content: content[:4] + struct.pack(">I", 0) + content[8:16], "images and labels do not pair (got 0 in"),
+    ],
+)
+def test_a_broken_idx_file_is_refused(tmp_path, damage, line):
+    write_pair(tmp_path)
+    path = tmp_path / "train-images-idx3-ubyte"
+    path.write_bytes(damage(path.read_bytes()))
+    assert line in complaint(tmp_path, IMAGES_MODEL)
+
+
+def test_images_and_labels_of_other_counts_sizes_or_classes_are_refused(tmp_path):
+    write_pair(tmp_path, labels=np.zeros(6, np.uint8))
+    assert "images and labels do not pair (got 7 in" in complaint(tmp_path, IMAGES_MODEL)
+    write_pair(tmp_path, labels=np.array([0, 9, 10, 3, 11, 0, 0], np.uint8))
+    assert "beyond the classes at image 2 (got 10; need below model.classes = 10)" in complaint(tmp_path, IMAGES_MODEL)
+    write_pair(tmp_path, size=20)
+    assert "images of another size (got 20 x 20; need 28). Fix: --model.image_size 20" in complaint(
+        tmp_path, IMAGES_MODEL
+    )
+
+
+def test_a_folder_without_a_pair_is_refused(tmp_path):
+    write_pair(tmp_path)
+    (tmp_path / "train-labels-idx1-ubyte").unlink()
+    assert "no pair of IDX files" in complaint(tmp_path, IMAGES_MODEL)
+    assert "no such file or folder" in complaint(tmp_path / "nowhere", IMAGES_MODEL)
+
+
+def test_text_and_images_are_not_mistaken_for_each_other():
+    assert "'stdlib' is text, the model reads images" in complaint("stdlib", IMAGES_MODEL)
+    assert "'digits' are images, the model reads tokens" in complaint("digits")
