@@ -136,7 +136,7 @@ def batches(num_sequences: int, vocab: int) -> tuple[Batch, ...]:
         tokens = torch.randint(0, vocab, (num_sequences, SEQ_LEN + 1), generator=generator)
         targets = tokens[:, 1:].clone()
         for row in range(num_sequences):
-            kept = row % (SEQ_LEN + 1) if num_sequences > 1 else SEQ_LEN - 1
+            kept = (8 + 5 * row) % (SEQ_LEN + 1)  # 8 (all), 4, 0 (none), 5, 1, 6, 2, 7, 3
             targets[row, kept:] = IGNORE
         steps.append(token_batch(tokens[:, :-1], targets))
     return tuple(steps)
@@ -162,6 +162,7 @@ def truth(family: str, grouped: bool, num_sequences: int) -> tuple[StepTrace, ..
         dtype=torch.float64,
         optimizer=adamw,
         clip=CLIP,
+        lr=LR,
     )
 
 

@@ -31,16 +31,21 @@ def squared_norm(model: ParallelModel) -> Tensor:
 
     A parameter that is whole on several ranks counts on the first of them; a tied one under its owner's name.
     """
-    copies = {link.name for link in model.far_ties if not link.counts}
     counted = [
         _gradient(model, name)
-        for name, piece in model.pieces.items()
-        if name not in copies and model.params[name].requires_grad and _is_first_holder(piece, model.comm)
+        for name, param in model.params.items()
+        if param.requires_grad and counts_here(model, name)
     ]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=model.comm.device)
     norms = torch.stack(torch._foreach_norm(counted))
     return norms.double().square().sum()
+
+
+def counts_here(model: ParallelModel, name: str) -> bool:
+    """Whether this rank stands first among those that hold this piece, so that each entry counts on one rank of the mesh."""
+    is_copy = any(link.name == name and not link.counts for link in model.far_ties)
+    return not is_copy and _is_first_holder(model.pieces[name], model.comm)
 
 
 def clip(buckets: GradientBuckets, norm: Tensor, *, most: float) -> None:

@@ -60,16 +60,16 @@ class Region:
         reduce-scattered. Otherwise x passes as it is and its gradient is all-reduced.
         """
         errand = Errand()
-        x = _Settle.apply(x, errand)
+        x = _Settle.apply(x, errand)  # type: ignore[no-untyped-call]
         loans = tuple(Loan(weight) for weight in weights)
         for loan, weight in zip(loans, weights, strict=True):
-            loan.weight = _Later.apply(weight, loan)
+            loan.weight = _Later.apply(weight, loan)  # type: ignore[no-untyped-call]
         return _Enter.apply(x, errand, self), loans  # type: ignore[no-untyped-call]
 
 
 def linear(x: Tensor, loan: Loan, bias: Tensor | None) -> Tensor:
     """x W^T + b whose weight gradient is computed later; see Note [Region order]."""
-    y: Tensor = _Linear.apply(x, loan.weight, bias, loan)
+    y: Tensor = _Linear.apply(x, loan.weight, bias, loan)  # type: ignore[no-untyped-call]
     return y
 
 

@@ -88,7 +88,7 @@ class VocabParallelLoss(nn.Module):
 
 def vocab_cross_entropy(logits: Tensor, targets: Tensor, *, lo: int, comm: Comm, axis: Axis) -> Tensor:
     """Sum over counted targets of -log softmax; `logits[..., v]` belongs to vocabulary entry `lo + v`."""
-    total: Tensor = _VocabCrossEntropy.apply(logits, targets, lo, comm, axis)
+    total: Tensor = _VocabCrossEntropy.apply(logits, targets, lo, comm, axis)  # type: ignore[no-untyped-call]
     return total
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from weft.core.model import ModelConfig
 from weft.models import Family
 from weft.models.batch import Batch, forward
 from weft.models.init import initialise, named_parameters, tie
 from weft.prove.trace import StepTrace
+from weft.train.optim import Optimizer
 
 OptimizerOf = Callable[[dict[str, nn.Parameter]], Optimizer]
 
@@ -37,6 +37,7 @@ def one_device(
     dtype: torch.dtype,
     optimizer: OptimizerOf,
     clip: float,
+    lr: float,
 ) -> tuple[StepTrace, ...]:
     """Train on whole batches, one a step, and record everything."""
     blocks = plain_model(family, config, seed=seed, dtype=dtype)
@@ -44,10 +45,13 @@ def one_device(
     update = optimizer(params)
     traces = []
     for batch in steps:
-        update.zero_grad()
+        for param in params.values():
+            param.grad = None
         loss = forward(blocks, batch) / batch.num_targets()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(params.values(), clip if clip > 0 else float("inf"))
+        for group in update.param_groups:
+            group["lr"] = lr
         update.step()
         traces.append(
             StepTrace(

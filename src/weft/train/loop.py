@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from weft.comm.comm import Comm
 from weft.core.config import Run
 from weft.core.lr import learning_rate
 from weft.train.build import build_feed, build_step
-from weft.train.data import open_data
+from weft.train.data import Samples, open_data
+from weft.train.feed import Feed
 from weft.train.journal import Journal
 from weft.train.sample import sample
 from weft.train.step import StepReport, TrainStep
@@ -24,24 +25,52 @@ TEMPERATURE = 0.8
 
 def train_on_ranks(run: Run, comm: Comm, journal: Journal) -> None:
     """Train; every rank of the mesh calls this, the journal of the first one tells."""
-    feed = build_feed(run, comm, open_data(run.data, run.model))
+    samples = open_data(run.data, run.model)
     step = build_step(run, comm)
-    journal.write("plan.json", step.model.plan.to_json())
+    journal.emit(run_event(run, step, samples))
     began = time.perf_counter()
-    before = began
+    for event in step_events(run, step, build_feed(run, comm, samples)):
+        journal.emit(event)
+    seconds = time.perf_counter() - began
+    if run.sample:
+        journal.emit({"event": "sample", "prompt": PROMPT, "text": sampled_text(run, step)})
+    journal.emit({"event": "end", "status": "finished", "steps": run.steps, "seconds": seconds})
+
+
+def step_events(run: Run, step: TrainStep, feed: Feed) -> Iterator[dict[str, Any]]:
+    """Train step by step; yields the event of each."""
+    comm, before = step.model.comm, time.perf_counter()
     for index in range(run.steps):
         comm.checked = index < CHECKED_STEPS
         lr = learning_rate(index, run.optim, run.steps)
         report = step(feed.batches(index), lr=lr)
         now = time.perf_counter()
-        journal.emit(step_event(index + 1, report, lr=lr, elapsed_s=now - before))
+        yield step_event(index + 1, report, lr=lr, elapsed_s=now - before)
         before = now
-    if run.sample:
-        journal.emit({"event": "sample", "prompt": PROMPT, "text": sampled_text(run, step)})
-    journal.emit({"event": "end", "status": "finished", "steps": run.steps, "seconds": before - began})
 
 
-def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) -> Mapping[str, Any]:
+def run_event(run: Run, step: TrainStep, samples: Samples) -> dict[str, Any]:
+    """What is trained, on what, and how it is laid out."""
+    plan = step.model.plan
+    return {
+        "event": "run",
+        "model": run.model.preset or run.model.name,
+        "params": step.num_params,
+        "layout": str(plan.mesh),
+        "why": plan.explain(),
+        "plan": plan.digest,
+        "ranks": plan.mesh.size,
+        "device": str(step.model.comm.device),
+        "data": samples.facts(),
+        "seed": run.seed,
+        "steps": run.steps,
+        "seq_len": run.data.seq_len,
+        "batch_size": run.batch.global_size,
+        "out": run.out,
+    }
+
+
+def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) -> dict[str, Any]:
     """One line of events.jsonl. Loss and norm at full precision; `tokens` counts targets over all ranks."""
     return {
         "event": "step",

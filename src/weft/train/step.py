@@ -65,6 +65,14 @@ class TrainStep:
         self.optimizer = make_optimizer(model)
         self.player = Player(model, before_last_backward=self.buckets.arm, watch=watch)
 
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model, each counted once; every rank must ask at the same time."""
+        comm = self.model.comm
+        mine = sum(piece.box.size for name, piece in self.model.pieces.items() if grads.counts_here(self.model, name))
+        count = torch.tensor(mine, dtype=torch.int64, device=comm.device)
+        return int(comm.all_reduce(count, tuple(name for name, _ in comm.mesh.axes)).item())
+
     def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepReport:
         """Train on this rank's micro-batches of one step."""
         start = time.perf_counter()

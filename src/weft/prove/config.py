@@ -1,0 +1,92 @@
+"""Owns the proof of a config before it runs: its layout in threads against one device, in float64, tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weft.comm.comm import Comm
+from weft.core.config import Run
+from weft.core.layout import plan_of
+from weft.core.lr import learning_rate
+from weft.models import FAMILIES
+from weft.models.batch import Batch
+from weft.prove.layout import run_layout
+from weft.prove.oracle import one_device
+from weft.prove.trace import Difference, Held, differences, uncovered
+from weft.testing import run_ranks
+from weft.train.data import open_data
+from weft.train.optim import NamedOptimizer, make_optimizer
+from weft.train.order import samples_of_step
+
+TOLERANCE = 1e-9
+"""Relative, in float64, which rounds at 1e-16; a few steps of AdamW amplify that by some orders."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a proof found.
+
+    Attributes:
+        compared: losses, norms and tensors that were held against one device.
+        largest: the largest difference of all.
+        wrong: those beyond the tolerance, in the order in which they were computed.
+        missing: parameters of which some entries lie on no rank.
+    """
+
+    compared: int
+    largest: Difference
+    wrong: tuple[Difference, ...]
+    missing: tuple[str, ...]
+
+
+def prove(run: Run, *, steps: int) -> Verdict:
+    """Train `steps` steps of `run` on its layout, ranks as threads, and on one device; compare everything."""
+    run = run.model_copy(update={"precision": run.precision.model_copy(update={"params": "float64"})})
+    family, plan = FAMILIES[run.model.name], plan_of(run)
+    batches = [_whole_batch(run, step) for step in range(steps)]
+    lr = learning_rate(run.optim.warmup, run.optim, run.steps)
+
+    def optimizer(params: dict[str, nn.Parameter]) -> NamedOptimizer:
+        return make_optimizer(params, run.optim)
+
+    truth = one_device(
+        family,
+        run.model,
+        batches,
+        seed=run.seed,
+        dtype=torch.float64,
+        optimizer=optimizer,
+        clip=run.optim.clip,
+        lr=lr,
+    )
+
+    def rank(comm: Comm) -> Held:
+        return run_layout(
+            family,
+            run.model,
+            batches,
+            plan=plan,
+            comm=comm,
+            seed=run.seed,
+            optimizer=lambda model: optimizer(dict(model.params)),
+            lr=lr,
+        )
+
+    ranks = run_ranks(plan.mesh, rank, timeout_s=3600)
+    found = differences(truth, ranks, lr=lr)
+    return Verdict(
+        compared=len(found),
+        largest=max(found, key=lambda difference: difference.relative),
+        wrong=tuple(difference for difference in found if not difference.relative <= TOLERANCE),
+        missing=tuple(uncovered(truth[0].params, ranks)),
+    )
+
+
+def _whole_batch(run: Run, step: int) -> Batch:
+    samples = open_data(run.data, run.model)
+    chosen = samples_of_step(step, global_size=run.batch.global_size, num_samples=samples.num_samples, seed=run.seed)
+    arrays = samples.read(chosen)
+    return Batch(*(torch.from_numpy(array) for array in (arrays.inputs, arrays.targets, arrays.positions)))

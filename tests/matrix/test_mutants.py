@@ -1,0 +1,254 @@
+"""The proof can fail: each way of training silently wrong numbers, put in on purpose, turns the comparison red.
+
+Most of these shipped in systems that people trained with; docs/anchors of the kind are in each mutant's line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.matrix.layouts import Case
+from tests.matrix.test_matrix import check
+from weft.comm import ops
+from weft.comm.transport import Work
+from weft.core.axes import Box
+from weft.models import init
+from weft.parallel import dp, grads, model, pp, region, tp, vocab
+from weft.train import step
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+MUTANTS: dict[str, tuple[Case, Patch]] = {}
+
+
+def mutant(case: Case) -> Callable[[Patch], Patch]:
+    def register(patch: Patch) -> Patch:
+        assert patch.__doc__, "say what goes wrong"
+        MUTANTS[patch.__name__] = case, patch
+        return patch
+
+    return register
+
+
+def start_of_bucket(change: Callable[[Any, dp.Bucket], None]) -> Callable[[dp.GradientBuckets, dp.Bucket], None]:
+    def start(self: dp.GradientBuckets, bucket: dp.Bucket) -> None:
+        if not bucket.started:
+            bucket.started = True
+            change(self, bucket)
+
+    return start
+
+
+@mutant(Case("dp2", microbatches=2))
+def gradients_are_never_reduced(patch: pytest.MonkeyPatch) -> None:
+    """Data ranks drift apart."""
+    patch.setattr(dp.GradientBuckets, "_start", start_of_bucket(lambda self, bucket: None))
+
+
+@mutant(Case("dp2", microbatches=2))
+def gradients_are_averaged_although_the_loss_is_normalised_globally(patch: pytest.MonkeyPatch) -> None:
+    """Gradients come out 1 / dp too small; AdamW hides it from the loss."""
+
+    def average(self: dp.GradientBuckets, bucket: dp.Bucket) -> None:
+        bucket.work = self.comm.start_all_reduce_(bucket.flat, bucket.axes, op="avg")
+
+    patch.setattr(dp.GradientBuckets, "_start", start_of_bucket(average))
+
+
+@mutant(Case("dp2", microbatches=2))
+def two_parameters_are_swapped_in_one_ranks_bucket(patch: pytest.MonkeyPatch) -> None:
+    """Two gradients of equal shape are summed crosswise."""
+    right = dp._make_bucket
+
+    def swapped(names: tuple[str, ...], params: Any, **rest: Any) -> dp.Bucket:
+        bucket = right(names, params, **rest)
+        if {"layer0.attn_norm.weight", "layer0.mlp_norm.weight"} <= set(names) and next(calls) == 0:
+            one, other = params["layer0.attn_norm.weight"], params["layer0.mlp_norm.weight"]
+            one.grad, other.grad = other.grad, one.grad
+        return bucket
+
+    calls = count()
+    patch.setattr(dp, "_make_bucket", swapped)
+
+
+@mutant(Case("dp2", microbatches=3))
+def gradients_are_reduced_after_the_first_micro_batch(patch: pytest.MonkeyPatch) -> None:
+    """The later micro-batches stay local."""
+    right = pp.Player.__init__
+
+    def early(self: pp.Player, *args: Any, **kwargs: Any) -> None:
+        right(self, *args, **kwargs)
+        self.last_backward = {stage: act._replace(mb=0) for stage, act in self.last_backward.items()}
+
+    patch.setattr(pp.Player, "__init__", early)
+
+
+@mutant(Case("dp2 tp2", microbatches=2))
+def the_gradient_rule_names_the_wrong_axis(patch: pytest.MonkeyPatch) -> None:
+    """Replicated parameters are summed over tp instead of dp."""
+    patch.setattr(model, "gradient_axes", lambda mesh, *, varies, cut: ("tp",) if not cut else ())
+
+
+@mutant(Case("tp2", sequence=True))
+def norms_under_sequence_parallelism_are_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
+    """Each rank's norm sees the gradient of its own tokens only."""
+    patch.setattr(model, "gradient_axes", lambda mesh, *, varies, cut: ())
+
+
+@mutant(Case("tp2"))
+def tensor_ranks_start_with_identical_shards(patch: pytest.MonkeyPatch) -> None:
+    """Half the capacity, and nobody notices from the loss."""
+    right = init.initialise
+
+    def same(params: Any, table: Any, *, piece: Any = None, **rest: Any) -> None:
+        def first(name: str, whole: Tensor) -> Tensor:
+            shape = params[name].shape
+            return whole[Box.whole(shape).slices] if shape != whole.shape else whole
+
+        right(params, table, piece=first, **rest)
+
+    patch.setattr(model, "initialise", same)
+
+
+@mutant(Case("tp2", family="gpt2"))
+def the_input_gradient_of_a_column_linear_is_not_reduced(patch: pytest.MonkeyPatch) -> None:
+    """Blocks below see the gradient of this rank's heads only."""
+
+    right = region._Enter.backward
+
+    def backward(ctx: Any, dx: Tensor) -> Any:
+        comm = ctx.region.comm
+        ctx.region = replace(ctx.region, comm=_Deaf(comm))
+        return right(ctx, dx)
+
+    patch.setattr(region._Enter, "backward", staticmethod(backward))
+
+
+class _Deaf:
+    """A comm whose all-reduce hears nobody."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def start_all_reduce(self, x: Tensor, axis: Any) -> Work:
+        return Work.done(x.clone())
+
+
+@mutant(Case("tp2", family="gpt2"))
+def the_bias_of_a_row_linear_is_added_on_every_rank(patch: pytest.MonkeyPatch) -> None:
+    """tp times the bias."""
+
+    def forward(self: tp.RowParallelLinear, x: Tensor) -> Tensor:
+        return ops.leave(torch.nn.functional.linear(x, self.weight, self.bias), self.region.comm, self.region.axis)
+
+    patch.setattr(tp.RowParallelLinear, "forward", forward)
+
+
+@mutant(Case("tp2", sequence=True, family="gpt2"))
+def every_rank_adds_the_first_positions_under_sequence_parallelism(patch: pytest.MonkeyPatch) -> None:
+    """Learned positions of the wrong part of the sequence."""
+
+    def cut(block: torch.nn.Module, comm: Any) -> None:
+        def first(_: torch.nn.Module, args: Any) -> Any:
+            x, batch = args
+            return x, replace(batch, positions=batch.positions.chunk(comm.degree("tp"), 1)[0])
+
+        block.register_forward_pre_hook(first)
+
+    patch.setattr(vocab, "_cut_positions", cut)
+
+
+@mutant(Case("tp2"))
+def the_cut_cross_entropy_forgets_the_other_ranks_exponentials(patch: pytest.MonkeyPatch) -> None:
+    """Each rank's softmax is over its own part of the vocabulary."""
+    right = vocab.vocab_cross_entropy
+
+    def alone(logits: Tensor, targets: Tensor, *, lo: int, comm: Any, axis: Any) -> Tensor:
+        return right(logits, targets, lo=lo, comm=_Alone(comm), axis=axis)
+
+    patch.setattr(vocab, "vocab_cross_entropy", alone)
+
+
+class _Alone:
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+
+    def all_reduce(self, x: Tensor, axis: Any, *, op: str = "sum") -> Tensor:
+        return self.comm.all_reduce(x, axis, op=op) if op == "max" else x
+
+
+@mutant(Case("pp2", family="gpt2"))
+def tied_embeddings_are_not_summed_across_stages(patch: pytest.MonkeyPatch) -> None:
+    """Embedding and head drift apart."""
+    patch.setattr(grads, "add_far_ties", lambda model: None)
+
+
+@mutant(Case("pp2", family="gpt2"))
+def a_tied_parameter_counts_twice_in_the_norm(patch: pytest.MonkeyPatch) -> None:
+    """The logged norm and the clipping are wrong."""
+    patch.setattr(grads, "counts_here", lambda model, name: True)
+
+
+@mutant(Case("tp2"))
+def replicated_parameters_count_once_a_rank_in_the_norm(patch: pytest.MonkeyPatch) -> None:
+    """Norm weights count tp times."""
+    patch.setattr(grads, "_is_first_holder", lambda piece, comm: True)
+
+
+@mutant(Case("pp2 tp2"))
+def clipping_uses_the_norm_of_this_rank(patch: pytest.MonkeyPatch) -> None:
+    """Every rank clips by another factor."""
+    right = step.TrainStep._gather_totals
+
+    def local(self: step.TrainStep, loss: Tensor) -> Any:
+        total, _, mem = right(self, loss)
+        return total, grads.squared_norm(self.model).sqrt(), mem
+
+    patch.setattr(step.TrainStep, "_gather_totals", local)
+
+
+@mutant(Case("dp2", microbatches=2))
+def the_loss_is_divided_by_this_ranks_own_number_of_targets(patch: pytest.MonkeyPatch) -> None:
+    """Wrong as soon as masks are unequal."""
+
+    def local(self: step.TrainStep, batches: Any) -> Tensor:
+        return torch.stack([batch.num_targets() for batch in batches]).sum().double() * 2
+
+    patch.setattr(step.TrainStep, "_count_targets", local)
+
+
+@mutant(Case("dp2", microbatches=2))
+def every_data_rank_trains_on_the_same_samples(patch: pytest.MonkeyPatch) -> None:
+    """Half of the data is never seen."""
+    from weft.prove import layout
+
+    right = layout.layout_of
+    patch.setattr(layout, "layout_of", lambda samples, *, index, **rest: right(samples, index=0, **rest))
+
+
+@mutant(Case("pp2", microbatches=2))
+def the_last_micro_batch_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Its gradients never come."""
+    right = pp.Player._backward
+
+    def drop(self: pp.Player, play: Any, act: Any) -> None:
+        if act.mb == 1:
+            play.seed = play.seed * 0
+        right(self, play, act)
+
+    patch.setattr(pp.Player, "_backward", drop)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, patch = MUTANTS[name]
+    check(case)
+    patch(monkeypatch)
+    with pytest.raises(AssertionError, match="relative difference"):
+        check(case)
