@@ -61,7 +61,7 @@ def gradients_are_averaged_although_the_loss_is_normalised_globally(patch: pytes
     patch.setattr(dp.GradientBuckets, "_start", start_of_bucket(average))
 
 
-@mutant(Case("dp2", microbatches=2))
+@mutant(Case("dp2", microbatches=2, bucket_bytes=2**20))
 def two_parameters_are_swapped_in_one_ranks_bucket(patch: pytest.MonkeyPatch) -> None:
     """Two gradients of equal shape are summed crosswise."""
     right = dp._make_bucket
