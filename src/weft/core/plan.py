@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
@@ -13,8 +15,11 @@ from weft.core.axes import TENSOR_RULE, Rule
 from weft.core.mesh import AXIS_MEANING, Mesh
 from weft.core.model import BlockSpec
 from weft.core.schedule import Table
-from weft.core.schedules import SCHEDULES
+from weft.core.schedules import find
+from weft.core.simulate import simulate
+from weft.core.timeline import bubble
 from weft.core.stages import cut_by_cost, cut_by_counts
+from weft.errors import Fault, PlanError
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -64,10 +69,20 @@ class Plan(BaseModel):
         """Logical axis -> mesh axis, for the axes that this mesh really cuts."""
         return {logical: axis for logical, axis in self.rule if self.mesh.degree(axis) > 1}
 
-    @property
+    @cached_property
     def table(self) -> Table:
         """The schedule's table: what each pipeline rank computes, in order."""
-        return SCHEDULES[self.schedule].table(self.mesh.degree("pp"), self.chunks, self.microbatches)
+        return find(self.schedule).table(self.mesh.degree("pp"), self.chunks, self.microbatches)
+
+    def check(self) -> None:
+        """Refuse a plan whose parts do not fit together.
+
+        Raises:
+            PlanError: with every fault: the schedule's sizes, the number of stages, blocks named twice, lengths that the
+                mesh does not divide.
+        """
+        if faults := tuple(_faults(self)):
+            raise PlanError(*faults)
 
     @property
     def global_size(self) -> int:
@@ -79,6 +94,24 @@ class Plan(BaseModel):
         cut = self.mesh.degree("cp") * (self.mesh.degree("tp") if self.sequence_parallel else 1)
         lengths = {"batch": self.micro_size, "seq": self.seq_len // cut}
         return tuple(lengths[entry] if isinstance(entry, str) else entry for entry in self.stages[stage].out)
+
+    @property
+    def why(self) -> str:
+        """The layout in one line."""
+        data, tp = self.mesh.degree(("dp", "ep")), self.mesh.degree("tp")
+        parts = [
+            f"{len(self.stages)} stages" if len(self.stages) > 1 else "",
+            f"{data} data ranks" if data > 1 else "",
+            f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)} of {self.micro_size} each",
+            f"heads, feed-forward and vocabulary in {tp} parts" if tp > 1 else "",
+            "sequence parallel" if self.sequence_parallel else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of a step with equal stages and a backward of twice the forward; predicted."""
+        return float(bubble(simulate(self.table))) if self.mesh.degree("pp") > 1 else 0.0
 
     def to_json(self) -> str:
         """Canonical JSON: equal plans give equal text."""
@@ -139,18 +172,30 @@ def _explain_stages(plan: Plan) -> list[str]:
         lines.append(f"  stage {index} on pp{home[index]}: {first} … {last} ({len(stage.blocks)} blocks, {share})")
     if ranks == 1 and len(plan.stages) == 1:
         return ["pipeline: none; micro-batches are the one-rank table"]
-    bubble = _bubble(plan)
     why = "cut so that the dearest stage is as cheap as possible"
     return [
-        f"pipeline: {plan.schedule}, {len(plan.stages)} stages, {why}; bubble {100 * bubble:.1f}% (predicted)",
+        f"pipeline: {plan.schedule}, {len(plan.stages)} stages, {why}; bubble {100 * plan.bubble:.1f}% (predicted)",
         *lines,
     ]
 
 
-def _bubble(plan: Plan) -> float:
-    """Idle share of a step with equal stages: (p-1)/v / (m + (p-1)/v)."""
-    idle = (plan.mesh.degree("pp") - 1) / plan.chunks
-    return idle / (plan.microbatches + idle)
+def _faults(plan: Plan) -> Iterator[Fault]:
+    ranks, stages = plan.mesh.degree("pp"), plan.mesh.degree("pp") * plan.chunks
+    yield from find(plan.schedule).faults(ranks=ranks, chunks=plan.chunks, microbatches=plan.microbatches)
+    if len(plan.stages) != stages:
+        need = f"{stages} = pp{ranks} x {plan.chunks} chunks"
+        yield Fault("stages", "another number of stages than the schedule plays", str(len(plan.stages)), need)
+    counts = Counter(name for stage in plan.stages for name in stage.blocks)
+    if doubled := [name for name, count in counts.items() if count > 1]:
+        yield Fault("stages", f"blocks on more than one stage: {', '.join(doubled)}", need="each block once")
+    if empty := [index for index, stage in enumerate(plan.stages) if not stage.blocks]:
+        yield Fault("stages", f"stages without blocks: {', '.join(map(str, empty))}", need="at least one block each")
+    cut = plan.mesh.degree("cp") * (plan.mesh.degree("tp") if plan.sequence_parallel else 1)
+    if plan.seq_len % cut:
+        yield Fault("seq_len", "does not divide over the ranks that share a sequence", str(plan.seq_len), f"{cut} x n")
+    unknown = [axis for _, axis in plan.rule if axis not in AXIS_MEANING]
+    if unknown:
+        yield Fault("rule", f"cuts over axes that no mesh has: {', '.join(unknown)}", need=", ".join(AXIS_MEANING))
 
 
 def _explain_traffic(plan: Plan) -> list[str]:

@@ -1,0 +1,49 @@
+"""Owns what stands between the command and the ranks: start or join them, and give the first one the journal."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+from weft.core.config import Run
+from weft.core.toml import dump
+from weft.run.comm import open_comm
+from weft.run.device import choose_device
+from weft.run.launch import launch
+from weft.run.world import World, detect
+from weft.train.journal import Journal
+from weft.train.loop import train_on_ranks
+from weft.view.live import open_view
+
+
+def train(run: Run) -> int:
+    """Train on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code."""
+    world = detect(os.environ)
+    if world is not None:
+        train_rank(run, world)
+        return 0
+    return launch(
+        partial(train_rank, run),
+        run.grid.size,
+        transport=run.transport,
+        device=run.device,
+        port=run.port,
+        mesh=run.grid,
+        out=Path(run.out) if run.out else None,
+    )
+
+
+def train_rank(run: Run, world: World) -> None:
+    """One rank, from its first breath to its last."""
+    device = choose_device(run.device, local_rank=world.local_rank, local_size=world.local_size)
+    with open_comm(world, run.grid, device) as comm, open_journal(run, world) as journal:
+        journal.write("run.toml", dump(run))
+        train_on_ranks(run, comm, journal)
+
+
+def open_journal(run: Run, world: World) -> Journal:
+    """The run folder and the view on rank 0, silence on the others."""
+    if world.rank > 0:
+        return Journal(None)
+    return Journal(Path(run.out) if run.out else None, [open_view()])
