@@ -1,0 +1,57 @@
+"""Owns ranks as threads of this process: several devices in one process, and runs that a debugger can enter."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from weft.comm.threads import ThreadWorld
+from weft.run.failure import Failure, describe
+from weft.run.rank import prepare
+from weft.run.world import Memory, World
+
+WAIT_S = 600.0
+"""How long a rank waits for another one in an operation."""
+GRACE_S = 5.0
+
+
+def play_threads(main: Callable[[World], None], devices: Sequence[torch.device]) -> tuple[Failure, ...]:
+    """Call `main` on one thread for each device; what went wrong, in order.
+
+    Threads that do not end within a moment after a failure or Ctrl-C are left to end with the process.
+    """
+    world = ThreadWorld(len(devices), devices=devices, timeout_s=WAIT_S)
+    failures: list[Failure] = []
+
+    def act(rank: int) -> None:
+        prepare(world.size)
+        try:
+            main(World(rank, world.size, rank, world.size, Memory(world)))
+        except BaseException as error:  # noqa: BLE001 - it goes on in the thread that waits
+            failures.append(describe(error, rank=rank, at_s=time.monotonic()))
+            world.fail(rank, error)
+        else:
+            world.leave(rank)
+
+    threads = [
+        threading.Thread(target=act, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world.size)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        _join(threads, failures)
+    except BaseException as interrupt:
+        world.fail(-1, interrupt)
+        raise
+    return tuple(failures)
+
+
+def _join(threads: Sequence[threading.Thread], failures: Sequence[Failure]) -> None:
+    deadline = float("inf")
+    while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        if failures:
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        next(thread for thread in threads if thread.is_alive()).join(0.05)
