@@ -67,6 +67,22 @@ def test_an_alias_starts_as_its_owner_on_a_stage_that_lacks_the_owner():
     assert all(torch.equal(tied[name], whole[name]) for name in whole)
 
 
+def test_an_alias_is_drawn_by_its_owners_row():
+    table = {"a.w": ("normal", 1.0), "b.w": ("zeros",)}
+    owner, alias = {"a.w": torch.empty(20)}, {"b.w": torch.empty(20)}
+    for stage in (owner, alias):
+        initialise(stage, table, seed=0, ties={"b.w": "a.w"})
+    assert torch.equal(owner["a.w"], alias["b.w"])
+    assert alias["b.w"].unique().numel() == 20
+
+
+def test_a_parameter_that_a_block_holds_twice_has_both_names():
+    block = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2, bias=False), "two": torch.nn.Linear(2, 2, bias=False)})
+    tie({"block": block}, {"block.two.weight": "block.one.weight"})
+    parameters = named_parameters({"block": block})
+    assert parameters["block.one.weight"] is parameters["block.two.weight"]
+
+
 def test_names_and_seeds_give_different_values():
     values = [
         draw(name, (64,), ("normal", 1.0), seed=seed)

@@ -1,7 +1,8 @@
-"""The image classifiers learn, from bytes as from floats, at either image size."""
+"""The image classifiers are the networks they say they are, and learn, from bytes as from floats, at either size."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from weft.models import family
 from weft.models.batch import forward, image_batch
@@ -35,3 +36,29 @@ def test_bytes_are_scaled_and_floats_are_taken_as_they_are(arch):
     as_bytes = forward(blocks, image_batch(images, targets))
     as_floats = forward(blocks, image_batch(images / 255, targets))
     assert torch.equal(as_bytes, as_floats)
+
+
+def relu_mlp(images, p):
+    x = F.relu(F.linear(images.flatten(1), p["embed.proj.weight"], p["embed.proj.bias"]))
+    for i in range(2):
+        x = F.relu(F.linear(x, p[f"layer{i}.up.weight"], p[f"layer{i}.up.bias"]))
+        x = F.relu(F.linear(x, p[f"layer{i}.down.weight"], p[f"layer{i}.down.bias"]))
+    return F.linear(x, p["head.proj.weight"], p["head.proj.bias"])
+
+
+def relu_conv(images, p):
+    x = F.max_pool2d(F.relu(F.conv2d(images, p["embed.conv.weight"], p["embed.conv.bias"], padding=1)), 2)
+    for i in range(2):
+        x = F.relu(F.conv2d(x, p[f"layer{i}.conv.weight"], p[f"layer{i}.conv.bias"], padding=1))
+    x = F.max_pool2d(x, 2).flatten(1)
+    x = F.relu(F.linear(x, p["head.up.weight"], p["head.up.bias"]))
+    return F.linear(x, p["head.down.weight"], p["head.down.bias"])
+
+
+@pytest.mark.parametrize(("arch", "written_out"), [("mlp", relu_mlp), ("conv", relu_conv)])
+def test_the_chain_is_the_network_written_out(arch, written_out):
+    torch.manual_seed(0)
+    blocks = family("mnist").blocks(Config(arch=arch, layers=2, dim=8, ffn=12))
+    images = torch.rand(5, 1, 28, 28)
+    logits = forward({name: block for name, block in blocks.items() if name != "loss"}, image_batch(images, images))
+    assert torch.equal(logits, written_out(images, named_parameters(blocks)))

@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.core.model import ModelConfig, axes_of, row_of
 from weft.errors import ConfigError, PlanError
-from weft.models import FAMILIES, PRESETS, family, preset
+from weft.models import FAMILIES, PRESETS, family, llama3, preset
 from weft.models.batch import forward, image_batch, token_batch
 from weft.models.init import named_parameters, tie
 
@@ -25,6 +25,15 @@ PUBLISHED = {
     "llama3-405b": 405_853_388_800,
 }
 """Parameters of the released weights, tied ones counted once."""
+
+LLAMA = {  # hidden_size, num_attention_heads, num_key_value_heads, factor of rope_scaling, tie_word_embeddings
+    "llama3-1b": (2048, 32, 8, 32.0, True),
+    "llama3-3b": (3072, 24, 8, 32.0, True),
+    "llama3-8b": (4096, 32, 8, 8.0, False),
+    "llama3-70b": (8192, 64, 8, 8.0, False),
+    "llama3-405b": (16384, 128, 8, 8.0, False),
+}
+"""What parameter counts do not show of the released config.json of LLaMA 3.1 and 3.2."""
 
 SMALL = ("gpt2-tiny", "llama3-tiny", "mnist-mlp", "mnist-conv")
 
@@ -80,6 +89,24 @@ def test_parameter_count_is_the_published_one(name: str):
     tie(blocks, family(cfg.family).ties(cfg))
     unique = {id(parameter): parameter.numel() for parameter in named_parameters(blocks).values()}
     assert sum(unique.values()) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_llama_presets_have_the_published_heads_and_rotation(name: str):
+    cfg = PRESETS[name]
+    assert isinstance(cfg, llama3.Config)
+    assert (cfg.dim, cfg.heads, cfg.kv_heads, cfg.rope_scaling_factor, cfg.tied) == LLAMA[name]
+    ramp = (cfg.rope_scaling_low_freq_factor, cfg.rope_scaling_high_freq_factor, cfg.rope_scaling_original_context)
+    assert (cfg.rope_theta, *ramp) == (500_000.0, 1.0, 4.0, 8192)
+    assert (cfg.max_seq_len, cfg.norm_eps) == (131_072, 1e-5)
+
+
+@pytest.mark.parametrize(("name", "heads"), [("124m", 12), ("355m", 16), ("774m", 20), ("1.5b", 25)])
+def test_gpt2_presets_have_the_published_heads(name: str, heads: int):
+    cfg = PRESETS[f"gpt2-{name}"]
+    assert (cfg.axis_sizes()["heads"], cfg.axis_sizes()["vocab"]) == (heads, 50_257)
+    assert cfg.check_seq_len(1024) is None
+    assert cfg.check_seq_len(1025) is not None
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -205,14 +205,17 @@ def test_llama3_equals_hugging_face_as_it_is_shipped():
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("llama3-")])
-def test_rotary_frequencies_of_each_preset_are_hugging_faces_bit_for_bit(preset: str):
+def test_rotation_of_each_preset_is_hugging_faces_bit_for_bit_along_its_whole_context(preset: str):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # late: skipped where it is missing
 
     cfg = PRESETS[preset]
     assert isinstance(cfg, llama3.Config)
     with torch.device("meta"):
         rope = llama3.blocks(cfg.model_copy(update={"layers": 1}))["layer0"].attn.rope
-    assert torch.equal(rope.frequencies(torch.device("cpu")), LlamaRotaryEmbedding(llama_config(cfg)).inv_freq)
+    positions = torch.tensor([[0, 1, 257, 4099, 8191], [16_387, 32_771, 65_537, 131_070, 131_071]])
+    theirs = LlamaRotaryEmbedding(llama_config(cfg))(torch.empty(0), positions)
+    for ours, both_halves in zip(rope(positions), theirs, strict=True):
+        assert torch.equal(ours.squeeze(-2).repeat(1, 1, 2), both_halves)
 
 
 def _shaken(model: nn.Module) -> nn.Module:
