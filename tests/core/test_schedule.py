@@ -124,6 +124,7 @@ def test_a_corrupted_table_is_refused_with_an_action_named_or_still_plays(table,
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
+        ("B0.0|F1.0 B1.0", "lacks F0.0"),
         ("F0.0 B0.0|F1.0", "lacks B1.0"),
         ("F0.0|F1.0", "lacks B0.0, B1.0"),
         ("F0.0 B0.0|F1.0 B1.0 B1.0", "more than once: B1.0"),

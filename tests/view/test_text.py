@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.random_table import random_table
@@ -38,6 +38,7 @@ def test_the_drawn_table_is_the_executed_one(schedule):
         assert read_back(draw(simulate(table), width=10_000), table) == table.rows
 
 
+@settings(max_examples=300)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(0, 4), st.integers(1, 12))
 def test_any_table_is_drawn_as_it_runs(dice, ranks, more_stages, microbatches):
     table = random_table(dice, ranks=ranks, stages=ranks + more_stages, microbatches=microbatches)

@@ -16,6 +16,8 @@ from weft.core.timeline import COMPUTE, Span, Timeline, bubble, makespan
 
 LEGEND: dict[Kind, str] = {"F": "0 forward", "B": "B0 backward", "I": "I0 input gradient", "W": "W0 weight gradient"}
 IDLE = "·"
+ROUNDING = 1e-6
+"""Columns that rounding errors of times may amount to: a span that should start a column must not fall before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def _stages(row: Sequence[Act]) -> list[int]:
 
 def _chunks(played: Sequence[Sequence[Act]]) -> int:
     """Most stages that a rank owns."""
-    return max(len(_stages(row)) for row in played)
+    return max((len(_stages(row)) for row in played), default=0)
 
 
 def _letter(chunk: int) -> str:
@@ -85,7 +87,7 @@ def _rows(timeline: Timeline, labels: dict[str, str], column_s: float) -> tuple[
     origin_s = min((span.start_s for span in timeline.spans), default=0)
 
     def column(time_s: float) -> int:
-        return round(float(time_s - origin_s) / column_s)
+        return int(float(time_s - origin_s) / column_s + ROUNDING)
 
     def cells(spans: Sequence[Span]) -> Iterator[Cell]:
         reached = 0
