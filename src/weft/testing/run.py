@@ -7,6 +7,7 @@ from typing import Literal, TypeVar
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
+from weft.testing.processes import run_in_processes
 from weft.testing.threads import run_in_threads
 
 T = TypeVar("T")
@@ -34,4 +35,5 @@ def run_ranks(
         CommTimeout: some ranks did not finish in time.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    return run_in_threads(shape, fn, timeout_s=timeout_s)
+    play = run_in_threads if transport == "threads" else run_in_processes
+    return play(shape, fn, timeout_s=timeout_s)

@@ -1,0 +1,215 @@
+"""Owns how a flat call is played on a torch.distributed backend, and how members compare what they bring."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.comm.flights import BackendWork, Collective, Flight, Message, Nothing
+from weft.comm.reduce import combine
+from weft.comm.signature import Brought, check
+from weft.comm.transport import Call, Op, Reduce
+
+SMALL_BYTES = 1 << 16
+"""Up to this many bytes taken by a rank, everybody sends straight to everybody: one hop instead of a ring."""
+
+TEXT_BYTES = 192
+DATA_TAG, SIGNATURE_TAG, ABORT_TAG = 0, 1, 2
+NATIVE_REDUCE = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+}  # fmt: skip
+
+
+class Backend(Protocol):
+    """The part of a torch.distributed backend that is used here; gloo's and NCCL's alike."""
+
+    def allreduce(self, tensors: list[Tensor], op: Any) -> BackendWork: ...
+    def alltoall_base(self, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int]) -> BackendWork: ...
+    def broadcast(self, x: Tensor, root: int) -> BackendWork: ...
+    def gather(self, outs: list[Tensor], x: Tensor, root: int) -> BackendWork: ...
+    def scatter(self, out: Tensor, xs: list[Tensor], root: int) -> BackendWork: ...
+    def send(self, xs: list[Tensor], to: int, tag: int) -> BackendWork: ...
+    def recv(self, xs: list[Tensor], source: int, tag: int) -> BackendWork: ...
+    def barrier(self) -> BackendWork: ...
+
+
+class Line:
+    """Members of one group, connected: by gloo from the start, by another backend when tensors on its devices come.
+
+    `connect("cpu")` makes the backend for tensors on that kind of device; it may block until all members do the same.
+    """
+
+    def __init__(self, connect: Callable[[str], Backend], reduce_ops: Mapping[Reduce, Any]) -> None:
+        self.control = connect("cpu")
+        self.reduce_ops = reduce_ops
+        self._connect = connect
+        self._backends = {"cpu": self.control}
+
+    def backend(self, x: Tensor) -> Backend:
+        """What carries tensors like `x`."""
+        kind = x.device.type
+        if kind not in self._backends:
+            self._backends[kind] = self._connect(kind)
+        return self._backends[kind]
+
+    def abort(self, index: int) -> None:
+        """Break off what is under way: gloo has no such call, but a receive that runs out closes all connections."""
+        pulse = self.control.recv([torch.empty(1, dtype=torch.uint8)], 1 if index == 0 else 0, ABORT_TAG)
+        with contextlib.suppress(RuntimeError):
+            pulse.wait(timedelta(milliseconds=1))
+
+    def launch(self, call: Call) -> Flight:
+        """Hand `call` to the backend."""
+        return _PLAY[call.op](self, call)
+
+    def compare(self, call: Call) -> Flight:
+        """Tell the other members what this rank brings, learn what they bring.
+
+        Waiting for it raises MismatchError, naming the ranks and what each brought.
+        """
+        size = len(call.ranks)
+        own = _encode(call)
+        everyone = own.new_empty(size * own.numel())
+
+        def judge() -> None:
+            check(call.axis, call.ranks, [_decode(row, size) for row in everyone.view(size, -1)])
+
+        if call.is_p2p:
+            return Message(_swapped(self.control, call, own, everyone.view(2, -1)), judge)
+        return Collective(_gathered(self.control, own, everyone, size), judge)
+
+
+def _all_reduce(line: Line, call: Call) -> Flight:
+    take, size = _present(call.take), len(call.ranks)
+    if size * _bytes(take) <= SMALL_BYTES or take.dtype not in NATIVE_REDUCE:
+        everyone = take.new_empty(size * take.numel())
+        works = _gathered(line.backend(take), take, everyone, size)
+        return Collective(works, lambda: take.copy_(combine(everyone.chunk(size), call.reduce)))
+    op = line.reduce_ops["sum" if call.reduce == "avg" else call.reduce]
+    work = line.backend(take).allreduce([take], op)
+    return Collective([work], (lambda: take.div_(size)) if call.reduce == "avg" else None)
+
+
+def _all_gather(line: Line, call: Call) -> Flight:
+    give, take = _present(call.give), _present(call.take)
+    if _bytes(take) <= SMALL_BYTES:
+        return _all_to_all_of(line, call, give.repeat(len(call.ranks)))
+    slots = torch.split(take, list(call.take_counts))
+    slots[call.index].copy_(give)
+    return Collective(
+        [line.backend(take).broadcast(_raw(slot), root) for root, slot in enumerate(slots) if slot.numel()]
+    )
+
+
+def _reduce_scatter(line: Line, call: Call) -> Flight:
+    give, take, size = _present(call.give), _present(call.take), len(call.ranks)
+    pieces = take.new_empty(size * take.numel())
+    own = _bytes(take)
+    width = give.element_size()
+    work = line.backend(take).alltoall_base(
+        _raw(pieces), _raw(give), [own] * size, [width * n for n in call.give_counts]
+    )
+    return Collective([work], lambda: take.copy_(combine(pieces.chunk(size), call.reduce)) if own else None)
+
+
+def _all_to_all(line: Line, call: Call) -> Flight:
+    return _all_to_all_of(line, call, _present(call.give))
+
+
+def _all_to_all_of(line: Line, call: Call, give: Tensor) -> Flight:
+    width = give.element_size()
+    taken, given = [width * n for n in call.take_counts], [width * n for n in call.give_counts]
+    return Collective([line.backend(give).alltoall_base(_raw(_present(call.take)), _raw(give), taken, given)])
+
+
+def _broadcast(line: Line, call: Call) -> Flight:
+    take = _present(call.take)
+    return Collective([line.backend(take).broadcast(_raw(take), call.root)])
+
+
+def _gather(line: Line, call: Call) -> Flight:
+    outs = [] if call.take is None else list(_raw(call.take).chunk(len(call.ranks)))
+    give = _present(call.give)
+    return Collective([line.backend(give).gather(outs, _raw(give), call.root)])
+
+
+def _scatter(line: Line, call: Call) -> Flight:
+    given = [] if call.give is None else list(_raw(call.give).chunk(len(call.ranks)))
+    take = _present(call.take)
+    return Collective([line.backend(take).scatter(_raw(take), given, call.root)])
+
+
+def _send(line: Line, call: Call) -> Flight:
+    give = _present(call.give)
+    return Message([line.backend(give).send([_raw(give)], 1, DATA_TAG)])
+
+
+def _recv(line: Line, call: Call) -> Flight:
+    take = _present(call.take)
+    return Message([line.backend(take).recv([_raw(take)], 0, DATA_TAG)])
+
+
+def _unless_empty(play: Callable[[Line, Call], Flight]) -> Callable[[Line, Call], Flight]:
+    """For operations whose tensor is empty on every member or on none."""
+
+    def played(line: Line, call: Call) -> Flight:
+        tensor = call.give if call.give is not None else call.take
+        return Nothing() if _present(tensor).numel() == 0 else play(line, call)
+
+    return played
+
+
+_PLAY: dict[Op, Callable[[Line, Call], Flight]] = {
+    "all_reduce": _unless_empty(_all_reduce),
+    "all_gather": _all_gather,
+    "reduce_scatter": _unless_empty(_reduce_scatter),
+    "all_to_all": _all_to_all,
+    "broadcast": _unless_empty(_broadcast),
+    "gather": _unless_empty(_gather),
+    "scatter": _unless_empty(_scatter),
+    "send": _unless_empty(_send),
+    "recv": _unless_empty(_recv),
+    "barrier": lambda line, call: Collective([line.control.barrier()]),
+}
+
+
+def _gathered(backend: Backend, own: Tensor, everyone: Tensor, size: int) -> list[BackendWork]:
+    sizes = [_bytes(own)] * size
+    return [backend.alltoall_base(_raw(everyone), _raw(own.repeat(size)), sizes, sizes)]
+
+
+def _swapped(backend: Backend, call: Call, own: Tensor, rows: Tensor) -> list[BackendWork]:
+    peer = 1 - call.index
+    rows[call.index].copy_(own)
+    return [backend.recv([rows[peer]], peer, SIGNATURE_TAG), backend.send([own], peer, SIGNATURE_TAG)]
+
+
+def _encode(call: Call) -> Tensor:
+    size, text = len(call.ranks), call.brings.encode()[:TEXT_BYTES]
+    counts = [*(call.give_counts or (-1,) * size), *(call.take_counts or (-1,) * size)]
+    return torch.frombuffer(bytearray(struct.pack(f"{TEXT_BYTES}s{2 * size}q", text, *counts)), dtype=torch.uint8)
+
+
+def _decode(row: Tensor, size: int) -> Brought:
+    text, *counts = struct.unpack(f"{TEXT_BYTES}s{2 * size}q", bytes(row.tolist()))
+    known = tuple(counts) if counts[0] >= 0 else ()
+    return Brought(text.rstrip(b"\0").decode(errors="replace"), known[:size], known[size:])
+
+
+def _present(x: Tensor | None) -> Tensor:
+    assert x is not None, "the order gave this call its tensors"
+    return x
+
+
+def _raw(line: Tensor) -> Tensor:
+    return line.view(torch.uint8)
+
+
+def _bytes(line: Tensor) -> int:
+    return line.numel() * line.element_size()

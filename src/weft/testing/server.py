@@ -1,0 +1,144 @@
+"""Owns the process that ranks are forked from: it has imported torch, has run none of it, and lives as long as its client.
+
+    the caller --- one connection a run ---> chief (forked for the run) ---> one process a rank
+                                             forks, collects, kills
+
+Forking a process that has run OpenMP work hangs, and importing torch takes seconds: so a server imports it once and does
+nothing else. Whoever goes away takes the rest along: the caller's end closes the server's input and the chief's
+connection, and the chief kills its ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import NoReturn
+
+from weft.testing.rank import Job, Outcome, play
+
+PRELOAD = ("torch._dynamo", "weft.comm.ops")
+"""What ranks need sooner or later and what takes long to import."""
+
+GRACE_S = 0.3
+"""After the first failure others have this long to say what happened to them; the cause may come after its effects."""
+
+
+def main(listener: socket.socket) -> None:
+    """Fork a chief for each connection, until standard input is closed."""
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the chiefs
+    while True:
+        ready, _, _ = select.select([sys.stdin, listener], [], [])
+        if sys.stdin in ready:
+            return
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _serve_and_exit(Connection(client.detach()))
+        client.close()
+
+
+def _serve_and_exit(client: Connection) -> NoReturn:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        chief = _Chief(client, client.recv())
+        try:
+            chief.start()
+            chief.collect()
+        finally:
+            chief.kill()
+        client.send((chief.outcomes, chief.stacks))
+    finally:  # a forked child never returns into its parent's frames
+        os._exit(0)
+
+
+def _play_and_exit(rank: int, job: Job, pipe: Connection) -> NoReturn:
+    try:
+        play(rank, job, pipe)
+        sys.stdout.flush()
+    except BaseException:  # noqa: BLE001 - a forked child never returns into its parent's frames
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+class _Chief:
+    """Forks the ranks of one run, collects how they end, and leaves none behind."""
+
+    def __init__(self, client: Connection, job: Job) -> None:
+        self.client, self.job = client, job
+        self.outcomes: dict[int, Outcome] = {}
+        self.stacks: dict[int, str] = {}
+        self._deadline = time.monotonic() + job.timeout_s
+        self._pids: dict[int, int] = {}
+        self._pipes: dict[Connection, int] = {}
+
+    def start(self) -> None:
+        """Fork the ranks."""
+        for rank in range(self.job.mesh.size):
+            self._fork(rank)
+
+    def collect(self) -> None:
+        """Until all have ended, one has failed, time is up, or nobody listens any more."""
+        while self._pipes:
+            ready = wait([self.client, *self._pipes], timeout=max(0.0, self._deadline - time.monotonic()))
+            if self.client in ready:
+                break
+            if not ready:
+                self._look_at_late_ones()
+                break
+            for pipe in ready:
+                assert isinstance(pipe, Connection), "only the client and pipes are waited for"
+                self._hear(pipe)
+
+    def kill(self) -> None:
+        """End every rank that is still there."""
+        for pid in self._pids.values():
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._pids.values():
+            os.waitpid(pid, 0)
+
+    def _fork(self, rank: int) -> None:
+        here, there = Pipe(duplex=False)
+        pid = os.fork()
+        if pid == 0:
+            self.client.close()
+            for pipe in (here, *self._pipes):
+                pipe.close()
+            _play_and_exit(rank, self.job, there)
+        there.close()
+        self._pids[rank], self._pipes[here] = pid, rank
+
+    def _hear(self, pipe: Connection) -> None:
+        rank = self._pipes.pop(pipe)
+        try:
+            outcome: Outcome = pipe.recv()
+        except EOFError:
+            _, status = os.waitpid(self._pids.pop(rank), 0)
+            outcome = Outcome(rank, time.monotonic(), exit_code=os.waitstatus_to_exitcode(status))
+        self.outcomes[rank] = outcome
+        if outcome.value is None:
+            self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
+
+    def _look_at_late_ones(self) -> None:
+        late = list(self._pipes.values())
+        for rank in late:
+            os.kill(self._pids[rank], signal.SIGUSR1)
+        time.sleep(0.1)
+        self.stacks = {rank: Path(self.job.folder, f"stack-{rank}").read_text() for rank in late}
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
