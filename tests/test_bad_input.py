@@ -7,12 +7,19 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from weft.cli import main
-from weft.errors import EXIT_USER
+from weft.core.keys import keys_of
+from weft.core.load import load
+from weft.errors import EXIT_OK, EXIT_USER
+from weft.models import FAMILIES
+from weft.train.door import out_faults
 
 LIMIT_S = 2.0
 
@@ -100,6 +107,7 @@ def place(tmp_path, monkeypatch):
     """A folder with all that is wrong, and a port that is taken: what the table's braces mean."""
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "text.txt").write_text("long enough " * 50)
     np.array([1, 700, 3], dtype="<u2").tofile(tmp_path / "ids.bin")
     (tmp_path / "nothing").mkdir()
     (tmp_path / "done").mkdir()
@@ -167,6 +175,31 @@ def test_bad_input_ends_a_real_process_before_torch_is_there(case, env, place):
     assert seconds < LIMIT_S
 
 
+KEYS = sorted({key for name in FAMILIES for key in keys_of(type(load(["--model.name", name], FAMILIES)))})
+NASTY = r"""
+0 1 -1 2 3 7 0.5 1e400 nan -inf 1e3 0x10 True None é dp2 tp2 dp0 pp99999999 dp1000000000000000000000 / /dev/null /dev/zero
+/proc /proc/self/mem nothing short.txt ids.bin bad.toml *.bin [ ** ~ ~nobody stdlib digits llama3 gpt2 mnist llama3-8b
+mnist-conv interleaved gpipe 1f1b -x = 99999999999999999999999 65536 cuda auto adamw float64 ' {}
+"""
+flags = st.tuples(
+    st.sampled_from([*KEYS, "x", "model", "optim.", "..", "=", "", "optim.lr.x"]).map("--{}".format),
+    st.lists(st.sampled_from([*NASTY.split(), "\udcff", "", "a b", "a\nb", "a" * 300]), max_size=2),
+)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    words=st.lists(flags.map(lambda flag: [flag[0], *flag[1]]), max_size=4), name=st.sampled_from(["train", "explain"])
+)
+def test_whatever_the_words_the_answer_is_a_run_or_lines_of_faults(words, name, place, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "weft.train.main", types.SimpleNamespace(train=lambda _run: EXIT_OK))
+    code = main([name, "--data.source", "text.txt", *(word for flag in words for word in flag)])
+    told = capsys.readouterr().err.splitlines()
+    assert code in (EXIT_OK, EXIT_USER)
+    assert all(line.startswith("error: " if code else "note: ") for line in told)
+    assert told or code == EXIT_OK
+
+
 def test_all_faults_are_told_at_once(place, capsys):
     words = ["--mesh", "tp3", "--batch.global_size", "7", "--optim.lrr", "1", "--seed", "x", "--nproc", "2"]
     words += ["--data.source", "nowhere", "--out", "done", "--port", str(place["port"]), "--save.every", "5"]
@@ -202,10 +235,6 @@ def test_a_fault_is_told_once_a_machine(place, capsys, monkeypatch):
 
 
 def test_other_ranks_do_not_mind_the_folder_that_the_first_one_writes(place, monkeypatch):
-    from weft.core.load import load
-    from weft.models import FAMILIES
-    from weft.train.door import out_faults
-
     run = load(["--out", "done"], FAMILIES)
     assert len(list(out_faults(run))) == 1
     monkeypatch.setenv("RANK", "1")

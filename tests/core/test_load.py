@@ -153,7 +153,7 @@ def test_all_faults_of_file_and_flags_are_told_in_one_answer(tmp_path):
         "lerning: unknown key",
         "optim.lr: out of range (got -1; need a number, above 0)",
         "optim.betas: wrong type (got (0.9,); need 2 values",
-        "batch.global_size: wrong type (got True; need a whole number, at least 1)",
+        "batch.global_size: wrong type (got True; need a whole number, at least 1",
         "mesh: axis 'dp' appears twice",
         "mesh: cannot read 'q'",
         "modle.layers: unknown key. Fix: did you mean 'model.layers'?",

@@ -44,14 +44,14 @@ class Data(Table):
     )
     tokenizer: str = Field("bytes", description="bytes: every byte is a token")
     token_dtype: Literal["uint16", "uint32"] = Field("uint16", description="type of the numbers in .bin token files")
-    seq_len: int = Field(128, ge=1, description="length of one sequence, tokens")
+    seq_len: int = Field(128, ge=1, le=2**24, description="length of one sequence, tokens")
 
 
 class Batch(Table):
     """How many sequences a step takes."""
 
-    global_size: int = Field(16, ge=1, description="sequences a step, over all ranks")
-    micro_size: int = Field(2, ge=1, description="sequences a micro-batch, on one data rank")
+    global_size: int = Field(16, ge=1, le=2**24, description="sequences a step, over all ranks")
+    micro_size: int = Field(2, ge=1, le=2**24, description="sequences a micro-batch, on one data rank")
 
 
 class Optim(Table):
@@ -83,7 +83,7 @@ class Pipeline(Table):
     """How the pipeline ranks take turns."""
 
     schedule: str = Field("1f1b", description="order of the actions: gpipe, 1f1b or interleaved")
-    chunks: int = Field(1, ge=1, description="model chunks a pipeline rank (stages = pp x chunks)")
+    chunks: int = Field(1, ge=1, le=256, description="model chunks a pipeline rank (stages = pp x chunks)")
     split: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (), description="layers of every stage, first to last; nothing: cut by cost"
     )

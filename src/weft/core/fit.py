@@ -8,12 +8,14 @@ from dataclasses import replace
 from weft.core.axes import TENSOR_RULE
 from weft.core.checks import Check
 from weft.core.config import Run
-from weft.core.schedules import find
+from weft.core.schedules import SCHEDULES, find
 from weft.core.stages import cut_by_cost, cut_by_counts
-from weft.errors import Fault, UserError
+from weft.errors import Fault, UserError, did_you_mean
 
 PADDED_AXES = ("vocab",)
 """Logical axes that are padded where their mesh axis does not divide them."""
+MOST_MICRO = 2**16
+"""Micro-batches of one step on one rank; their schedule is a table."""
 BYTES = 256
 """Number of different byte tokens."""
 
@@ -44,6 +46,9 @@ def batch_divides(run: Run) -> Iterable[Fault]:
         fix = sizes + (f", or --batch.micro_size {smaller[-1]}" if smaller else "")
         need = f"a multiple of {ranks * micro} = {ranks} data rank{'s' * (ranks > 1)} x micro_size {micro}"
         yield Fault("batch.global_size", "does not divide into micro-batches", str(size), need, fix)
+    elif size // (ranks * micro) > MOST_MICRO:
+        got = f"{size // (ranks * micro)} on each of {ranks} data ranks"
+        yield Fault("batch.micro_size", "makes too many micro-batches", got, f"at most {MOST_MICRO}", "raise it")
 
 
 def layers_make_stages(run: Run) -> Iterable[Fault]:
@@ -77,6 +82,11 @@ def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
         schedule = find(run.pipeline.schedule)
     except UserError as error:
         return error.faults
+    except (OSError, UnicodeDecodeError) as error:
+        fix = did_you_mean(run.pipeline.schedule, SCHEDULES)
+        return (
+            Fault("pipeline.schedule", "cannot read a table there", f"{run.pipeline.schedule!r}: {error}", fix=fix),
+        )
     if any(batch_divides(run)):
         return ()
     ranks, chunks = run.grid.degree("pp"), run.pipeline.chunks

@@ -18,6 +18,8 @@ from weft.errors import ConfigError, Fault, MeshError
 SOURCE_OF = {"tokens": "stdlib", "images": "digits"}
 """Kind of model -> the source that it reads when none is named."""
 
+MOST_RANKS, MOST_LAYERS, MOST_UNITS = 2**20, 10_000, 2**31
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -54,8 +56,9 @@ def look(argv: Sequence[str], families: Families) -> Loaded:
     unknown = tuple(unknown_key(key, known) for key in file if key not in known)
     asked = {key: value for key, value in (file | given.values).items() if key in known}
     run, wrong = _validate(of_run, _defaults(chosen, asked, families) | asked | _names(chosen))
+    run, large = _bound_model(run)
     run, mesh_faults = _read_mesh(run)
-    return Loaded(run, (*file_faults, *model_faults, *unknown, *given.faults, *wrong, *mesh_faults))
+    return Loaded(run, (*file_faults, *model_faults, *unknown, *given.faults, *wrong, *large, *mesh_faults))
 
 
 def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
@@ -99,8 +102,23 @@ def _validate(of_run: type[Run], flat: Flat) -> tuple[Run, tuple[Fault, ...]]:
 
 
 def _read_mesh(run: Run) -> tuple[Run, tuple[Fault, ...]]:
+    faults: tuple[Fault, ...] = ()
     try:
-        Mesh.parse(run.mesh)
+        size = Mesh.parse(run.mesh).size
+        if size > MOST_RANKS:
+            faults = (Fault("mesh", "is too large", f"{size} ranks", f"at most {MOST_RANKS}"),)
     except MeshError as error:
-        return run.model_copy(update={"mesh": ""}), error.faults
-    return run, ()
+        faults = error.faults
+    return (run.model_copy(update={"mesh": ""}) if faults else run), faults
+
+
+def _bound_model(run: Run) -> tuple[Run, tuple[Fault, ...]]:
+    """Sizes that nobody has are slips; told here, before anything is built that large."""
+    default = type(run.model)()
+    faults = []
+    for name, value in run.model.architecture.items():
+        most = MOST_LAYERS if name == "layers" else MOST_UNITS
+        if isinstance(value, int) and value > most:
+            fix = f"for example --model.{name} {getattr(default, name)}"
+            faults.append(Fault(f"model.{name}", "out of range", str(value), f"at most {most}", fix))
+    return (run.model_copy(update={"model": default}) if faults else run), tuple(faults)

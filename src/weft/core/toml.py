@@ -14,6 +14,7 @@ from weft.core.keys import Flat, flatten, table_of
 from weft.errors import ConfigError, Fault
 
 HEADER = "# A whole run: every key that decides it. Go again with `weft train` and this file.\n"
+MOST_BYTES = 2**20
 
 
 def read(path: str) -> Flat:
@@ -23,7 +24,11 @@ def read(path: str) -> Flat:
         ConfigError: when there is no such file, or it is no TOML; with line and column.
     """
     try:
-        return flatten(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(Fault("config", f"{path} is no config", f"over {MOST_BYTES} bytes", "a TOML file"))
+        return flatten(tomllib.loads(content.decode()))
     except FileNotFoundError:
         fix = "check the path; keys are set with two dashes: --optim.lr 0.001"
         raise ConfigError(Fault("config", "no such file", got=repr(path), need="a TOML file", fix=fix)) from None

@@ -62,7 +62,7 @@ def out_faults(run: Run) -> Iterable[Fault]:
     if not is_first(os.environ):
         return
     out = Path(run.out) if run.out else RUNS
-    if run.out and run.resume is None and (out / EVENTS).exists():
+    if run.out and run.resume is None and os.path.exists(out / EVENTS):
         fix = "choose another --out, or leave it out for a fresh folder under runs/"
         yield Fault("out", "holds a run already", repr(str(out)), f"a folder without {EVENTS}", fix)
     elif (problem := _unwritable(out)) is not None:
@@ -71,16 +71,18 @@ def out_faults(run: Run) -> Iterable[Fault]:
 
 def _unwritable(folder: Path) -> str | None:
     """Why nothing can be written below `folder`; it is made for the try, and taken away again."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    missing = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:
         return error.strerror or str(error)
+    except ValueError as error:  # a zero byte in the name
+        return str(error)
     finally:
         for each in missing:
-            if each.is_dir():
+            if os.path.isdir(each):
                 each.rmdir()
 
 

@@ -28,7 +28,10 @@ def find_files(source: str) -> tuple[Path, ...]:
     Raises:
         DataError: nothing there, nothing that matches, or kinds that do not mix.
     """
-    files = _matches(source)
+    try:
+        files = _matches(source)
+    except (OSError, RuntimeError) as error:  # a name too long, a folder without rights, an unknown ~user
+        raise DataError(Fault(KEY, "cannot look for files there", f"{source!r}: {error}")) from None
     tokens = [file for file in files if file.suffix == TOKEN_SUFFIX]
     if tokens and len(tokens) < len(files):
         got = f"{len(tokens)} .bin and {len(files) - len(tokens)} others"
