@@ -91,7 +91,7 @@ class MismatchError(CommError):
     """Ranks of one group entered different collectives, or the same with other shapes or dtypes."""
 
 
-class CommTimeout(CommError):
+class CommTimeout(CommError):  # noqa: N818 - the field says time-out
     """Some ranks did not arrive at a collective in time; the message names them."""
 
 

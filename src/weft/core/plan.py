@@ -17,8 +17,8 @@ from weft.core.model import BlockSpec
 from weft.core.schedule import Table
 from weft.core.schedules import find
 from weft.core.simulate import simulate
-from weft.core.timeline import bubble
 from weft.core.stages import cut_by_cost, cut_by_counts
+from weft.core.timeline import bubble
 from weft.errors import Fault, PlanError
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
