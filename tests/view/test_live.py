@@ -17,22 +17,22 @@ from weft.view.quantity import clock, count, memory, short_time, sparkline
 
 RUN = {
     "event": "run",
-    "layout": "pp2 dp2 tp2, 8 ranks",
-    "why": "the pipeline halves memory",
+    "layout": "pp2 dp2 tp2",
+    "ranks": 8,
     "device": "cpu (gloo)",
     "model": "llama3-tiny",
     "params": 10_612_480,
-    "data": "stdlib, 38.2 M tokens",
+    "data": {"source": "stdlib", "files": 455, "tokens": 8_794_125, "sha256": "306043984686"},
     "steps": 200,
     "seq_len": 128,
     "batch_size": 16,
 }
 HEADER = """\
 ╭─ weft ───────────────────────────────────────────────────────────────────────╮
-│ layout     pp2 dp2 tp2, 8 ranks (the pipeline halves memory)                 │
+│ layout     pp2 dp2 tp2, 8 ranks                                              │
 │ device     cpu (gloo)                                                        │
 │ model      llama3-tiny, 10.6 M parameters                                    │
-│ data       stdlib, 38.2 M tokens                                             │
+│ data       stdlib, 455 files, 8.79 M tokens, sha256 306043984686             │
 │ a step     16 sequences x 128 tokens = 2,048 tokens                          │
 ╰──────────────────────────────────────────────────────────────────────────────╯
 """
@@ -50,10 +50,10 @@ def step(number: int, **values) -> dict:
     return {
         "event": "step",
         "step": number,
-        "loss": 5.0 - number,
+        "loss": 6.0 - number,
         "grad_norm": 1.234,
         "lr": 3e-3,
-        "tokens": 2048 * (number + 1),
+        "tokens": 2048 * number,
         "tokens_per_s": 12345.0,
         "step_s": 0.2,
         "mem_bytes": 312 << 20,
@@ -102,6 +102,11 @@ def live(width: int, height: int = 24, **options) -> tuple[LiveView, io.StringIO
     return LiveView(console, now=iter(range(10**6)).__next__), file
 
 
+def plain() -> tuple[PlainView, io.StringIO]:
+    file = io.StringIO()
+    return PlainView(file), file
+
+
 def watch(view, *events) -> None:
     for event in events:
         view.handle(event)
@@ -110,7 +115,7 @@ def watch(view, *events) -> None:
 
 def test_panel_at_80_columns():
     view, file = live(80)
-    watch(view, RUN, *(step(k) for k in range(4)))
+    watch(view, RUN, *(step(k) for k in range(1, 5)))
     assert "\n".join(Terminal(80).read(file.getvalue())) == HEADER + AFTER_FOUR
 
 
@@ -118,7 +123,7 @@ def test_panel_at_80_columns():
 def test_frame_fits_any_width_and_stands_once(width):
     view, file = live(width)
     note = {"event": "note", "text": "words that may be longer than a narrow terminal is wide"}
-    watch(view, RUN, step(0), note, *(step(k) for k in range(1, 200)), {"event": "end", "status": "finished"})
+    watch(view, RUN, step(1), note, *(step(k) for k in range(2, 201)), {"event": "end", "status": "finished"})
     rows = Terminal(width).read(file.getvalue())
     assert all(len(row) <= width for row in rows)
     assert sum(row.startswith(" step") for row in rows) == 1
@@ -128,29 +133,29 @@ def test_frame_fits_any_width_and_stands_once(width):
 
 def test_frame_fits_a_low_terminal():
     view, file = live(80, height=3)
-    watch(view, RUN, step(0), step(1))
+    watch(view, RUN, step(1), step(2))
     rows = Terminal(80).read(file.getvalue())
     assert [row.split()[0] for row in rows[-3:-1]] == ["step", "loss"]
 
 
 def test_frames_redrawn_after_the_window_became_narrower_leave_nothing_behind():
     view, file = live(100)
-    view.handle(step(0))  # two of its five lines are longer than 24 columns, one of them than 4 x 24
+    view.handle(step(1))  # two of its five lines are longer than 24 columns, one of them than 4 x 24
     view._screen.console.width = 24
-    watch(view, step(1))
+    watch(view, step(2))
     assert [row.split()[0] for row in Terminal(24).read(file.getvalue())[:-1]] == LABELS
 
 
 def test_cursor_is_never_hidden_and_rests_below_the_frame():
     view, file = live(80)
-    watch(view, RUN, step(0))
+    watch(view, RUN, step(1))
     assert "\x1b[?25l" not in file.getvalue()
     assert file.getvalue().endswith("\n")
 
 
 def test_no_color_is_obeyed():
     view, file = live(80, no_color=True)
-    watch(view, RUN, step(0))
+    watch(view, RUN, step(1))
     assert not re.search(r"\x1b\[(\d+;)*(3\d|4\d|9\d)(;\d+)*m", file.getvalue())
 
 
@@ -158,20 +163,20 @@ def test_ascii_terminal_gets_ascii():
     file = Tty()
     file.encoding = "ascii"
     view = LiveView(Console(file=file, force_terminal=True, width=80, _environ={}))
-    watch(view, RUN, step(0), step(1))
+    watch(view, RUN, step(1), step(2))
     file.getvalue().encode("ascii")
 
 
 def test_frames_are_rationed():
     file = Tty()
     view = LiveView(Console(file=file, force_terminal=True, width=80), now=lambda: 0.0)
-    watch(view, RUN, *(step(k) for k in range(100)))
+    watch(view, RUN, *(step(k) for k in range(1, 101)))
     assert file.getvalue().count("nats") == 1, "one frame, at the end"
 
 
 def test_loss_that_is_no_number_is_shown():
     view, file = live(80)
-    watch(view, RUN, step(0), step(1, loss=float("nan")), step(2, loss="NaN", grad_norm="Infinity"))
+    watch(view, RUN, step(1), step(2, loss=float("nan")), step(3, loss="NaN", grad_norm="Infinity"))
     loss_row = next(row for row in Terminal(80).read(file.getvalue()) if row.startswith(" loss"))
     assert loss_row == " loss       nan nats  ▁??"
 
@@ -187,7 +192,7 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_the_panel(monkeypatch):
 
 def test_plain_lines_are_few_and_hold_first_and_last():
     file = io.StringIO()
-    watch(PlainView(file), {**RUN, "steps": 1234}, *(step(k) for k in range(1234)))
+    watch(PlainView(file), {**RUN, "steps": 1234}, *(step(k) for k in range(1, 1235)))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("step")]
     assert [line.split("/")[0] for line in (lines[0], lines[1], lines[-1])] == ["step    1", "step   50", "step 1234"]
     assert len(lines) == 26
@@ -197,9 +202,19 @@ def test_plain_lines_are_few_and_hold_first_and_last():
     )
 
 
+@pytest.mark.parametrize("make", [lambda: live(80), plain], ids=["live", "plain"])
+def test_words_are_printed_once_and_whole(make):
+    view, file = make()
+    why = "pp2: two stages\n  stage 0: embed"
+    watch(view, {**RUN, "why": why}, step(1), {"event": "sample", "prompt": "def ", "text": "f():\n    pass"}, step(2))
+    rows = Terminal(80).read(file.getvalue())
+    words = ["pp2: two stages", "  stage 0: embed", "the model goes on after 'def ':", "def f():", "    pass"]
+    assert [row for row in rows if row in words] == words
+
+
 def test_plain_view_tells_the_last_step_of_a_run_that_stops_early():
     file = io.StringIO()
-    watch(PlainView(file), RUN, *(step(k) for k in range(7)))
+    watch(PlainView(file), RUN, *(step(k) for k in range(1, 8)))
     assert file.getvalue().splitlines()[-1].startswith("step   7/200")
 
 
@@ -215,12 +230,12 @@ def test_a_pipe_without_reader_does_not_end_the_run():
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    watch(PlainView(Broken()), RUN, step(0), step(1))
+    watch(PlainView(Broken()), RUN, step(1), step(2))
 
 
 def test_time_left_leaves_the_first_step_out():
     progress = Progress()
-    for event in (RUN, step(0, step_s=60.0), step(1), step(2)):
+    for event in (RUN, step(1, step_s=60.0), step(2), step(3)):
         progress.take(event)
     assert progress.left_s == pytest.approx(197 * 0.2)
 
@@ -229,7 +244,7 @@ def test_a_resumed_run_counts_from_where_it_was():
     progress = Progress()
     progress.take({**RUN, "start_step": 150})
     assert progress.num_done == 150
-    progress.take(step(150))
+    progress.take(step(151))
     assert (progress.num_done, progress.left_s) == (151, pytest.approx(49 * 0.2))
 
 

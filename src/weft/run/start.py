@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -55,7 +56,7 @@ def _make_world(mesh: Mesh, device: Choice, port: int | None) -> World:
     choose_device(device, local_rank=0, local_size=mesh.size)
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
     if mesh.size == 1:
-        atexit.register(folder.rmdir)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return local_world(0, 1, folder=folder, port=port)
     with Signals() as signals:
         ours = fork_ranks(mesh.size, folder)

@@ -2,10 +2,11 @@
 
 An event is a flat dict with an "event" key; the ones there are:
 
-    run    what is trained, once at the start: layout, why, device, model, params, data, steps, seq_len, batch_size, ...
-    step   step, loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes (and stage_mem_bytes, one per stage)
-    note   text: a line for the reader
-    end    status (finished, interrupted, preempted, failed) and what is known of the whole: steps, seconds, loss
+    run     once, first: model, params, layout, why, plan, ranks, device, data, seed, steps, seq_len, batch_size, out
+    step    step (the first is 1), loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes, stage_mem_bytes
+    sample  prompt, text: what the model writes
+    note    text: a line for the reader
+    end     status (finished, ...), steps, seconds
 
 One line is one event, written by a single call, so a crash leaves whole lines. Numbers keep full precision. JSON has no
 word for the numbers that are none: they are the strings "NaN", "Infinity" and "-Infinity", which `float()` in Python

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.view.plain import PlainView
-from weft.view.progress import Event, Progress, View, facts, stages, steps_of
+from weft.view.progress import Event, Progress, View, facts, stages, steps_of, words_of
 from weft.view.quantity import ASCII_BLOCKS, BLOCKS, clock, short_time, sparkline
 from weft.view.screen import Screen
 
@@ -53,17 +53,12 @@ class LiveView:
 
     def handle(self, event: Event) -> None:
         self.progress.take(event)
-        match event.get("event"):
-            case "run":
-                self._screen.print_above(header(event, self._marks, width=self._width))
-                self._draw()
-            case "note":
-                self._screen.print_above(Text(str(event.get("text", ""))))
-                self._draw()
-            case "end":
-                self._draw()
-            case "step" if self._now() - self._drawn_at >= FRAME_S:
-                self._draw()
+        if event.get("event") == "run":
+            self._screen.print_above(header(event, self._marks, width=self._width))
+        if words := words_of(event):
+            self._screen.print_above(Text(words))
+        if event.get("event") != "step" or self._now() - self._drawn_at >= FRAME_S:
+            self._draw()
 
     def close(self) -> None:
         if self.progress.run or self.progress.step:

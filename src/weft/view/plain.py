@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import IO
 
-from weft.view.progress import Event, Progress, facts, stages, steps_of
+from weft.view.progress import Event, Progress, facts, stages, steps_of, words_of
 from weft.view.quantity import clock, short_time
 
 LINES = 50
@@ -28,13 +28,12 @@ class PlainView:
 
     def handle(self, event: Event) -> None:
         self.progress.take(event)
-        match event.get("event"):
-            case "run":
-                self._say("".join(f"{label:<10}{text}\n" for label, text in facts(event)))
-            case "note":
-                self._say(f"{event.get('text', '')}\n")
-            case "step" if self._is_due():
-                self._say_step()
+        if event.get("event") == "run":
+            self._say("".join(f"{label:<10}{text}\n" for label, text in facts(event)))
+        if words := words_of(event):
+            self._say(f"{words}\n")
+        if event.get("event") == "step" and self._is_due():
+            self._say_step()
 
     def close(self) -> None:
         if self.progress.step and self.progress.num_done > self._told:

@@ -62,8 +62,8 @@ class Progress:
 
     @property
     def num_done(self) -> int:
-        """Steps finished, counting those before a resume: step numbers begin with 0."""
-        return int(self.step["step"]) + 1 if self.step else int(self.run.get("start_step", 0))
+        """Steps finished, counting those before a resume: the first step is number 1."""
+        return int(self.step["step"] if self.step else self.run.get("start_step", 0))
 
     @property
     def step_s(self) -> float:
@@ -83,13 +83,21 @@ class Progress:
 
 
 def _layout(run: Event) -> str:
-    why = f" ({run['why']})" if run.get("why") else ""
-    return f"{run['layout']}{why}"
+    return f"{run['layout']}, {run['ranks']} ranks" if run.get("ranks", 1) > 1 else str(run["layout"])
 
 
 def _model(run: Event) -> str:
-    params = f", {count(run['params'])} parameters" if "params" in run else ""
-    return f"{run['model']}{params}"
+    return f"{run['model']}, {count(run['params'])} parameters" if "params" in run else str(run["model"])
+
+
+def _data(run: Event) -> str:
+    data = run["data"]
+    if not isinstance(data, Mapping):
+        return str(data)
+    amounts = (
+        f"{count(n)} {key}" if isinstance(n, int) else f"{key} {n}" for key, n in data.items() if key != "source"
+    )
+    return ", ".join((str(data.get("source", "data")), *amounts))
 
 
 def _step_size(run: Event) -> str:
@@ -102,7 +110,7 @@ FACTS: dict[str, tuple[str, Callable[[Event], str]]] = {
     "schedule": ("schedule", lambda run: str(run["schedule"])),
     "device": ("device", lambda run: str(run["device"])),
     "model": ("model", _model),
-    "data": ("data", lambda run: str(run["data"])),
+    "data": ("data", _data),
     "a step": ("batch_size", _step_size),
     "optimizer": ("optimizer", lambda run: str(run["optimizer"])),
     "output": ("out", lambda run: str(run["out"])),
@@ -113,6 +121,18 @@ FACTS: dict[str, tuple[str, Callable[[Event], str]]] = {
 def facts(run: Event) -> tuple[tuple[str, str], ...]:
     """What the run event tells about the run, as label and text."""
     return tuple((label, say(run)) for label, (key, say) in FACTS.items() if run.get(key) not in (None, ""))
+
+
+def words_of(event: Event) -> str:
+    """What an event says in words, as lines to print once; "" for those that say nothing."""
+    match event.get("event"):
+        case "run":
+            return str(event.get("why", ""))
+        case "note":
+            return str(event.get("text", ""))
+        case "sample":
+            return f"the model goes on after {event.get('prompt', '')!r}:\n{event.get('prompt', '')}{event.get('text', '')}"
+    return ""
 
 
 def stages(sizes: tuple[float, ...]) -> str:
