@@ -15,9 +15,9 @@ WORKS: dict[str, tuple[Any, ...]] = {
     "parallel.zero": (0,),
     "parallel.context": ("ring",),
     "parallel.recompute": ("none",),
-    "precision.params": ("float32",),
-    "precision.compute": ("float32",),
-    "precision.reduce": ("float32",),
+    "precision.params": ("float32", "float64"),
+    "precision.compute": ("float32", "float64"),
+    "precision.reduce": ("float32", "float64"),
     "save.every": (0,),
     "save.keep": (2,),
     "resume": (None,),
@@ -53,4 +53,12 @@ def value_at(run: Run, key: str) -> Any:
     return value
 
 
-CHECKS = (Check((), unsupported), Check(("mesh",), axes_to_come))
+def one_precision(run: Run) -> Iterable[Fault]:
+    """All number types are the same as long as there is no mixed precision."""
+    kinds = run.precision.params, run.precision.compute, run.precision.reduce
+    if len(set(kinds)) > 1:
+        need = f"all three {kinds[0]}"
+        yield Fault("precision", "mixed number types are not there yet", ", ".join(kinds), need, "set all three alike")
+
+
+CHECKS = (Check((), unsupported), Check(("precision",), one_precision), Check(("mesh",), axes_to_come))

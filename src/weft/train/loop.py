@@ -9,6 +9,7 @@ from typing import Any
 from weft.comm.comm import Comm
 from weft.core.config import Run
 from weft.core.lr import learning_rate
+from weft.core.plan import Plan
 from weft.train.build import build_feed, build_step
 from weft.train.data import Samples, open_data
 from weft.train.feed import Feed
@@ -57,17 +58,26 @@ def run_event(run: Run, step: TrainStep, samples: Samples) -> dict[str, Any]:
         "model": run.model.preset or run.model.name,
         "params": step.num_params,
         "layout": str(plan.mesh),
-        "why": plan.explain(),
+        "why": plan.why,
+        "schedule": schedule_text(plan),
         "plan": plan.digest,
         "ranks": plan.mesh.size,
         "device": str(step.model.comm.device),
         "data": samples.facts(),
+        "optimizer": f"{run.optim.name}, lr {run.optim.lr:g} {run.optim.decay}, warm-up {run.optim.warmup} steps",
         "seed": run.seed,
         "steps": run.steps,
         "seq_len": run.data.seq_len,
         "batch_size": run.batch.global_size,
         "out": run.out,
     }
+
+
+def schedule_text(plan: Plan) -> str:
+    """The pipeline in a few words; nothing where there is none."""
+    if plan.mesh.degree("pp") == 1:
+        return ""
+    return f"{plan.schedule}, {len(plan.stages)} stages, bubble {100 * plan.bubble:.0f}% (predicted)"
 
 
 def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) -> dict[str, Any]:
