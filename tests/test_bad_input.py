@@ -96,9 +96,13 @@ TABLE = {
 }
 
 
+TORCHRUN = {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "node[1-2]"}
+
+
 @pytest.fixture(autouse=True)
 def _no_world(monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"):
+    for name in (*TORCHRUN, *SRUN):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -213,10 +217,12 @@ def test_all_faults_are_told_at_once(place, capsys):
     ("env", "line"),
     [
         (
-            {"WORLD_SIZE": "3", "RANK": "0"},
-            "error: mesh: differs from the world size (got WORLD_SIZE=3; need 2 for 'dp2')",
+            TORCHRUN,
+            "error: mesh: differs from the world size (got 3 ranks started; need 2 for 'dp2'). Fix: start 2 ranks",
         ),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "error: mesh: differs from the world size (got SLURM_NTASKS=4;"),
+        (SRUN, "error: mesh: differs from the world size (got 4 ranks started; need 2 for 'dp2'). Fix: start 2 ranks"),
+        ({"WORLD_SIZE": "3"}, "error: mesh: differs from the world size (got WORLD_SIZE=3; need 2 for 'dp2')"),
+        ({**TORCHRUN, "MASTER_PORT": "x"}, "error: MASTER_PORT: is no number (got 'x')"),
     ],
 )
 def test_a_world_of_another_size_than_the_mesh_is_refused(env, line, place, capsys, monkeypatch):
@@ -228,7 +234,7 @@ def test_a_world_of_another_size_than_the_mesh_is_refused(env, line, place, caps
 
 
 def test_a_fault_is_told_once_a_machine(place, capsys, monkeypatch):
-    for name, value in {"WORLD_SIZE": "3", "RANK": "1", "LOCAL_RANK": "1"}.items():
+    for name, value in {**TORCHRUN, "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--mesh", "dp2"]) == EXIT_USER
     assert capsys.readouterr().err == ""

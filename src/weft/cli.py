@@ -88,7 +88,7 @@ def train(words: Sequence[str]) -> int:
     if _wants_help(words):
         return _help_of_run("train", words)
     run = checked_run(words, (*data.CHECKS, *door.CHECKS))
-    if run.out is None:
+    if not run.out:
         run = run.model_copy(update={"out": str(door.fresh_out(run, datetime.now()))})
     _tell(f"note: {note}" for note in door.notes(run))
     from weft.train.main import train as train_run  # imports torch, and so comes after all checks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.metadata
 import os
@@ -13,28 +14,27 @@ from pathlib import Path
 
 from weft.core.checks import Check
 from weft.core.config import Run
-from weft.errors import Fault
+from weft.errors import Fault, LaunchError
+from weft.run.world import detect
 
 RUNS = Path("runs")
 EVENTS = "events.jsonl"
-WORLD_SIZES = ("WORLD_SIZE", "SLURM_NTASKS")
 RANKS = ("RANK", "SLURM_PROCID")
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 
 
-def announced_size(env: Mapping[str, str]) -> tuple[str, str] | None:
-    """Variable and value by which torchrun or Slurm says how many ranks it started; None where nobody did.
-
-    A Slurm job of one task is no world: `weft` starts the ranks itself there.
-    """
-    found = next(((name, env[name]) for name in WORLD_SIZES if name in env), None)
-    return None if found == ("SLURM_NTASKS", "1") else found
-
-
 def is_first(env: Mapping[str, str], names: Iterable[str] = RANKS) -> bool:
     """Whether this process is the first rank (or starts all of them)."""
     return next((env[name] for name in names if name in env), "0") == "0"
+
+
+def is_joining(env: Mapping[str, str]) -> bool:
+    """Whether torchrun or Slurm has started the ranks; what is wrong with a half-told world is told elsewhere."""
+    try:
+        return detect(env) is not None
+    except LaunchError:
+        return True
 
 
 def fresh_out(run: Run, now: datetime) -> Path:
@@ -46,15 +46,20 @@ def fresh_out(run: Run, now: datetime) -> Path:
 
 def world_faults(run: Run) -> Iterable[Fault]:
     """The ranks that are there, or are asked for, are as many as the mesh has."""
-    size, announced = run.grid.size, announced_size(os.environ)
-    if announced is None:
-        if run.nproc not in (None, size):
-            fix = f"--nproc {size}, or a mesh of {run.nproc} such as --mesh dp{run.nproc}"
-            yield Fault("nproc", "differs from the mesh", f"{run.nproc}", f"{size} for {str(run.grid)!r}", fix)
-    elif announced[1] != str(size):
-        name, value = announced
-        fix = f"start {size} ranks, or choose a mesh of {value} such as --mesh dp{value}"
-        yield Fault("mesh", "differs from the world size", f"{name}={value}", f"{size} for {str(run.grid)!r}", fix)
+    size, mesh = run.grid.size, repr(str(run.grid))
+    try:
+        world = detect(os.environ)
+    except LaunchError as error:
+        yield from error.faults
+        return
+    announced = str(world.size) if world else os.environ.get("WORLD_SIZE", str(size))
+    if announced != str(size):
+        got = f"{announced} ranks started" if world else f"WORLD_SIZE={announced}"
+        fix = f"start {size} ranks, or choose a mesh of {announced} such as --mesh dp{announced}"
+        yield Fault("mesh", "differs from the world size", got, f"{size} for {mesh}", fix)
+    if world is None and run.nproc not in (None, size):
+        fix = f"--nproc {size}, or a mesh of {run.nproc} such as --mesh dp{run.nproc}"
+        yield Fault("nproc", "differs from the mesh", f"{run.nproc}", f"{size} for {mesh}", fix)
 
 
 def out_faults(run: Run) -> Iterable[Fault]:
@@ -70,25 +75,22 @@ def out_faults(run: Run) -> Iterable[Fault]:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be written below `folder`; it is made for the try, and taken away again."""
-    missing = [each for each in (folder, *folder.parents) if not os.path.exists(each)]
+    """Why nothing can be written below `folder`, as its nearest part that is there tells; nothing is made."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(folder)  # refuses names that no file system takes
+        nearest = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+        with tempfile.TemporaryFile(dir=nearest):
             return None
     except OSError as error:
         return error.strerror or str(error)
     except ValueError as error:  # a zero byte in the name
         return str(error)
-    finally:
-        for each in missing:
-            if os.path.isdir(each):
-                each.rmdir()
 
 
 def port_faults(run: Run) -> Iterable[Fault]:
     """Nobody listens at the port where ranks shall meet; only who opens it looks."""
-    if run.port is None or not is_first(os.environ) or announced_size(os.environ):
+    if run.port is None or is_joining(os.environ):
         return
     with socket.socket() as door:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -115,7 +117,7 @@ def device_faults(run: Run) -> Iterable[Fault]:
 def notes(run: Run) -> tuple[str, ...]:
     """What is no fault and worth a line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if run.device == "cpu" and announced_size(os.environ) is None and run.grid.size > cores:
+    if run.device == "cpu" and not is_joining(os.environ) and run.grid.size > cores:
         return (f"{run.grid.size} ranks share {cores} cores: right, and slower than {cores} ranks",)
     return ()
 
