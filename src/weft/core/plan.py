@@ -96,19 +96,6 @@ class Plan(BaseModel):
         return tuple(lengths[entry] if isinstance(entry, str) else entry for entry in self.stages[stage].out)
 
     @property
-    def why(self) -> str:
-        """The layout in one line."""
-        data, tp = self.mesh.degree(("dp", "ep")), self.mesh.degree("tp")
-        parts = [
-            f"{len(self.stages)} stages" if len(self.stages) > 1 else "",
-            f"{data} data ranks" if data > 1 else "",
-            f"{self.microbatches} micro-batch{'es' * (self.microbatches > 1)} of {self.micro_size} each",
-            f"heads, feed-forward and vocabulary in {tp} parts" if tp > 1 else "",
-            "sequence parallel" if self.sequence_parallel else "",
-        ]
-        return ", ".join(part for part in parts if part)
-
-    @property
     def bubble(self) -> float:
         """Idle share of a step with equal stages and a backward of twice the forward; predicted."""
         return float(bubble(simulate(self.table))) if self.mesh.degree("pp") > 1 else 0.0

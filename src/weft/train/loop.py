@@ -58,7 +58,7 @@ def run_event(run: Run, step: TrainStep, samples: Samples) -> dict[str, Any]:
         "model": run.model.preset or run.model.name,
         "params": step.num_params,
         "layout": str(plan.mesh),
-        "why": plan.why,
+        "why": plan.explain(),
         "schedule": schedule_text(plan),
         "plan": plan.digest,
         "ranks": plan.mesh.size,
