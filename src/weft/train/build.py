@@ -14,13 +14,13 @@ from weft.parallel.model import ParallelModel, materialise, parallelize
 from weft.train.data import Samples
 from weft.train.feed import Feed
 from weft.train.optim import Optimizer, make_optimizer
+from weft.train.skeleton import skeleton
 from weft.train.step import TrainStep
 
 
 def build_model(family: Family, config: ModelConfig, plan: Plan, comm: Comm, *, seed: int) -> ParallelModel:
     """This rank's part of the model with its starting values; the whole model is never in memory."""
-    with torch.device("meta"):
-        blocks = family.blocks(config)
+    blocks = skeleton(lambda: family.blocks(config))
     model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
     materialise(model, family.init(config), seed=seed, device=comm.device, dtype=getattr(torch, plan.params))
     return model
