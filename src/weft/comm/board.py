@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from weft.comm.transport import Call
 from weft.errors import CommTimeout
 
-POLL_S = 0.001
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.02
+
+
+def pauses() -> Iterator[float]:
+    """Seconds between two looks: short ones first, for those who come together."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(1.3 * pause_s, LONGEST_PAUSE_S)
 
 
 class Store(Protocol):
@@ -36,13 +44,14 @@ class Board:
         deadline = time.monotonic() + within_s
         there = [False] * len(notes)
         try:
-            while True:
+            for pause_s in pauses():
                 there = [known or self._store.check([note]) for known, note in zip(there, notes, strict=True)]
                 if all(there) or time.monotonic() > deadline or self.is_closed:
-                    return there
-                time.sleep(POLL_S)
+                    break
+                time.sleep(pause_s)
         except RuntimeError:
             return [True] * len(notes)
+        return there
 
     def meet(self, name: str, call: Call, timeout_s: float) -> None:
         """Return when every member of `call` has come to connect the group `name`.

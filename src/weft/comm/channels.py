@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+
+import torch
 
 from weft.comm.board import Board
 from weft.comm.flights import Flight
@@ -18,6 +22,9 @@ PATIENCE_S = 1.0
 
 GRACE_S = 0.1
 """How long a rank whose time is up looks for the others' notes; all who came in time have left theirs by then."""
+
+LAST_WAIT_S = 5.0
+"""How long closing waits for a worker that has been told to go."""
 
 # Note [Order in a channel]
 # Members of a group match calls by the order in which they start them. Three things would make `start` wait for other
@@ -47,15 +54,19 @@ class Channel:
         with self._lock:
             turn, self._num_started = self._num_started, self._num_started + 1
             if self._line is None or call.checked or self._num_queued:
-                return self._enqueue(Job(call, turn))
+                return self._enqueue(Job(call, turn, _stream_of(call)))
             return self._launch(self._line, call, turn)
 
-    def close(self, index: int) -> None:
-        """Break off what this member, `index` of the group, has started and not waited for; let the worker go."""
+    def break_off(self, index: int) -> None:
+        """Give up what this member, `index` of the group, has started and not waited for; let the worker go."""
         if self._line is not None and (self.flying or self._num_queued):
             self._line.abort(index)
+        self._jobs.put(None)
+
+    def join(self) -> None:
+        """Return when the worker has gone: a daemon thread that drops a backend while Python shuts down aborts it."""
         if self._worker is not None:
-            self._jobs.put(None)
+            self._worker.join(LAST_WAIT_S)
 
     def explain(self, call: Call, turn: int, error: RuntimeError | None) -> CommError:
         """What to raise for a call that ran out of time (`error` None) or that the backend gave up."""
@@ -100,13 +111,20 @@ class Channel:
                 self._num_queued -= 1
             job.done.set()
 
+    def _opened(self, call: Call) -> Line:
+        try:
+            return self._open_line()
+        except RuntimeError as error:
+            raise CommError(f"{call.where}: the group cannot be connected: {error}") from error
+
     def _play(self, job: Job) -> None:
         call = job.call
         if self._line is None:
-            self._line = self._open_line()
+            self._line = self._opened(call)
         if call.checked:
             Trip(self, self._line.compare(call), call, job.turn).wait()
-        self._launch(self._line, call, job.turn).wait()
+        with torch.cuda.stream(job.stream) if job.stream else nullcontext():
+            self._launch(self._line, call, job.turn).wait()
 
 
 @dataclass(eq=False)
@@ -115,6 +133,7 @@ class Job:
 
     call: Call
     turn: int
+    stream: torch.cuda.Stream | None
     done: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
@@ -140,13 +159,8 @@ class Trip:
 
     def wait(self) -> None:
         """Block until it is done; after a while leave word that this rank is here."""
-        limit_s, done = self.channel.timeout_s, False
         try:
-            if not self.call.is_p2p:
-                done = self.flight.wait(min(PATIENCE_S, limit_s))
-                if not done:
-                    self.channel.board.post(self.channel.note_of(self.turn, self.call.rank))
-            done = done or self.flight.wait(limit_s)
+            done = self._arrive()
         except RuntimeError as error:
             raise self.channel.explain(self.call, self.turn, error) from error
         finally:
@@ -157,3 +171,22 @@ class Trip:
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         return self.flight.is_completed()
+
+    def _arrive(self) -> bool:
+        limit_s = self.channel.timeout_s
+        if self.call.is_p2p:
+            return self.flight.wait(limit_s)
+        if self.flight.wait(min(PATIENCE_S, limit_s)):
+            return True
+        self.channel.board.post(self.channel.note_of(self.turn, self.call.rank))
+        deadline = time.monotonic() + limit_s - PATIENCE_S
+        while not self.flight.wait(PATIENCE_S):  # in slices, so that Ctrl-C gets through
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+
+def _stream_of(call: Call) -> torch.cuda.Stream | None:
+    """The stream on which the caller's work with its tensors is ordered, which the worker has to keep to."""
+    tensor = call.take if call.take is not None else call.give
+    return torch.cuda.current_stream(tensor.device) if tensor is not None and tensor.is_cuda else None

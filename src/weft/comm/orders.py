@@ -161,7 +161,7 @@ def scatter(given: Sequence[Tensor] | None, out: Tensor, group: Group, root: int
         if give.dtype != out.dtype:
             raise CommError(f"scatter over {group.axis}: pieces are {give.dtype}, out is {out.dtype}")
     if group.degree == 1:
-        return Order(None, lambda: _written(out, _present(give)))
+        return Order(None, lambda: out.copy_(_present(give).view(out.shape)))
     take = pieces.flat(out)
     text = brings(f"scatter(root {root})", out.dtype, out.shape)
     return Order(group.call("scatter", text, give=give, take=take, root=root), lambda: _written(out, take))
@@ -196,7 +196,7 @@ def _dim(x: Tensor, dim: int) -> int:
 
 
 def _written(x: Tensor, line: Tensor) -> Tensor:
-    if line.data_ptr() != x.data_ptr() or not x.is_contiguous():
+    if not x.is_contiguous():  # otherwise `line` is the memory of x
         x.detach().copy_(line.view(x.shape))
     return x
 

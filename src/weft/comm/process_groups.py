@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from datetime import timedelta
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
-from weft.comm.board import POLL_S, Board
+from weft.comm.board import Board, pauses
 from weft.comm.channels import Channel
 from weft.comm.transport import Call, Pending, Reduce
 from weft.comm.wire import Backend, Line
@@ -61,6 +62,7 @@ class ProcessTransport:
         self._store = _own_corner(_store_of(rendezvous, rank, size, timeout_s), rank)
         self._board = Board(self._store)
         self._channels: dict[tuple[bool, tuple[int, ...]], Channel] = {}
+        self._finalizer = weakref.finalize(self, _close, self._board, self._channels, rank)
 
     @staticmethod
     def adopt(*, device: str | torch.device = "cpu", timeout_s: float = 600.0) -> ProcessTransport:
@@ -79,11 +81,11 @@ class ProcessTransport:
         return channel.start(call)
 
     def close(self) -> None:
-        """Drop all connections; what was started and never waited for is given up, other ranks see it fail."""
-        self._board.is_closed = True
-        for (_, ranks), channel in self._channels.items():
-            channel.close(ranks.index(self.rank))
-        self._channels.clear()
+        """Drop all connections; what was started and never waited for is given up, other ranks see it fail.
+
+        Without it this happens at the end of the program.
+        """
+        self._finalizer()
 
     def _channel(self, call: Call) -> Channel:
         name = ("pair " if call.is_p2p else "group ") + "-".join(map(str, call.ranks))
@@ -110,6 +112,15 @@ class ProcessTransport:
         raise CommError(f"no backend carries tensors on {kind!r} between processes")
 
 
+def _close(board: Board, channels: dict[tuple[bool, tuple[int, ...]], Channel], rank: int) -> None:
+    board.is_closed = True
+    for (_, ranks), channel in channels.items():
+        channel.break_off(ranks.index(rank))
+    for channel in channels.values():
+        channel.join()
+    channels.clear()
+
+
 class _PatientStore(Store):
     """A store that looks again and again instead of blocking: a group that connects must not hold up another."""
 
@@ -126,10 +137,12 @@ class _PatientStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         deadline = time.monotonic() + (timeout.total_seconds() if timeout else self._timeout_s)
-        while not self._store.check(keys):
+        for pause_s in pauses():
+            if self._store.check(keys):
+                return
             if time.monotonic() > deadline or self._board.is_closed:
                 raise CommTimeout(f"a member of the group went away while it was being connected; missing {keys}")
-            time.sleep(POLL_S)
+            time.sleep(pause_s)
 
 
 def _gloo_devices() -> list[Any]:

@@ -16,7 +16,7 @@ from weft.comm.reduce import combine
 from weft.comm.signature import Brought, check
 from weft.comm.transport import Call, Op, Reduce
 
-SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 18
 """Up to this many bytes taken by a rank, everybody sends straight to everybody: one hop instead of a ring."""
 
 TEXT_BYTES = 192

@@ -10,6 +10,7 @@ connection, and the chief kills its ranks.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import os
@@ -19,9 +20,9 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import NoReturn
 
 from weft.testing.rank import Job, Outcome, play
 
@@ -44,31 +45,31 @@ def main(listener: socket.socket) -> None:
         if sys.stdin in ready:
             return
         client, _ = listener.accept()
-        if os.fork() == 0:
-            listener.close()
-            _serve_and_exit(Connection(client.detach()))
-        client.close()
+        connection = Connection(client.detach())
+        _fork(functools.partial(_serve, connection))
+        connection.close()
 
 
-def _serve_and_exit(client: Connection) -> NoReturn:
+def _serve(client: Connection) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    chief = _Chief(client, client.recv())
     try:
-        chief = _Chief(client, client.recv())
-        try:
-            chief.start()
-            chief.collect()
-        finally:
-            chief.kill()
-        client.send((chief.outcomes, chief.stacks))
-    finally:  # a forked child never returns into its parent's frames
-        os._exit(0)
+        chief.start()
+        chief.collect()
+    finally:
+        chief.kill()
+    client.send((chief.outcomes, chief.stacks))
 
 
-def _play_and_exit(rank: int, job: Job, pipe: Connection) -> NoReturn:
+def _fork(life: Callable[[], None]) -> int:
+    """A child that lives `life` and ends: it never returns into its parent's frames."""
+    pid = os.fork()
+    if pid:
+        return pid
     try:
-        play(rank, job, pipe)
+        life()
         sys.stdout.flush()
-    except BaseException:  # noqa: BLE001 - a forked child never returns into its parent's frames
+    except BaseException:  # noqa: BLE001 - there is nobody left to raise it to
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
@@ -88,7 +89,7 @@ class _Chief:
     def start(self) -> None:
         """Fork the ranks."""
         for rank in range(self.job.mesh.size):
-            self._fork(rank)
+            self._start(rank)
 
     def collect(self) -> None:
         """Until all have ended, one has failed, time is up, or nobody listens any more."""
@@ -110,14 +111,15 @@ class _Chief:
         for pid in self._pids.values():
             os.waitpid(pid, 0)
 
-    def _fork(self, rank: int) -> None:
+    def _start(self, rank: int) -> None:
         here, there = Pipe(duplex=False)
-        pid = os.fork()
-        if pid == 0:
-            self.client.close()
-            for pipe in (here, *self._pipes):
-                pipe.close()
-            _play_and_exit(rank, self.job, there)
+
+        def life() -> None:
+            for other in (self.client, here, *self._pipes):
+                other.close()
+            play(rank, self.job, there)
+
+        pid = _fork(life)
         there.close()
         self._pids[rank], self._pipes[here] = pid, rank
 
