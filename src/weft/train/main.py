@@ -10,7 +10,7 @@ from weft.core.config import Run
 from weft.core.toml import dump
 from weft.run.comm import open_comm
 from weft.run.device import choose_device
-from weft.run.launch import launch
+from weft.run.launch import join, launch
 from weft.run.world import World, detect
 from weft.train.journal import Journal
 from weft.train.loop import train_on_ranks
@@ -19,10 +19,10 @@ from weft.view.live import open_view
 
 def train(run: Run) -> int:
     """Train on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code."""
+    out = Path(run.out) if run.out else None
     world = detect(os.environ)
     if world is not None:
-        train_rank(run, world)
-        return 0
+        return join(partial(train_rank, run), world, mesh=run.grid, out=out)
     return launch(
         partial(train_rank, run),
         run.grid.size,
@@ -30,7 +30,7 @@ def train(run: Run) -> int:
         device=run.device,
         port=run.port,
         mesh=run.grid,
-        out=Path(run.out) if run.out else None,
+        out=out,
     )
 
 
