@@ -81,3 +81,8 @@ def test_one_step_runs_at_the_peak():
 
 def test_least_rate_above_the_peak_does_not_heat_the_run():
     assert learning_rate(99, optim(lr=0.01, warmup=0, decay="linear"), 100) == pytest.approx(0.01)
+
+
+def test_cooldown_that_begins_within_the_warm_up_begins_at_its_end():
+    late = optim(decay="wsd", warmup=100)
+    assert [learning_rate(step, late, 110) for step in (99, 100, 105, 110)] == pytest.approx([1.0, 1.0, 0.55, 0.1])

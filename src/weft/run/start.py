@@ -46,10 +46,11 @@ def init(mesh: str | Mesh, *, device: Choice = "auto", port: int | None = None, 
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     world = detect(os.environ) or _make_world(shape, device, port)
     chosen = choose_device(device, local_rank=world.local_rank, local_size=world.local_size)
-    prepare(world.local_size)
     stack = ExitStack()
     atexit.register(stack.close)
-    return stack.enter_context(open_comm(world, shape, chosen, timeout_s=timeout_s))
+    comm = stack.enter_context(open_comm(world, shape, chosen, timeout_s=timeout_s))
+    prepare(world.local_size)
+    return comm
 
 
 def _make_world(mesh: Mesh, device: Choice, port: int | None) -> World:

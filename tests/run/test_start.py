@@ -1,0 +1,60 @@
+"""Claims about `weft.init`: one line makes a plain script a rank, and the person sees one program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import weft
+from weft.errors import LaunchError
+
+SCRIPT = """
+import sys, tempfile, torch, weft
+
+with tempfile.TemporaryDirectory() as folder:
+    comm = weft.init("dp2 tp2", device="cpu")
+    total = comm.all_reduce(torch.tensor([float(comm.rank)]), ("dp", "tp"))
+    sys.stdout.write(f"rank {comm.rank} got {total.item()}\\n")
+    if "fail" in sys.argv and comm.rank == 2:
+        raise ValueError("rank 2 cannot go on")
+    comm.barrier(("dp", "tp"))
+"""
+ENV = {name: value for name, value in os.environ.items() if name != "WEFT_TRACEBACK"}
+
+
+def run_script(*words: str, folder) -> subprocess.CompletedProcess[str]:
+    env = {**ENV, "TMPDIR": str(folder)}
+    return subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, env=env, check=False)
+
+
+def test_a_script_goes_on_as_every_rank_and_exits_once(tmp_path):
+    done = run_script(folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} got 6.0" for rank in range(4)]
+    assert list(tmp_path.iterdir()) == [], "neither ours nor the script's own folder is left"
+
+
+def test_an_error_of_one_rank_is_told_once(tmp_path):
+    done = run_script("fail", folder=tmp_path)
+    assert done.returncode == 1
+    first, *rest = done.stderr.splitlines()
+    assert first == "error: rank 2 (dp1 tp0): ValueError: rank 2 cannot go on [<string>:9 in <module>]"
+    assert rest == ["  traceback: set WEFT_TRACEBACK=1 and run again"]
+
+
+def test_one_rank_is_this_process():
+    script = (
+        "import os, weft; pid = os.getpid(); comm = weft.init(''); assert os.getpid() == pid; assert comm.rank == 0"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=ENV, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_world_of_another_size_is_one_line(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=r"^mesh: differs from the world size \(got 3 ranks; need 4 for 'dp2 tp2'\)"):
+        weft.init("dp2 tp2", device="cpu")
