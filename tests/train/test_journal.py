@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -148,3 +149,12 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, out):
         LaunchError, match=r"^out: cannot write to the run folder \(got .*\)\. Fix: choose another out$"
     ):
         open_folder(Path(out.format(file=file)))
+
+
+def test_an_event_is_written_by_one_call(tmp_path, monkeypatch):
+    calls = []
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: calls.append(bytes(data)) or write(file, data))
+    with Journal(tmp_path) as journal:
+        journal.emit({"event": "step", "text": "y" * 100_000})
+    assert calls == [(tmp_path / EVENTS).read_bytes()]
