@@ -234,6 +234,7 @@ def test_a_world_of_another_size_than_the_mesh_is_refused(env, line, place, caps
 
 
 def test_a_fault_is_told_once_a_machine(place, capsys, monkeypatch):
+    monkeypatch.setattr("weft.cli.PATIENCE_S", 0.0)
     for name, value in {**TORCHRUN, "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--mesh", "dp2"]) == EXIT_USER

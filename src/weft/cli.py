@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -43,6 +44,8 @@ HELP = ("-h", "--help")
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
 SIMULATED_FLOPS = 1e12
 """FLOP/s of a simulated rank."""
+PATIENCE_S = 1.0
+"""torchrun ends all ranks with the first that ends: the others wait until the first on their machine has told its faults."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _command(name)(words)
     except UserError as error:
         _tell(f"error: {fault}" for fault in error.faults)
+        if not door.is_first(os.environ, door.LOCAL_RANKS):
+            time.sleep(PATIENCE_S)
         return EXIT_USER
     except RankError as error:
         _tell([f"error: {error}"])

@@ -141,6 +141,7 @@ def test_divisors_are_all_common_ones(numbers):
         (["--mesh", "cp2"], "mesh: axis 'cp' is not there yet"),
         (["--parallel.zero", "1"], "parallel.zero: is not there yet with this value (got 1; need 0)"),
         (["--precision.compute", "bfloat16"], "precision.compute: is not there yet"),
+        (["--precision.compute", "float64"], "precision: mixed number types are not there yet"),
         (["--resume", "auto"], "resume: is not there yet with this value (got 'auto'; need nothing)"),
     ],
 )
