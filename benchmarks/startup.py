@@ -1,6 +1,6 @@
 """Seconds from `weft train` to the first finished step, with 1, 2, 4 and 8 local ranks.
 
-    python benchmarks/startup.py [--rounds 3]
+python benchmarks/startup.py [--rounds 3]
 """
 
 from __future__ import annotations

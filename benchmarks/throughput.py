@@ -54,7 +54,9 @@ def config(args: argparse.Namespace) -> llama3.Config:
 
 
 def batch_of(args: argparse.Namespace, ranks: int) -> Batch:
-    tokens = torch.randint(0, 4096, (args.sequences * ranks, args.seq_len + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, 4096, (args.sequences * ranks, args.seq_len + 1), generator=torch.Generator().manual_seed(0)
+    )
     return token_batch(tokens[:, :-1], tokens[:, 1:])
 
 
@@ -100,7 +102,7 @@ def wefts_step(args: argparse.Namespace, world: World, comm: object) -> Callable
         clip=CLIP,
     )
     model = build_model(llama3, model_config, plan, comm, seed=1)
-    train = TrainStep(model, make_optimizer=lambda model: make_optimizer(model.params, Optim()), clip=CLIP)
+    train = TrainStep(model, make_optimizer=lambda tensors: make_optimizer(tensors, Optim()), clip=CLIP)
     mine = micro_batches(batch_of(args, world.size), plan, world.rank)
     return lambda: train(mine, lr=1e-3)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh, every_mesh
@@ -48,9 +50,10 @@ class Case:
     grouped: bool = False
     microbatches: int = 4
     bucket_bytes: int = 4096
+    zero: Literal[0, 1, 2, 3] = 0
 
     def __str__(self) -> str:
-        flags = "-sp" * self.sequence + "-gqa" * self.grouped
+        flags = "-sp" * self.sequence + "-gqa" * self.grouped + f"-zero{self.zero}" * (self.zero > 0)
         mesh = self.mesh.replace(" ", "_") or "one"
         return (
             f"{self.family}{flags}-{mesh}-{self.schedule}{self.chunks if self.chunks > 1 else ''}-m{self.microbatches}"
@@ -81,7 +84,10 @@ class Case:
             micro_size=1,
             seq_len=SEQ_LEN,
             sequence_parallel=self.sequence,
+            zero=self.zero,
             params="float64",
+            compute="float64",
+            reduce="float64",
             clip=CLIP,
             bucket_bytes=self.bucket_bytes,
         )
@@ -142,10 +148,10 @@ def batches(num_sequences: int, vocab: int) -> tuple[Batch, ...]:
     return tuple(steps)
 
 
-def adamw(params: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> torch.optim.Optimizer:
     """torch's AdamW, decay on matrices only."""
-    matrices = [param for param in params.values() if param.ndim >= 2]
-    vectors = [param for param in params.values() if param.ndim < 2]
+    matrices = [tensor for name, tensor in tensors.items() if name in decayed]
+    vectors = [tensor for name, tensor in tensors.items() if name not in decayed]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=LR)
 
@@ -181,7 +187,7 @@ class RunRank:
             plan=plan,
             comm=comm,
             seed=SEED,
-            optimizer=lambda model: adamw(dict(model.params)),
+            optimizer=adamw,
             lr=LR,
         )
 

@@ -186,19 +186,19 @@ class _Alone:
 @mutant(Case("pp2", family="gpt2"))
 def tied_embeddings_are_not_summed_across_stages(patch: pytest.MonkeyPatch) -> None:
     """Embedding and head drift apart."""
-    patch.setattr(grads, "add_far_ties", lambda model: None)
+    patch.setattr(grads, "add_far_ties", lambda model, kept: None)
 
 
 @mutant(Case("pp2", family="gpt2"))
 def a_tied_parameter_counts_twice_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     """The logged norm and the clipping are wrong."""
-    patch.setattr(grads, "counts_here", lambda model, name: True)
+    patch.setattr(grads, "counts_here", lambda model, name, spread=(): True)
 
 
 @mutant(Case("tp2"))
 def replicated_parameters_count_once_a_rank_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     """Norm weights count tp times."""
-    patch.setattr(grads, "_is_first_holder", lambda piece, comm: True)
+    patch.setattr(grads, "_is_first_holder", lambda piece, comm, spread: True)
 
 
 @mutant(Case("pp2 tp2"))
@@ -208,7 +208,7 @@ def clipping_uses_the_norm_of_this_rank(patch: pytest.MonkeyPatch) -> None:
 
     def local(self: step.TrainStep, loss: Tensor) -> Any:
         total, _, mem = right(self, loss)
-        return total, grads.squared_norm(self.model).sqrt(), mem
+        return total, grads.squared_norm(self.model, self.kept).sqrt(), mem
 
     patch.setattr(step.TrainStep, "_gather_totals", local)
 

@@ -17,12 +17,13 @@ from weft.parallel.ddp import DistributedDataParallel
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model
+from weft.train.optim import matrices
 from weft.train.step import TrainStep
 
 
 def make_step(case: Case, comm: Comm) -> TrainStep:
     model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
-    return TrainStep(model, make_optimizer=lambda model: adamw(dict(model.params)), clip=1.0)
+    return TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -35,7 +36,7 @@ def test_gradients_are_reduced_once_a_step_however_many_micro_batches(microbatch
         comm.observers = (counter,)
         step(micro_batches(batches(case.plan.global_size, 53)[0], case.plan, comm.rank), lr=LR)
         reduced = counter.traffic["dp", "all_reduce"]
-        return reduced.operations, len(step.buckets.buckets), reduced.payload_bytes
+        return reduced.operations, len(step.kept.buckets), reduced.payload_bytes
 
     for operations, num_buckets, payload in run_ranks("dp2", rank):
         num_params = sum(p.numel() for p in _params(case))
@@ -77,11 +78,11 @@ def test_gradients_stay_views_into_their_buckets_and_bucket_order_does_not_chang
     def rank(comm: Comm) -> tuple[tuple[str, ...], ...]:
         step = make_step(case, comm)
         places = {name: param.grad.data_ptr() for name, param in step.model.params.items()}
-        order = tuple(bucket.names for bucket in step.buckets.buckets)
+        order = tuple(bucket.names for bucket in step.kept.buckets)
         for batch in batches(case.plan.global_size, 53):
             step(micro_batches(batch, case.plan, comm.rank), lr=LR)
         assert places == {name: param.grad.data_ptr() for name, param in step.model.params.items()}
-        assert order == tuple(bucket.names for bucket in step.buckets.buckets)
+        assert order == tuple(bucket.names for bucket in step.kept.buckets)
         return order
 
     orders = set(run_ranks("dp3", rank))

@@ -24,6 +24,9 @@ def plan_of(run: Run) -> Plan:
         micro_size=run.batch.micro_size,
         seq_len=run.data.seq_len,
         sequence_parallel=run.parallel.sequence,
+        zero=run.parallel.zero,
         params=run.precision.params,
+        compute=run.precision.compute,
+        reduce=run.precision.reduce,
         clip=run.optim.clip,
     )

@@ -60,7 +60,10 @@ class Plan(BaseModel):
     seq_len: int = 1
     sequence_parallel: bool = False
     rule: tuple[tuple[str, str], ...] = tuple(TENSOR_RULE.items())
+    zero: Literal[0, 1, 2, 3] = 0
     params: Dtype = "float32"
+    compute: Dtype = "float32"
+    reduce: Dtype = "float32"
     clip: float = 0.0
     bucket_bytes: int = 25 * 2**20
 

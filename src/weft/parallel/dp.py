@@ -54,7 +54,7 @@ class GradientBuckets:
         stage_of: Mapping[str, int],
         bucket_bytes: int = 25 * 2**20,
     ) -> None:
-        self.comm = comm
+        self.comm, self._params = comm, params
         self.buckets = tuple(_make_buckets(params, reduce=reduce, stage_of=stage_of, bucket_bytes=bucket_bytes))
         self.views = {name: param.grad for name, param in params.items() if param.grad is not None}
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
@@ -64,6 +64,27 @@ class GradientBuckets:
             for name, param in params.items()
             if param.requires_grad
         ]
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What an optimizer moves, by global name, `.grad` beside it."""
+        return self._params
+
+    @property
+    def spread(self) -> Mapping[str, tuple[str, ...]]:
+        """Mesh axes over which the entries of a parameter are spread: none."""
+        return {}
+
+    def after_update(self) -> None:
+        """The blocks use the very tensors that were moved."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Finished gradients by global name."""
+        return {name: view.clone() for name, view in self.views.items()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Values by global name."""
+        return {name: param.detach().clone() for name, param in self._params.items()}
 
     def arm(self, stage: int) -> None:
         """The next backward of `stage` is its last in this step: reduce each bucket as soon as it is complete."""

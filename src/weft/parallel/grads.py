@@ -2,39 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.parallel.dp import GradientBuckets
 from weft.parallel.model import FarTie, ParallelModel, Piece
 
 
-def add_far_ties(model: ParallelModel) -> None:
+class Gradients(Protocol):
+    """Who keeps the gradients of a rank: `GradientBuckets`, or `ShardedParams` where they are spread or of mixed dtypes."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+    @property
+    def spread(self) -> Mapping[str, tuple[str, ...]]: ...
+    def zero(self) -> None: ...
+    def arm(self, stage: int) -> None: ...
+    def finish(self) -> None: ...
+    def scale(self, factor: Tensor | float) -> None: ...
+    def after_update(self) -> None: ...
+    def gradients(self) -> dict[str, Tensor]: ...
+    def parameters(self) -> dict[str, Tensor]: ...
+
+
+def add_far_ties(model: ParallelModel, kept: Gradients) -> None:
     """Add the gradients of parameters that stand on two pipeline ranks under two names; both ranks get the same sum."""
     sends = []
     theirs: list[tuple[FarTie, Tensor]] = []
     for link in model.far_ties:
-        gradient = _gradient(model, link.name)
+        if link.name not in kept.tensors:
+            continue  # a shard without an entry of it, on both ranks alike
+        gradient = _gradient(kept, link.name)
         sends.append(model.comm.start_send(gradient.clone(), "pp", to=link.peer))
         theirs.append((link, model.comm.recv(torch.empty_like(gradient), "pp", source=link.peer)))
     for link, gradient in theirs:
-        _gradient(model, link.name).add_(gradient)
+        _gradient(kept, link.name).add_(gradient)
     for send in sends:
         send.wait()
 
 
-def squared_norm(model: ParallelModel) -> Tensor:
+def squared_norm(model: ParallelModel, kept: Gradients) -> Tensor:
     """This rank's share of the squared gradient norm, float64 scalar: summed over all ranks, each logical parameter counts once.
 
     A parameter that is whole on several ranks counts on the first of them; a tied one under its owner's name.
     """
     counted = [
-        _gradient(model, name)
-        for name, param in model.params.items()
-        if param.requires_grad and counts_here(model, name)
+        _gradient(kept, name)
+        for name in kept.tensors
+        if model.params[name].requires_grad and counts_here(model, name, spread=kept.spread.get(name, ()))
     ]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=model.comm.device)
@@ -42,28 +60,28 @@ def squared_norm(model: ParallelModel) -> Tensor:
     return norms.double().square().sum()
 
 
-def counts_here(model: ParallelModel, name: str) -> bool:
-    """Whether this rank stands first among those that hold this piece, so that each entry counts on one rank of the mesh."""
+def counts_here(model: ParallelModel, name: str, *, spread: tuple[str, ...] = ()) -> bool:
+    """Whether this rank stands first among those that hold these entries, so that each counts on one rank of the mesh.
+
+    `spread` names mesh axes over which the entries of the piece are spread further.
+    """
     is_copy = any(link.name == name and not link.counts for link in model.far_ties)
-    return not is_copy and _is_first_holder(model.pieces[name], model.comm)
+    return not is_copy and _is_first_holder(model.pieces[name], model.comm, spread)
 
 
-def clip(buckets: GradientBuckets, norm: Tensor, *, most: float) -> None:
+def clip(kept: Gradients, norm: Tensor, *, most: float) -> None:
     """Scale all gradients so that their global norm is at most `most`; 0 leaves them. As torch's clip_grad_norm_ does."""
     if most > 0:
-        buckets.scale((most / (norm + 1e-6)).clamp(max=1.0))
+        kept.scale((most / (norm + 1e-6)).clamp(max=1.0))
 
 
-def _is_first_holder(piece: Piece, comm: Comm) -> bool:
-    """Whether this rank stands first among those that hold the same piece."""
-    return all(comm.index(axis) == 0 for axis in _replicating_axes(piece, comm))
+def _is_first_holder(piece: Piece, comm: Comm, spread: tuple[str, ...]) -> bool:
+    """Whether this rank stands first among those that hold the same entries."""
+    different = ("pp", *piece.cut, *spread)
+    return all(comm.index(axis) == 0 for axis, _ in comm.mesh.axes if axis not in different)
 
 
-def _replicating_axes(piece: Piece, comm: Comm) -> Iterable[str]:
-    return (axis for axis, degree in comm.mesh.axes if degree > 1 and axis != "pp" and axis not in piece.cut)
-
-
-def _gradient(model: ParallelModel, name: str) -> Tensor:
-    gradient = model.params[name].grad
+def _gradient(kept: Gradients, name: str) -> Tensor:
+    gradient = kept.tensors[name].grad
     assert gradient is not None, f"{name} has no gradient view: make the buckets first"
     return gradient

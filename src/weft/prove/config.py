@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.core.config import Run
+from weft.core.config import Precision, Run
 from weft.core.layout import plan_of
 from weft.core.lr import learning_rate
 from weft.models import FAMILIES
@@ -44,13 +45,13 @@ class Verdict:
 
 def prove(run: Run, *, steps: int) -> Verdict:
     """Train `steps` steps of `run` on its layout, ranks as threads, and on one device; compare everything."""
-    run = run.model_copy(update={"precision": run.precision.model_copy(update={"params": "float64"})})
+    run = run.model_copy(update={"precision": Precision(params="float64", compute="float64", reduce="float64")})
     family, plan = FAMILIES[run.model.name], plan_of(run)
     batches = [_whole_batch(run, step) for step in range(steps)]
     lr = learning_rate(run.optim.warmup, run.optim, run.steps)
 
-    def optimizer(params: dict[str, nn.Parameter]) -> NamedOptimizer:
-        return make_optimizer(params, run.optim)
+    def optimizer(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> NamedOptimizer:
+        return make_optimizer(tensors, run.optim, decay_names=decayed)
 
     truth = one_device(
         family,
@@ -71,7 +72,7 @@ def prove(run: Run, *, steps: int) -> Verdict:
             plan=plan,
             comm=comm,
             seed=run.seed,
-            optimizer=lambda model: optimizer(dict(model.params)),
+            optimizer=optimizer,
             lr=lr,
         )
 

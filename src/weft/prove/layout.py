@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -12,10 +12,10 @@ from weft.core.model import ModelConfig
 from weft.core.plan import Plan
 from weft.models import Family
 from weft.models.batch import Batch
-from weft.parallel.model import ParallelModel
+from weft.prove.oracle import OptimizerOf
 from weft.prove.trace import Held, StepTrace
 from weft.train.build import build_model
-from weft.train.optim import Optimizer
+from weft.train.optim import matrices
 from weft.train.order import layout_of
 from weft.train.step import StepReport, TrainStep
 
@@ -37,22 +37,23 @@ def run_layout(
     plan: Plan,
     comm: Comm,
     seed: int,
-    optimizer: Callable[[ParallelModel], Optimizer],
+    optimizer: OptimizerOf,
     lr: float,
 ) -> Held:
     """Train this rank's part of the model on the same whole batches and record everything."""
     model = build_model(family, config, plan, comm, seed=seed)
-    train = TrainStep(model, make_optimizer=optimizer, clip=plan.clip)
-    traces = tuple(_record(model, train(micro_batches(batch, plan, comm.rank), lr=lr)) for batch in steps)
+    decayed = matrices(model.params)
+    train = TrainStep(model, make_optimizer=lambda tensors: optimizer(tensors, decayed), clip=plan.clip)
+    traces = tuple(_record(train, train(micro_batches(batch, plan, comm.rank), lr=lr)) for batch in steps)
     boxes = {piece.owner: piece.box for piece in model.pieces.values()}
     return Held(plan.mesh.where(comm.rank), boxes, traces)
 
 
-def _record(model: ParallelModel, report: StepReport) -> StepTrace:
-    named = {model.pieces[name].owner: param for name, param in model.params.items()}
+def _record(train: TrainStep, report: StepReport) -> StepTrace:
+    owner = {name: piece.owner for name, piece in train.model.pieces.items()}
     return StepTrace(
         loss=report.loss,
         grad_norm=report.grad_norm,
-        grads={name: param.grad.clone() for name, param in named.items() if param.grad is not None},
-        params={name: param.detach().clone() for name, param in named.items()},
+        grads={owner[name]: gradient for name, gradient in train.kept.gradients().items()},
+        params={owner[name]: value for name, value in train.kept.parameters().items()},
     )

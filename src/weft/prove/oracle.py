@@ -3,19 +3,20 @@ passes through the parallel code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.core.model import ModelConfig
 from weft.models import Family
 from weft.models.batch import Batch, forward
 from weft.models.init import initialise, named_parameters, tie
 from weft.prove.trace import StepTrace
-from weft.train.optim import Optimizer
+from weft.train.optim import Optimizer, matrices
 
-OptimizerOf = Callable[[dict[str, nn.Parameter]], Optimizer]
+OptimizerOf = Callable[[Mapping[str, Tensor], Collection[str]], Optimizer]
+"""From the tensors to move, by global name, and the names of those that feel weight decay."""
 
 
 def plain_model(family: Family, config: ModelConfig, *, seed: int, dtype: torch.dtype) -> dict[str, nn.Module]:
@@ -42,7 +43,7 @@ def one_device(
     """Train on whole batches, one a step, and record everything."""
     blocks = plain_model(family, config, seed=seed, dtype=dtype)
     params = {name: p for name, p in named_parameters(blocks).items() if name not in family.ties(config)}
-    update = optimizer(params)
+    update = optimizer(params, matrices(params))
     traces = []
     for batch in steps:
         for param in params.values():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.config import Run
@@ -13,7 +16,7 @@ from weft.models import FAMILIES, Family
 from weft.parallel.model import ParallelModel, materialise, parallelize
 from weft.train.data import Samples
 from weft.train.feed import Feed
-from weft.train.optim import Optimizer, make_optimizer
+from weft.train.optim import Optimizer, make_optimizer, matrices
 from weft.train.skeleton import skeleton
 from weft.train.step import TrainStep
 
@@ -31,8 +34,10 @@ def build_step(run: Run, comm: Comm) -> TrainStep:
     plan = plan_of(run)
     model = build_model(FAMILIES[run.model.name], run.model, plan, comm, seed=run.seed)
 
-    def optimizer(model: ParallelModel) -> Optimizer:
-        return make_optimizer(model.params, run.optim)
+    decayed = matrices(model.params)
+
+    def optimizer(tensors: Mapping[str, Tensor]) -> Optimizer:
+        return make_optimizer(tensors, run.optim, decay_names=decayed)
 
     return TrainStep(model, make_optimizer=optimizer, clip=run.optim.clip)
 

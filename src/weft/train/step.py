@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -14,8 +14,10 @@ from weft.core.axes import data_axes
 from weft.models.batch import Batch
 from weft.parallel import grads
 from weft.parallel.dp import GradientBuckets
+from weft.parallel.grads import Gradients
 from weft.parallel.model import ParallelModel
 from weft.parallel.pp import Player, Watch
+from weft.parallel.zero import Policy, ShardedParams
 from weft.train.optim import Optimizer
 
 
@@ -42,7 +44,7 @@ class TrainStep:
     """Gradients of all micro-batches, one update. The same for one rank and for thousands.
 
     Args:
-        make_optimizer: builds the optimizer from the local parameters by global name, once gradients are in place.
+        make_optimizer: builds the optimizer from the tensors that it shall move, by global name, gradients beside them.
         clip: largest global gradient norm; 0 turns clipping off.
     """
 
@@ -50,20 +52,14 @@ class TrainStep:
         self,
         model: ParallelModel,
         *,
-        make_optimizer: Callable[[ParallelModel], Optimizer],
+        make_optimizer: Callable[[Mapping[str, Tensor]], Optimizer],
         clip: float,
         watch: Watch | None = None,
     ) -> None:
         self.model, self.clip = model, clip
-        self.buckets = GradientBuckets(
-            model.params,
-            comm=model.comm,
-            reduce={name: piece.reduce for name, piece in model.pieces.items()},
-            stage_of=model.stage_of,
-            bucket_bytes=model.plan.bucket_bytes,
-        )
-        self.optimizer = make_optimizer(model)
-        self.player = Player(model, before_last_backward=self.buckets.arm, watch=watch)
+        self.kept = keep_gradients(model)
+        self.optimizer = make_optimizer(self.kept.tensors)
+        self.player = Player(model, before_last_backward=self.kept.arm, watch=watch)
 
     @property
     def num_params(self) -> int:
@@ -77,15 +73,16 @@ class TrainStep:
         """Train on this rank's micro-batches of one step."""
         start = time.perf_counter()
         targets = self._count_targets(batches)
-        self.buckets.zero()
+        self.kept.zero()
         loss = self.player.play(batches, 1.0 / targets)
-        self.buckets.finish()
-        grads.add_far_ties(self.model)
+        self.kept.finish()
+        grads.add_far_ties(self.model, self.kept)
         total_loss, norm, mem_bytes = self._gather_totals(loss)
-        grads.clip(self.buckets, norm, most=self.clip)
+        grads.clip(self.kept, norm, most=self.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self.kept.after_update()
         return StepReport(
             loss=(total_loss / targets).item(),
             grad_norm=norm.item(),
@@ -105,7 +102,7 @@ class TrainStep:
         comm, mesh = self.model.comm, self.model.comm.mesh
         loss_once = loss if comm.index("tp") == 0 else torch.zeros_like(loss)
         mem = torch.tensor(float(memory_bytes(comm.device)), dtype=torch.float64, device=comm.device)
-        mine = torch.stack((loss_once, grads.squared_norm(self.model), mem)).unsqueeze(0)
+        mine = torch.stack((loss_once, grads.squared_norm(self.model, self.kept), mem)).unsqueeze(0)
         everyone = comm.all_gather(mine, tuple(name for name, _ in mesh.axes), dim=0)
         losses, squares, mems = everyone.unbind(1)
         stage_of_rank = [mesh.coord(rank).get("pp", 0) for rank in range(mesh.size)]
@@ -113,6 +110,21 @@ class TrainStep:
         for stage, value in zip(stage_of_rank, mems.tolist(), strict=True):
             per_stage[stage] = max(per_stage[stage], int(value))
         return losses.sum(), squares.sum().sqrt(), tuple(per_stage)
+
+
+def keep_gradients(model: ParallelModel) -> Gradients:
+    """Buckets where every rank holds everything in one dtype; else shards, as the plan's ZeRO stage and dtypes say."""
+    plan = model.plan
+    if plan.zero == 0 and plan.params == plan.compute == plan.reduce:
+        return GradientBuckets(
+            model.params,
+            comm=model.comm,
+            reduce={name: piece.reduce for name, piece in model.pieces.items()},
+            stage_of=model.stage_of,
+            bucket_bytes=plan.bucket_bytes,
+        )
+    params, compute, reduce = (getattr(torch, name) for name in (plan.params, plan.compute, plan.reduce))
+    return ShardedParams(model, Policy(plan.zero, params=params, compute=compute, reduce=reduce))
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -1,0 +1,25 @@
+"""ZeRO 1 to 3 under every other dimension == one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.matrix.layouts import Case
+from tests.matrix.test_matrix import check
+
+MESHES = (
+    Case("dp2", family="gpt2"),
+    Case("dp3", grouped=True),
+    Case("dp2 tp2", family="gpt2", sequence=True),
+    Case("pp2 dp2", family="gpt2"),
+    Case("pp2 dp2 tp2", schedule="interleaved", chunks=2, sequence=True),
+    Case("pp2 dp3", grouped=True, schedule="gpipe"),
+    Case("tp2", sequence=True),
+    Case("pp2"),
+)
+CASES = [Case(**{**case.__dict__, "zero": zero}) for case in MESHES for zero in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_zero_computes_what_one_device_computes(case: Case) -> None:
+    check(case)
