@@ -12,7 +12,6 @@ from weft.errors import Fault
 WORKS: dict[str, tuple[Any, ...]] = {
     "model.from_hf": (None,),
     "data.tokenizer": ("bytes",),
-    "parallel.zero": (0,),
     "parallel.context": ("ring",),
     "parallel.recompute": ("none",),
     "precision.params": ("float32", "float64"),

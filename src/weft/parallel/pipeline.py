@@ -50,6 +50,7 @@ class PipelineParallel(nn.Module):
         chunks: int = 1,
     ) -> None:
         super().__init__()
+        dtype = str(example.dtype).removeprefix("torch.")
         plan = Plan(
             mesh=comm.mesh,
             family="custom",
@@ -58,7 +59,9 @@ class PipelineParallel(nn.Module):
             schedule=schedule,
             chunks=chunks,
             microbatches=microbatches,
-            params=str(example.dtype).removeprefix("torch."),
+            params=dtype,
+            compute=dtype,
+            reduce=dtype,
         )
         chain: dict[str, nn.Module] = {str(index): _Plain(block) for index, block in enumerate(blocks)}
         self.model: ParallelModel = parallelize({**chain, "loss": _LossBlock(loss)}, plan, comm)

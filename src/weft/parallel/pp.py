@@ -119,7 +119,7 @@ class Player:
 
     def _post(self, play: _Play, recv: Recv) -> None:
         comm, boundary = self.model.comm, recv.stage if recv.kind == "activation" else recv.stage - 1
-        dtype = getattr(torch, self.model.plan.params)
+        dtype = getattr(torch, self.model.plan.compute)
         buffer = torch.empty(self.model.plan.boundary_shape(boundary), dtype=dtype, device=comm.device)
         play.posted[recv.act] = comm.start_recv(buffer, "pp", source=recv.peer)
 

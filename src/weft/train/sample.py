@@ -44,7 +44,7 @@ def _last_logits(model: ParallelModel, window: Sequence[int], *, vocab: int) -> 
         if home[stage] == here:
             if stage and home[stage - 1] != here:
                 empty = torch.empty(
-                    plan.boundary_shape(stage - 1), dtype=getattr(torch, plan.params), device=comm.device
+                    plan.boundary_shape(stage - 1), dtype=getattr(torch, plan.compute), device=comm.device
                 )
                 x = comm.recv(empty, "pp", source=home[stage - 1])
             for name, block in model.stages[stage].items():
