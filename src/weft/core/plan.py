@@ -16,6 +16,7 @@ from weft.core.mesh import AXIS_MEANING, Mesh
 from weft.core.model import BlockSpec
 from weft.core.schedule import Table
 from weft.core.schedules import find
+from weft.core.sequence import Context, length_unit
 from weft.core.simulate import simulate
 from weft.core.stages import cut_by_cost, cut_by_counts
 from weft.core.timeline import bubble
@@ -59,6 +60,7 @@ class Plan(BaseModel):
     micro_size: int = 1
     seq_len: int = 1
     sequence_parallel: bool = False
+    context: Context = "ring"
     rule: tuple[tuple[str, str], ...] = tuple(TENSOR_RULE.items())
     zero: Literal[0, 1, 2, 3] = 0
     params: Dtype = "float32"
@@ -180,9 +182,9 @@ def _faults(plan: Plan) -> Iterator[Fault]:
         yield Fault("stages", f"blocks on more than one stage: {', '.join(doubled)}", need="each block once")
     if empty := [index for index, stage in enumerate(plan.stages) if not stage.blocks]:
         yield Fault("stages", f"stages without blocks: {', '.join(map(str, empty))}", need="at least one block each")
-    cut = plan.mesh.degree("cp") * (plan.mesh.degree("tp") if plan.sequence_parallel else 1)
-    if plan.seq_len % cut:
-        yield Fault("seq_len", "does not divide over the ranks that share a sequence", str(plan.seq_len), f"{cut} x n")
+    unit = length_unit(plan.mesh, sequence_parallel=plan.sequence_parallel)
+    if plan.seq_len % unit:
+        yield Fault("seq_len", "does not divide over the ranks that share a sequence", str(plan.seq_len), f"{unit} x n")
     unknown = [axis for _, axis in plan.rule if axis not in AXIS_MEANING]
     if unknown:
         yield Fault("rule", f"cuts over axes that no mesh has: {', '.join(unknown)}", need=", ".join(AXIS_MEANING))
