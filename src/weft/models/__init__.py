@@ -13,7 +13,7 @@ from weft.errors import ConfigError, Fault, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-_PARTS = ("batch", "images", "init", "layers", "rope")
+_PARTS = ("batch", "experts", "images", "init", "layers", "mla", "moe", "mtp", "rope")
 
 
 class Family(Protocol):
@@ -28,11 +28,13 @@ class Family(Protocol):
     def blocks(self, cfg: Any) -> dict[str, nn.Module]: ...
 
 
-FAMILIES: Mapping[str, Family] = {
-    name: cast(Family, importlib.import_module(f"{__name__}.{name}"))
+_MODULES = (
+    importlib.import_module(f"{__name__}.{name}")
     for name in sorted(module.name for module in pkgutil.iter_modules(__path__))
     if name not in _PARTS
-}
+)
+
+FAMILIES: Mapping[str, Family] = {module.Config.family: cast(Family, module) for module in _MODULES}
 
 PRESETS: Mapping[str, ModelConfig] = {
     name: config for module in FAMILIES.values() for name, config in module.PRESETS.items()

@@ -1,12 +1,16 @@
-"""Owns what flows through a model: the Batch that every block may read, and the plain chain of blocks."""
+"""Owns what flows through a model: the Batch that every block may read, what a block may add, the plain chain of blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from weft.core.sequence import zigzag
 
 IGNORE = -100
 """Target of a token that does not count in the loss."""
@@ -21,12 +25,18 @@ class Batch:
         targets: targets_BS int64 (targets_B for images), IGNORE where a token does not count.
         positions: positions_BS int64, place of each token in its sequence or document (zeros_B for images).
         documents: documents_BS int64, tokens attend only within their own document; None: a sequence is one document.
+        next_inputs: tokens_BS int64, the token after each one; see `with_later_targets`.
+        later_targets: targets_BS int64, the target after each one, IGNORE where there is none.
+        whole_documents: documents_BT of whole sequences, where the other fields hold some of their columns.
     """
 
     inputs: Tensor
     targets: Tensor
     positions: Tensor
     documents: Tensor | None = None
+    next_inputs: Tensor | None = None
+    later_targets: Tensor | None = None
+    whole_documents: Tensor | None = None
 
     def num_targets(self) -> Tensor:
         """Number of targets that count, int64 scalar; stays on the device."""
@@ -36,10 +46,17 @@ class Batch:
         """Some of its sequences."""
         return self.map(lambda x: x[index])
 
+    def columns(self, *, index: int, degree: int) -> Batch:
+        """What rank `index` of the `degree` ranks that share each sequence holds of it; see core/sequence.py."""
+        if degree == 1:
+            return self
+        spans = zigzag(self.inputs.shape[1], degree, index)
+        own = self.map(lambda x: torch.cat([x[:, span.start : span.stop] for span in spans], dim=1))
+        return replace(own, whole_documents=self.documents)
+
     def map(self, act: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with `act` applied to each tensor: `batch.map(lambda x: x[:4])`, `batch.map(torch.Tensor.cuda)`."""
-        documents = None if self.documents is None else act(self.documents)
-        return Batch(act(self.inputs), act(self.targets), act(self.positions), documents)
+        return Batch(**{name: act(x) for name, x in vars(self).items() if x is not None})
 
 
 def token_batch(inputs_BS: Tensor, targets_BS: Tensor) -> Batch:
@@ -53,9 +70,59 @@ def image_batch(images_BCHW: Tensor, targets_B: Tensor) -> Batch:
     return Batch(images_BCHW, targets_B, torch.zeros_like(targets_B))
 
 
+def with_later_targets(batch: Batch) -> Batch:
+    """The batch of whole sequences with what multi-token prediction reads; do it before a sequence is cut.
+
+    The token after the last one of a sequence or document is known as its target only, or else taken as 0; the target
+    after that one's is not known at all and does not count.
+    """
+    unknown_BS = batch.targets.clamp(min=0)
+    next_BS = torch.cat((batch.inputs[:, 1:], unknown_BS[:, -1:]), dim=1)
+    later_BS = F.pad(batch.targets[:, 1:], (0, 1), value=IGNORE)
+    if batch.documents is not None:
+        ends_BS = F.pad(batch.documents[:, 1:] != batch.documents[:, :-1], (0, 1))
+        next_BS, later_BS = next_BS.where(~ends_BS, unknown_BS), later_BS.masked_fill(ends_BS, IGNORE)
+    return replace(batch, next_inputs=next_BS, later_targets=later_BS)
+
+
+class Extra(NamedTuple):
+    """What a block may return instead of x alone.
+
+    Attributes:
+        x: what it hands on.
+        loss: scalar that is added to the summed loss; like that one it is divided by the step's number of targets.
+        load: tokens that this micro-batch sent to each expert, load_E int64.
+    """
+
+    x: Tensor
+    loss: Tensor | None = None
+    load: Tensor | None = None
+
+
+class Chained(NamedTuple):
+    """What a run of blocks yields: what the last one hands on, the sum of their extra losses, loads by block name."""
+
+    x: Tensor
+    loss: Tensor | None
+    loads: dict[str, Tensor]
+
+
+def chain(blocks: Mapping[str, nn.Module] | nn.ModuleDict, x: Tensor, batch: Batch) -> Chained:
+    """Play some consecutive blocks on what the block before them handed on."""
+    total: Tensor | None = None
+    loads: dict[str, Tensor] = {}
+    for name, block in blocks.items():
+        out = block(x, batch)
+        x, loss, load = out if isinstance(out, Extra) else Extra(out)
+        if loss is not None:
+            total = loss if total is None else total + loss
+        if load is not None:
+            loads[name] = load
+    return Chained(x, total, loads)
+
+
 def forward(blocks: Mapping[str, nn.Module] | nn.ModuleDict, batch: Batch) -> Tensor:
-    """The plain chain on one device: the summed loss, or what the last of these blocks hands on."""
-    x = batch.inputs
-    for block in blocks.values():
-        x = block(x, batch)
-    return x
+    """The plain chain on one device: the summed loss with all extra losses, or what the last of these blocks hands on."""
+    out = chain(blocks, batch.inputs, batch)
+    is_loss = out.x.dim() == 0
+    return out.x + out.loss if is_loss and out.loss is not None else out.x

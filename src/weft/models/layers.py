@@ -14,13 +14,25 @@ from weft.models.rope import Rope, rotate
 
 
 class Attend(nn.Module):
-    """Seam: causal attention of each token to its own document. H query heads share G key/value heads, H / G each."""
+    """Seam: causal attention of each token to its own document. H query heads share G key/value heads, H / G each.
+
+    Scores are q k^T times `scale`, 1 / sqrt(head size) where it is None. Heads of v may have another size than those of q and k.
+    """
+
+    def __init__(self, *, scale: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
 
     def forward(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, batch: Batch) -> Tensor:
+        width, missing = v_BSGK.shape[-1], k_BSGK.shape[-1] - v_BSGK.shape[-1]
+        if missing > 0:  # fused kernels want equal head sizes; without one an S x S square is held
+            v_BSGK = F.pad(v_BSGK, (0, missing))
         q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
         mask = None if batch.documents is None else document_mask(batch.documents)
-        out_BHSK = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return out_BHSK.transpose(1, 2)
+        out_BHSK = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
+        return out_BHSK.transpose(1, 2)[..., :width]
 
 
 def document_mask(documents_BS: Tensor) -> Tensor:
@@ -30,10 +42,21 @@ def document_mask(documents_BS: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped keys and values (Ainslie et al. 2023)."""
+    """Multi-head attention with grouped keys and values (Ainslie et al. 2023).
+
+    With `qk_norm_eps` each head of q and k is normalised before it is rotated (Dehghani et al. 2023, as in Qwen3).
+    """
 
     def __init__(
-        self, dim: int, *, heads: int, kv_heads: int, head_size: int, bias: bool = False, rope: Rope | None = None
+        self,
+        dim: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_size: int,
+        bias: bool = False,
+        rope: Rope | None = None,
+        qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.head_size = head_size
@@ -41,16 +64,22 @@ class Attention(nn.Module):
         self.k = nn.Linear(dim, kv_heads * head_size, bias=bias)
         self.v = nn.Linear(dim, kv_heads * head_size, bias=bias)
         self.o = nn.Linear(heads * head_size, dim, bias=bias)
+        self.q_norm, self.k_norm = _head_norm(head_size, qk_norm_eps), _head_norm(head_size, qk_norm_eps)
         self.rope = rope
         self.attend = Attend()
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
         q, k, v = (linear(x_BSD).unflatten(-1, (-1, self.head_size)) for linear in (self.q, self.k, self.v))
+        q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             turn = self.rope(batch.positions)
             q, k = rotate(q, turn), rotate(k, turn)
         out_BSD: Tensor = self.o(self.attend(q, k, v, batch).flatten(2))
         return out_BSD
+
+
+def _head_norm(head_size: int, eps: float | None) -> nn.Module:
+    return nn.Identity() if eps is None else nn.RMSNorm(head_size, eps=eps)
 
 
 class GeluMLP(nn.Module):

@@ -1,4 +1,4 @@
-"""Owns rotary position embedding (RoFormer, Su et al. 2021) with the frequency scaling of LLaMA 3.1.
+"""Owns rotary position embedding (RoFormer, Su et al. 2021) with the frequency scalings of LLaMA 3.1 and of YaRN.
 
 See Note [Rotary layout] at the end.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_context: int
+    gain: ClassVar[float] = 1.0
 
     def __call__(self, frequencies: Tensor) -> Tensor:
         """Wavelengths under context/high stay, those over context/low grow by `factor`, a ramp lies between."""
@@ -29,35 +31,91 @@ class Llama3Scaling:
         return (1 - keep) * frequencies / self.factor + keep * frequencies
 
 
+@dataclass(frozen=True)
+class YarnScaling:
+    """Stretches slow features so that a model of `original_context` tokens reads `factor` times as many.
+
+    Features that turn `beta_fast` times or more within the original context stay, those that turn `beta_slow` times or
+    less slow down by `factor`, a ramp lies between. Scores are to be multiplied by `sharpness`.
+    Source: Peng et al. 2023 (YaRN), with the two mscales of DeepSeek-V2 and V3.
+    """
+
+    factor: float
+    theta: float
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 1.0
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        """Radians per token after scaling."""
+        num = len(frequencies)
+        first, last = (self._place(turns, num) for turns in (self.beta_fast, self.beta_slow))
+        low, high = max(math.floor(first), 0), min(math.ceil(last), 2 * num - 1)
+        places = torch.arange(num, dtype=torch.float32, device=frequencies.device)
+        keep = 1 - ((places - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+        stretched = 1.0 / (self.factor * periods(2 * num, theta=self.theta, device=frequencies.device))
+        return stretched * (1 - keep) + frequencies * keep
+
+    @property
+    def gain(self) -> float:
+        """Factor of cosine and sine."""
+        return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+
+    @property
+    def sharpness(self) -> float:
+        """Factor of the attention scores: entropy grows with the context, this takes it back."""
+        return self._temperature(self.mscale_all_dim) ** 2
+
+    def _place(self, turns: float, num: int) -> float:
+        """Index, as a real number, of the feature that turns so often within the original context."""
+        return 2 * num * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+    def _temperature(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
 class Rope(nn.Module):
     """Rotates queries and keys by angles that grow with the position; holds no tensor, so no cast can spoil it."""
 
-    def __init__(self, head_size: int, *, theta: float, scaling: Llama3Scaling | None = None) -> None:
+    def __init__(self, head_size: int, *, theta: float, scaling: Llama3Scaling | YarnScaling | None = None) -> None:
         super().__init__()
         self.head_size, self.theta, self.scaling = head_size, theta, scaling
 
     def forward(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each token's angles, [B, S, 1, K/2], float32 under every precision policy."""
         angles = positions_BS[..., None, None].float() * self.frequencies(positions_BS.device)
-        return angles.cos(), angles.sin()
+        gain = self.scaling.gain if self.scaling else 1.0
+        return angles.cos() * gain, angles.sin() * gain
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per token of each pair of features, [K/2] float32, from the fastest to the slowest."""
-        exponents = torch.arange(0, self.head_size, 2, device=device).float() / self.head_size
-        frequencies = 1.0 / self.theta**exponents
+        frequencies = 1.0 / periods(self.head_size, theta=self.theta, device=device)
         return self.scaling(frequencies) if self.scaling else frequencies
 
 
-def rotate(x_BSHK: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """`x` with each pair (feature i, feature i + K/2) turned; computed in float32 at least."""
+def periods(head_size: int, *, theta: float, device: torch.device) -> Tensor:
+    """Tokens per radian of each pair of features, unscaled, [K/2] float32."""
+    exponents = torch.arange(0, head_size, 2, device=device).float() / head_size
+    return theta**exponents
+
+
+def rotate(x_BSHK: Tensor, turn: tuple[Tensor, Tensor], *, pairs: Literal["halves", "neighbours"] = "halves") -> Tensor:
+    """`x` with each pair of features turned; computed in float32 at least.
+
+    Pairs are (i, i + K/2), or (2i, 2i + 1) among "neighbours", which come out as halves too: queries and keys alike, so
+    that their products are the same.
+    """
     cos, sin = turn
-    left, right = x_BSHK.chunk(2, dim=-1)
+    left, right = x_BSHK.chunk(2, dim=-1) if pairs == "halves" else (x_BSHK[..., 0::2], x_BSHK[..., 1::2])
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_BSHK.dtype)
 
 
 # Note [Rotary layout]
 # Feature i is paired with feature i + K/2, as in Hugging Face's weights; Meta's own files pair 2i with 2i + 1, which is
-# the same model with the rows of q and k permuted within each head. Frequencies and angles are float32 even in a
+# the same model with the rows of q and k permuted within each head. DeepSeek's weights pair 2i with 2i + 1, here and in
+# Hugging Face's files: only there the pairs are "neighbours". Frequencies and angles are float32 even in a
 # float64 model: so do Meta and Hugging Face, and so a model is the same function under every precision. They are
 # computed where they are used (K/2 numbers): a table in a buffer would be cast by `.to(bfloat16)` and left empty by
 # `to_empty`.

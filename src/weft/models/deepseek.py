@@ -1,0 +1,314 @@
+"""Owns DeepSeek-V2 and V3 (Liu et al. 2024): latent attention, leading dense layers, shared and routed experts."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core.core_schema import ValidationInfo
+
+from weft.core.model import (
+    AxisTable,
+    BlockSpec,
+    Draw,
+    ModelConfig,
+    causal_attention_flops,
+    check_divides,
+    linear_flops,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from weft.models.mla import LatentAttention
+    from weft.models.moe import MoE
+
+
+class Config(ModelConfig):
+    """DeepSeek's shape; the defaults are deepseek-tiny."""
+
+    family: ClassVar[str] = "deepseek"
+    kind: ClassVar[Literal["tokens", "images"]] = "tokens"
+
+    layers: int = Field(4, ge=1, description="transformer layers")
+    first_k_dense: int = Field(1, ge=0, description="leading layers with a dense feed-forward part")
+    dim: int = Field(128, ge=1, description="width of the residual stream")
+    heads: int = Field(4, ge=1, description="attention heads")
+    q_lora_rank: int = Field(64, ge=0, description="width of the vector that queries come from; 0 for x itself")
+    kv_lora_rank: int = Field(32, ge=1, description="width of the vector that keys and values come from")
+    qk_nope_head_dim: int = Field(32, ge=1, description="part of a head of q and k that is not rotated")
+    qk_rope_head_dim: int = Field(16, ge=2, multiple_of=2, description="part of a head of q and k that is rotated")
+    v_head_dim: int = Field(32, ge=1, description="width of a head of v")
+    ffn: int = Field(384, ge=1, description="width of the feed-forward part of a dense layer")
+    experts: int = Field(8, ge=1, description="routed experts of each other layer")
+    top_k: int = Field(2, ge=1, description="routed experts that each token visits")
+    expert_ffn: int = Field(64, ge=1, description="width of an expert")
+    shared_experts: int = Field(1, ge=0, description="experts that every token visits")
+    scoring: Literal["sigmoid", "softmax"] = Field(
+        "sigmoid", description="of experts: with a balancing bias, or without"
+    )
+    n_group: int = Field(1, ge=1, description="groups of experts; divides experts")
+    topk_group: int = Field(1, ge=1, description="groups that a token's experts may be in")
+    norm_topk_prob: bool = Field(True, description="weights of a token's experts sum to 1 before scaling")
+    routed_scaling_factor: float = Field(1.0, gt=0, description="factor of those weights")
+    balance_rate: float = Field(1e-3, ge=0, description="step of the balancing bias")
+    balance_loss: float = Field(1e-4, ge=0, description="weight of the sequence-wise balance loss; 0 for none")
+    mtp_depth: int = Field(0, ge=0, le=1, description="1 to predict the token after the next one, too")
+    mtp_loss: float = Field(0.3, ge=0, description="weight of that prediction's loss")
+    vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
+    max_seq_len: int = Field(4096, ge=1, description="context that the model is published for; bounds nothing here")
+    norm_eps: float = Field(1e-6, gt=0, description="added to the mean square in RMSNorm")
+    rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE's wavelengths")
+    rope_scaling_factor: float = Field(1.0, ge=1, description="YaRN: long wavelengths grow by this; 1 turns it off")
+    rope_scaling_original_context: int = Field(4096, ge=1, description="context before scaling, in tokens")
+    rope_scaling_beta_fast: float = Field(32.0, gt=0, description="features that turn so often in that context stay")
+    rope_scaling_beta_slow: float = Field(1.0, gt=0, description="features that turn so often or less are scaled")
+    rope_scaling_mscale: float = Field(1.0, ge=0, description="growth of the rotated part with log(factor)")
+    rope_scaling_mscale_all_dim: float = Field(1.0, ge=0, description="growth of all scores with log(factor)")
+
+    @field_validator("first_k_dense")
+    @classmethod
+    def _dense_layers_are_layers(cls, first_k_dense: int, info: ValidationInfo) -> int:
+        layers = info.data.get("layers", first_k_dense)
+        if first_k_dense > layers:
+            raise ValueError(f"{first_k_dense} of {layers} layers; try {layers} or less")
+        return first_k_dense
+
+    @field_validator("n_group")
+    @classmethod
+    def _groups_divide_experts(cls, n_group: int, info: ValidationInfo) -> int:
+        if "experts" in info.data:
+            check_divides(info.data["experts"], n_group, value_name="experts", parts_name="n_group")
+        return n_group
+
+    @field_validator("topk_group")
+    @classmethod
+    def _groups_hold_top_k(cls, topk_group: int, info: ValidationInfo) -> int:
+        if not {"experts", "top_k", "n_group"} <= info.data.keys():
+            return topk_group
+        experts, top_k, n_group = (info.data[name] for name in ("experts", "top_k", "n_group"))
+        if topk_group > n_group:
+            raise ValueError(f"{topk_group} of n_group {n_group} groups; try {n_group} or less")
+        if top_k > topk_group * experts // n_group:
+            held, need = topk_group * experts // n_group, -(-top_k * n_group // experts)
+            more = f", or topk_group {need}" if need <= n_group else ""
+            raise ValueError(f"{topk_group} groups hold {held} experts, top_k is {top_k}; try top_k {held}{more}")
+        return topk_group
+
+    @field_validator("rope_scaling_beta_slow")
+    @classmethod
+    def _slow_is_below_fast(cls, slow: float, info: ValidationInfo) -> float:
+        fast = info.data.get("rope_scaling_beta_fast", math.inf)
+        if slow >= fast:
+            raise ValueError(f"{slow} is not below rope_scaling_beta_fast {fast}; try {fast / 32}")
+        return slow
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def shared_ffn(self) -> int:
+        """Width of the shared experts, which are computed as one."""
+        return self.shared_experts * self.expert_ffn
+
+    def axis_sizes(self) -> dict[str, int]:
+        dense = [self.ffn] if self.first_k_dense else []
+        mixed = [self.expert_ffn] if self.first_k_dense < self.layers or self.mtp_depth else []
+        return {"heads": self.heads, "ffn": math.gcd(*dense, *mixed), "experts": self.experts, "vocab": self.vocab}
+
+    def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
+        hidden = ("batch", "seq", self.dim)
+        attn, head = self._attention_flops(seq_len), linear_flops(seq_len, self.dim * self.vocab)
+        dense = attn + linear_flops(seq_len, 3 * self.dim * self.ffn)
+        visited = self.top_k * self.expert_ffn + self.shared_ffn
+        mixed = attn + linear_flops(seq_len, self.dim * self.experts, 3 * self.dim * visited)
+        layers = [dense if i < self.first_k_dense else mixed for i in range(self.layers)]
+        mtp = linear_flops(seq_len, 2 * self.dim * self.dim) + mixed + head
+        return (
+            BlockSpec("embed", 0.0, hidden, is_layer=False),
+            *(BlockSpec(f"layer{i}", layer, hidden, is_layer=True) for i, layer in enumerate(layers)),
+            *(BlockSpec(f"mtp{i}", mtp, hidden, is_layer=False) for i in range(self.mtp_depth)),
+            BlockSpec("head", head, ("batch", "seq", self.vocab), is_layer=False),
+            BlockSpec("loss", 0.0, (), is_layer=False),
+        )
+
+    def _attention_flops(self, seq_len: int) -> float:
+        q_width, v_width = self.heads * self.qk_head_dim, self.heads * self.v_head_dim
+        queries = (self.dim + q_width) * self.q_lora_rank if self.q_lora_rank else self.dim * q_width
+        latent = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim)
+        heads = self.kv_lora_rank * self.heads * (self.qk_nope_head_dim + self.v_head_dim) + v_width * self.dim
+        scores = causal_attention_flops(seq_len, q_width) / 2 + causal_attention_flops(seq_len, v_width) / 2
+        return linear_flops(seq_len, queries, latent, heads) + scores
+
+
+def _published(**own: Any) -> Config:
+    """What V2 and V3 have in common: heads, latent vector, YaRN from 4096 to 163,840 tokens."""
+    heads: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    return Config(**heads, max_seq_len=163_840, rope_scaling_factor=40.0, **own)
+
+
+PRESETS = {
+    "deepseek-tiny": Config(),
+    "deepseek-16b": _published(  # DeepSeek-V2-Lite
+        layers=27,
+        first_k_dense=1,
+        dim=2048,
+        heads=16,
+        q_lora_rank=0,
+        ffn=10_944,
+        experts=64,
+        top_k=6,
+        expert_ffn=1408,
+        shared_experts=2,
+        scoring="softmax",
+        norm_topk_prob=False,
+        balance_loss=1e-3,
+        vocab=102_400,
+        rope_scaling_mscale=0.707,
+        rope_scaling_mscale_all_dim=0.707,
+    ),
+    "deepseek-v3-671b": _published(  # with mtp_depth 1 it has the 14B for multi-token prediction, too
+        layers=61,
+        first_k_dense=3,
+        dim=7168,
+        heads=128,
+        q_lora_rank=1536,
+        ffn=18_432,
+        experts=256,
+        top_k=8,
+        expert_ffn=2048,
+        n_group=8,
+        topk_group=4,
+        routed_scaling_factor=2.5,
+        vocab=129_280,
+    ),
+}
+
+AXES: AxisTable = {
+    "embed.tok.weight": ("vocab", "embed"),
+    "*.attn.q.weight": ("heads", "embed"),
+    "*.attn.*_a.weight": ("latent", "embed"),
+    "*.attn.*_b.weight": ("heads", "latent"),
+    "*.attn.o.weight": ("embed", "heads"),
+    "*.gate.weight": ("ffn", "embed"),
+    "*.up.weight": ("ffn", "embed"),
+    "*.down.weight": ("embed", "ffn"),
+    "*.router.proj.weight": ("router_experts", "embed"),
+    "*.router.bias": ("router_experts",),
+    "*.experts.gate": ("experts", "ffn", "embed"),
+    "*.experts.up": ("experts", "ffn", "embed"),
+    "*.experts.down": ("experts", "embed", "ffn"),
+    "*norm.weight": ("norm",),
+    "mtp?.tok.weight": ("vocab", "embed"),
+    "mtp?.join.weight": ("embed", "pair"),
+    "mtp?.proj.weight": ("vocab", "embed"),
+    "head.proj.weight": ("vocab", "embed"),
+}
+
+
+def ties(cfg: Config) -> dict[str, str]:
+    """Alias -> owner: multi-token prediction reads and predicts with the model's own embedding, last norm and head."""
+    owners = {"tok": "embed.tok", "last_norm": "head.norm", "proj": "head.proj"}
+    return {f"mtp{i}.{own}.weight": f"{owner}.weight" for i in range(cfg.mtp_depth) for own, owner in owners.items()}
+
+
+def init(cfg: Config) -> dict[str, Draw]:
+    """Normal, std 0.02; projections onto the residual stream are scaled by 1 / sqrt(2 x layers)."""
+    residual = 0.02 / math.sqrt(2 * cfg.layers)
+    return {
+        "*.tok.weight": ("normal", 0.02),
+        "*.attn.q.weight": ("normal", 0.02),
+        "*.attn.*_[ab].weight": ("normal", 0.02),
+        "*.attn.o.weight": ("normal", residual),
+        "*.gate.weight": ("normal", 0.02),
+        "*.up.weight": ("normal", 0.02),
+        "*.down.weight": ("normal", residual),
+        "*.router.proj.weight": ("normal", 0.02),
+        "*.router.bias": ("zeros",),
+        "*.experts.gate": ("normal", 0.02),
+        "*.experts.up": ("normal", 0.02),
+        "*.experts.down": ("normal", residual),
+        "*norm.weight": ("ones",),
+        "mtp?.join.weight": ("normal", 0.02),
+        "mtp?.proj.weight": ("normal", 0.02),
+        "head.proj.weight": ("normal", 0.02),
+    }
+
+
+def blocks(cfg: Config) -> dict[str, nn.Module]:
+    """The chain "embed", "layer0", ..., "mtp0" if there is one, "head", "loss"; `ties` are not applied yet."""
+    from torch import nn  # late: a config is read and checked without torch
+
+    from weft.models.layers import Block, Embed, Head, Loss, SwiGLU
+    from weft.models.moe import MoEBlock
+    from weft.models.mtp import SecondNext
+
+    def norm() -> nn.Module:
+        return nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+
+    def dense() -> nn.Module:
+        return Block(attn_norm=norm(), attn=_attention(cfg), mlp_norm=norm(), mlp=SwiGLU(cfg.dim, cfg.ffn))
+
+    def mixed() -> nn.Module:
+        return MoEBlock(attn_norm=norm(), attn=_attention(cfg), mlp_norm=norm(), mlp=_moe(cfg))
+
+    def second_next() -> nn.Module:
+        return SecondNext(mixed(), vocab=cfg.vocab, dim=cfg.dim, norm_eps=cfg.norm_eps, weight=cfg.mtp_loss)
+
+    return {
+        "embed": Embed(cfg.vocab, cfg.dim),
+        **{f"layer{i}": dense() if i < cfg.first_k_dense else mixed() for i in range(cfg.layers)},
+        **{f"mtp{i}": second_next() for i in range(cfg.mtp_depth)},
+        "head": Head(norm(), nn.Linear(cfg.dim, cfg.vocab, bias=False)),
+        "loss": Loss(),
+    }
+
+
+def _attention(cfg: Config) -> LatentAttention:
+    from weft.models.mla import LatentAttention
+    from weft.models.rope import Rope, YarnScaling
+
+    yarn = YarnScaling(
+        factor=cfg.rope_scaling_factor,
+        theta=cfg.rope_theta,
+        original_context=cfg.rope_scaling_original_context,
+        beta_fast=cfg.rope_scaling_beta_fast,
+        beta_slow=cfg.rope_scaling_beta_slow,
+        mscale=cfg.rope_scaling_mscale,
+        mscale_all_dim=cfg.rope_scaling_mscale_all_dim,
+    )
+    return LatentAttention(
+        cfg.dim,
+        heads=cfg.heads,
+        q_lora_rank=cfg.q_lora_rank,
+        kv_lora_rank=cfg.kv_lora_rank,
+        qk_nope_head_dim=cfg.qk_nope_head_dim,
+        v_head_dim=cfg.v_head_dim,
+        rope=Rope(cfg.qk_rope_head_dim, theta=cfg.rope_theta, scaling=None if yarn.factor == 1 else yarn),
+        scale=cfg.qk_head_dim**-0.5 * yarn.sharpness,
+        norm_eps=cfg.norm_eps,
+    )
+
+
+def _moe(cfg: Config) -> MoE:
+    from weft.models.experts import Experts
+    from weft.models.layers import SwiGLU
+    from weft.models.moe import Choice, MoE, Router
+
+    choice = Choice(
+        num_experts=cfg.experts,
+        top_k=cfg.top_k,
+        scoring=cfg.scoring,
+        n_group=cfg.n_group,
+        topk_group=cfg.topk_group,
+        norm_topk_prob=cfg.norm_topk_prob,
+        routed_scaling_factor=cfg.routed_scaling_factor,
+    )
+    return MoE(
+        router=Router(cfg.dim, choice, rate=cfg.balance_rate),
+        experts=Experts(cfg.dim, cfg.expert_ffn, num_experts=cfg.experts),
+        shared=SwiGLU(cfg.dim, cfg.shared_ffn) if cfg.shared_experts else None,
+        balance_weight=cfg.balance_loss,
+    )

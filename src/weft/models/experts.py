@@ -1,0 +1,121 @@
+"""Owns the experts of a mixture and the way of tokens to them and back; no token is dropped, nothing loops over tokens.
+
+Parallel code swaps the seam `Dispatch`: it knows where the experts are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.core.axes import span_sizes
+
+
+class Experts(nn.Module):
+    """E SwiGLU networks in three tensors; it counts E and F in its weights, so a cut along either just works."""
+
+    def __init__(self, dim: int, ffn: int, *, num_experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(num_experts, ffn, dim))
+        self.up = nn.Parameter(torch.empty(num_experts, ffn, dim))
+        self.down = nn.Parameter(torch.empty(num_experts, dim, ffn))
+        for weight in self.parameters():
+            nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)  # as each nn.Linear would
+
+    def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
+        """Tokens in the order of their experts, counts_E of them each -> the same order; sums of parts where F is cut.
+
+        Every expert gets a gradient, zeros where it saw no token.
+        """
+        runs = x_ND.split(_lengths(counts_E, len(x_ND)))
+        weights = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
+        none_here = len(x_ND) == 0
+        return torch.cat(
+            [
+                F.linear(F.silu(F.linear(run, gate)) * F.linear(run, up), down)
+                for run, (gate, up, down) in zip(runs, weights, strict=True)
+                if len(run) or none_here
+            ]
+        )
+
+
+def _lengths(counts_E: Tensor, total: int) -> list[int]:
+    """The counts as numbers; nobody knows them in a dry run, where the load is taken as even."""
+    return list(span_sizes(total, len(counts_E))) if counts_E.is_meta else counts_E.tolist()
+
+
+@dataclass(frozen=True)
+class Sorting:
+    """The order of slots by expert, where slot n K + k is the k-th choice of token n.
+
+    Attributes:
+        slots: the slot at each place of the order, [N K] int64.
+        places: the place of each slot, [N, K] int64.
+        counts: how many slots each expert has, [E] int64.
+    """
+
+    slots: Tensor
+    places: Tensor
+    counts: Tensor
+
+    def spread(self, x_ND: Tensor) -> Tensor:
+        """A copy of its token for each slot, in order."""
+        return _gather(x_ND, self.slots // self.places.shape[1], users_NK=self.places)
+
+    def collect(self, rows: Tensor, weights_NK: Tensor) -> Tensor:
+        """The weighted sum over each token's slots, from rows in order -> y_ND of the rows' dtype."""
+        slots = _gather(rows, self.places.flatten(), users_NK=self.slots.unsqueeze(1))
+        y_ND: Tensor = (slots.unflatten(0, self.places.shape) * weights_NK.unsqueeze(-1)).sum(1)
+        return y_ND.to(rows.dtype)
+
+
+def sort_by_expert(experts_NK: Tensor, num_experts: int) -> Sorting:
+    """Slots by expert, those of one expert by token."""
+    experts = experts_NK.flatten()
+    slots = experts.argsort(stable=True)
+    places = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots), device=slots.device))
+    return Sorting(slots, places.view_as(experts_NK), count_experts(experts.unsqueeze(0), num_experts)[0])
+
+
+def _gather(x: Tensor, index: Tensor, *, users_NK: Tensor) -> Tensor:
+    """x[index], where row n of x is taken to the places users_NK[n]; so its backward is a gather too, in fixed order.
+
+    The backward of plain indexing adds to rows: on a GPU with atomics, in another order each time.
+    """
+    rows: Tensor = _Gather.apply(x, index, users_NK)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, users_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(users_NK)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (users_NK,) = ctx.saved_tensors
+        return dy.index_select(0, users_NK.flatten()).unflatten(0, users_NK.shape).sum(1), None, None
+
+
+class Dispatch(nn.Module):
+    """Seam: brings each token to its experts and the weighted sum of what they make of it back."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+
+    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module) -> Tensor:
+        """x_ND -> y_ND; `experts(x, counts)` takes tokens in the order of their experts and keeps that order."""
+        sorting = sort_by_expert(experts_NK, self.num_experts)
+        return sorting.collect(experts(sorting.spread(x_ND), sorting.counts), weights_NK)
+
+
+def count_experts(experts_BN: Tensor, num_experts: int) -> Tensor:
+    """How often each row names each expert: experts_BN -> counts_BE int64."""
+    counts_BE = experts_BN.new_zeros(experts_BN.shape[0], num_experts)
+    return counts_BE.scatter_add_(1, experts_BN, torch.ones_like(experts_BN))
