@@ -4,7 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 MESH ?= pp2 dp2 tp2
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup train test check matrix bench clean
 
@@ -22,11 +21,21 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -c "import torch, weft" && $(BIN)/python -m compileall -q $(VENV)/lib || true
 	@$(BIN)/python -c "import torch, weft, pytest" && touch $@
 
-train: $(STAMP)  ## the main job: the embedded default on 8 ranks, then proof against one process, then a sample
-	@$(BIN)/weft train --mesh "$(MESH)" --prove 20 $(ARGS)
+train: OUT := runs/train-$(shell date +%Y%m%d-%H%M%S)
+train: $(STAMP)  ## the main job: a small LLaMA 3 on 8 ranks (or MESH="cp2 dp2"), then the proof, then what it writes
+	@$(BIN)/weft train --mesh "$(MESH)" --sample 400 --out $(OUT) $(ARGS)
+	@echo
+	@$(BIN)/weft prove $(OUT) --first 20
+	@echo
+	@echo "Try next:"
+	@echo "  make train MESH=\"dp2 tp2\" ARGS=\"--parallel.sequence True\"     another layout, the same numbers"
+	@echo "  $(BIN)/weft explain --mesh \"pp4 dp2\"                        who does what, and why, without starting it"
+	@echo "  $(BIN)/weft prove --mesh \"pp2 dp2 tp2\"                      every gradient against one device, in float64"
+	@echo "  $(BIN)/weft train --mesh dp2 --data.source README.md --steps 50 --data.seq_len 64   your own text"
+	@echo "  $(BIN)/weft train --help                                     every key"
 
 test: $(STAMP)  ## all tests, under 10 minutes on 2 cores
-	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 check: $(STAMP)  ## style, types, layers
 	@$(BIN)/ruff format --check src tests
@@ -34,8 +43,12 @@ check: $(STAMP)  ## style, types, layers
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
 
+bench: $(STAMP)  ## speed against torch's own, and seconds to the first step
+	@$(BIN)/python benchmarks/throughput.py
+	@$(BIN)/python benchmarks/startup.py
+
 matrix: $(STAMP)  ## the whole sweep of layouts x schedules x models against one device
-	@$(BIN)/python -m pytest -n 2 -m slow tests/matrix $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/matrix $(ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -20,6 +20,10 @@ class Proof:
 
     holds = False
 
+    def of(self, subject: Path | Run, *, first: int) -> Iterator[str]:
+        """Of a run's folder, or of a config."""
+        return self.of_config(subject, first=first) if isinstance(subject, Run) else self.of_run(subject, first=first)
+
     def of_run(self, out: Path, *, first: int) -> Iterator[str]:
         """The first steps of the run in `out`, again on one process."""
         run = recorded_run(out)

@@ -26,7 +26,8 @@ def micro_batches(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
     samples = layout_of(
         np.arange(plan.global_size), index=plan.mesh.index(rank, ("dp", "ep")), degree=data, micro_size=size
     )
-    return [batch.rows(torch.from_numpy(rows)) for rows in samples]
+    held = batch.columns(index=plan.mesh.index(rank, "cp"), degree=plan.mesh.degree("cp"))
+    return [held.rows(torch.from_numpy(rows)) for rows in samples]
 
 
 def run_layout(
