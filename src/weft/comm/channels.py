@@ -42,6 +42,7 @@ class Channel:
         self.name, self.board, self.timeout_s = name, board, timeout_s
         self._open_line = open_line
         self._line: Line | None = None
+        self._failure: CommError | None = None
         self._lock = threading.Lock()
         self._num_started = 0
         self._num_queued = 0
@@ -70,14 +71,19 @@ class Channel:
 
     def explain(self, call: Call, turn: int, error: RuntimeError | None) -> CommError:
         """What to raise for a call that ran out of time (`error` None) or that the backend gave up."""
+        if self._failure is not None:
+            return CommError(f"{call.where}: its connections were closed after an earlier failure: {self._failure}")
         timed_out = error is None or "imed out" in str(error)
         others = [rank for rank in call.ranks if rank != call.rank]
         missing = others if call.is_p2p else self._missing(call, turn, within_s=GRACE_S if timed_out else PATIENCE_S)
+        who = f"rank{'s' * (len(missing) > 1)} {' '.join(map(str, missing))}"
         if timed_out:
-            late = f"rank{'s' * (len(missing) > 1)} {' '.join(map(str, missing))} did not come"
-            return CommTimeout(f"{call.where}: {late if missing else 'not done'} within {self.timeout_s:g} s")
-        lost = f"lost rank{'s' * (len(missing) > 1)} {' '.join(map(str, missing))}" if missing else "lost a connection"
-        return CommError(f"{call.where}: {lost} ({str(error).splitlines()[0]})")
+            what = f"{who} did not come" if missing else "all came, but it was not done"
+            self._failure = CommTimeout(f"{call.where}: {what} within {self.timeout_s:g} s")
+        else:
+            what = f"lost {who}" if missing else "lost a connection"
+            self._failure = CommError(f"{call.where}: {what} ({str(error).splitlines()[0]})")
+        return self._failure
 
     def note_of(self, turn: int, rank: int) -> str:
         """What `rank` posts when it waits at this turn."""

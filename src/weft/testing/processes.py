@@ -37,6 +37,7 @@ def run_in_processes(mesh: Mesh, fn: Callable[[Comm], T], *, timeout_s: float) -
             cwd=os.getcwd(),
             environ=dict(os.environ),
             path=tuple(sys.path),
+            argv=tuple(sys.argv),
         )
         outcomes, stacks = _server().run(job)
     failed = [outcome for outcome in outcomes.values() if outcome.value is None]
@@ -94,6 +95,7 @@ def _first(failed: list[Outcome]) -> Outcome:
 def _error(mesh: Mesh, outcome: Outcome) -> BaseException:
     if outcome.error is not None:
         error: BaseException = unpack(outcome.error)
+        error.__notes__ = list(outcome.notes)
         return error
     code = outcome.exit_code or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

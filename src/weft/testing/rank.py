@@ -32,16 +32,21 @@ class Job:
     cwd: str
     environ: dict[str, str]
     path: tuple[str, ...]
+    argv: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: `value` packed, or `error` packed, or neither where it died without a word."""
+    """How one rank ended: `value` packed, or `error` packed, or neither where it died without a word.
+
+    `notes` are those of the error: an error with a `__reduce__` of its own loses them on the way.
+    """
 
     rank: int
     at_s: float
     value: bytes | None = None
     error: bytes | None = None
+    notes: tuple[str, ...] = ()
     is_comm_error: bool = False
     exit_code: int | None = None
 
@@ -54,7 +59,7 @@ def play(rank: int, job: Job, pipe: Connection) -> None:
     os.chdir(job.cwd)
     os.environ.clear()
     os.environ.update(job.environ)
-    sys.path[:] = job.path
+    sys.path[:], sys.argv[:] = job.path, job.argv
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     pipe.send(_outcome(rank, job))
@@ -70,7 +75,8 @@ def _outcome(rank: int, job: Job) -> Outcome:
     except BaseException as error:  # noqa: BLE001 - raised again in the process that asked for the run
         at_s = time.monotonic()
         error.add_note(f"raised by rank {rank} ({where}) of mesh {job.mesh}:\n{traceback.format_exc()}")
-        return Outcome(rank, at_s, error=_packed(error, rank, where), is_comm_error=isinstance(error, CommError))
+        is_comm_error, packed = isinstance(error, CommError), _packed(error, rank, where)
+        return Outcome(rank, at_s, error=packed, notes=tuple(error.__notes__), is_comm_error=is_comm_error)
 
 
 def _packed(error: BaseException, rank: int, where: str) -> bytes:

@@ -1,0 +1,217 @@
+"""`run_ranks`, in threads and in processes: results by rank, the first failure told, nothing left behind."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from weft.core.mesh import Mesh
+from weft.errors import CommTimeout, ConfigError, Fault, RankError
+from weft.testing import run_ranks
+
+
+@dataclass
+class Report:
+    """A class of a test module travels both ways."""
+
+    rank: int
+    total: torch.Tensor
+
+
+class OddError(Exception):
+    def __init__(self, rank, *, reason):
+        super().__init__(f"rank {rank}: {reason}")
+
+
+def report(comm):
+    return Report(comm.rank, comm.all_reduce(torch.ones(2), ("pp", "tp")))
+
+
+def test_results_come_by_rank(transport):
+    reports = run_ranks("pp2 tp2", report, transport=transport)
+    assert [one.rank for one in reports] == [0, 1, 2, 3]
+    assert all(type(one) is Report and one.total.tolist() == [4, 4] for one in reports)
+
+
+def test_closures_lambdas_and_recursive_functions_travel(transport):
+    offset = 10
+
+    def factorial(n):
+        return 1 if n == 0 else n * factorial(n - 1)
+
+    assert run_ranks("dp2", lambda comm, more=1: offset + comm.rank + more + factorial(4), transport=transport) == [
+        35,
+        36,
+    ]
+
+
+def test_a_mesh_of_one_rank_is_enough(transport):
+    assert run_ranks(Mesh.parse(""), lambda comm: comm.rank, transport=transport) == [0]
+
+
+def test_ranks_run_one_thread_each_with_denormals_flushed(transport):
+    def look(comm):
+        return torch.get_num_threads(), (torch.tensor([1e-38]) / 100).item()
+
+    before = torch.get_num_threads()
+    assert run_ranks("dp2", look, transport=transport) == [(1, 0.0)] * 2
+    assert torch.get_num_threads() == before
+
+
+def test_the_first_failing_rank_is_told_with_its_coordinates(transport):
+    def fail(comm):
+        comm.barrier("dp")
+        if comm.rank == 2:
+            raise ConfigError(Fault("model.layers", "is odd", got="3"))
+        comm.barrier("dp")
+        comm.barrier("tp")
+
+    with pytest.raises(ConfigError, match=r"model.layers: is odd \(got 3\)") as caught:
+        run_ranks("dp2 tp2", fail, transport=transport)
+    assert "raised by rank 2 (dp1 tp0) of mesh dp2 tp2" in caught.value.__notes__[0]
+
+
+def test_a_failing_assert_travels(transport):
+    def fail(comm):
+        assert comm.rank == 0, f"rank is {comm.rank}"
+
+    with pytest.raises(AssertionError, match="rank is 1"):
+        run_ranks("dp2", fail, transport=transport)
+
+
+def test_who_does_not_finish_is_named_with_where_it_is(transport):
+    def linger(comm):
+        if comm.rank == 1:
+            time.sleep(4)
+
+    start = time.monotonic()
+    with pytest.raises(CommTimeout, match=r"rank 1 \(tp1\) of mesh tp2 did not finish within 1.5 s") as caught:
+        run_ranks("tp2", linger, transport=transport, timeout_s=1.5)
+    assert time.monotonic() - start < 3.5
+    assert "in linger" in caught.value.__notes__[0]
+
+
+def test_an_operation_names_who_is_missing_before_the_run_is_stopped(transport):
+    def late(comm):
+        if comm.rank == 1:
+            time.sleep(4)
+        comm.barrier("tp")
+
+    with pytest.raises(CommTimeout, match=r"barrier over tp, ranks 0 1: rank 1 did not come within 1\.2 s"):
+        run_ranks("tp2", late, transport=transport, timeout_s=1.5)
+
+
+def test_an_error_that_cannot_travel_is_told_in_words():
+    def fail(comm):
+        raise OddError(comm.rank, reason="of its own")
+
+    with pytest.raises(RankError, match=r"rank 0 \(alone\): (.|\n)*OddError: rank 0: of its own"):
+        run_ranks("", fail, transport="processes")
+
+
+def test_a_rank_that_is_killed_is_told():
+    def fail(comm):
+        if comm.rank == 1:
+            os.kill(os.getpid(), 9)
+        time.sleep(30)
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 \(dp1\): the process was killed by SIGKILL"):
+        run_ranks("dp2", fail, transport="processes")
+    assert time.monotonic() - start < 10
+
+
+def test_the_callers_folder_and_environment_are_the_ranks_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEFT_TEST_WORD", "woven")
+
+    def look(comm):
+        return os.getcwd(), os.environ["WEFT_TEST_WORD"]
+
+    assert run_ranks("dp2", look, transport="processes") == [(str(tmp_path), "woven")] * 2
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until_gone(pids, within_s=10.0):
+    deadline = time.monotonic() + within_s
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [pid for pid in pids if alive(pid)]
+
+
+@pytest.mark.parametrize("ending", ["return", "raise", "time out"])
+def test_no_process_is_left_behind(tmp_path, ending):
+    def play(comm):
+        (tmp_path / f"pid-{comm.rank}").write_text(str(os.getpid()))
+        comm.barrier("dp")
+        if ending == "raise" and comm.rank == 0:
+            raise ValueError("over")
+        if ending != "return":
+            time.sleep(60)
+
+    if ending == "return":
+        run_ranks("dp3", play, transport="processes")
+    else:
+        with pytest.raises((ValueError, CommTimeout)):
+            run_ranks("dp3", play, transport="processes", timeout_s=2.0)
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
+    assert wait_until_gone(pids) == []
+
+
+SCRIPT = """
+import os, pathlib, sys, time
+from weft.testing import run_ranks
+
+def play(comm):
+    pathlib.Path(sys.argv[1], f"pid-{comm.rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+if __name__ == "__main__":
+    run_ranks("dp2", play, transport="processes")
+"""
+
+
+def test_a_caller_that_is_killed_takes_server_and_ranks_along(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    caller = subprocess.Popen([sys.executable, str(tmp_path / "script.py"), str(tmp_path)])
+    files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    caller.kill()
+    caller.wait()
+    assert wait_until_gone([int(file.read_text()) for file in files]) == []
+
+
+def test_eight_processes_start_in_well_under_a_second_after_the_first_run():
+    """About 0.3 s on two idle cores; the bound leaves room for a busy machine."""
+    run_ranks("dp2", lambda comm: comm.rank, transport="processes")
+    start = time.monotonic()
+    run_ranks("dp8", lambda comm: comm.all_reduce(torch.ones(1), "dp"), transport="processes")
+    assert time.monotonic() - start < 5
+
+
+def test_backward_of_every_thread_runs_in_that_thread():
+    """See Note [Backward passes in rank threads]: a collective inside backward blocks no other rank."""
+
+    def play(comm):
+        seen = []
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda grad: seen.append(threading.current_thread().name) or comm.all_reduce(grad, "dp"))
+        (x * (comm.rank + 1)).sum().backward()
+        return seen, x.grad.tolist()
+
+    assert run_ranks("dp3", play) == [([f"rank {rank}"], [6.0, 6.0]) for rank in range(3)]

@@ -1,0 +1,25 @@
+"""The conformance suite over real processes: compared first and not, in one launch for each mesh."""
+
+import pytest
+
+from weft.testing import run_ranks
+from weft.testing.conformance import conform
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "dp3", "dp2 tp2"])
+def test_processes_conform(mesh):
+    def both(comm):
+        checked = conform(comm)
+        with comm.unchecked():
+            return checked, conform(comm)
+
+    counts = run_ranks(mesh, both, transport="processes")
+    assert all(checked == unchecked > 100 for checked, unchecked in counts)
+
+
+def test_a_group_may_be_connected_while_nothing_is_compared():
+    def begin(comm):
+        with comm.unchecked():
+            return conform(comm, "overlapping", "messages")
+
+    assert min(run_ranks("pp2 dp2 tp2", begin, transport="processes")) > 0

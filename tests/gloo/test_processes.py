@@ -1,0 +1,168 @@
+"""Processes: overlap, handles, order between groups, ways to meet, a clean end."""
+
+import gc
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weft.comm.comm import Comm
+from weft.comm.process_groups import ProcessTransport
+from weft.errors import CommError
+from weft.testing import run_ranks
+
+LATE_S = 0.4
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_start_returns_before_the_others_have_come_and_works_know_when_they_are_done(checked):
+    def play(comm):
+        x, out = torch.ones(100_000), torch.zeros(100_000)
+        comm.barrier("dp")
+        comm.checked = checked
+        start = time.monotonic()
+        if comm.rank == 1:
+            time.sleep(LATE_S)
+            works = [comm.start_all_reduce(x, "dp"), comm.start_send(x, "dp", to=0)]
+        else:
+            works = [comm.start_all_reduce(x, "dp"), comm.start_recv(out, "dp", source=1)]
+        started_s, early = time.monotonic() - start, [work.is_completed() for work in works]
+        deadline = time.monotonic() + 10
+        while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        done = [work.is_completed() for work in works]
+        total = [work.wait().sum().item() for work in works]
+        return started_s, early, done, total
+
+    started_s, early, done, total = run_ranks("dp2", play, transport="processes")[0]
+    assert started_s < LATE_S / 2
+    assert early == [False, False]
+    assert done == [True, True]
+    assert total == [200_000, 100_000]
+
+
+def test_comparing_first_does_not_make_a_right_program_deadlock():
+    """Rank 0 starts an all_reduce and then sends; rank 1 receives and then comes to the all_reduce."""
+
+    def play(comm):
+        x = torch.full((3,), float(comm.rank))
+        if comm.rank == 0:
+            work = comm.start_all_reduce(x, "dp")
+            comm.send(x, "dp", to=1)
+            return work.wait().tolist()
+        comm.recv(torch.empty(3), "dp", source=0)
+        return comm.all_reduce(x, "dp").tolist()
+
+    assert run_ranks("dp2", play, transport="processes") == [[1, 1, 1]] * 2
+
+
+def test_a_message_whose_handle_was_dropped_still_arrives():
+    def play(comm):
+        comm.checked = False
+        for turn in range(3):
+            if comm.rank == 0:
+                comm.start_send(torch.full((1000,), float(turn)), "pp", to=1)
+                gc.collect()
+        received = []
+        if comm.rank == 1:
+            time.sleep(0.1)
+            received = [comm.recv(torch.empty(1000), "pp", source=0)[0].item() for _ in range(3)]
+        comm.barrier("pp")
+        return received
+
+    assert run_ranks("pp2", play, transport="processes")[1] == [0, 1, 2]
+
+
+def test_checked_and_unchecked_calls_keep_their_order():
+    def play(comm):
+        x = torch.tensor([float(comm.rank)])
+        works = []
+        for turn in range(10):
+            comm.checked = turn % 3 == 0
+            works.append(comm.start_all_reduce(x + turn, "dp"))
+        return [work.wait().item() for work in reversed(works)]
+
+    assert run_ranks("dp3", play, transport="processes") == [[3.0 + 3 * turn for turn in reversed(range(10))]] * 3
+
+
+def test_reductions_are_the_same_bits_every_time():
+    def play(comm):
+        generator = torch.Generator().manual_seed(comm.rank)
+        x = torch.randn(150_000, generator=generator)
+        sums = {
+            (comm.all_reduce(x[:size], "dp").sum().item(), comm.reduce_scatter(x[:size], "dp").sum().item())
+            for size in (30, 150_000)
+            for _ in range(5)
+        }
+        return len(sums)
+
+    assert run_ranks("dp3", play, transport="processes") == [2, 2, 2]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_ranks_meet_by_environment_by_address_and_by_store(tmp_path):
+    ports = free_port(), free_port()
+
+    def play(comm):
+        import os
+
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
+        os.environ.update(RANK=str(comm.rank), WORLD_SIZE="2", LOCAL_RANK=str(comm.rank))
+        ways = ["env://", f"tcp://127.0.0.1:{ports[1]}", dist.FileStore(str(tmp_path / "store"), 2)]
+        totals = []
+        for way in ways:
+            transport = ProcessTransport(comm.rank, 2, way, timeout_s=20)
+            named = Comm(comm.mesh, comm.rank, transport)
+            totals.append(named.all_reduce(torch.ones(1), "dp").item())
+            comm.barrier("dp")
+            transport.close()
+        return totals
+
+    assert run_ranks("dp2", play, transport="processes") == [[2, 2, 2]] * 2
+
+
+def test_a_world_of_torch_distributed_is_adopted_and_stays_as_it_was(tmp_path):
+    def play(comm):
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=2, timeout=timedelta(seconds=20))
+        totals = []
+        for _ in range(2):
+            transport = ProcessTransport.adopt(timeout_s=20)
+            totals.append(Comm(comm.mesh, comm.rank, transport).all_reduce(torch.ones(1), "dp").item())
+            transport.close()
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+        return [*totals, x.item()]
+
+    assert run_ranks("dp2", play, transport="processes") == [[2, 2, 2]] * 2
+
+
+def test_closing_breaks_off_what_is_under_way(tmp_path):
+    def play(comm):
+        transport = ProcessTransport(comm.rank, 2, f"file://{tmp_path}/store", timeout_s=30)
+        named = Comm(comm.mesh, comm.rank, transport)
+        named.barrier("dp")
+        took_s = 0.0
+        if comm.rank == 0:
+            named.checked = False
+            work = named.start_all_reduce(torch.ones(200_000), "dp")
+            start = time.monotonic()
+            transport.close()
+            with pytest.raises(CommError):
+                work.wait()
+            del work, named, transport
+            gc.collect()
+            took_s = time.monotonic() - start
+        comm.barrier("dp")
+        return took_s
+
+    assert run_ranks("dp2", play, transport="processes")[0] < 5
