@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from weft.core import fit, support
 from weft.core.checks import Check, ask
 from weft.core.config import Run
-from weft.core.keys import keys_of
+from weft.core.keys import choices, keys_of
 from weft.core.load import load
 from weft.errors import Fault
 from weft.models import FAMILIES
@@ -138,11 +138,6 @@ def test_divisors_are_all_common_ones(numbers):
             ["--model.vocab", "255"],
             "model.vocab: is smaller than the tokenizer's (got 255; need at least 256 for bytes)",
         ),
-        (["--mesh", "cp2"], "mesh: axis 'cp' is not there yet"),
-        (["--parallel.zero", "1"], "parallel.zero: is not there yet with this value (got 1; need 0)"),
-        (["--precision.compute", "bfloat16"], "precision.compute: is not there yet"),
-        (["--precision.compute", "float64"], "precision: mixed number types are not there yet"),
-        (["--resume", "auto"], "resume: is not there yet with this value (got 'auto'; need nothing)"),
     ],
 )
 def test_parts_that_do_not_fit_are_told_in_one_line(words, line):
@@ -161,10 +156,25 @@ def test_faults_of_independent_parts_are_told_together():
     }
 
 
-def test_every_row_of_the_support_table_is_a_key_whose_default_works():
-    run = read()
-    for key, working in support.WORKS.items():
-        assert support.value_at(run, key) in working
+@pytest.mark.parametrize("key", support.WORKS)
+def test_a_key_to_come_works_at_its_default_and_is_refused_in_one_line_elsewhere(key):
+    run, field = read(), keys_of(type(read()))[key]
+    assert support.value_at(run, key) in support.WORKS[key]
+    for value in choices(field.annotation) or ["7"]:
+        other = read(f"--{key}", value)
+        told = [str(fault) for fault in support.unsupported(other)]
+        if support.value_at(other, key) in support.WORKS[key]:
+            assert told == []
+        else:
+            assert told[0].startswith(f"{key}: is not there yet with this value (got ")
+            assert len(told) == 1
+
+
+@pytest.mark.parametrize("axis", support.AXES_TO_COME)
+def test_an_axis_to_come_is_refused(axis):
+    (fault,) = support.axes_to_come(read("--mesh", f"{axis}2 dp2"))
+    assert fault.what == f"axis {axis!r} is not there yet"
+    assert not list(support.axes_to_come(read("--mesh", f"{axis}1 dp2")))
 
 
 @given(st.sampled_from(["optim", "optim.lr", "mesh", "mesh.x"]), st.sampled_from(["optim", "optim.lr", "mesh", "mes"]))

@@ -254,6 +254,13 @@ def test_a_token_beyond_the_vocabulary_is_named_with_file_and_place(tmp_path):
     assert "raise model.vocab above 400" in told
 
 
+def test_the_last_token_of_the_vocabulary_is_taken_and_the_one_after_it_is_not(tmp_path):
+    np.array([255] * 9, dtype="<u2").tofile(tmp_path / "last.bin")
+    np.array([256] * 9, dtype="<u2").tofile(tmp_path / "after.bin")
+    assert open_tokens(tmp_path / "last.bin").read(np.array([0])).inputs.tolist() == [[255] * 4]
+    assert "id 256; need below model.vocab = 256" in complaint(tmp_path / "after.bin")
+
+
 def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read_at_the_latest(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "SCANNED_TOKENS", 5)
     np.array([1, 2, 3, 4, 5, 6, 999, 8, 9], dtype="<u2").tofile(tmp_path / "a.bin")
