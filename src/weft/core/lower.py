@@ -83,7 +83,7 @@ class Program:
         return "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.rows)) + "\n"
 
 
-ORDERING_HOP = 0.125
+ORDERING_HOP = 0.0625
 """Forwards that a hop takes when the order is made; a power of two, so that equal times are equal floats."""
 
 
