@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from weft.core.mesh import Mesh
     from weft.core.plan import Plan
     from weft.errors import WeftError
+    from weft.parallel.context.ring import ring_attention
     from weft.parallel.ddp import DistributedDataParallel
     from weft.parallel.model import parallelize
     from weft.parallel.pipeline import PipelineParallel
@@ -37,6 +38,7 @@ _HOMES = {
     "Work": "weft.comm.transport",
     "init": "weft.run.start",
     "parallelize": "weft.parallel.model",
+    "ring_attention": "weft.parallel.context.ring",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "Work",
     "init",
     "parallelize",
+    "ring_attention",
 ]
 
 

@@ -138,6 +138,21 @@ def test_divisors_are_all_common_ones(numbers):
             ["--model.vocab", "255"],
             "model.vocab: is smaller than the tokenizer's (got 255; need at least 256 for bytes)",
         ),
+        (["--mesh", "cp3"], "data.seq_len: does not divide by cp3 (got 128; need a multiple of 6: two chunks"),
+        (["--mesh", "cp3"], "Fix: --data.seq_len 126 or 132"),
+        (
+            ["--mesh", "cp2 tp2", "--parallel.sequence", "True", "--data.seq_len", "126"],
+            "data.seq_len: does not divide by cp2 x tp2 (got 126; need a multiple of 4: two chunks for each of cp2, tp2",
+        ),
+        (
+            ["--mesh", "cp4", "--parallel.context", "ulysses"],
+            "parallel.context: ulysses deals heads out over cp4, which does not divide kv_heads (got 4 heads, 2 kv_heads",
+        ),
+        (
+            ["--mesh", "cp2 tp2", "--parallel.context", "ulysses"],
+            "1 kv_heads on each of tp2; need a divisor of each). Fix: --parallel.context ring or allgather",
+        ),
+        (["--mesh", "cp2", "--model.name", "mnist", "--data.source", "digits"], "give its ranks to dp: dp2"),
     ],
 )
 def test_parts_that_do_not_fit_are_told_in_one_line(words, line):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -16,6 +16,7 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Mesh, every_mesh
 from weft.core.model import ModelConfig
 from weft.core.plan import Plan, canonical, make_stages
+from weft.core.sequence import Context, length_unit
 from weft.models import FAMILIES
 from weft.models.batch import IGNORE, Batch, token_batch
 from weft.prove.layout import run_layout
@@ -51,9 +52,13 @@ class Case:
     microbatches: int = 4
     bucket_bytes: int = 4096
     zero: Literal[0, 1, 2, 3] = 0
+    context: Context = "ring"
+    documents: bool = False
+    seq_len: int = SEQ_LEN
 
     def __str__(self) -> str:
         flags = "-sp" * self.sequence + "-gqa" * self.grouped + f"-zero{self.zero}" * (self.zero > 0)
+        flags += f"-{self.context}" * (self.grid.degree("cp") > 1) + "-docs" * self.documents
         mesh = self.mesh.replace(" ", "_") or "one"
         return (
             f"{self.family}{flags}-{mesh}-{self.schedule}{self.chunks if self.chunks > 1 else ''}-m{self.microbatches}"
@@ -77,13 +82,14 @@ class Case:
             mesh=self.grid,
             family=self.family,
             architecture=canonical(self.config.model_dump()),
-            stages=make_stages(self.config.block_specs(SEQ_LEN), pp * self.chunks),
+            stages=make_stages(self.config.block_specs(self.seq_len), pp * self.chunks),
             schedule=self.schedule,
             chunks=self.chunks,
             microbatches=self.microbatches,
             micro_size=1,
-            seq_len=SEQ_LEN,
+            seq_len=self.seq_len,
             sequence_parallel=self.sequence,
+            context=self.context,
             zero=self.zero,
             params="float64",
             compute="float64",
@@ -91,6 +97,10 @@ class Case:
             clip=CLIP,
             bucket_bytes=self.bucket_bytes,
         )
+
+
+CONTEXTS: tuple[Context, ...] = ("ring", "allgather", "ulysses")
+HEADS = {"heads", "kv_heads"}
 
 
 def fits(case: Case) -> bool:
@@ -101,18 +111,26 @@ def fits(case: Case) -> bool:
     return (
         pp * case.chunks <= 5
         and all(sizes[axis] % tp == 0 for axis in ("heads", "kv_heads", "ffn") if axis in sizes)
-        and (not case.sequence or (tp > 1 and SEQ_LEN % tp == 0))
+        and (not case.sequence or tp > 1)
+        and case.seq_len % length_unit(mesh, sequence_parallel=case.sequence) == 0
+        and (
+            case.context != "ulysses" or all(sizes[axis] % (tp * mesh.degree("cp")) == 0 for axis in HEADS & set(sizes))
+        )
         and (case.schedule != "interleaved" or (pp > 1 and case.chunks > 1 and case.microbatches % pp == 0))
         and (case.schedule == "interleaved" or case.chunks == 1)
     )
 
 
 def every_case(most_ranks: int = 16) -> Iterator[Case]:
-    """Every mesh of up to `most_ranks` ranks over pp, dp and tp, with and without sequence parallelism, by three schedules."""
-    meshes = every_mesh(most_ranks, ("pp", "dp", "tp"))
+    """Every mesh of up to `most_ranks` ranks over pp, dp, cp and tp, with and without sequence parallelism, by three schedules.
+
+    The ways across cp take turns, and so do sequences of one document and of several.
+    """
+    meshes = every_mesh(most_ranks, ("pp", "dp", "cp", "tp"))
+    turns = itertools.count()
     schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
     for mesh, family, (schedule, chunks), sequence in itertools.product(meshes, CONFIGS, schedules, (False, True)):
-        pp = mesh.degree("pp")
+        pp, cp, turn = mesh.degree("pp"), mesh.degree("cp"), next(turns)
         case = Case(
             mesh.text,
             family=family,
@@ -120,6 +138,9 @@ def every_case(most_ranks: int = 16) -> Iterator[Case]:
             chunks=chunks,
             sequence=sequence,
             microbatches=pp * (2 if pp < 3 else 1) if schedule == "interleaved" else 3,
+            context=CONTEXTS[turn % 3] if cp > 1 else "ring",
+            documents=cp > 1 and turn % 2 == 0,
+            seq_len=12 if cp == 3 else SEQ_LEN,
         )
         if fits(case):
             yield case
@@ -134,18 +155,28 @@ def sample(number: int, *, seed: int) -> tuple[Case, ...]:
     return tuple(random.Random(seed).sample(cases, number))
 
 
-def batches(num_sequences: int, vocab: int) -> tuple[Batch, ...]:
+def batches(case: Case, *, vocab: int = 53) -> tuple[Batch, ...]:
     """One whole batch a step; each sequence has another number of targets that count, one has none."""
+    num_sequences, length = case.plan.global_size, case.seq_len
     generator = torch.Generator().manual_seed(SEED)
     steps = []
     for _ in range(NUM_STEPS):
-        tokens = torch.randint(0, vocab, (num_sequences, SEQ_LEN + 1), generator=generator)
+        tokens = torch.randint(0, vocab, (num_sequences, length + 1), generator=generator)
         targets = tokens[:, 1:].clone()
         for row in range(num_sequences):
-            kept = (8 + 5 * row) % (SEQ_LEN + 1)  # 8 (all), 4, 0 (none), 5, 1, 6, 2, 7, 3
+            kept = (length + 5 * row) % (length + 1)  # of 8: 8 (all), 4, 0 (none), 5, 1, 6, 2, 7, 3
             targets[row, kept:] = IGNORE
-        steps.append(token_batch(tokens[:, :-1], targets))
+        batch = token_batch(tokens[:, :-1], targets)
+        steps.append(packed(batch, generator) if case.documents else batch)
     return tuple(steps)
+
+
+def packed(batch: Batch, generator: torch.Generator) -> Batch:
+    """The same tokens as documents of three tokens on average, in each of which positions start anew."""
+    begins = torch.rand(batch.inputs.shape, generator=generator) < 1 / 3
+    begins[:, 0] = True
+    places = batch.positions.where(begins, 0).cummax(1).values
+    return replace(batch, documents=begins.cumsum(1), positions=batch.positions - places)
 
 
 def adamw(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> torch.optim.Optimizer:
@@ -157,13 +188,12 @@ def adamw(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> torch.opti
 
 
 @cache
-def truth(family: str, grouped: bool, num_sequences: int) -> tuple[StepTrace, ...]:
+def truth(case: Case) -> tuple[StepTrace, ...]:
     """One device, for every layout of the same model and batch."""
-    case = Case("", family=family, grouped=grouped)
     return one_device(
-        FAMILIES[family],
+        FAMILIES[case.family],
         case.config,
-        batches(num_sequences, 53),
+        batches(case),
         seed=SEED,
         dtype=torch.float64,
         optimizer=adamw,
@@ -183,7 +213,7 @@ class RunRank:
         return run_layout(
             FAMILIES[self.case.family],
             self.case.config,
-            batches(plan.global_size, 53),
+            batches(self.case),
             plan=plan,
             comm=comm,
             seed=SEED,
@@ -192,9 +222,16 @@ class RunRank:
         )
 
 
+def on_one_device(case: Case) -> Case:
+    """The same model and batch, nothing cut."""
+    size = case.plan.global_size
+    alike = {name: getattr(case, name) for name in ("family", "grouped", "documents", "seq_len")}
+    return Case("", microbatches=size, **alike)
+
+
 def compare(case: Case, *, transport: str = "threads") -> tuple[list[Difference], list[str]]:
     """All differences between the layout and one device, and the parameters that no rank holds in full."""
     ranks = run_ranks(case.mesh, RunRank(case), transport=transport)  # type: ignore[arg-type]
-    right = truth(case.family, case.grouped, case.plan.global_size)
+    right = truth(on_one_device(case))
     assert all(step.grad_norm > CLIP for step in right), "clipping must act in this test"
     return differences(right, ranks, lr=LR), uncovered(right[0].params, ranks)

@@ -9,6 +9,7 @@ from weft.core.axes import TENSOR_RULE
 from weft.core.checks import Check
 from weft.core.config import Run
 from weft.core.schedules import SCHEDULES, find
+from weft.core.sequence import length_unit
 from weft.core.stages import cut_by_cost, cut_by_counts
 from weft.errors import Fault, UserError, did_you_mean
 
@@ -100,13 +101,39 @@ def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
 
 
 def sequence_divides(run: Run) -> Iterable[Fault]:
-    """Under sequence parallelism every tp rank holds an equal part of each sequence."""
-    degree, length = run.grid.degree("tp"), run.data.seq_len
-    if run.parallel.sequence and run.model.kind == "tokens" and length % degree:
-        below, above = length // degree * degree, (length // degree + 1) * degree
+    """Each sequence is cut into two chunks a cp rank, and under sequence parallelism each tp rank holds an equal part."""
+    cp, tp, length = run.grid.degree("cp"), run.grid.degree("tp"), run.data.seq_len
+    unit = length_unit(run.grid, sequence_parallel=run.parallel.sequence)
+    if run.model.kind == "tokens" and length % unit:
+        below, above = length // unit * unit, (length // unit + 1) * unit
         near = " or ".join(str(each) for each in (below, above) if each)
-        need = f"a multiple of tp{degree} under parallel.sequence"
-        yield Fault("data.seq_len", f"does not divide by tp{degree}", str(length), need, f"--data.seq_len {near}")
+        why = [f"two chunks for each of cp{cp}"] * (cp > 1) + [
+            f"tp{tp} under parallel.sequence"
+        ] * run.parallel.sequence
+        what = f"does not divide by {' x '.join([f'cp{cp}'] * (cp > 1) + [f'tp{tp}'] * run.parallel.sequence)}"
+        need = f"a multiple of {unit}: {', '.join(why)}"
+        yield Fault("data.seq_len", what, str(length), need, f"--data.seq_len {near}")
+
+
+def context_has_sequences(run: Run) -> Iterable[Fault]:
+    """Only sequences can be cut along their length."""
+    if (degree := run.grid.degree("cp")) > 1 and run.model.kind != "tokens":
+        what = f"cp cuts sequences, and {run.model.name} reads {run.model.kind}"
+        yield Fault("mesh", what, f"cp{degree}", "no cp", f"give its ranks to dp: dp{degree * run.grid.degree('dp')}")
+
+
+def heads_change_for_columns(run: Run) -> Iterable[Fault]:
+    """Ulysses gives every cp rank a share of the heads that a tp rank holds."""
+    cp, tp = run.grid.degree("cp"), run.grid.degree("tp")
+    sizes = {axis: size for axis, size in run.model.axis_sizes().items() if axis in ("heads", "kv_heads")}
+    own = {axis: size // tp for axis, size in sizes.items()}
+    if run.parallel.context != "ulysses" or any(axes_divide(run)) or not any(size % cp for size in own.values()):
+        return
+    got = ", ".join(f"{size} {axis}" for axis, size in own.items()) + (f" on each of tp{tp}" if tp > 1 else "")
+    what = f"ulysses deals heads out over cp{cp}, which does not divide {', '.join(a for a in own if own[a] % cp)}"
+    works = max(each for each in divisors(*own.values()) if each < cp)
+    fewer = f", or cp{works} in the mesh" if works > 1 else ""
+    yield Fault("parallel.context", what, got, "a divisor of each", f"--parallel.context ring or allgather{fewer}")
 
 
 def sequence_fits_model(run: Run) -> Iterable[Fault]:
@@ -140,6 +167,8 @@ CHECKS = (
     Check(("mesh", "model", "pipeline"), layers_make_stages),
     Check(("mesh", "batch", "pipeline"), schedule_takes_sizes),
     Check(("mesh", "data.seq_len", "parallel.sequence"), sequence_divides),
+    Check(("mesh", "model"), context_has_sequences),
+    Check(("mesh", "model", "parallel.context"), heads_change_for_columns),
     Check(("model", "data.seq_len"), sequence_fits_model),
     Check(("model.vocab", "data.source", "data.tokenizer"), vocabulary_holds_bytes),
 )

@@ -24,6 +24,7 @@ def plan_of(run: Run) -> Plan:
         micro_size=run.batch.micro_size,
         seq_len=run.data.seq_len,
         sequence_parallel=run.parallel.sequence,
+        context=run.parallel.context,
         zero=run.parallel.zero,
         params=run.precision.params,
         compute=run.precision.compute,

@@ -12,7 +12,6 @@ from weft.errors import Fault
 WORKS: dict[str, tuple[Any, ...]] = {
     "model.from_hf": (None,),
     "data.tokenizer": ("bytes",),
-    "parallel.context": ("ring",),
     "parallel.recompute": ("none",),
     "precision.params": ("float32", "float64"),
     "precision.compute": ("float32", "float64"),
@@ -23,7 +22,7 @@ WORKS: dict[str, tuple[Any, ...]] = {
 }
 """Key -> the values that work; keys that are not named here work with all their values."""
 
-AXES_TO_COME = ("ep", "cp")
+AXES_TO_COME = ("ep",)
 """Mesh axes that are not there yet."""
 
 
@@ -41,7 +40,7 @@ def axes_to_come(run: Run) -> Iterable[Fault]:
     for axis in AXES_TO_COME:
         if (degree := run.grid.degree(axis)) > 1:
             fix = f"drop {axis}{degree}, or give its ranks to dp or tp"
-            yield Fault("mesh", f"axis {axis!r} is not there yet", got=repr(run.mesh), need="pp, dp and tp", fix=fix)
+            yield Fault("mesh", f"axis {axis!r} is not there yet", got=repr(run.mesh), need="pp, dp, cp and tp", fix=fix)
 
 
 def value_at(run: Run, key: str) -> Any:

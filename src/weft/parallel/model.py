@@ -15,7 +15,7 @@ from weft.core.plan import Plan
 from weft.errors import Fault, PlanError
 from weft.models import FAMILIES
 from weft.models.init import initialise, named_parameters, tie
-from weft.parallel import tp, vocab
+from weft.parallel import cp, tp, vocab
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,9 @@ def _apply_transforms(
     blocks: dict[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable, sizes: Mapping[str, int]
 ) -> frozenset[str]:
     """Let each dimension change its modules; returns names of parameters whose gradients are partial sums over tp."""
+    if comm.degree("cp") > 1:
+        for block in blocks.values():
+            cp.apply(block, comm=comm, variant=plan.context)
     if comm.degree("tp") == 1:
         return frozenset()
     inside: set[str] = set()

@@ -52,4 +52,6 @@ def build_feed(run: Run, comm: Comm, samples: Samples) -> Feed:
         index=comm.index(("dp", "ep")),
         degree=comm.degree(("dp", "ep")),
         device=comm.device,
+        context_index=comm.index("cp"),
+        context_degree=comm.degree("cp"),
     )

@@ -17,6 +17,7 @@ class Feed:
 
     Attributes:
         index, degree: place of this rank along the data axes, and how many ranks there are.
+        context_index, context_degree: place of this rank among those that share each sequence, and how many there are.
     """
 
     samples: Samples
@@ -26,6 +27,8 @@ class Feed:
     index: int
     degree: int
     device: torch.device
+    context_index: int = 0
+    context_degree: int = 1
 
     def batches(self, step: int) -> list[Batch]:
         """Micro-batches of step `step` (from 0), in the order in which the schedule numbers them."""
@@ -36,5 +39,6 @@ class Feed:
         arrays = self.samples.read(mine)
         whole = Batch(
             torch.from_numpy(arrays.inputs), torch.from_numpy(arrays.targets), torch.from_numpy(arrays.positions)
-        ).map(lambda x: x.to(self.device))
-        return [whole.rows(slice(start, start + self.micro_size)) for start in range(0, mine.size, self.micro_size)]
+        )
+        held = whole.columns(index=self.context_index, degree=self.context_degree).map(lambda x: x.to(self.device))
+        return [held.rows(slice(start, start + self.micro_size)) for start in range(0, mine.size, self.micro_size)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.axes import span_sizes
+from weft.core.sequence import home_of
 from weft.models.batch import Batch, token_batch
 from weft.models.init import name_seed
 from weft.parallel.model import ParallelModel
@@ -37,7 +38,7 @@ def sample(
 def _last_logits(model: ParallelModel, window: Sequence[int], *, vocab: int) -> Tensor | None:
     """logits_V after the window's last token, on the ranks of the last stage; None elsewhere."""
     comm, plan = model.comm, model.plan.model_copy(update={"micro_size": 1})
-    batch = _padded(window, plan.seq_len, comm.device)
+    batch = _padded(window, plan.seq_len, comm.device).columns(index=comm.index("cp"), degree=comm.degree("cp"))
     home, here = plan.table.home, comm.index("pp")
     x = batch.inputs
     for stage in range(len(home)):
@@ -53,7 +54,9 @@ def _last_logits(model: ParallelModel, window: Sequence[int], *, vocab: int) -> 
                 comm.send(x.contiguous(), "pp", to=home[stage + 1])
     if home[-1] != here:
         return None
-    return _whole_vocabulary(x[0, len(window) - 1], comm, cut="vocab" in plan.cuts, vocab=vocab)
+    owner, place = home_of(len(window) - 1, plan.seq_len, comm.degree("cp"))
+    last = comm.broadcast_(x[0, place].contiguous(), "cp", root=owner)
+    return _whole_vocabulary(last, comm, cut="vocab" in plan.cuts, vocab=vocab)
 
 
 def _whole_vocabulary(logits: Tensor, comm: Comm, *, cut: bool, vocab: int) -> Tensor:
