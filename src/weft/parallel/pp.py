@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,10 @@ from weft.parallel.model import ParallelModel
 
 Watch = Callable[[Act, float, float], None]
 """Called with each action and its start and end, seconds of `time.perf_counter`."""
+
+
+MOST_LEAVING = 8
+"""Sends under way at once; before one more the oldest is waited for. The program's order allows to wait for any send."""
 
 
 @dataclass
@@ -37,7 +42,7 @@ class _Play:
     kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     made: dict[Act, Tensor] = field(default_factory=dict)
     posted: dict[Act, Work] = field(default_factory=dict)
-    leaving: list[tuple[Work, Tensor]] = field(default_factory=list)
+    leaving: deque[tuple[Work, Tensor]] = field(default_factory=deque)
 
 
 class Player:
@@ -114,8 +119,9 @@ class Player:
 
     def _send(self, play: _Play, send: Send) -> None:
         tensor = play.made.pop(send.act).contiguous()
-        play.leaving = [(work, kept) for work, kept in play.leaving if not work.is_completed()]
         play.leaving.append((self.model.comm.start_send(tensor, "pp", to=send.peer), tensor))
+        if len(play.leaving) > MOST_LEAVING:
+            play.leaving.popleft()[0].wait()
 
     def _post(self, play: _Play, recv: Recv) -> None:
         comm, boundary = self.model.comm, recv.stage if recv.kind == "activation" else recv.stage - 1
