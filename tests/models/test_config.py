@@ -9,9 +9,12 @@ from pydantic import ValidationError
 
 from weft.core.model import check_divides
 from weft.models import FAMILIES, PRESETS
+from weft.models.deepseek import Config as Deepseek
 from weft.models.gpt2 import Config as Gpt2
 from weft.models.llama3 import Config as Llama3
 from weft.models.mnist import Config as Mnist
+from weft.models.qwen3 import Config as Qwen3
+from weft.models.qwen3_moe import Config as Qwen3Moe
 
 REFUSED = [
     (Gpt2, {"dim": 130}, "heads", "dim 130 does not divide by heads 4; try dim 128 or 132, or heads 2, 5"),
@@ -40,6 +43,32 @@ REFUSED = [
         '30 is not divisible by 4, and arch "conv" halves it twice; try',
     ),
     (Mnist, {"arch": "cnn"}, "arch", "'mlp' or 'conv'"),
+    (Qwen3, {"kv_heads": 3}, "kv_heads", "heads 4 does not divide by kv_heads 3; try heads 3 or 6, or kv_heads 2, 4"),
+    (Qwen3, {"head_size": 31}, "head_size", "multiple of 2"),
+    (Qwen3Moe, {"top_k": 9}, "top_k", "9 of 8 experts; try 8 or less"),
+    (Deepseek, {"first_k_dense": 5}, "first_k_dense", "5 of 4 layers; try 4 or less"),
+    (
+        Deepseek,
+        {"n_group": 3},
+        "n_group",
+        "experts 8 does not divide by n_group 3; try experts 6 or 9, or n_group 2, 4",
+    ),
+    (Deepseek, {"n_group": 2, "topk_group": 3}, "topk_group", "3 of n_group 2 groups; try 2 or less"),
+    (
+        Deepseek,
+        {"n_group": 4, "top_k": 3},
+        "topk_group",
+        "1 groups hold 2 experts, top_k is 3; try top_k 2, or topk_group 2",
+    ),
+    (Deepseek, {"top_k": 9}, "top_k", "9 of 8 experts; try 8 or less"),
+    (Deepseek, {"qk_rope_head_dim": 15}, "qk_rope_head_dim", "multiple of 2"),
+    (Deepseek, {"mtp_depth": 2}, "mtp_depth", "less than or equal to 1"),
+    (
+        Deepseek,
+        {"rope_scaling_beta_slow": 32.0},
+        "rope_scaling_beta_slow",
+        "32.0 is not below rope_scaling_beta_fast 32.0; try 1.0",
+    ),
 ]
 
 

@@ -8,7 +8,7 @@ import torch
 from weft.models import PRESETS, family
 from weft.models.init import draw, initialise, name_seed, named_parameters, tie
 
-SMALL = ("gpt2-tiny", "llama3-tiny", "mnist-mlp", "mnist-conv")
+SMALL = ("gpt2-tiny", "llama3-tiny", "mnist-mlp", "mnist-conv", "qwen3-tiny", "qwen3-moe-tiny", "deepseek-tiny")
 
 
 def started(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ def test_seeds_of_names_stay_what_they_are():
     assert name_seed("layer17.attn.q.weight", 3) == 1486042774
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama3-tiny"])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama3-tiny", "qwen3-tiny", "qwen3-moe-tiny", "deepseek-tiny"])
 def test_standard_deviation_is_002_and_residual_projections_are_scaled_down(name: str):
     whole = started(name)
     layers = PRESETS[name].layers
@@ -106,7 +106,7 @@ def test_standard_deviation_is_002_and_residual_projections_are_scaled_down(name
         if value.dim() < 2:
             assert value.unique().tolist() == [1.0 if parameter_name.endswith("norm.weight") else 0.0], parameter_name
             continue
-        residual = parameter_name.endswith((".o.weight", ".down.weight"))
+        residual = parameter_name.endswith((".o.weight", ".down.weight", ".experts.down"))
         want = 0.02 / math.sqrt(2 * layers) if residual else 0.02
         # the deviation of a sample of n normals is itself normal with relative deviation 1 / sqrt(2 n)
         assert abs(value.std().item() / want - 1) < 4 / math.sqrt(2 * value.numel()), parameter_name

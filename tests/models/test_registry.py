@@ -10,7 +10,7 @@ from torch import nn
 from weft.core.model import ModelConfig, axes_of, row_of
 from weft.errors import ConfigError, PlanError
 from weft.models import FAMILIES, PRESETS, family, llama3, preset
-from weft.models.batch import forward, image_batch, token_batch
+from weft.models.batch import chain, forward, image_batch, token_batch
 from weft.models.init import named_parameters, tie
 
 PUBLISHED = {
@@ -23,8 +23,13 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-moe-30b-a3b": 30_532_122_624,
+    "deepseek-16b": 15_706_484_224,
+    "deepseek-v3-671b": 671_026_419_200,
 }
-"""Parameters of the released weights, tied ones counted once."""
+"""Parameters of the released weights, tied ones counted once, biases of routers among them."""
 
 LLAMA = {  # hidden_size, num_attention_heads, num_key_value_heads, factor of rope_scaling, tie_word_embeddings
     "llama3-1b": (2048, 32, 8, 32.0, True),
@@ -35,7 +40,7 @@ LLAMA = {  # hidden_size, num_attention_heads, num_key_value_heads, factor of ro
 }
 """What parameter counts do not show of the released config.json of LLaMA 3.1 and 3.2."""
 
-SMALL = ("gpt2-tiny", "llama3-tiny", "mnist-mlp", "mnist-conv")
+SMALL = ("gpt2-tiny", "llama3-tiny", "mnist-mlp", "mnist-conv", "qwen3-tiny", "qwen3-moe-tiny", "deepseek-tiny")
 
 
 def meta_blocks(cfg: ModelConfig) -> dict[str, nn.Module]:
@@ -46,7 +51,7 @@ def meta_blocks(cfg: ModelConfig) -> dict[str, nn.Module]:
 def test_models_are_imported_without_torch():
     code = "import sys, weft.models; print(*weft.models.FAMILIES, 'torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.split() == ["gpt2", "llama3", "mnist", "False"]
+    assert shown.stdout.split() == ["deepseek", "gpt2", "llama3", "mnist", "qwen3", "qwen3-moe", "False"]
 
 
 def test_each_preset_belongs_to_the_family_that_its_config_names():
@@ -70,7 +75,10 @@ def test_each_parameter_has_one_row_of_axes_and_one_of_init(name: str):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_axes_agree_with_shapes(name: str):
-    """An axis that may be cut has one length throughout a model, but for the head size that heads carry along."""
+    """An axis that may be cut has one length throughout a model, or lengths of so many units each.
+
+    Units are heads of several features, and what the widths of several kinds of feed-forward parts have in common.
+    """
     cfg = PRESETS[name]
     module = family(cfg.family)
     lengths: dict[str, set[int]] = {}
@@ -78,8 +86,10 @@ def test_axes_agree_with_shapes(name: str):
         for axis, length in zip(axes_of(parameter_name, module.AXES), parameter.shape, strict=True):
             lengths.setdefault(axis, set()).add(length)
     for axis, units in cfg.axis_sizes().items():
-        (length,) = lengths[axis]
-        assert length % units == 0 if "heads" in axis else length == units
+        if "heads" in axis or len(lengths[axis]) > 1:
+            assert all(length % units == 0 for length in lengths[axis])
+        else:
+            assert lengths[axis] == {units}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -137,7 +147,7 @@ def test_blocks_hand_on_the_shapes_that_their_specs_say(name: str):
     specs = cfg.block_specs(6)
     assert [spec.name for spec in specs] == list(blocks)
     for spec in specs:
-        x = blocks[spec.name](x, batch)
+        x = chain({spec.name: blocks[spec.name]}, x, batch).x
         assert x.shape == tuple({"batch": 3, "seq": 6}.get(str(size), size) for size in spec.out)
         assert spec.is_layer == spec.name.startswith("layer")
 
@@ -147,7 +157,7 @@ def test_chain_is_differentiable_in_every_parameter(name: str):
     cfg = PRESETS[name]
     blocks = meta_blocks(cfg)
     forward(blocks, _batch(cfg)[1]).backward()
-    assert all(parameter.grad is not None for parameter in named_parameters(blocks).values())
+    assert all((p.grad is not None) == p.requires_grad for p in named_parameters(blocks).values())
 
 
 def _batch(cfg: ModelConfig):

@@ -75,6 +75,14 @@ class Config(ModelConfig):
             raise ValueError(f"{first_k_dense} of {layers} layers; try {layers} or less")
         return first_k_dense
 
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_are_there(cls, top_k: int, info: ValidationInfo) -> int:
+        experts = info.data.get("experts", top_k)
+        if top_k > experts:
+            raise ValueError(f"{top_k} of {experts} experts; try {experts} or less")
+        return top_k
+
     @field_validator("n_group")
     @classmethod
     def _groups_divide_experts(cls, n_group: int, info: ValidationInfo) -> int:
@@ -92,8 +100,9 @@ class Config(ModelConfig):
             raise ValueError(f"{topk_group} of n_group {n_group} groups; try {n_group} or less")
         if top_k > topk_group * experts // n_group:
             held, need = topk_group * experts // n_group, -(-top_k * n_group // experts)
-            more = f", or topk_group {need}" if need <= n_group else ""
-            raise ValueError(f"{topk_group} groups hold {held} experts, top_k is {top_k}; try top_k {held}{more}")
+            raise ValueError(
+                f"{topk_group} groups hold {held} experts, top_k is {top_k}; try top_k {held}, or topk_group {need}"
+            )
         return topk_group
 
     @field_validator("rope_scaling_beta_slow")

@@ -28,8 +28,9 @@ class Config(qwen3.Trunk):
     @field_validator("top_k")
     @classmethod
     def _top_k_are_there(cls, top_k: int, info: ValidationInfo) -> int:
-        if top_k > info.data.get("experts", top_k):
-            raise ValueError(f"{top_k} of {info.data['experts']} experts; try {info.data['experts']} or less")
+        experts = info.data.get("experts", top_k)
+        if top_k > experts:
+            raise ValueError(f"{top_k} of {experts} experts; try {experts} or less")
         return top_k
 
     def axis_sizes(self) -> dict[str, int]:
