@@ -34,7 +34,7 @@ def test_gradients_are_reduced_once_a_step_however_many_micro_batches(microbatch
         step = make_step(case, comm)
         counter = Counter()
         comm.observers = (counter,)
-        step(micro_batches(batches(case.plan.global_size, 53)[0], case.plan, comm.rank), lr=LR)
+        step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
         reduced = counter.traffic["dp", "all_reduce"]
         return reduced.operations, len(step.kept.buckets), reduced.payload_bytes
 
@@ -61,7 +61,7 @@ def test_buckets_are_reduced_while_the_last_backward_still_runs() -> None:
         first = step.model.params["embed.tok.weight"]
         first.register_post_accumulate_grad_hook(lambda _: log.lines.append("first layer's gradient"))
         comm.observers = (log,)
-        step(micro_batches(batches(case.plan.global_size, 53)[0], case.plan, comm.rank), lr=LR)
+        step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
         return log.lines
 
     for lines in run_ranks("dp2", rank):
@@ -79,7 +79,7 @@ def test_gradients_stay_views_into_their_buckets_and_bucket_order_does_not_chang
         step = make_step(case, comm)
         places = {name: param.grad.data_ptr() for name, param in step.model.params.items()}
         order = tuple(bucket.names for bucket in step.kept.buckets)
-        for batch in batches(case.plan.global_size, 53):
+        for batch in batches(case):
             step(micro_batches(batch, case.plan, comm.rank), lr=LR)
         assert places == {name: param.grad.data_ptr() for name, param in step.model.params.items()}
         assert order == tuple(bucket.names for bucket in step.kept.buckets)
@@ -96,7 +96,7 @@ def test_ranks_of_one_data_group_stay_bit_equal() -> None:
 
     def rank(comm: Comm) -> dict[str, Tensor]:
         step = make_step(case, comm)
-        for batch in batches(case.plan.global_size, 53):
+        for batch in batches(case):
             step(micro_batches(batch, case.plan, comm.rank), lr=LR)
         return {name: param.detach().clone() for name, param in step.model.params.items()}
 

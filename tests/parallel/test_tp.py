@@ -107,7 +107,7 @@ def test_weight_gradients_are_computed_while_the_input_gradient_is_reduced() -> 
         for name in ("attn.q", "attn.k", "attn.v"):
             weight = layer.get_parameter(f"{name}.weight")
             weight.register_post_accumulate_grad_hook(lambda _, name=name: log.lines.append(f"grad {name}"))
-        batch = batches(1, 53)[0]
+        batch = batches(Case("", microbatches=1))[0]
         x = torch.randn(1, 8, 32, dtype=torch.float64, requires_grad=True)
         y = layer.attn(x, batch)
         comm.observers = (log,)
@@ -132,7 +132,7 @@ def test_a_layer_costs_one_operation_per_block_side_and_direction(sequence: bool
         comm.observers = (counter,)
         length = 4 if sequence else 8
         x = torch.randn(1, length, 32, dtype=torch.float64, requires_grad=True)
-        layer(x, batches(1, 53)[0]).sum().backward()
+        layer(x, batches(Case("", microbatches=1))[0]).sum().backward()
         return {op: traffic.operations for (_, op), traffic in counter.traffic.items()}
 
     want = {"all_gather": 4, "reduce_scatter": 4} if sequence else {"all_reduce": 4}
@@ -159,7 +159,7 @@ def test_sequence_parallel_norm_gradient_is_summed_over_tp_and_others_are_not() 
 
 def test_activations_of_a_cut_model_equal_the_plain_ones_without_any_backward() -> None:
     case = Case("tp2", family="gpt2", microbatches=1)
-    batch = batches(1, 53)[0]
+    batch = batches(Case("", microbatches=1))[0]
 
     def rank(comm: Comm) -> float:
         model = build_model(FAMILIES["gpt2"], case.config, case.plan, comm, seed=SEED)
