@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from weft.core.mesh import Mesh
-from weft.errors import DataError, Fault, RankError
+from weft.errors import CommTimeout, DataError, Fault, RankError
 from weft.run.comm import open_comm
 from weft.run.launch import join, launch
 from weft.run.world import World, detect
@@ -73,6 +73,26 @@ def killed_amid_talk(world: World) -> None:
 def all_raise(world: World) -> None:
     time.sleep(0.05 * (3 - world.rank))
     raise DataError(Fault("data.source", f"empty as rank {world.rank} sees it"))
+
+
+def echo_before_cause(world: World) -> None:
+    """Rank 0 sees a closed connection before rank 2 comes to say why."""
+    if world.rank == 2:
+        mark("fails-soon", os.getpid())
+        time.sleep(0.05)
+        raise ValueError("rank 2 cannot go on")
+    while world.rank == 1 or not list(FOLDER.glob("fails-soon.*")):
+        time.sleep(0.001)
+    raise ConnectionResetError("connection closed by peer")
+
+
+def echo_alone(world: World) -> None:
+    """Nobody says why, and the others have to be killed: that is no cause."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if world.rank == 1:
+        raise CommTimeout("rank 2 did not come")
+    while True:
+        time.sleep(1)
 
 
 def crashes(world: World) -> None:
@@ -130,6 +150,8 @@ SCENARIOS: dict[str, Callable[[World], None]] = {
         raises_amid_talk,
         killed_amid_talk,
         all_raise,
+        echo_before_cause,
+        echo_alone,
         crashes,
         refuses_to_end,
         leaves_things_behind,

@@ -19,6 +19,9 @@ import pytest
 SCRIPT = Path(__file__).with_name("scenarios.py")
 ENV = {name: value for name, value in os.environ.items() if name != "WEFT_TRACEBACK"}
 PATIENCE_S = 30
+MOST_S = 2.0
+"""From a failure or signal to the end of all: 0.3 s to settle, 1 s of grace for the stubborn, and the end of Python. On
+top comes what the start of the same program took, so that busy cores do not count."""
 
 
 def free_port() -> int:
@@ -52,7 +55,7 @@ def wait_for(folder: Path, name: str, count: int) -> None:
 def running(folder: Path, *names: str) -> Iterator[subprocess.Popen[str]]:
     """The scenario program, in a process group of its own like a command in a terminal."""
     command = [sys.executable, str(SCRIPT), str(folder), *names]
-    with subprocess.Popen(command, env=ENV, text=True, stdout=-1, stderr=-1, process_group=0) as process:
+    with subprocess.Popen(command, env=ENV, text=True, stdin=-1, stdout=-1, stderr=-1, process_group=0) as process:
         try:
             yield process
         finally:
@@ -62,7 +65,7 @@ def running(folder: Path, *names: str) -> Iterator[subprocess.Popen[str]]:
 
 IN_PROCESSES = (
     *("ok", "prepared", "raises", "raises_amid_talk", "killed_amid_talk", "all_raise", "crashes"),
-    *("refuses_to_end", "leaves_things_behind", "says_nothing", "saved"),
+    *("echo_before_cause", "echo_alone", "refuses_to_end", "leaves_things_behind", "says_nothing", "saved"),
 )
 IN_THREADS = ("ok:threads", "raises_amid_talk:threads")
 
@@ -73,7 +76,7 @@ def played(tmp_path_factory):
     folder = tmp_path_factory.mktemp("played")
     port = free_port()
     with running(folder, f"ok:{port}", *IN_PROCESSES, *IN_THREADS) as process:
-        out, err = process.communicate(timeout=90)
+        out, err = process.communicate("typed by a person", timeout=90)
     assert process.returncode == 0, err
     told = {told["name"]: told for told in map(json.loads, out.splitlines())}
     told["ok:port"] = told.pop(f"ok:{port}")
@@ -93,6 +96,8 @@ def test_ranks_that_do_their_work_give_0(played, name):
         ("raises_amid_talk", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
         ("raises_amid_talk:threads", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
         ("killed_amid_talk", "rank 2 (pp2): was killed by SIGKILL (out of memory?)"),
+        ("echo_before_cause", "rank 2 (pp2): ValueError: rank 2 cannot go on [scenarios.py:"),
+        ("echo_alone", "rank 1 (pp1): CommTimeout: rank 2 did not come [scenarios.py:"),
         ("crashes", "rank 0 (pp0): was killed by SIGSEGV"),
         ("refuses_to_end", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
         ("says_nothing", "rank 2 (pp2): ended with exit code 3 and said nothing"),
@@ -125,8 +130,8 @@ def test_ranks_that_saved_and_left_give_75(played):
 
 
 @pytest.mark.parametrize("name", ["raises", "raises_amid_talk", "killed_amid_talk", "crashes", "refuses_to_end"])
-def test_the_others_are_ended_within_two_seconds(played, name):
-    assert played[0][name]["seconds"] < 3.0
+def test_the_others_are_ended_soon(played, name):
+    assert played[0][name]["seconds"] < MOST_S + 2 * played[0]["ok"]["seconds"]
 
 
 def test_no_process_is_left_and_no_thread_in_the_parent(played):
@@ -135,17 +140,18 @@ def test_no_process_is_left_and_no_thread_in_the_parent(played):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "number", "code", "most_s"),
+    ("scenario", "number", "code"),
     [
-        ("waits", signal.SIGINT, 130, 1.5),
-        ("waits_stubbornly", signal.SIGINT, 130, 3.0),
-        ("waits", signal.SIGTERM, 143, 1.5),
-        ("saves_on_sigterm", signal.SIGTERM, 75, 1.5),
-        ("waits_stubbornly", signal.SIGKILL, -9, 1.5),
+        ("waits", signal.SIGINT, 130),
+        ("waits_stubbornly", signal.SIGINT, 130),
+        ("waits", signal.SIGTERM, 143),
+        ("saves_on_sigterm", signal.SIGTERM, 75),
+        ("waits_stubbornly", signal.SIGKILL, -9),
     ],
     ids=["ctrl-c", "ctrl-c and stubborn ranks", "sigterm", "sigterm and ranks that save", "the parent is killed"],
 )
-def test_a_signal_to_the_command_leaves_no_process(tmp_path, scenario, number, code, most_s):
+def test_a_signal_to_the_command_leaves_no_process(tmp_path, scenario, number, code):
+    began = time.monotonic()
     with running(tmp_path, scenario) as process:
         wait_for(tmp_path, "waiting", 3)
         start = time.monotonic()
@@ -155,7 +161,7 @@ def test_a_signal_to_the_command_leaves_no_process(tmp_path, scenario, number, c
         while left_over(tmp_path, "waiting") and time.monotonic() < deadline:
             time.sleep(0.01)
     assert left_over(tmp_path) == []
-    assert time.monotonic() - start < most_s
+    assert time.monotonic() - start < MOST_S + (start - began)
     if code in (75, 143):  # the program goes on: launch returned it
         assert json.loads(out)["code"] == code
     elif code == 130:  # the program saw KeyboardInterrupt, as every Python program does

@@ -18,7 +18,7 @@ from weft.run.failure import Failure, describe_exit
 from weft.run.rank import detach, flush
 
 POLL_S = 0.02
-SETTLE_S = 0.2
+SETTLE_S = 0.3
 """After the first failure, time in which the others' reports may still show an earlier one."""
 GRACE_S = 1.0
 """Time to end in after a signal, before SIGKILL."""
