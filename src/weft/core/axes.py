@@ -13,6 +13,7 @@ Rule = Mapping[str, str]
 """Logical axis of a parameter -> mesh axis that cuts it."""
 
 TENSOR_RULE: Rule = {"heads": "tp", "kv_heads": "tp", "ffn": "tp", "vocab": "tp"}
+EXPERT_RULE: Rule = {"experts": "ep"}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
-from weft.core.axes import TENSOR_RULE, Rule
+from weft.core.axes import EXPERT_RULE, TENSOR_RULE, Rule
 from weft.core.mesh import AXIS_MEANING, Mesh
 from weft.core.model import BlockSpec
 from weft.core.schedule import Table
@@ -61,7 +61,7 @@ class Plan(BaseModel):
     seq_len: int = 1
     sequence_parallel: bool = False
     context: Context = "ring"
-    rule: tuple[tuple[str, str], ...] = tuple(TENSOR_RULE.items())
+    rule: tuple[tuple[str, str], ...] = tuple({**TENSOR_RULE, **EXPERT_RULE}.items())
     zero: Literal[0, 1, 2, 3] = 0
     params: Dtype = "float32"
     compute: Dtype = "float32"

@@ -14,8 +14,9 @@ from weft.core.model import AxisTable, InitTable, axes_of
 from weft.core.plan import Plan
 from weft.errors import Fault, PlanError
 from weft.models import FAMILIES
+from weft.models.experts import Experts
 from weft.models.init import initialise, named_parameters, tie
-from weft.parallel import cp, tp, vocab
+from weft.parallel import cp, ep, tp, vocab
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,8 @@ def _apply_transforms(
     if comm.degree("cp") > 1:
         for block in blocks.values():
             cp.apply(block, comm=comm, variant=plan.context)
+    for block in blocks.values():
+        ep.apply(block, comm=comm)
     if comm.degree("tp") == 1:
         return frozenset()
     inside: set[str] = set()
@@ -167,8 +170,8 @@ def _apply_transforms(
         rule, sequence = plan.cuts, plan.sequence_parallel
         inside |= tp.apply(name, block, comm=comm, table=axes, rule=rule, sequence=sequence)
         vocab.apply(name, block, comm=comm, table=axes, rule=rule, sequence=sequence)
-    if "loss" in blocks and "vocab" in plan.cuts and "vocab" in sizes:
-        blocks["loss"] = vocab.cut_loss(blocks["loss"], vocab=sizes["vocab"], comm=comm)
+    if "vocab" in plan.cuts and "vocab" in sizes:
+        vocab.cut_losses(blocks, vocab=sizes["vocab"], comm=comm)
     outside = frozenset(named_parameters(blocks)) if plan.sequence_parallel else frozenset()
     return outside | inside
 
@@ -186,12 +189,13 @@ def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dic
 
 def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTable) -> None:
     """Refuse a parameter that was cut although no transform took over its module."""
-    served = (tp.ColumnParallelLinear, tp.RowParallelLinear, vocab.VocabParallelEmbedding)
+    served = (tp.ColumnParallelLinear, tp.RowParallelLinear, vocab.VocabParallelEmbedding, Experts)
     for block_name, block in blocks.items():
         for path, _ in block.named_parameters():
             name, logical = f"{block_name}.{path}", axes_of(f"{block_name}.{path}", axes)
             module = block.get_submodule(path.rpartition(".")[0])
-            if cutting_axes(logical, plan.cuts, plan.mesh) and not isinstance(module, served):
+            in_mixture = any(path.startswith(f"{mixture}.") for mixture in ep.mixtures(block))
+            if cutting_axes(logical, plan.cuts, plan.mesh) and not isinstance(module, served) and not in_mixture:
                 raise PlanError(
                     Fault(
                         name,

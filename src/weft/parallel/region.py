@@ -11,6 +11,9 @@ Note [Region order]
     so that the backward of every linear yields only its input gradient; `enter` starts the reduction of their sum; the
     weight gradients are computed by the `later` nodes meanwhile; `settle` waits. Between the nodes travel placeholders that
     hold no memory. Weight gradients still reach `.grad` through autograd's own accumulation, so hooks on parameters work.
+
+    Under a split backward (Note [Split backward]) weight gradients come later still: there are no `later` nodes then, and
+    the linears are torch's own, which that can take apart.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.core.mesh import Axis
+from weft.parallel.split import active_split
 
 SEQ_DIM = 1
 """Dim of the sequence in x_BSD."""
@@ -62,13 +67,21 @@ class Region:
         errand = Errand()
         x = _Settle.apply(x, errand)  # type: ignore[no-untyped-call]
         loans = tuple(Loan(weight) for weight in weights)
-        for loan, weight in zip(loans, weights, strict=True):
-            loan.weight = _Later.apply(weight, loan)  # type: ignore[no-untyped-call]
+        if active_split() is None:
+            for loan in loans:
+                loan.weight = _Later.apply(loan.weight, loan)  # type: ignore[no-untyped-call]
         return _Enter.apply(x, errand, self), loans  # type: ignore[no-untyped-call]
+
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Sum y over the ranks; under sequence parallelism each keeps its part of the sequence."""
+        return ops.scatter(y, self.comm, self.axis, dim=SEQ_DIM) if self.sequence else ops.leave(y, self.comm, self.axis)
 
 
 def linear(x: Tensor, loan: Loan, bias: Tensor | None) -> Tensor:
     """x W^T + b whose weight gradient is computed later; see Note [Region order]."""
+    if active_split() is not None:
+        return nn.functional.linear(x, loan.weight, bias)
     y: Tensor = _Linear.apply(x, loan.weight, bias, loan)  # type: ignore[no-untyped-call]
     return y
 

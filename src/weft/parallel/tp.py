@@ -15,7 +15,8 @@ from weft.core.axes import Rule, span, span_sizes
 from weft.core.mesh import Axis
 from weft.core.model import axes_of
 from weft.errors import Fault, PlanError
-from weft.parallel.region import SEQ_DIM, Loan, Region, linear
+from weft.parallel import ep
+from weft.parallel.region import Loan, Region, linear
 
 
 class ColumnParallelLinear(nn.Module):
@@ -106,9 +107,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., this rank's in_features] -> y[..., out_features]."""
-        comm, axis = self.region.comm, self.region.axis
-        y = nn.functional.linear(x, self.weight)
-        y = ops.scatter(y, comm, axis, dim=SEQ_DIM) if self.region.sequence else ops.leave(y, comm, axis)
+        y = self.region.leave(nn.functional.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 
@@ -140,14 +139,18 @@ def apply(
     Raises:
         PlanError: a linear cut along both dims, or one cut by row that no linear cut by column feeds.
     """
-    linears = _find(name, block, table=table, rule=rule)
     region = Region(comm, "tp", sequence)
-    parents = _parents(name, linears)
+    bundles = tuple(ep.mixtures(block))
+    linears = _find(name, block, table=table, rule=rule)
+    parents = {**dict.fromkeys(bundles, ()), **_parents(name, linears, bundles)}
     for path in linears.columns:
         cut = ColumnParallelLinear.adopt(_linear(block, path), region, _linear(block, path).out_features)
         block.set_submodule(path, cut)
     for path in linears.rows:
-        block.set_submodule(path, RowParallelLinear.adopt(_linear(block, path), region))
+        if _bundle(path, bundles) is None:
+            block.set_submodule(path, RowParallelLinear.adopt(_linear(block, path), region))
+    for mixture in ep.mixtures(block).values():
+        ep.leave_with(mixture, region.leave)
     inside: set[str] = set()
     for parent, columns in parents.items():
         _share_entry(block, parent, columns, region)
@@ -171,11 +174,16 @@ def _find(name: str, block: nn.Module, *, table: Mapping[str, tuple[str, ...]], 
     return Linears(tuple(columns), tuple(rows))
 
 
-def _parents(name: str, linears: Linears) -> dict[str, tuple[str, ...]]:
+def _bundle(path: str, bundles: tuple[str, ...]) -> str | None:
+    """The mixture that holds this linear: it is entered and left as a whole, see Note [A mixture is one region] in ep.py."""
+    return next((bundle for bundle in bundles if path.startswith(f"{bundle}.")), None)
+
+
+def _parents(name: str, linears: Linears, bundles: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """The smallest modules that hold a row-cut linear and the column-cut ones that feed it -> those column-cut linears."""
     parents: dict[str, tuple[str, ...]] = {}
     for row in linears.rows:
-        parent = row
+        parent = f"{_bundle(row, bundles)}." if _bundle(row, bundles) is not None else row
         columns: tuple[str, ...] = ()
         while parent and not columns:
             parent = parent.rpartition(".")[0]

@@ -117,12 +117,11 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 def apply(
     name: str, block: nn.Module, *, comm: Comm, table: Mapping[str, tuple[str, ...]], rule: Rule, sequence: bool
-) -> frozenset[str]:
+) -> None:
     """Make the embeddings of `block` whose rows are the cut vocabulary parallel; their tables must have been cut already.
 
     Under sequence parallelism the block's output is this rank's part of the sequence; what else the block looks up (learned
-    positions) is looked up for that part only. Returns the global names of those other parameters: they meet other tokens on
-    each rank.
+    positions) is looked up for that part only.
 
     Raises:
         PlanError: an embedding cut along its features.
@@ -140,10 +139,9 @@ def apply(
         if rule.get(row_axis) == "tp":
             block.set_submodule(path, VocabParallelEmbedding.adopt(module, region))
             found = True
-    if not (found and sequence):
-        return frozenset()
-    _cut_positions(block, comm)
-    return frozenset(f"{name}.{path}" for path, _ in block.named_parameters())
+    learns_positions = any(isinstance(module, nn.Embedding) for module in block.modules())
+    if found and sequence and learns_positions:
+        _cut_positions(block, comm)
 
 
 def _cut_positions(block: nn.Module, comm: Comm) -> None:
@@ -157,8 +155,11 @@ def _cut_positions(block: nn.Module, comm: Comm) -> None:
     block.register_forward_pre_hook(cut)
 
 
-def cut_loss(block: nn.Module, *, vocab: int, comm: Comm) -> nn.Module:
-    """The loss for logits whose vocabulary is cut over tp."""
-    if not isinstance(block, Loss):
-        raise PlanError(Fault("parallel", "only the Loss seam can take a cut vocabulary", got=type(block).__name__))
-    return VocabParallelLoss(vocab, comm=comm)
+def cut_losses(blocks: dict[str, nn.Module], *, vocab: int, comm: Comm) -> None:
+    """Make every Loss seam, as a block or inside one, take logits whose vocabulary is cut over tp."""
+    for name, block in blocks.items():
+        for path, module in list(block.named_modules()):
+            if isinstance(module, Loss) and path:
+                block.set_submodule(path, VocabParallelLoss(vocab, comm=comm))
+        if isinstance(block, Loss):
+            blocks[name] = VocabParallelLoss(vocab, comm=comm)
