@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from weft.core.axes import TENSOR_RULE
+from weft.core.axes import EXPERT_RULE, TENSOR_RULE, Rule
 from weft.core.checks import Check
 from weft.core.config import Run
 from weft.core.schedules import SCHEDULES, find
@@ -13,8 +13,9 @@ from weft.core.sequence import length_unit
 from weft.core.stages import cut_by_cost, cut_by_counts
 from weft.errors import Fault, UserError, did_you_mean
 
-PADDED_AXES = ("vocab",)
-"""Logical axes that are padded where their mesh axis does not divide them."""
+RULE: Rule = {**TENSOR_RULE, **EXPERT_RULE}
+UNEVEN_AXES = ("vocab",)
+"""Logical axes that are cut into parts of unequal length where their mesh axis does not divide them."""
 MOST_MICRO = 2**16
 """Micro-batches of one step on one rank; their schedule is a table."""
 BYTES = 256
@@ -24,16 +25,24 @@ BYTES = 256
 def axes_divide(run: Run) -> Iterable[Fault]:
     """Every logical axis of the model divides by the degree of the mesh axis that cuts it."""
     sizes = {
-        axis: size for axis, size in run.model.axis_sizes().items() if axis in TENSOR_RULE and axis not in PADDED_AXES
+        axis: size for axis, size in run.model.axis_sizes().items() if axis in RULE and axis not in UNEVEN_AXES
     }
-    for mesh_axis in dict.fromkeys(TENSOR_RULE.values()):
+    for mesh_axis in dict.fromkeys(RULE.values()):
         degree = run.grid.degree(mesh_axis)
-        own = {axis: size for axis, size in sizes.items() if TENSOR_RULE[axis] == mesh_axis}
+        own = {axis: size for axis, size in sizes.items() if RULE[axis] == mesh_axis}
         if uneven := [axis for axis, size in own.items() if size % degree]:
             works = " or ".join(f"{mesh_axis}{number}" for number in divisors(*own.values())[-4:])
             got = ", ".join(f"{size} {axis}" for axis, size in own.items())
             what = f"{mesh_axis}{degree} does not divide the model's {', '.join(uneven)}"
             yield Fault("mesh", what, got, "a divisor of each", f"use {works}")
+
+
+def experts_exist(run: Run) -> Iterable[Fault]:
+    """Only a mixture of experts has something to spread over ep."""
+    degree = run.grid.degree("ep")
+    if degree > 1 and "experts" not in run.model.axis_sizes():
+        what = f"ep{degree} spreads experts, and {run.model.name} has none"
+        yield Fault("mesh", what, repr(run.mesh), "a mixture of experts", f"dp{degree} instead, or --model.name deepseek")
 
 
 def batch_divides(run: Run) -> Iterable[Fault]:
@@ -163,6 +172,7 @@ def words(counts: Sequence[int]) -> str:
 
 CHECKS = (
     Check(("mesh", "model"), axes_divide),
+    Check(("mesh", "model"), experts_exist),
     Check(("mesh", "batch"), batch_divides),
     Check(("mesh", "model", "pipeline"), layers_make_stages),
     Check(("mesh", "batch", "pipeline"), schedule_takes_sizes),
