@@ -1,0 +1,289 @@
+"""DeepSeek: latent attention from the formula, YaRN, the second next token, the released shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.models import PRESETS, deepseek
+from weft.models.batch import IGNORE, Batch, chain, forward, token_batch, with_later_targets
+from weft.models.init import initialise, named_parameters, tie
+from weft.models.layers import Attend
+from weft.models.mla import LatentAttention
+from weft.models.rope import Rope, YarnScaling, rotate
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+"""Sums of some 100 terms near 1 in float64, where one operation rounds by 1e-16."""
+
+TINY = deepseek.Config(layers=3, dim=24, heads=4, vocab=29, ffn=20, expert_ffn=8, n_group=4, topk_group=2)
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def make_attention(*, q_lora_rank: int = 10, v_head_dim: int = 5, heads: int = 4) -> LatentAttention:
+    return LatentAttention(
+        24,
+        heads=heads,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=9,
+        qk_nope_head_dim=7,
+        v_head_dim=v_head_dim,
+        rope=Rope(6, theta=100.0),
+        scale=0.3,
+        norm_eps=1e-6,
+    )
+
+
+def zeros_batch(num: int, seq: int) -> Batch:
+    return token_batch(*[torch.zeros(num, seq, dtype=torch.int64)] * 2)
+
+
+def turned_pairs(x: Tensor, rope: Rope, position: int) -> Tensor:
+    """Neighbours (2i, 2i + 1) turned by the angle of frequency i, as DeepSeek's paper has it."""
+    cos, sin = (turn.double().flatten() for turn in rope(torch.tensor([[position]])))
+    out = torch.empty_like(x)
+    out[0::2], out[1::2] = x[0::2] * cos - x[1::2] * sin, x[1::2] * cos + x[0::2] * sin
+    return out
+
+
+def written_out(attn: LatentAttention, x_SD: Tensor) -> Tensor:
+    """DeepSeek-V2, equations 37 to 47, token by token and head by head."""
+    num_heads = attn.o.weight.shape[1] // attn.v_size
+    outputs = []
+    for s, x in enumerate(x_SD):
+        query = attn.q_b(attn.q_a_norm(attn.q_a(x))) if attn.q_lora_rank else attn.q(x)
+        heads = []
+        for h, q in enumerate(query.chunk(num_heads)):
+            q_nope, q_rope = q[:7], turned_pairs(q[7:], attn.rope, s)
+            scores, values = [], []
+            for t in range(s + 1):
+                latent, k_rope = attn.kv_a(x_SD[t]).split((9, 6))
+                k_nope, v = attn.kv_b(attn.kv_a_norm(latent)).chunk(num_heads)[h].split((7, attn.v_size))
+                scores.append(0.3 * (q_nope @ k_nope + q_rope @ turned_pairs(k_rope, attn.rope, t)))
+                values.append(v)
+            heads.append(torch.stack(scores).softmax(0) @ torch.stack(values))
+        outputs.append(attn.o(torch.cat(heads)))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(("q_lora_rank", "v_head_dim"), [(10, 5), (0, 5), (10, 13), (10, 16)])
+def test_latent_attention_is_the_papers_written_out(q_lora_rank: int, v_head_dim: int):
+    """Heads of v are narrower than those of q and k, as wide, or wider."""
+    attn, x = make_attention(q_lora_rank=q_lora_rank, v_head_dim=v_head_dim), torch.randn(2, 5, 24)
+    out = attn(x, zeros_batch(2, 5))
+    for b in range(2):
+        torch.testing.assert_close(out[b], written_out(attn, x[b]), **EXACT)
+
+
+def test_latent_attention_whose_heads_are_cut_sums_to_the_whole():
+    whole, x = make_attention(), torch.randn(2, 5, 24)
+    total = torch.zeros_like(x)
+    for half in (0, 1):
+        cut = make_attention()  # built whole, like a rank's: only the weights that belong to heads are cut
+        cut.load_state_dict(whole.state_dict())
+        for name, dim in (("q_b", 0), ("kv_b", 0), ("o", 1)):
+            weight = getattr(whole, name).weight.detach().chunk(2, dim)[half]
+            getattr(cut, name).weight = torch.nn.Parameter(weight)
+        total = total + cut(x, zeros_batch(2, 5))
+    torch.testing.assert_close(total, whole(x, zeros_batch(2, 5)), **EXACT)
+
+
+@pytest.mark.parametrize("documents", [None, [[0, 0, 1, 1, 1]]])
+@pytest.mark.parametrize("v_size", [3, 4, 6])
+def test_heads_of_v_may_have_another_size_and_scores_another_scale(v_size: int, documents):
+    q, k, v = torch.randn(1, 5, 4, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, v_size)
+    batch = zeros_batch(1, 5)
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril()
+    if documents is not None:
+        batch = Batch(batch.inputs, batch.targets, batch.positions, torch.tensor(documents))
+        allowed &= batch.documents[0][:, None] == batch.documents[0][None, :]
+    out = Attend(scale=0.7)(q, k, v, batch)
+    for h in range(4):
+        scores = 0.7 * (q[0, :, h] @ k[0, :, h // 2].T)
+        want = scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v[0, :, h // 2]
+        torch.testing.assert_close(out[0, :, h], want, **EXACT)
+
+
+def test_pairs_of_neighbours_give_the_products_of_pairs_of_halves_in_another_order():
+    rope = Rope(8, theta=100.0)
+    turn, order = rope(torch.arange(5)[None]), torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    x = torch.randn(1, 5, 2, 8)
+    assert torch.equal(rotate(x, turn, pairs="neighbours"), rotate(x[..., order], turn))
+
+
+# ── YaRN ──
+
+
+def test_yarn_keeps_fast_features_and_slows_down_slow_ones():
+    scaling = YarnScaling(factor=40.0, theta=10_000.0, original_context=4096)
+    plain = Rope(64, theta=10_000.0).frequencies(torch.device("cpu"))
+    ratio = scaling(plain) / plain
+    turns = 4096 * plain / (2 * math.pi)
+    assert (ratio[turns > 32 * 1.34] == 1.0).all()  # features are a factor of 1.33 apart
+    torch.testing.assert_close(ratio[turns < 1 / 1.34] * 40, torch.ones_like(ratio[turns < 1 / 1.34]))
+    assert (ratio.diff() < 1e-8).all()  # rounding of the quotient by the slowest: 0.025 x 6e-8
+    assert ((ratio > 0.03) & (ratio < 0.99)).sum() == 12
+
+
+def test_yarn_scales_scores_and_rotated_parts_with_the_logarithm_of_the_factor():
+    scaling = YarnScaling(factor=math.e**5, theta=1e4, original_context=64, mscale=2.0, mscale_all_dim=1.0)
+    assert scaling.gain == pytest.approx((0.1 * 2 * 5 + 1) / (0.1 * 1 * 5 + 1), rel=1e-12)
+    assert scaling.sharpness == pytest.approx(1.5**2, rel=1e-12)
+    turn = Rope(8, theta=1e4, scaling=scaling)(torch.tensor([[0]]))
+    torch.testing.assert_close(turn[0].flatten(), torch.full((4,), scaling.gain, dtype=torch.float32))
+
+
+def test_attention_is_sharpened_and_only_where_the_context_is_stretched():
+    plain, stretched = (TINY.model_copy(update={"rope_scaling_factor": factor}) for factor in (1.0, 40.0))
+    scales = [deepseek.blocks(cfg)["layer0"].attn.attend.scale for cfg in (plain, stretched)]
+    assert scales[0] == 48**-0.5
+    assert scales[1] == pytest.approx(48**-0.5 * (0.1 * math.log(40) + 1) ** 2, rel=1e-12)
+
+
+# ── the second next token ──
+
+
+def model_and_batch(**fields) -> tuple[deepseek.Config, dict[str, torch.nn.Module], Batch]:
+    cfg = TINY.model_copy(update={"mtp_depth": 1, **fields})
+    blocks = deepseek.blocks(cfg)
+    parameters = named_parameters(blocks)
+    initialise(parameters, deepseek.init(cfg), seed=0, ties=deepseek.ties(cfg))
+    tie(blocks, deepseek.ties(cfg))
+    tokens = torch.randint(cfg.vocab, (2, 9))
+    targets = tokens[:, 1:].clone()
+    targets[0, :4] = IGNORE
+    return cfg, blocks, with_later_targets(token_batch(tokens[:, :-1], targets))
+
+
+def test_side_block_hands_on_x_and_adds_the_weighted_loss_of_the_token_after_the_next():
+    _, blocks, batch = model_and_batch(balance_loss=0.0, mtp_loss=0.25)
+    side, x = blocks["mtp0"], torch.randn(2, 8, 24)
+    out = side(x, batch)
+    assert out.x is x
+    hidden = blocks["head"].norm(x)
+    joined = side.join(torch.cat((side.next_norm(blocks["embed"].tok(batch.next_inputs)), side.x_norm(hidden)), -1))
+    logits = blocks["head"].proj(side.norm(side.layer(joined, batch).x))
+    want = sum(
+        -logits[b, s].log_softmax(-1)[batch.targets[b, s + 1]]
+        for b in range(2)
+        for s in range(7)
+        if batch.targets[b, s + 1] != IGNORE
+    )
+    torch.testing.assert_close(out.loss, 0.25 * want, **EXACT)
+    assert out.load.sum() == 2 * 8 * 2
+
+
+def test_side_block_adds_the_balance_loss_of_its_layer():
+    _, blocks, batch = model_and_batch(balance_loss=3.0, mtp_loss=0.0)
+    side, x = blocks["mtp0"], torch.randn(2, 8, 24)
+    seen = []
+    side.layer.register_forward_hook(lambda module, args, out: seen.append(out.loss))
+    assert torch.equal(side(x, batch).loss, seen[0])
+    assert seen[0] > 0
+
+
+def test_no_token_sees_what_it_is_to_predict():
+    """Logits at s may depend on tokens up to s + 1, and on no target."""
+    _, blocks, batch = model_and_batch()
+    side, seen = blocks["mtp0"], []
+    side.proj.register_forward_hook(lambda module, args, out: seen.append(out))
+    x = torch.randn(2, 8, 24)
+    side(x, batch)
+    later = torch.cat((batch.inputs[:, :5], (batch.inputs[:, 5:] + 1) % TINY.vocab), dim=1)
+    side(torch.cat((x[:, :4], torch.randn(2, 4, 24)), 1), with_later_targets(token_batch(later, batch.targets)))
+    assert torch.equal(seen[0][:, :4], seen[1][:, :4])
+    assert not torch.equal(seen[0][:, 4], seen[1][:, 4])
+
+
+def test_embedding_last_norm_and_head_are_the_models_own():
+    cfg, blocks, batch = model_and_batch()
+    parameters = named_parameters(blocks)
+    for alias, owner in deepseek.ties(cfg).items():
+        assert parameters[alias] is parameters[owner]
+    assert deepseek.ties(TINY) == {}
+    forward(blocks, batch).backward()
+    assert all(p.grad is not None for p in parameters.values() if p.requires_grad)
+
+
+def test_the_main_loss_is_the_same_with_and_without_the_side_block():
+    _, blocks, batch = model_and_batch(balance_loss=0.0)
+    main = {name: block for name, block in blocks.items() if name != "mtp0"}
+    assert torch.equal(chain(blocks, batch.inputs, batch).x, forward(main, batch))
+
+
+def test_a_batch_without_later_targets_is_refused_with_what_to_do():
+    _, blocks, batch = model_and_batch()
+    with pytest.raises(AssertionError, match="with_later_targets"):
+        forward(blocks, token_batch(batch.inputs, batch.targets))
+
+
+# ── the model ──
+
+
+def test_it_learns_a_sequence_by_heart_and_its_load_gets_even():
+    from weft.models.moe import rebalance
+
+    cfg, blocks, batch = model_and_batch(balance_rate=0.01)
+    parameters = named_parameters(blocks)
+    optimizer = torch.optim.AdamW({id(p): p for p in parameters.values() if p.requires_grad}.values(), lr=1e-2)
+    for _ in range(80):
+        optimizer.zero_grad()
+        out = chain(blocks, batch.inputs, batch)
+        ((out.x + out.loss) / batch.num_targets()).backward()
+        optimizer.step()
+        for name, load in out.loads.items():
+            bias = parameters[f"{name}.{'layer.' * (name == 'mtp0')}mlp.router.bias"]
+            bias.data = rebalance(bias, load, rate=cfg.balance_rate)
+    assert out.x.item() / batch.num_targets().item() < 0.05
+    assert set(out.loads) == {"layer1", "layer2", "mtp0"}
+
+
+def test_layers_are_dense_first_and_mixed_then():
+    blocks = deepseek.blocks(TINY.model_copy(update={"first_k_dense": 2, "mtp_depth": 1}))
+    assert list(blocks) == ["embed", "layer0", "layer1", "layer2", "mtp0", "head", "loss"]
+    assert [hasattr(blocks[f"layer{i}"].mlp, "router") for i in range(3)] == [False, False, True]
+    every = deepseek.blocks(TINY.model_copy(update={"first_k_dense": 3}))
+    assert not any("router" in name for name in named_parameters(every))
+    assert not any(".shared." in name for name in named_parameters(deepseek.blocks(deepseek.Config(shared_experts=0))))
+
+
+def test_units_of_the_feed_forward_axis_divide_every_width_that_is_there():
+    fields = {"ffn": 36, "expert_ffn": 24, "shared_experts": 2}
+    assert deepseek.Config(**fields).axis_sizes()["ffn"] == 12
+    assert deepseek.Config(**fields, first_k_dense=0).axis_sizes()["ffn"] == 24
+    assert deepseek.Config(**fields, first_k_dense=4).axis_sizes()["ffn"] == 36
+    assert deepseek.Config(**fields, first_k_dense=4, mtp_depth=1).axis_sizes()["ffn"] == 12
+
+
+def test_v3_preset_is_the_released_config():
+    cfg = PRESETS["deepseek-v3-671b"]
+    assert isinstance(cfg, deepseek.Config)
+    assert (cfg.layers, cfg.first_k_dense, cfg.dim, cfg.heads, cfg.ffn, cfg.expert_ffn) == (
+        61,
+        3,
+        7168,
+        128,
+        18432,
+        2048,
+    )
+    assert (cfg.q_lora_rank, cfg.kv_lora_rank, cfg.qk_head_dim, cfg.qk_rope_head_dim) == (1536, 512, 192, 64)
+    assert (cfg.v_head_dim, cfg.experts, cfg.top_k, cfg.n_group, cfg.topk_group) == (128, 256, 8, 8, 4)
+    assert (cfg.shared_experts, cfg.routed_scaling_factor, cfg.norm_topk_prob) == (1, 2.5, True)
+    assert (cfg.scoring, cfg.vocab, cfg.max_seq_len) == ("sigmoid", 129_280, 163_840)
+    assert (cfg.rope_scaling_factor, cfg.rope_scaling_original_context, cfg.rope_theta) == (40.0, 4096, 1e4)
+    assert (cfg.balance_loss, cfg.balance_rate) == (1e-4, 1e-3)  # technical report, section 4.2
+
+
+def test_37_billion_parameters_of_v3_meet_each_token():
+    cfg = PRESETS["deepseek-v3-671b"]
+    per_token = sum(spec.flops for spec in cfg.block_specs(1)) / 2
+    attention = cfg.layers * cfg.heads * (cfg.qk_head_dim + cfg.v_head_dim) / 2
+    assert 36.0e9 < per_token - attention < 37.6e9  # "37B activated"; the embedding's 0.9B are looked up

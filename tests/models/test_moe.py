@@ -1,0 +1,352 @@
+"""Mixtures of experts against the formulas written out token by token, and what their seams promise to parallel code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.models.batch import IGNORE, Batch, Extra, token_batch
+from weft.models.experts import Dispatch, Experts, sort_by_expert
+from weft.models.layers import SwiGLU
+from weft.models.moe import Balance, Choice, MoE, Router, rebalance
+
+DIM, FFN = 6, 10
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+"""Sums of some 10 terms near 1 in float64, where one operation rounds by 1e-16."""
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def make_experts(num_experts: int) -> Experts:
+    return Experts(DIM, FFN, num_experts=num_experts)
+
+
+def make_choices(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
+    """top_k different experts for each token."""
+    if not num_tokens:
+        return torch.zeros(0, top_k, dtype=torch.int64)
+    return torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)])
+
+
+def one_expert(experts: Experts, index: int, x: Tensor) -> Tensor:
+    return experts.down[index] @ (F.silu(experts.gate[index] @ x) * (experts.up[index] @ x))
+
+
+def dense_loop(x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: Experts) -> Tensor:
+    """Token by token, choice by choice, from the formula."""
+    rows = [
+        sum(w * one_expert(experts, e, x) for e, w in zip(chosen, weights, strict=True))
+        for x, chosen, weights in zip(x_ND, experts_NK.tolist(), weights_NK, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+@given(st.integers(1, 9), st.integers(1, 7), st.data())
+def test_dispatch_equals_a_dense_loop_with_every_gradient(num_tokens: int, num_experts: int, data):
+    """Few tokens and many experts too: experts without a token have gradient zero, not none."""
+    top_k = data.draw(st.integers(1, num_experts))
+    torch.manual_seed(0)
+    experts, chosen = make_experts(num_experts), make_choices(num_tokens, num_experts, top_k)
+    gradients = []
+    for run in (Dispatch(num_experts), dense_loop):
+        torch.manual_seed(1)
+        x, weights = torch.randn(num_tokens, DIM, requires_grad=True), torch.rand(num_tokens, top_k, requires_grad=True)
+        experts.zero_grad()
+        y = run(x, chosen, weights, experts)
+        y.backward(torch.randn_like(y))
+        gradients.append([y.detach(), x.grad, weights.grad, *(p.grad.clone() for p in experts.parameters())])
+    torch.testing.assert_close(*gradients, **EXACT)
+
+
+def test_a_rank_without_tokens_has_zero_gradients():
+    experts = make_experts(3)
+    x, nowhere = torch.randn(0, DIM, requires_grad=True), make_choices(0, 3, 2)
+    y = Dispatch(3)(x, nowhere, torch.rand(0, 2), experts)
+    assert y.shape == (0, DIM)
+    y.sum().backward()
+    assert x.grad.shape == (0, DIM)
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in experts.parameters())
+
+
+def test_sorting_puts_slots_by_expert_and_then_by_token():
+    sorting = sort_by_expert(torch.tensor([[2, 0], [0, 1], [0, 2]]), 4)
+    assert sorting.slots.tolist() == [1, 2, 4, 3, 0, 5]
+    assert sorting.counts.tolist() == [3, 1, 2, 0]
+    x = torch.arange(3.0).unsqueeze(1)
+    assert sorting.spread(x).flatten().tolist() == [0, 1, 2, 1, 0, 2]
+    assert torch.equal(sorting.collect(sorting.spread(x), torch.tensor([[1.0, 2.0]] * 3)), 3 * x)
+
+
+def test_work_of_the_host_does_not_grow_with_tokens():
+    """No loop over tokens: eight times the tokens are as many operations."""
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.operations = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.operations += 1
+            return func(*args, **(kwargs or {}))
+
+    moe, counts = make_moe(), []
+    for num_tokens in (64, 512):
+        x = torch.randn(2, num_tokens // 2, DIM, requires_grad=True)
+        with Count() as count:
+            out = moe(x, flat_batch(x))
+            (out.x.sum() + out.loss).backward()
+        assert out.load.min() > 0, "an expert without tokens costs less"
+        counts.append(count.operations)
+    assert counts[0] == counts[1]
+
+
+def test_two_runs_are_bit_equal():
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        moe, x = make_moe(), torch.randn(3, 40, DIM, requires_grad=True)
+        out = moe(x, flat_batch(x))
+        (out.x.sum() + out.loss).backward()
+        gradients = [p.grad for p in moe.parameters() if p.requires_grad]
+        runs.append([out.x, out.loss, x.grad, *gradients])
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+def test_experts_cut_along_their_features_sum_to_the_whole_and_along_their_number_follow_each_other():
+    whole, x, counts = make_experts(4), torch.randn(9, DIM), torch.tensor([3, 0, 4, 2])
+    y = whole(x, counts)
+    by_features, by_number = torch.zeros_like(y), []
+    for half in (0, 1):
+        cut, own = make_experts(4), slice(2 * half, 2 * half + 2)
+        for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
+            setattr(cut, name, torch.nn.Parameter(getattr(whole, name).detach().chunk(2, dim)[half]))
+        by_features += cut(x, counts)
+        few = make_experts(4)
+        for name in ("gate", "up", "down"):
+            setattr(few, name, torch.nn.Parameter(getattr(whole, name).detach()[own]))
+        by_number.append(few(x.split([3, 6])[half], counts[own]))
+    torch.testing.assert_close(by_features, y, **EXACT)
+    torch.testing.assert_close(torch.cat(by_number), y, **EXACT)
+
+
+def test_experts_start_as_linears_would():
+    experts = Experts(400, 100, num_experts=5)
+    for weight in experts.parameters():
+        bound = weight.shape[2] ** -0.5
+        assert 0.99 * bound < weight.abs().max() <= bound
+
+
+# ── routing ──
+
+
+def naive_choice(scores: list[float], *, top_k: int, n_group: int, topk_group: int) -> list[int]:
+    """DeepSeek-V3's text, expert by expert."""
+    size = len(scores) // n_group
+    groups = [range(g * size, (g + 1) * size) for g in range(n_group)]
+    strength = [sum(sorted((scores[e] for e in group), reverse=True)[:2]) for group in groups]
+    best = sorted(range(n_group), key=lambda g: -strength[g])[:topk_group]
+    allowed = [e for g in best for e in groups[g]]
+    return sorted(allowed, key=lambda e: -scores[e])[:top_k]
+
+
+@given(st.sampled_from([(8, 4), (12, 3), (6, 6), (6, 1), (16, 2)]), st.booleans(), st.data())
+def test_group_limited_choice_equals_a_naive_one(sizes: tuple[int, int], negative: bool, data):
+    num_experts, n_group = sizes
+    topk_group = data.draw(st.integers(1, n_group))
+    top_k = data.draw(st.integers(1, topk_group * num_experts // n_group))
+    choice = Choice(num_experts=num_experts, top_k=top_k, scoring="sigmoid", n_group=n_group, topk_group=topk_group)
+    torch.manual_seed(0)
+    scores = torch.rand(5, 4, num_experts) - int(negative)  # a bias may make all of them negative
+    chosen = choice.experts(scores).flatten(0, 1).tolist()
+    kinds = {"top_k": top_k, "n_group": n_group, "topk_group": topk_group}
+    assert chosen == [naive_choice(row, **kinds) for row in scores.flatten(0, 1).tolist()]
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+def test_weights_are_scores_without_bias_normalised_and_scaled(scoring, normalise):
+    choice = Choice(num_experts=4, top_k=2, scoring=scoring, norm_topk_prob=normalise, routed_scaling_factor=2.5)
+    router, x = Router(DIM, choice), torch.randn(1, 1, DIM)
+    if scoring == "sigmoid":
+        router.bias.data = torch.tensor([0.0, 9.0, 0.0, 8.0])
+    routing = router(x)
+    logits = router.proj.weight @ x.flatten()
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.exp() / logits.exp().sum()
+    chosen = [1, 3] if scoring == "sigmoid" else scores.argsort(descending=True)[:2].tolist()
+    assert routing.experts.flatten().tolist() == chosen, "the bias chooses"
+    picked = scores[chosen]
+    want = 2.5 * (picked / picked.sum() if normalise else picked)
+    torch.testing.assert_close(routing.weights.flatten(), want, **EXACT)
+    torch.testing.assert_close(routing.scores.flatten(), scores, **EXACT)
+
+
+def test_softmax_routing_has_no_bias_and_the_bias_of_sigmoid_routing_no_gradient():
+    assert Router(DIM, Choice(num_experts=4, top_k=2, scoring="softmax")).bias is None
+    router = Router(DIM, Choice(num_experts=4, top_k=2, scoring="sigmoid"))
+    router(torch.randn(2, 3, DIM)).weights.sum().backward()
+    assert router.bias.grad is None
+    assert router.proj.weight.grad is not None
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_routing_is_computed_in_float32_at_least_and_tokens_keep_their_dtype(dtype, wide):
+    moe, x = make_moe().to(dtype), torch.randn(2, 3, DIM).to(dtype)
+    routing = moe.router(x)
+    assert routing.scores.dtype == routing.weights.dtype == wide
+    scores = (x.to(wide) @ moe.router.proj.weight.to(wide).T).sigmoid()
+    torch.testing.assert_close(routing.scores, scores, rtol=1e-6, atol=0.0)  # float32: 6 products, 6e-8 each
+    out = moe(x, flat_batch(x))
+    assert (out.x.dtype, out.loss.dtype, out.load.dtype) == (dtype, wide, torch.int64)
+
+
+def test_bias_goes_one_step_up_under_the_mean_and_down_over_it():
+    bias, load = torch.tensor([0.5, 0.5, -1.0, 0.0]), torch.tensor([0, 10, 3, 7])
+    assert rebalance(bias, load, rate=0.25).tolist() == [0.75, 0.25, -0.75, -0.25]
+    assert rebalance(bias, torch.tensor([5, 5, 5, 5]), rate=0.25).tolist() == bias.tolist()
+    assert bias.tolist() == [0.5, 0.5, -1.0, 0.0], "a new value"
+
+
+def test_load_just_off_the_mean_is_seen_where_floats_would_round_it_away():
+    load = torch.tensor([2**60, 2**60 + 1, 2**60 - 1])
+    assert rebalance(torch.zeros(3, dtype=torch.float32), load, rate=1.0).tolist() == [0.0, -1.0, 1.0]
+
+
+def test_rebalancing_evens_out_a_router_that_prefers_some_experts():
+    torch.manual_seed(0)
+    router = Router(DIM, Choice(num_experts=8, top_k=2, scoring="sigmoid"))
+    x = torch.randn(4, 64, DIM) + torch.randn(DIM)  # tokens have a direction in common
+
+    def load() -> Tensor:
+        return router(x).experts.flatten().bincount(minlength=8)
+
+    before = load()
+    for _ in range(300):
+        router.bias.copy_(rebalance(router.bias, load(), rate=0.01))
+    assert before.max() > 1.5 * before.double().mean()
+    assert load().max() < 1.2 * before.double().mean()
+
+
+# ── balance ──
+
+
+def naive_balance(scores_SE: Tensor, top_k: int) -> Tensor:
+    """Equations 17 to 20 of DeepSeek-V3 for one sequence, weight 1."""
+    num_tokens, num_experts = scores_SE.shape
+    total = torch.zeros(())
+    for i in range(num_experts):
+        chosen = sum(i in sorted(range(num_experts), key=lambda e: -row[e])[:top_k] for row in scores_SE.tolist())
+        f = num_experts / (top_k * num_tokens) * chosen
+        p = sum(scores_SE[t, i] / scores_SE[t].sum() for t in range(num_tokens)) / num_tokens
+        total = total + f * p
+    return total
+
+
+def flat_batch(x_BSD: Tensor, targets: Tensor | None = None) -> Batch:
+    tokens = torch.zeros(x_BSD.shape[:2], dtype=torch.int64)
+    return token_batch(tokens, tokens if targets is None else targets)
+
+
+def scores_and_batch(num_sequences: int = 3, seq: int = 6, num_experts: int = 5) -> tuple[Tensor, Batch]:
+    """Scores, and a batch of which each sequence has another number of targets that count, one none."""
+    scores = torch.rand(num_sequences, seq, num_experts, requires_grad=True)
+    targets = torch.zeros(num_sequences, seq, dtype=torch.int64)
+    for row in range(num_sequences):
+        targets[row, 2 * row :] = IGNORE
+    return scores, flat_batch(scores, targets)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_balance_loss_is_the_papers_for_each_sequence_as_often_as_it_has_targets(top_k):
+    scores, batch = scores_and_batch()
+    loss = Balance(top_k=top_k, weight=0.25)(scores, batch)
+    want = sum(0.25 * 2 * row * naive_balance(scores[row], top_k) for row in range(3))
+    torch.testing.assert_close(loss, want, **EXACT)
+    ours, naive = (torch.autograd.grad(value, scores)[0] for value in (loss, want))
+    torch.testing.assert_close(ours, naive, **EXACT)
+
+
+def test_balance_loss_of_even_scores_is_its_weight_for_each_target():
+    _, batch = scores_and_batch(num_experts=4)
+    even = torch.full((3, 6, 4), 0.3)
+    # every choice of 4 of 4 experts is even too
+    torch.testing.assert_close(Balance(top_k=4, weight=0.5)(even, batch), 0.5 * batch.num_targets(), **EXACT)
+
+
+def test_balance_loss_does_not_depend_on_how_sequences_are_batched():
+    scores, batch = scores_and_batch()
+    balance = Balance(top_k=2, weight=1.0)
+    parts = [balance(scores[rows], batch.rows(rows)) for rows in (slice(0, 2), slice(2, 3))]
+    torch.testing.assert_close(sum(parts), balance(scores, batch), **EXACT)
+
+
+def test_balance_losses_of_the_parts_of_cut_sequences_add_up_to_the_whole():
+    """What the seam promises to ranks that hold parts of each sequence: only counts have to be summed over them."""
+    scores, batch = scores_and_batch()
+    cuts = (slice(0, 1), slice(1, 4), slice(4, 6))
+
+    class Whole(Balance):
+        def sums(self, counts_BE: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
+            chosen = F.one_hot(scores.topk(2).indices, 5).sum((1, 2))
+            return chosen, (batch.targets != IGNORE).sum(1)
+
+    parts = sum(Whole(top_k=2, weight=1.0)(scores[:, cut], batch.map(lambda x, cut=cut: x[:, cut])) for cut in cuts)
+    whole = Balance(top_k=2, weight=1.0)(scores, batch)
+    torch.testing.assert_close(parts, whole, **EXACT)
+    gradients = [torch.autograd.grad(value, scores)[0] for value in (parts, whole)]
+    torch.testing.assert_close(*gradients, **EXACT)
+
+
+def test_balance_loss_of_weight_0_costs_nothing():
+    assert Balance(top_k=2, weight=0.0)(*scores_and_batch()) is None
+
+
+# ── the layer ──
+
+
+def make_moe(**choice) -> MoE:
+    choice = Choice(**({"num_experts": 4, "top_k": 2, "scoring": "sigmoid"} | choice))
+    router, shared = Router(DIM, choice, rate=1e-3), SwiGLU(DIM, FFN)
+    return MoE(router=router, experts=make_experts(choice.num_experts), shared=shared, balance_weight=0.1)
+
+
+def test_layer_adds_the_shared_expert_and_tells_loss_and_load():
+    moe, x = make_moe(), torch.randn(2, 7, DIM)
+    batch = flat_batch(x)
+    out, routing = moe(x, batch), moe.router(x)
+    slots = (routing.experts.flatten(0, 1), routing.weights.flatten(0, 1))
+    want = dense_loop(x.flatten(0, 1), *slots, moe.experts).view_as(x) + moe.shared(x)
+    torch.testing.assert_close(out.x, want, **EXACT)
+    torch.testing.assert_close(out.loss, moe.balance(routing.scores, batch), rtol=0.0, atol=0.0)
+    assert out.load.tolist() == routing.experts.flatten().bincount(minlength=4).tolist()
+
+
+def test_packed_documents_do_not_change_a_layer():
+    """Attention alone looks at documents; a sequence is what the data calls a sequence."""
+    moe, x = make_moe(), torch.randn(2, 7, DIM)
+    batch = flat_batch(x)
+    packed = replace(batch, documents=torch.tensor([[0, 0, 0, 1, 1, 1, 2]] * 2))
+    assert all(torch.equal(*pair) for pair in zip(moe(x, batch), moe(x, packed), strict=True))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 4), (5, 7), (16, 4)])
+def test_a_dry_run_takes_the_load_as_even(num_tokens: int, num_experts: int):
+    with torch.device("meta"):
+        moe, x = make_moe(num_experts=num_experts), torch.empty(1, num_tokens, DIM, requires_grad=True)
+        out = moe(x, Batch(*[torch.zeros(1, num_tokens, dtype=torch.int64)] * 3))
+        (out.x.sum() + out.loss).backward()
+    assert isinstance(out, Extra)
+    assert (out.x.shape, out.load.shape) == (x.shape, (num_experts,))
+    assert all(p.grad is not None for p in moe.parameters() if p.requires_grad)

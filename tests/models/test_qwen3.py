@@ -1,0 +1,92 @@
+"""Qwen3: normalised queries and keys, a head size of its own, the released shapes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from weft.models import PRESETS, qwen3, qwen3_moe
+from weft.models.batch import forward, token_batch
+from weft.models.init import named_parameters, tie
+
+RELEASED = {  # layers, hidden_size, heads, kv_heads, tie_word_embeddings
+    "qwen3-0.6b": (28, 1024, 16, 8, True),
+    "qwen3-8b": (36, 4096, 32, 8, False),
+    "qwen3-moe-30b-a3b": (48, 2048, 32, 4, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_presets_have_the_released_shapes(name: str):
+    cfg = PRESETS[name]
+    assert isinstance(cfg, qwen3.Trunk)
+    assert (cfg.layers, cfg.dim, cfg.heads, cfg.kv_heads, cfg.tied) == RELEASED[name]
+    assert (cfg.head_size, cfg.vocab, cfg.max_seq_len) == (128, 151_936, 40_960)
+    assert (cfg.rope_theta, cfg.norm_eps) == (1e6, 1e-6)
+
+
+def test_the_mixed_preset_routes_as_released():
+    cfg = PRESETS["qwen3-moe-30b-a3b"]
+    assert isinstance(cfg, qwen3_moe.Config)
+    assert (cfg.experts, cfg.top_k, cfg.expert_ffn, cfg.norm_topk_prob, cfg.balance_loss) == (128, 8, 768, True, 0.0)
+
+
+def test_about_a_tenth_of_the_mixed_preset_meets_each_token():
+    cfg = PRESETS["qwen3-moe-30b-a3b"]
+    per_token = sum(spec.flops for spec in cfg.block_specs(1)) / 2
+    attention = cfg.layers * cfg.heads * cfg.head_size  # of a token to itself: products without weights
+    embedding, norms = cfg.vocab * cfg.dim, cfg.layers * 2 * (cfg.dim + cfg.head_size) + cfg.dim
+    assert 3.3e9 < per_token - attention + embedding + norms < 3.4e9  # the model card's "3.3B activated"
+
+
+def test_length_of_queries_and_keys_does_not_matter_as_they_are_normalised():
+    cfg = qwen3.Config(layers=1, dim=32, heads=4, kv_heads=2, head_size=12, norm_eps=1e-30)
+    attn, x = qwen3.attention(cfg), torch.randn(2, 5, 32)
+    batch = token_batch(*[torch.zeros(2, 5, dtype=torch.int64)] * 2)
+    before = attn(x, batch)
+    for weight in (attn.q.weight, attn.k.weight):
+        weight.data *= 7.0
+    torch.testing.assert_close(attn(x, batch), before, rtol=1e-12, atol=1e-12)
+    attn.v.weight.data *= 7.0
+    torch.testing.assert_close(attn(x, batch), 7.0 * before, rtol=1e-12, atol=1e-12)
+
+
+def test_heads_are_normalised_one_by_one_before_they_are_rotated():
+    cfg = qwen3.Config(layers=1, dim=16, heads=2, kv_heads=1, head_size=6)
+    attn, x = qwen3.attention(cfg), torch.randn(1, 4, 16)
+    for norm in (attn.q_norm, attn.k_norm):
+        norm.weight.data = torch.rand(6) + 0.5
+    seen = []
+    attn.attend.register_forward_pre_hook(lambda module, args: seen.extend(args[:2]))
+    with torch.no_grad():
+        attn(x, token_batch(*[torch.zeros(1, 4, dtype=torch.int64)] * 2))
+    for ours, linear, norm in zip(seen, (attn.q, attn.k), (attn.q_norm, attn.k_norm), strict=True):
+        for s, head in ((s, head) for s in range(4) for head in range(ours.shape[2])):
+            h = linear.weight[6 * head : 6 * head + 6] @ x[0, s]
+            h = h / math.sqrt((h @ h).item() / 6 + cfg.norm_eps) * norm.weight
+            angles = torch.tensor([s * 1e6 ** (-pair / 3) for pair in range(3)])
+            left, right = h[:3], h[3:]
+            turned = torch.cat((left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()))
+            # angles up to 3 are float32 in the model: 3 x 6e-8 radians, and sine and cosine 6e-8 more
+            torch.testing.assert_close(ours[0, s, head], turned, rtol=0.0, atol=4 * 6e-8 * h.norm().item())
+
+
+@pytest.mark.parametrize("family", [qwen3, qwen3_moe])
+def test_a_tied_model_has_one_matrix_less(family):
+    for tied in (False, True):
+        cfg = family.Config(layers=1, dim=16, vocab=11, tied=tied)
+        blocks = family.blocks(cfg)
+        tie(blocks, family.ties(cfg))
+        parameters = named_parameters(blocks)
+        assert (parameters["head.proj.weight"] is parameters["embed.tok.weight"]) == tied
+        tokens = torch.randint(11, (2, 5))
+        forward(blocks, token_batch(tokens, tokens)).backward()
