@@ -20,7 +20,9 @@ from weft.comm import ops
 from weft.comm.transport import Work
 from weft.core.axes import Box
 from weft.models import init
-from weft.parallel import dp, grads, model, pp, region, tp, vocab
+from weft.models.batch import Batch
+from weft.parallel import cp, dp, grads, model, pp, region, tp, vocab
+from weft.parallel.context import ring
 from weft.train import step
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -243,6 +245,36 @@ def the_last_micro_batch_is_dropped(patch: pytest.MonkeyPatch) -> None:
         right(self, play, act)
 
     patch.setattr(pp.Player, "_backward", drop)
+
+
+@mutant(Case("cp2", microbatches=2))
+def gradients_are_not_reduced_over_cp(patch: pytest.MonkeyPatch) -> None:
+    """Each rank learns from its own columns: picotron's and ScaleTorch's where dp is 1."""
+    patch.setattr(model, "gradient_axes", lambda mesh, *, varies, cut: ())
+
+
+@mutant(Case("cp2", microbatches=2))
+def every_cp_rank_counts_positions_from_zero(patch: pytest.MonkeyPatch) -> None:
+    """Rotary angles of the wrong columns."""
+    right = Batch.columns
+
+    def local(self: Batch, *, index: int, degree: int) -> Batch:
+        own = right(self, index=index, degree=degree)
+        return replace(own, positions=torch.arange(own.inputs.shape[1]).expand_as(own.positions))
+
+    patch.setattr(Batch, "columns", local)
+
+
+@mutant(Case("cp2", microbatches=2))
+def attention_never_leaves_the_rank(patch: pytest.MonkeyPatch) -> None:
+    """Ring attention silently not used: ScaleTorch read its flag too early."""
+    patch.setattr(cp, "apply", lambda block, *, comm, variant: None)
+
+
+@mutant(Case("cp2", grouped=True, microbatches=2))
+def gradients_of_keys_and_values_do_not_come_home(patch: pytest.MonkeyPatch) -> None:
+    """Each rank keeps what it found itself."""
+    patch.setattr(ring.RingSum, "finish", lambda self: (self.hop.wait(), self.home)[1])
 
 
 @pytest.mark.parametrize("name", MUTANTS)

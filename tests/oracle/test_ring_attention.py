@@ -1,0 +1,188 @@
+"""Ring, gathered and ulysses attention == one fused attention on the whole sequence: forward and all three gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import weft
+from weft.comm.comm import Comm
+from weft.core.sequence import Context, zigzag
+from weft.models.batch import Batch, token_batch
+from weft.models.layers import Attend
+from weft.parallel.cp import VARIANTS
+from weft.testing import run_ranks
+
+TOLERANCE = 1e-11
+"""Absolute, for values around 1 in float64, which rounds at 1e-16."""
+
+B, K = 2, 6
+
+
+@dataclass(frozen=True)
+class Whole:
+    """One attention over whole sequences: inputs, the gradient of the output, and what one device makes of them."""
+
+    given: tuple[Tensor, ...]
+    grad: Tensor
+    documents: Tensor | None
+    out: Tensor
+    grads: tuple[Tensor, ...]
+
+
+def whole(
+    length: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    width: int = K,
+    causal: bool = True,
+    packed: bool = False,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Whole:
+    generator = torch.Generator().manual_seed(length)
+
+    def draw(heads: int, size: int) -> Tensor:
+        return torch.randn(B, length, heads, size, dtype=torch.float64, generator=generator).to(dtype)
+
+    q, k, v, grad = draw(heads, K), draw(kv_heads, K), draw(kv_heads, width), draw(heads, width)
+    documents = (torch.rand(B, length, generator=generator) < 0.2).cumsum(1) if packed else None
+    return attended((q, k, v), grad, causal=causal, documents=documents, scale=scale)
+
+
+def attended(
+    given: tuple[Tensor, ...],
+    grad: Tensor,
+    *,
+    causal: bool = True,
+    documents: Tensor | None = None,
+    scale: float | None = None,
+) -> Whole:
+    """What torch's own attention makes of it."""
+    given = tuple(x.detach().requires_grad_() for x in given)
+    length = grad.shape[1]
+    seen = torch.ones(1, length, length, dtype=torch.bool)
+    if causal:
+        seen = seen.tril()
+    if documents is not None:
+        seen = seen & (documents[:, :, None] == documents[:, None, :])
+    q, k, v = (x.transpose(1, 2) for x in given)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=True).transpose(1, 2)
+    return Whole(given, grad, documents, out.detach(), torch.autograd.grad(out, given, grad))
+
+
+def cut(x: Tensor, comm: Comm) -> Tensor:
+    """This rank's columns."""
+    spans = zigzag(x.shape[1], comm.degree("cp"), comm.index("cp"))
+    return torch.cat([x.detach()[:, span.start : span.stop] for span in spans], dim=1)
+
+
+def largest_difference(case: Whole, comm: Comm, act: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
+    """Of this rank's columns of the output and of the three gradients."""
+    own = tuple(cut(x, comm).requires_grad_() for x in case.given)
+    out = act(*own)
+    grads = torch.autograd.grad(out, own, cut(case.grad, comm))
+    pairs = zip((out, *grads), (case.out, *case.grads), strict=True)
+    return max((mine - cut(right, comm)).abs().max().item() for mine, right in pairs)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_ring_attention_is_one_fused_attention(degree: int, causal: bool, packed: bool) -> None:
+    case = whole(6 * degree, heads=4, kv_heads=2, causal=causal, packed=packed)  # chunks of 3: odd
+
+    def rank(comm: Comm) -> float:
+        documents = None if case.documents is None else cut(case.documents, comm)
+        return largest_difference(
+            case, comm, lambda q, k, v: weft.ring_attention(q, k, v, comm, causal=causal, documents=documents)
+        )
+
+    assert max(run_ranks(f"cp{degree}", rank)) < TOLERANCE
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("degree", [2, 3, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_seam_crosses_cp_by_each_variant(variant: Context, degree: int, packed: bool) -> None:
+    case = whole(6 * degree, heads=24, kv_heads=12, packed=packed)
+    batch = token_batch(torch.zeros(B, 6 * degree, dtype=torch.int64), torch.zeros(B, 6 * degree, dtype=torch.int64))
+    batch = Batch(**{**vars(batch), "documents": case.documents})
+
+    def rank(comm: Comm) -> tuple[float, float]:
+        attend = VARIANTS[variant](Attend(), comm)
+        own = batch.columns(index=comm.index("cp"), degree=degree)
+        alone = Batch(**{**vars(own), "whole_documents": None})  # cut by someone else: ranks must ask each other
+        return tuple(largest_difference(case, comm, lambda q, k, v, b=b: attend(q, k, v, b)) for b in (own, alone))
+
+    assert max(max(differences) for differences in run_ranks(f"cp{degree}", rank)) < TOLERANCE
+
+
+@pytest.mark.parametrize("width", [4, 9])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_may_be_narrower_or_wider_than_keys_and_scores_may_have_a_scale(variant: Context, width: int) -> None:
+    if variant == "ulysses" and width > K:
+        pytest.skip("ulysses runs the model's own Attend, whose values are at most as wide as its keys")
+    case = whole(12, heads=4, kv_heads=4, width=width, scale=0.7)
+    batch = token_batch(torch.zeros(B, 12, dtype=torch.int64), torch.zeros(B, 12, dtype=torch.int64))
+
+    def rank(comm: Comm) -> float:
+        attend = VARIANTS[variant](Attend(scale=0.7), comm)
+        own = batch.columns(index=comm.index("cp"), degree=2)
+        return largest_difference(case, comm, lambda q, k, v: attend(q, k, v, own))
+
+    assert max(run_ranks("cp2", rank)) < TOLERANCE
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_in_lower_precision_the_ring_rounds_as_one_fused_attention_does(dtype: torch.dtype, degree: int) -> None:
+    """Against float64 on the same inputs. A block's gradients are rounded once each before they are summed in float32, a
+    whole attention's once: measured, the ring errs 0.5 to 1.5 times as much as one fused attention in the same type."""
+    one = whole(64, heads=4, kv_heads=2, dtype=dtype)
+    truth = attended(tuple(x.detach().double() for x in one.given), one.grad.double())
+    given = replace(truth, given=one.given, grad=one.grad)
+    ring = max(
+        run_ranks(
+            f"cp{degree}",
+            lambda comm: largest_difference(given, comm, lambda q, k, v: weft.ring_attention(q, k, v, comm)),
+        )
+    )
+    pairs = zip((one.out, *one.grads), (truth.out, *truth.grads), strict=True)
+    assert ring < 2 * max((mine - right).abs().max().item() for mine, right in pairs)
+
+
+def test_ring_attention_crosses_processes() -> None:
+    assert max(run_ranks("cp3", ring_of_three, transport="processes")) < TOLERANCE
+
+
+def ring_of_three(comm: Comm) -> float:
+    case = whole(18, heads=4, kv_heads=2)
+    return largest_difference(case, comm, lambda q, k, v: weft.ring_attention(q, k, v, comm))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "causal", "said"),
+    [
+        (((2, 4, 4, 8), (2, 6, 4, 8), (2, 6, 4, 8)), True, "columns differ"),
+        (((2, 4, 4, 8), (2, 4, 3, 8), (2, 4, 3, 8)), True, "heads do not fit together"),
+        (((2, 4, 4, 8), (2, 4, 4, 6), (2, 4, 4, 8)), True, "heads do not fit together"),
+        (((2, 3, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8)), True, "an odd number of columns"),
+        (((2, 3, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8)), False, ""),
+    ],
+)
+def test_shapes_that_do_not_fit_are_told(shapes: tuple[tuple[int, ...], ...], causal: bool, said: str) -> None:
+    def rank(comm: Comm) -> None:
+        weft.ring_attention(*(torch.zeros(shape) for shape in shapes), comm, causal=causal)
+
+    if not said:
+        run_ranks("cp2", rank)
+        return
+    with pytest.raises(weft.WeftError, match=said):
+        run_ranks("cp2", rank)

@@ -1,0 +1,105 @@
+"""Context parallelism: layouts with cp == one device; the cut of a batch, the swapped seam, sampling, proof of a config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import weft
+from tests.matrix.layouts import Case, batches
+from tests.matrix.test_matrix import check
+from weft.comm.comm import Comm
+from weft.core.load import load
+from weft.core.mesh import Mesh
+from weft.core.sequence import Context
+from weft.models import FAMILIES
+from weft.models.batch import Batch
+from weft.prove.config import prove
+from weft.testing import run_ranks
+from weft.train.build import build_feed, build_model
+from weft.train.data import open_data
+from weft.train.sample import sample
+
+CASES = (
+    Case("cp2", family="gpt2", microbatches=2),
+    Case("cp4", grouped=True, context="ulysses", documents=True, microbatches=2),
+    Case("cp3", context="allgather", documents=True, seq_len=12, microbatches=2),
+    Case("cp2 tp2", family="gpt2", sequence=True, documents=True, microbatches=2),
+    Case("pp2 cp2", grouped=True, documents=True, context="ulysses"),
+    Case("dp2 cp2 tp2", sequence=True, context="allgather", microbatches=2),
+    Case("cp2 dp2", zero=3, microbatches=2),
+    Case("pp2 dp2 cp2 tp2", sequence=True, documents=True, schedule="interleaved", chunks=2),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layout_with_cp_computes_what_one_device_computes(case: Case) -> None:
+    check(case)
+
+
+def test_layout_with_cp_in_processes_computes_what_one_device_computes() -> None:
+    check(Case("cp2 tp2", sequence=True, grouped=True, microbatches=2), transport="processes")
+
+
+@pytest.mark.parametrize(("mesh", "context"), [("cp2 tp2", "ring"), ("cp3", "allgather"), ("pp2 cp2", "ulysses")])
+def test_every_layout_with_cp_samples_what_one_rank_samples(mesh: str, context: Context) -> None:
+    """From a prompt shorter than the sequence until it is longer."""
+
+    def tokens(comm: Comm) -> list[int]:
+        case = Case(comm.mesh.text, family="gpt2", seq_len=12, context=context)
+        model = build_model(FAMILIES["gpt2"], case.config, case.plan, comm, seed=5)
+        return list(sample(model, [1, 2, 3], vocab=53, num_tokens=12, temperature=0.8, seed=5))
+
+    alone = run_ranks("", tokens)[0]
+    assert len(set(alone)) > 3
+    assert run_ranks(mesh, tokens) == [alone] * Mesh.parse(mesh).size
+
+
+def test_the_feed_gives_each_rank_its_columns_of_the_same_sequences() -> None:
+    run = load(["--mesh", "dp2 cp2", "--data.seq_len", "8", "--batch.global_size", "8"], FAMILIES)
+    samples = open_data(run.data, run.model)
+
+    def rank(comm: Comm) -> list[Batch]:
+        return build_feed(run, comm, samples).batches(3)
+
+    held = run_ranks("dp2 cp2", rank)
+    alone = run_ranks("dp2", rank)
+    for dp in range(2):
+        for first, second, whole in zip(held[2 * dp], held[2 * dp + 1], alone[dp], strict=True):
+            for name in ("inputs", "targets", "positions"):
+                left, right = getattr(first, name), getattr(second, name)
+                joined = torch.cat((left[:, :2], right, left[:, 2:]), dim=1)
+                assert joined.equal(getattr(whole, name))
+
+
+def test_rows_of_a_cut_batch_keep_their_documents() -> None:
+    whole = batches(Case("", documents=True))[0]
+    cut_first = whole.columns(index=1, degree=2).rows(slice(1, 3))
+    rows_first = whole.rows(slice(1, 3)).columns(index=1, degree=2)
+    for name, value in vars(cut_first).items():
+        other = getattr(rows_first, name)
+        assert value is other is None or value.equal(other), name
+    assert cut_first.whole_documents is not None
+
+
+def test_every_attention_of_a_model_is_swapped() -> None:
+    """A model that attends to its own columns only trains, and learns something else."""
+
+    def seams(comm: Comm) -> list[str]:
+        case = Case("cp2")
+        model = build_model(FAMILIES["llama3"], case.config, case.plan, comm, seed=5)
+        return [type(m).__name__ for m in model.stages[0].modules() if "Attend" in type(m).__name__]
+
+    assert run_ranks("cp2", seams)[0] == ["PiecesAttend"] * 5
+
+
+def test_weft_prove_takes_a_config_with_cp() -> None:
+    words = ["--mesh", "cp2 dp2", "--data.seq_len", "16", "--batch.global_size", "4", "--batch.micro_size", "1"]
+    words += ["--model.layers", "2", "--model.dim", "32", "--model.ffn", "32"]
+    verdict = prove(load(words, FAMILIES), steps=2)
+    assert not verdict.wrong
+    assert not verdict.missing
+
+
+def test_ring_attention_is_public() -> None:
+    assert weft.ring_attention.__module__ == "weft.parallel.context.ring"
