@@ -16,9 +16,10 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Mesh, every_mesh
 from weft.core.model import ModelConfig
 from weft.core.plan import Plan, canonical, make_stages
+from weft.core.schedules import SCHEDULES
 from weft.core.sequence import Context, length_unit
 from weft.models import FAMILIES
-from weft.models.batch import IGNORE, Batch, token_batch
+from weft.models.batch import IGNORE, Batch, token_batch, with_later_targets
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
 from weft.prove.trace import Difference, Held, StepTrace, differences, uncovered
@@ -36,6 +37,19 @@ CONFIGS: dict[str, dict[str, object]] = {
     "gpt2": {"layers": 5, "dim": 32, "heads": 16, "ffn": 48, "vocab": 53, "max_seq_len": 16},
     "llama3": {"layers": 5, "dim": 32, "heads": 16, "kv_heads": 16, "ffn": 48, "vocab": 53},
 }
+MIXTURES: dict[str, dict[str, object]] = {
+    "qwen3": {"layers": 3, "dim": 32, "heads": 8, "kv_heads": 4, "head_size": 6, "ffn": 48, "vocab": 53},
+    "qwen3-moe": {
+        "layers": 3, "dim": 32, "heads": 4, "kv_heads": 4, "head_size": 8, "vocab": 53,
+        "experts": 8, "top_k": 3, "expert_ffn": 16, "balance_loss": 0.3,
+    },
+    "deepseek": {
+        "layers": 4, "first_k_dense": 1, "dim": 32, "heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "ffn": 48, "vocab": 53,
+        "experts": 8, "top_k": 2, "expert_ffn": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+        "balance_rate": 0.05, "balance_loss": 0.2, "mtp_depth": 1,
+    },
+}  # fmt: skip
 GROUPED: dict[str, object] = {"layers": 5, "dim": 32, "heads": 8, "kv_heads": 4, "ffn": 48, "vocab": 53, "tied": True}
 
 
@@ -71,7 +85,7 @@ class Case:
     @property
     def config(self) -> ModelConfig:
         """The model's config."""
-        fields = GROUPED if self.grouped else CONFIGS[self.family]
+        fields = GROUPED if self.grouped else {**CONFIGS, **MIXTURES}[self.family]
         return FAMILIES[self.family].Config(**fields)
 
     @property
@@ -116,19 +130,19 @@ def fits(case: Case) -> bool:
         and (
             case.context != "ulysses" or all(sizes[axis] % (tp * mesh.degree("cp")) == 0 for axis in HEADS & set(sizes))
         )
-        and (case.schedule != "interleaved" or (pp > 1 and case.chunks > 1 and case.microbatches % pp == 0))
-        and (case.schedule == "interleaved" or case.chunks == 1)
+        and (pp > 1 or case.schedule in ("gpipe", "1f1b", "zero_bubble"))
+        and not SCHEDULES[case.schedule].faults(ranks=pp, chunks=case.chunks, microbatches=case.microbatches)
     )
 
 
 def every_case(most_ranks: int = 16) -> Iterator[Case]:
-    """Every mesh of up to `most_ranks` ranks over pp, dp, cp and tp, with and without sequence parallelism, by three schedules.
+    """Every mesh of up to `most_ranks` ranks over pp, dp, cp and tp, with and without sequence parallelism, by every schedule.
 
     The ways across cp take turns, and so do sequences of one document and of several.
     """
     meshes = every_mesh(most_ranks, ("pp", "dp", "cp", "tp"))
     turns = itertools.count()
-    schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))
+    schedules = [(name, schedule.default_chunks) for name, schedule in SCHEDULES.items()]
     for mesh, family, (schedule, chunks), sequence in itertools.product(meshes, CONFIGS, schedules, (False, True)):
         pp, cp, turn = mesh.degree("pp"), mesh.degree("cp"), next(turns)
         case = Case(
@@ -167,7 +181,7 @@ def batches(case: Case, *, vocab: int = 53) -> tuple[Batch, ...]:
             kept = (length + 5 * row) % (length + 1)  # of 8: 8 (all), 4, 0 (none), 5, 1, 6, 2, 7, 3
             targets[row, kept:] = IGNORE
         batch = token_batch(tokens[:, :-1], targets)
-        steps.append(packed(batch, generator) if case.documents else batch)
+        steps.append(with_later_targets(packed(batch, generator) if case.documents else batch))
     return tuple(steps)
 
 

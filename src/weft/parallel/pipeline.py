@@ -87,7 +87,7 @@ class PipelineParallel(nn.Module):
         axes = data_axes(self.comm.mesh)
         seed = torch.tensor(1.0 / (self.microbatches * self.comm.degree(axes)), dtype=torch.float64)
         self._buckets.zero()
-        loss = self._player.play(batches, seed) * seed
+        loss = self._player.play(batches, seed).loss * seed
         self._buckets.finish()
         return self.comm.all_reduce(loss, ("pp", *axes))
 

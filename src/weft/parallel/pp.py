@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from weft.comm.transport import Work
-from weft.core.lower import Instruction, Recv, Send, lower
-from weft.core.schedule import Act
-from weft.models.batch import Batch
+from weft.core.lower import Recv, Send, lower
+from weft.core.schedule import Act, Kind
+from weft.core.simulate import OPENS
+from weft.models.batch import Batch, chain
 from weft.parallel.model import ParallelModel
+from weft.parallel.split import Split
 
 Watch = Callable[[Act, float, float], None]
 """Called with each action and its start and end, seconds of `time.perf_counter`."""
@@ -24,22 +27,47 @@ MOST_LEAVING = 8
 """Sends under way at once; before one more the oldest is waited for. The program's order allows to wait for any send."""
 
 
+@dataclass(frozen=True)
+class Played:
+    """What a step yields besides the gradients, on this rank.
+
+    Attributes:
+        loss: sum of the losses of the micro-batches, float64 scalar: of the last stage, and extra losses of blocks.
+        loads: block name -> tokens that the step sent to each of its experts, int64, for blocks that tell.
+    """
+
+    loss: Tensor
+    loads: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A forward that waits for its backward: what went in, what came out (x and perhaps an extra loss), how it is split."""
+
+    x: Tensor
+    outputs: tuple[Tensor, ...]
+    split: Split | None
+
+
 @dataclass
 class _Play:
     """What is on the table during one step.
 
     Attributes:
-        kept: (stage, micro-batch) -> input and output of the forward, until its backward.
+        kept: (stage, micro-batch) -> the forward, until its backward (B or I).
+        owed: (stage, micro-batch) -> the weight gradients that I left, until W.
         made: tensors that wait to be sent, or to be taken by the next stage on the same rank.
         posted: receives under way, by the action that makes the tensor.
         leaving: sends under way, with what they hold alive.
-        loss: sum of the losses of the micro-batches, float64; stays 0 off the last stage.
+        loss, loads: as in `Played`, so far.
     """
 
     batches: Sequence[Batch]
     seed: Tensor
     loss: Tensor
-    kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    loads: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
+    owed: dict[tuple[int, int], Split] = field(default_factory=dict)
     made: dict[Act, Tensor] = field(default_factory=dict)
     posted: dict[Act, Work] = field(default_factory=dict)
     leaving: deque[tuple[Work, Tensor]] = field(default_factory=deque)
@@ -61,17 +89,18 @@ class Player:
         self.table = model.plan.table
         self.row = lower(self.table).rows[model.comm.index("pp")]
         self.before_last_backward = before_last_backward
-        self.last_backward = {instruction.stage: instruction for instruction in self.row if _is_backward(instruction)}
+        acts = [instruction for instruction in self.row if isinstance(instruction, Act)]
+        self.last_backward = {act.stage: act for act in acts if OPENS[act.kind] < 0}
+        self._play_act: dict[Kind, Callable[[_Play, Act], None]] = {
+            "F": self._forward, "B": self._backward, "I": self._backward, "W": self._backward_weights
+        }  # fmt: skip
 
-    def play(self, batches: Sequence[Batch], seed: Tensor) -> Tensor:
+    def play(self, batches: Sequence[Batch], seed: Tensor) -> Played:
         """One step: forwards and backwards of all micro-batches, gradients left in `.grad`.
 
         Args:
             batches: this rank's micro-batches, as many as the plan says.
             seed: gradient of the step's loss by the summed loss, scalar: 1 / global number of target tokens.
-
-        Returns:
-            Sum of the losses of this rank's micro-batches, float64 scalar; 0 off the last stage.
         """
         play = _Play(batches, seed, loss=torch.zeros((), dtype=torch.float64, device=self.model.comm.device))
         for instruction in self.row:
@@ -81,37 +110,53 @@ class Player:
                 self._post(play, instruction)
             else:
                 start = time.perf_counter()
-                self._forward(play, instruction) if instruction.kind == "F" else self._backward(play, instruction)
+                self._play_act[instruction.kind](play, instruction)
                 if self.watch:
                     self.watch(instruction, start, time.perf_counter())
         for work, _ in play.leaving:
             work.wait()
-        left = (*play.kept, *play.made, *play.posted)
+        left = (*play.kept, *play.owed, *play.made, *play.posted)
         assert not left, f"the table left {left[:3]} behind"
-        return play.loss
+        return Played(play.loss, play.loads)
 
     def _forward(self, play: _Play, act: Act) -> None:
-        batch = play.batches[act.mb]
+        batch, blocks = play.batches[act.mb], self.model.stages[act.stage]
         source = self.table.source(act)
         x = batch.inputs if source is None else self._take(play, source).requires_grad_()
-        y = x
-        for block in self.model.stages[act.stage].values():
-            y = block(y, batch)
-        play.kept[act.stage, act.mb] = x, y
-        if act.stage == self.table.num_stages - 1:
-            play.loss += y.detach().double()
-        else:
-            play.made[act] = y.detach()
+        split = Split(blocks.parameters()) if (act.stage, act.mb) in self.table.splits else None
+        with split or nullcontext():
+            out = chain(blocks, x, batch)
+        outputs = (out.x,) if out.loss is None else (out.x, out.loss)
+        play.kept[act.stage, act.mb] = _Kept(x, outputs, split)
+        for name, load in out.loads.items():
+            play.loads[name] = play.loads.get(name, 0) + load
+        is_last = act.stage == self.table.num_stages - 1
+        for loss in outputs if is_last else outputs[1:]:
+            play.loss += loss.detach().double()
+        if not is_last:
+            play.made[act] = out.x.detach()
 
     def _backward(self, play: _Play, act: Act) -> None:
+        """B, or I where the forward was split: then weight gradients stay owed."""
+        self._announce(act)
+        kept = play.kept.pop((act.stage, act.mb))
+        source = self.table.source(act)
+        seeds = [play.seed.to(output.dtype) for output in kept.outputs]
+        gradients = seeds if source is None else [self._take(play, source), *seeds[1:]]
+        torch.autograd.backward(*_that_flow(kept.outputs, gradients))
+        if kept.split is not None:
+            play.owed[act.stage, act.mb] = kept.split
+        if act.stage > 0:
+            assert kept.x.grad is not None, f"{act}: nothing flowed back to the stage's input"
+            play.made[act] = kept.x.grad
+
+    def _backward_weights(self, play: _Play, act: Act) -> None:
+        self._announce(act)
+        play.owed.pop((act.stage, act.mb)).backward_weights()
+
+    def _announce(self, act: Act) -> None:
         if self.last_backward[act.stage] == act:
             self.before_last_backward(act.stage)
-        x, y = play.kept.pop((act.stage, act.mb))
-        source = self.table.source(act)
-        torch.autograd.backward(y, play.seed.to(y.dtype) if source is None else self._take(play, source))
-        if act.stage > 0:
-            assert x.grad is not None, f"{act}: nothing flowed back to the stage's input"
-            play.made[act] = x.grad
 
     def _take(self, play: _Play, source: Act) -> Tensor:
         """The tensor that `source` made, here or on another rank."""
@@ -130,5 +175,7 @@ class Player:
         play.posted[recv.act] = comm.start_recv(buffer, "pp", source=recv.peer)
 
 
-def _is_backward(instruction: Instruction) -> bool:
-    return isinstance(instruction, Act) and instruction.kind in ("B", "W")
+def _that_flow(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Without those that nothing flows back from: an extra loss may be a constant where its parameters are frozen."""
+    flowing = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    return [output for output, _ in flowing], [gradient for _, gradient in flowing]
