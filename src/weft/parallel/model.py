@@ -60,6 +60,11 @@ class ParallelModel:
     stage_of: Mapping[str, int]
     far_ties: tuple[FarTie, ...]
 
+    @property
+    def blocks(self) -> dict[str, nn.Module]:
+        """The blocks that live here, by name."""
+        return {name: block for stage in self.stages.values() for name, block in stage.items()}
+
 
 @dataclass(frozen=True)
 class FarTie:

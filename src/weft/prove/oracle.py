@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from weft.core.model import ModelConfig
 from weft.models import Family
-from weft.models.batch import Batch, forward
+from weft.models.batch import Batch, chain
 from weft.models.init import initialise, named_parameters, tie
 from weft.prove.trace import StepTrace
+from weft.train.balance import rebalance_routers
 from weft.train.optim import Optimizer, matrices
 
 OptimizerOf = Callable[[Mapping[str, Tensor], Collection[str]], Optimizer]
@@ -48,12 +49,14 @@ def one_device(
     for batch in steps:
         for param in params.values():
             param.grad = None
-        loss = forward(blocks, batch) / batch.num_targets()
+        out = chain(blocks, batch.inputs, batch)
+        loss = (out.x if out.loss is None else out.x + out.loss) / batch.num_targets()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(params.values(), clip if clip > 0 else float("inf"))
         for group in update.param_groups:
             group["lr"] = lr
         update.step()
+        rebalance_routers(blocks, out.loads)
         traces.append(
             StepTrace(
                 loss=loss.item(),

@@ -1,0 +1,32 @@
+"""Mixtures of experts, latent attention and multi-token prediction under every dimension == one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.matrix.layouts import Case
+from tests.matrix.test_matrix import check
+
+CASES = (
+    Case("", family="deepseek"),
+    Case("ep2", family="deepseek"),
+    Case("ep4", family="qwen3-moe"),
+    Case("dp2 ep2", family="deepseek"),
+    Case("tp2", family="deepseek"),
+    Case("tp2", family="deepseek", sequence=True),
+    Case("ep2 tp2", family="qwen3-moe", sequence=True),
+    Case("pp2", family="deepseek"),
+    Case("pp2 ep2 tp2", family="deepseek", sequence=True),
+    Case("cp2", family="deepseek"),
+    Case("ep2 cp2", family="qwen3-moe"),
+    Case("pp2 dp2 ep2", family="deepseek", zero=1),
+    Case("dp2 ep2", family="qwen3-moe", zero=3),
+    Case("pp2 dp2 ep2 cp2 tp2", family="deepseek", sequence=True, microbatches=2),
+    Case("tp2", family="qwen3"),
+    Case("pp2 dp2 tp2", family="qwen3", sequence=True),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_mixture_computes_what_one_device_computes(case: Case) -> None:
+    check(case)
