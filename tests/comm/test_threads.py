@@ -90,7 +90,8 @@ def test_a_time_out_names_who_is_missing_and_who_is_there():
         assert f"seen by rank {rank} (tp{rank}) of mesh tp3; ranks: 0 = tp0, 1 = tp1" in errors[rank].__notes__[0]
 
 
-def test_the_first_failing_rank_releases_all_who_wait_at_once():
+def test_the_first_failing_rank_releases_all_who_wait_at_once(monkeypatch):
+    monkeypatch.setattr("weft.comm.rooms.SLICE_S", 30.0)  # nobody looks up by himself meanwhile
     released = []
 
     def fail(comm):
@@ -106,7 +107,7 @@ def test_the_first_failing_rank_releases_all_who_wait_at_once():
     start = time.monotonic()
     with pytest.raises(ValueError, match="no data") as caught:
         run_ranks("dp4 tp2", fail)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
     assert caught.value.__notes__ == ["raised by rank 3 (dp1 tp1) of mesh dp4 tp2"]
     assert {rank for rank, _ in released} == {1, 5, 7}  # ranks of even tp are a group without rank 3: they were done
     assert all("rank 3 failed first: ValueError: no data" in told for _, told in released)
@@ -158,8 +159,8 @@ def test_a_send_is_done_when_it_was_received_and_not_before():
 
 
 def test_sums_go_in_rank_order_whoever_comes_first():
-    """1e16 + 1 - 1e16 is 0 in this order and 1 in others: the sum does not depend on who is late."""
-    values = [1e16, 1.0, -1e16, 1.0]
+    """1 + 1e16 - 1e16 + 3 is 3 in this order and 0 to 4 in others: the sum does not depend on who is late."""
+    values = [1.0, 1e16, -1e16, 3.0]
 
     def late(comm, last):
         if comm.rank == last:
@@ -168,7 +169,7 @@ def test_sums_go_in_rank_order_whoever_comes_first():
         return comm.all_reduce(x, "dp").item(), comm.reduce_scatter(x.repeat(4), "dp").item()
 
     for last in range(4):
-        assert set(run_ranks("dp4", lambda comm, last=last: late(comm, last))) == {(1.0, 1.0)}
+        assert set(run_ranks("dp4", lambda comm, last=last: late(comm, last))) == {(3.0, 3.0)}
 
 
 def test_sums_of_16_bit_floats_are_rounded_once():

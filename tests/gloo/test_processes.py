@@ -21,6 +21,7 @@ LATE_S = 0.4
 def test_start_returns_before_the_others_have_come_and_works_know_when_they_are_done(checked):
     def play(comm):
         x, out = torch.ones(100_000), torch.zeros(100_000)
+        comm.send(x, "dp", to=0) if comm.rank else comm.recv(out, "dp", source=1)
         comm.barrier("dp")
         comm.checked = checked
         start = time.monotonic()
@@ -37,10 +38,11 @@ def test_start_returns_before_the_others_have_come_and_works_know_when_they_are_
         total = [work.wait().sum().item() for work in works]
         return started_s, early, done, total
 
-    started_s, early, done, total = run_ranks("dp2", play, transport="processes")[0]
+    first, second = run_ranks("dp2", play, transport="processes")
+    started_s, early, done, total = first
     assert started_s < LATE_S / 2
     assert early == [False, False]
-    assert done == [True, True]
+    assert done == second[2] == [True, True]
     assert total == [200_000, 100_000]
 
 
@@ -61,6 +63,8 @@ def test_comparing_first_does_not_make_a_right_program_deadlock():
 
 def test_a_message_whose_handle_was_dropped_still_arrives():
     def play(comm):
+        x = torch.zeros(1000)
+        comm.recv(x, "pp", source=0) if comm.rank else comm.send(x, "pp", to=1)
         comm.checked = False
         for turn in range(3):
             if comm.rank == 0:
@@ -74,6 +78,24 @@ def test_a_message_whose_handle_was_dropped_still_arrives():
         return received
 
     assert run_ranks("pp2", play, transport="processes")[1] == [0, 1, 2]
+
+
+def test_an_unchecked_call_does_not_overtake_a_checked_one_that_waits():
+    def play(comm):
+        comm.barrier("dp")
+        first = torch.ones(2)
+        if comm.rank == 1:
+            time.sleep(LATE_S)
+            comm.all_reduce(first, "dp")
+            comm.checked = False
+            time.sleep(LATE_S)
+            return comm.all_reduce(10 * first, "dp")[0].item()
+        waiting = comm.start_all_reduce(first, "dp")
+        comm.checked = False
+        second = comm.start_all_reduce(10 * first, "dp")
+        return waiting.wait()[0].item(), second.wait()[0].item()
+
+    assert run_ranks("dp2", play, transport="processes") == [(2, 20), 20]
 
 
 def test_checked_and_unchecked_calls_keep_their_order():

@@ -17,11 +17,11 @@ from weft.comm.transport import Call
 from weft.comm.wire import Line
 from weft.errors import CommError, CommTimeout
 
-PATIENCE_S = 1.0
+PATIENCE_S = 0.25
 """A rank that has waited this long for a collective says so on the board: others can then tell who is missing."""
 
-GRACE_S = 0.1
-"""How long a rank whose time is up looks for the others' notes; all who came in time have left theirs by then."""
+LATE_GRACE_S, LOST_GRACE_S = 0.1, 0.5
+"""How long a rank whose time is up, or whose connection broke, looks for notes: after a break all leave theirs at once."""
 
 LAST_WAIT_S = 5.0
 """How long closing waits for a worker that has been told to go."""
@@ -75,7 +75,9 @@ class Channel:
             return CommError(f"{call.where}: its connections were closed after an earlier failure: {self._failure}")
         timed_out = error is None or "imed out" in str(error)
         others = [rank for rank in call.ranks if rank != call.rank]
-        missing = others if call.is_p2p else self._missing(call, turn, within_s=GRACE_S if timed_out else PATIENCE_S)
+        missing = (
+            others if call.is_p2p else self._missing(call, turn, within_s=LATE_GRACE_S if timed_out else LOST_GRACE_S)
+        )
         who = f"rank{'s' * (len(missing) > 1)} {' '.join(map(str, missing))}"
         if timed_out:
             what = f"{who} did not come" if missing else "all came, but it was not done"
