@@ -129,7 +129,10 @@ def test_ranks_that_saved_and_left_give_75(played):
     assert played[0]["saved"]["code"] == 75
 
 
-@pytest.mark.parametrize("name", ["raises", "raises_amid_talk", "killed_amid_talk", "crashes", "refuses_to_end"])
+@pytest.mark.parametrize(
+    "name",
+    ["raises", "raises_amid_talk", "killed_amid_talk", "crashes", "refuses_to_end", "raises_amid_talk:threads"],
+)
 def test_the_others_are_ended_soon(played, name):
     assert played[0][name]["seconds"] < MOST_S + 2 * played[0]["ok"]["seconds"]
 

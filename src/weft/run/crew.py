@@ -8,14 +8,15 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import FrameType, TracebackType
+
+import torch
 
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, Fault, LaunchError
 from weft.run.failure import Failure, describe_exit
-from weft.run.rank import detach, flush
+from weft.run.fork import Child, fork_rank
+from weft.run.signals import Signals
 
 POLL_S = 0.02
 SETTLE_S = 0.3
@@ -28,56 +29,24 @@ PENDING_UNTIL_READ = 1 << 16
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
-class Signals:
-    """Signals that arrive while it is open are noted, for whoever asks next, instead of ending this process."""
-
-    NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
-
-    def __init__(self) -> None:
-        self.pending: list[int] = []
-
-    def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._note) for number in self.NOTED}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.pending.append(number)
-
-    def next(self) -> int | None:
-        """The oldest signal that nobody has asked for."""
-        return self.pending.pop(0) if self.pending else None
-
-
-@dataclass
-class Child:
-    """A forked rank: in the parent with its process, in itself with pid 0. `pipe` carries its last word."""
-
-    rank: int
-    pid: int
-    pipe: int
-    stack_file: Path
-    code: int | None = None
-
-
 def fork_ranks(size: int, folder: Path) -> Child | Crew:
     """Fork this process `size` times: each fork gets the Child that it is, the parent gets the Crew.
 
     Call it where no other thread runs and no tensor has been computed: OpenMP and CUDA do not survive a fork.
 
     Raises:
-        LaunchError: the system refuses another process.
+        LaunchError: the system refuses another process, or CUDA is in use.
     """
+    if torch.cuda.is_initialized():
+        what = "this process uses CUDA already, and CUDA does not survive a fork"
+        raise LaunchError(Fault("ranks", what, fix="start the ranks before anything is computed, or use torchrun"))
     for name in NEEDED_LATER:
         with suppress(ImportError):
             import_module(name)
     crew = Crew()
     for rank in range(size):
         try:
-            child = _fork(rank, folder / f"stack{rank}.txt")
+            child = fork_rank(rank, folder / f"stack{rank}.txt")
         except OSError as error:
             crew.end(signal.SIGKILL)
             raise LaunchError(Fault("ranks", f"cannot start rank {rank} of {size}", got=str(error))) from error
@@ -85,24 +54,6 @@ def fork_ranks(size: int, folder: Path) -> Child | Crew:
             return child
         crew.children.append(child)
     return crew
-
-
-def _fork(rank: int, stack_file: Path) -> Child:
-    parent = os.getpid()
-    reading, writing = os.pipe()
-    flush()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, Signals.NOTED)
-    if (pid := os.fork()) == 0:
-        os.close(reading)
-        detach(parent, stack_file=stack_file)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        return Child(rank, 0, writing, stack_file)
-    os.close(writing)
-    os.set_blocking(reading, False)
-    with suppress(OSError):
-        os.setpgid(pid, pid)  # the child does so too: whoever comes first
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    return Child(rank, pid, reading, stack_file)
 
 
 class Crew:

@@ -14,10 +14,12 @@ from typing import Literal
 
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, RankError
-from weft.run.crew import Child, Crew, Signals, fork_ranks
+from weft.run.crew import Crew, fork_ranks
 from weft.run.device import Choice, choose_device
 from weft.run.failure import TRACE, Failure, describe, first_of, to_error
+from weft.run.fork import Child
 from weft.run.rank import leave, play, prepare
+from weft.run.signals import Signals
 from weft.run.threads import play_threads
 from weft.run.world import World
 

@@ -21,10 +21,12 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, RankError
 from weft.run.comm import TIMEOUT_S, open_comm
-from weft.run.crew import Child, Crew, Signals, fork_ranks
+from weft.run.crew import Crew, fork_ranks
 from weft.run.device import Choice, choose_device
+from weft.run.fork import Child
 from weft.run.launch import Telling, local_world, settle
 from weft.run.rank import prepare, report
+from weft.run.signals import Signals
 from weft.run.world import World, detect
 
 

@@ -21,7 +21,8 @@ GRACE_S = 5.0
 def play_threads(main: Callable[[World], None], devices: Sequence[torch.device]) -> tuple[Failure, ...]:
     """Call `main` on one thread for each device; what went wrong, in order.
 
-    Threads that do not end within a moment after a failure or Ctrl-C are left to end with the process.
+    After a failure or Ctrl-C every rank ends where it next meets another one. Those that have not come there within a
+    moment are left behind, and Python waits for them at its exit: a thread that is cut off inside torch aborts the process.
     """
     world = ThreadWorld(len(devices), devices=devices, timeout_s=WAIT_S)
     failures: list[Failure] = []
@@ -36,20 +37,20 @@ def play_threads(main: Callable[[World], None], devices: Sequence[torch.device])
         else:
             world.leave(rank)
 
-    threads = [
-        threading.Thread(target=act, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world.size)
-    ]
+    threads = [threading.Thread(target=act, args=(rank,), name=f"rank {rank}") for rank in range(world.size)]
     for thread in threads:
         thread.start()
     try:
         _join(threads, failures)
     except BaseException as interrupt:
         world.fail(-1, interrupt)
+        _join(threads, [*failures, interrupt])
         raise
     return tuple(failures)
 
 
-def _join(threads: Sequence[threading.Thread], failures: Sequence[Failure]) -> None:
+def _join(threads: Sequence[threading.Thread], failures: Sequence[object]) -> None:
+    """Wait for all threads, and a moment only once something has failed."""
     deadline = float("inf")
     while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
         if failures:

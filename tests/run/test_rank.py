@@ -1,0 +1,29 @@
+"""Claims about a rank's memory: what a step frees, later steps find again, without a page fault."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import resource, sys, torch
+from weft.run.rank import prepare
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(2):
+        torch.ones(16, 2**20).add_(1)  # 64 MB: mapped anew every time by default, 16,384 pages
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+first = faults_of_a_step()
+prepare(1)
+later = [faults_of_a_step() for _ in range(6)]  # the heap grows in the first ones
+sys.stdout.write(f"{first} {later[-1]}")
+"""
+
+
+def test_freed_memory_is_kept_for_later_steps():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before > 30_000
+    assert after < 1_000
