@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weft.core.mesh import Mesh
 from weft.core.model import ModelConfig
+from weft.core.precision import Dtype
 
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from weft.core.axes import EXPERT_RULE, TENSOR_RULE, Rule
 from weft.core.checks import Check
 from weft.core.config import Run
+from weft.core.precision import dtype_faults
 from weft.core.schedules import SCHEDULES, find
 from weft.core.sequence import length_unit
 from weft.core.stages import cut_by_cost, cut_by_counts
@@ -24,9 +25,7 @@ BYTES = 256
 
 def axes_divide(run: Run) -> Iterable[Fault]:
     """Every logical axis of the model divides by the degree of the mesh axis that cuts it."""
-    sizes = {
-        axis: size for axis, size in run.model.axis_sizes().items() if axis in RULE and axis not in UNEVEN_AXES
-    }
+    sizes = {axis: size for axis, size in run.model.axis_sizes().items() if axis in RULE and axis not in UNEVEN_AXES}
     for mesh_axis in dict.fromkeys(RULE.values()):
         degree = run.grid.degree(mesh_axis)
         own = {axis: size for axis, size in sizes.items() if RULE[axis] == mesh_axis}
@@ -42,7 +41,9 @@ def experts_exist(run: Run) -> Iterable[Fault]:
     degree = run.grid.degree("ep")
     if degree > 1 and "experts" not in run.model.axis_sizes():
         what = f"ep{degree} spreads experts, and {run.model.name} has none"
-        yield Fault("mesh", what, repr(run.mesh), "a mixture of experts", f"dp{degree} instead, or --model.name deepseek")
+        yield Fault(
+            "mesh", what, repr(run.mesh), "a mixture of experts", f"dp{degree} instead, or --model.name deepseek"
+        )
 
 
 def batch_divides(run: Run) -> Iterable[Fault]:
@@ -160,6 +161,12 @@ def vocabulary_holds_bytes(run: Run) -> Iterable[Fault]:
         yield Fault("model.vocab", "is smaller than the tokenizer's", str(size), f"at least {BYTES} for bytes", fix)
 
 
+def number_types_fit(run: Run) -> Iterable[Fault]:
+    """Nothing is kept or summed with fewer digits than it is computed with."""
+    kinds = run.precision
+    return dtype_faults(params=kinds.params, compute=kinds.compute, reduce=kinds.reduce)
+
+
 def divisors(*numbers: int) -> tuple[int, ...]:
     """Numbers that divide all of `numbers`, ascending."""
     return tuple(each for each in range(1, min(numbers) + 1) if not any(number % each for number in numbers))
@@ -181,4 +188,5 @@ CHECKS = (
     Check(("mesh", "model", "parallel.context"), heads_change_for_columns),
     Check(("model", "data.seq_len"), sequence_fits_model),
     Check(("model.vocab", "data.source", "data.tokenizer"), vocabulary_holds_bytes),
+    Check(("precision",), number_types_fit),
 )

@@ -26,6 +26,7 @@ def plan_of(run: Run) -> Plan:
         sequence_parallel=run.parallel.sequence,
         context=run.parallel.context,
         zero=run.parallel.zero,
+        recompute=run.parallel.recompute,
         params=run.precision.params,
         compute=run.precision.compute,
         reduce=run.precision.reduce,

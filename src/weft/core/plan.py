@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 from weft.core.axes import EXPERT_RULE, TENSOR_RULE, Rule
 from weft.core.mesh import AXIS_MEANING, Mesh
 from weft.core.model import BlockSpec
+from weft.core.precision import Dtype, dtype_faults
 from weft.core.schedule import Table
 from weft.core.schedules import find
 from weft.core.sequence import Context, length_unit
@@ -22,7 +23,7 @@ from weft.core.stages import cut_by_cost, cut_by_counts
 from weft.core.timeline import bubble
 from weft.errors import Fault, PlanError
 
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Recompute = Literal["none", "selective", "full"]
 
 MeshField = Annotated[
     Mesh,
@@ -63,6 +64,7 @@ class Plan(BaseModel):
     context: Context = "ring"
     rule: tuple[tuple[str, str], ...] = tuple({**TENSOR_RULE, **EXPERT_RULE}.items())
     zero: Literal[0, 1, 2, 3] = 0
+    recompute: Recompute = "none"
     params: Dtype = "float32"
     compute: Dtype = "float32"
     reduce: Dtype = "float32"
@@ -185,6 +187,7 @@ def _faults(plan: Plan) -> Iterator[Fault]:
     unit = length_unit(plan.mesh, sequence_parallel=plan.sequence_parallel)
     if plan.seq_len % unit:
         yield Fault("seq_len", "does not divide over the ranks that share a sequence", str(plan.seq_len), f"{unit} x n")
+    yield from dtype_faults(params=plan.params, compute=plan.compute, reduce=plan.reduce)
     unknown = [axis for _, axis in plan.rule if axis not in AXIS_MEANING]
     if unknown:
         yield Fault("rule", f"cuts over axes that no mesh has: {', '.join(unknown)}", need=", ".join(AXIS_MEANING))

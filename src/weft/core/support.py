@@ -13,9 +13,6 @@ WORKS: dict[str, tuple[Any, ...]] = {
     "model.from_hf": (None,),
     "data.tokenizer": ("bytes",),
     "parallel.recompute": ("none",),
-    "precision.params": ("float32", "float64"),
-    "precision.compute": ("float32", "float64"),
-    "precision.reduce": ("float32", "float64"),
     "save.every": (0,),
     "save.keep": (2,),
     "resume": (None,),
@@ -40,7 +37,9 @@ def axes_to_come(run: Run) -> Iterable[Fault]:
     for axis in AXES_TO_COME:
         if (degree := run.grid.degree(axis)) > 1:
             fix = f"drop {axis}{degree}, or give its ranks to dp or tp"
-            yield Fault("mesh", f"axis {axis!r} is not there yet", got=repr(run.mesh), need="pp, dp, cp and tp", fix=fix)
+            yield Fault(
+                "mesh", f"axis {axis!r} is not there yet", got=repr(run.mesh), need="pp, dp, cp and tp", fix=fix
+            )
 
 
 def value_at(run: Run, key: str) -> Any:
@@ -51,12 +50,4 @@ def value_at(run: Run, key: str) -> Any:
     return value
 
 
-def one_precision(run: Run) -> Iterable[Fault]:
-    """All number types are the same as long as there is no mixed precision."""
-    kinds = run.precision.params, run.precision.compute, run.precision.reduce
-    if len(set(kinds)) > 1 and set(kinds) <= set(WORKS["precision.params"]):
-        need = f"all three {kinds[0]}"
-        yield Fault("precision", "mixed number types are not there yet", ", ".join(kinds), need, "set all three alike")
-
-
-CHECKS = (Check((), unsupported), Check(("precision",), one_precision), Check(("mesh",), axes_to_come))
+CHECKS = (Check((), unsupported), Check(("mesh",), axes_to_come))

@@ -62,6 +62,19 @@ class FlatLayout:
         cuts = {slot.name: (max(slot.lo - start, 0), min(slot.hi - start, self.shard_length)) for slot in self.slots}
         return {name: shard[lo:hi] for name, (lo, hi) in cuts.items() if lo < hi}
 
+    def pack_shard(
+        self, tensors: Mapping[str, Tensor], index: int, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Shard `index` of the flat tensor of `tensors`, without making the whole."""
+        shard = torch.zeros(self.shard_length, dtype=dtype, device=device)
+        start = index * self.shard_length
+        for slot in self.slots:
+            lo, hi = max(slot.lo, start), min(slot.hi, start + self.shard_length)
+            if lo < hi:
+                entries = tensors[slot.name].detach().reshape(-1)[lo - slot.lo : hi - slot.lo]
+                shard[lo - start : hi - start] = entries
+        return shard
+
     def pack(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor of `tensors`; entries of parameters that are not given, and the padding, are 0."""
         flat = torch.zeros(self.length, dtype=dtype, device=device)

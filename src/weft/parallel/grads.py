@@ -56,7 +56,8 @@ def squared_norm(model: ParallelModel, kept: Gradients) -> Tensor:
     ]
     if not counted:
         return torch.zeros((), dtype=torch.float64, device=model.comm.device)
-    norms = torch.stack(torch._foreach_norm(counted))
+    wide = torch.promote_types(counted[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(counted, dtype=wide))
     return norms.double().square().sum()
 
 
@@ -69,10 +70,14 @@ def counts_here(model: ParallelModel, name: str, *, spread: tuple[str, ...] = ()
     return not is_copy and _is_first_holder(model.pieces[name], model.comm, spread)
 
 
-def clip(kept: Gradients, norm: Tensor, *, most: float) -> None:
-    """Scale all gradients so that their global norm is at most `most`; 0 leaves them. As torch's clip_grad_norm_ does."""
-    if most > 0:
-        kept.scale((most / (norm + 1e-6)).clamp(max=1.0))
+def clip(kept: Gradients, norm: Tensor, *, most: float, scale: float = 1.0) -> None:
+    """Scale all gradients so that their global norm is at most `most`; 0 leaves them. As torch's clip_grad_norm_ does.
+
+    They are `scale` times too large and `norm` is their right one: dividing and clipping are one pass.
+    """
+    factor = (most / (norm + 1e-6)).clamp(max=1.0) if most > 0 else torch.ones_like(norm)
+    if most > 0 or scale != 1:
+        kept.scale(factor / scale)
 
 
 def _is_first_holder(piece: Piece, comm: Comm, spread: tuple[str, ...]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +50,7 @@ class ParallelModel:
         params: global name -> the parameter, same keys and order as `pieces`.
         stage_of: global name -> the local stage whose backward completes its gradient.
         far_ties: (alias, owner) pairs that live on two pipeline ranks, with the other's pp index, in a fixed order.
+        start: gives parameters on the meta device, by name, memory and their starting values; until somebody knows them, nothing.
     """
 
     plan: Plan
@@ -59,6 +60,7 @@ class ParallelModel:
     params: Mapping[str, nn.Parameter]
     stage_of: Mapping[str, int]
     far_ties: tuple[FarTie, ...]
+    start: Callable[[Sequence[str]], None] = lambda names: None
 
     @property
     def blocks(self) -> dict[str, nn.Module]:
@@ -131,14 +133,26 @@ def parallelize(
     )
 
 
-def materialise(model: ParallelModel, table: InitTable, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Give parameters on the meta device memory and their starting values, which depend on seed, name and full shape only."""
-    for param in model.params.values():
+def materialise(
+    model: ParallelModel,
+    table: InitTable,
+    *,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Give parameters on the meta device memory and their starting values, which depend on seed, name and full shape only.
+
+    `names` are those parameters that shall have them; default: all.
+    """
+    chosen = tuple(model.params) if names is None else tuple(names)
+    for param in (model.params[name] for name in chosen):
         empty = nn.Parameter(torch.empty(param.shape, device=device, dtype=dtype), requires_grad=param.requires_grad)
         torch.utils.swap_tensors(param, empty)  # the modules and hooks that hold it keep the same object
-    by_owner = {piece.owner: piece for piece in model.pieces.values()}
+    by_owner = {model.pieces[name].owner: model.pieces[name] for name in chosen}
     initialise(
-        {piece.owner: model.params[name] for name, piece in model.pieces.items()},
+        {model.pieces[name].owner: model.params[name] for name in chosen},
         table,
         seed=seed,
         shapes={owner: piece.shape for owner, piece in by_owner.items()},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,11 +23,20 @@ from weft.train.step import TrainStep
 
 
 def build_model(family: Family, config: ModelConfig, plan: Plan, comm: Comm, *, seed: int) -> ParallelModel:
-    """This rank's part of the model with its starting values; the whole model is never in memory."""
+    """This rank's part of the model; the whole model is never in memory.
+
+    Parameters have their starting values, but where they come on demand (ZeRO 3): there `model.start` gives them.
+    """
     blocks = skeleton(lambda: family.blocks(config))
     model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
-    materialise(model, family.init(config), seed=seed, device=comm.device, dtype=getattr(torch, plan.params))
-    return model
+    dtype: torch.dtype = getattr(torch, plan.params)
+
+    def start(names: Sequence[str]) -> None:
+        materialise(model, family.init(config), seed=seed, device=comm.device, dtype=dtype, names=names)
+
+    if plan.zero < 3:
+        start(tuple(model.params))
+    return replace(model, start=start)
 
 
 def build_step(run: Run, comm: Comm) -> TrainStep:

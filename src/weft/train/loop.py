@@ -90,6 +90,8 @@ def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) 
         "lr": lr,
         "tokens": report.targets,
         "tokens_per_s": report.targets / elapsed_s,
+        "loss_scale": report.loss_scale,
+        "skipped": report.skipped,
         "step_s": elapsed_s,
         "mem_bytes": max(report.mem_bytes),
         "stage_mem_bytes": list(report.mem_bytes),

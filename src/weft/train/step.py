@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,15 @@ from torch import Tensor
 
 from weft.core.axes import data_axes
 from weft.models.batch import Batch
-from weft.parallel import grads
+from weft.parallel import grads, zero
 from weft.parallel.dp import GradientBuckets
 from weft.parallel.grads import Gradients
 from weft.parallel.model import ParallelModel
 from weft.parallel.pp import Player, Watch
-from weft.parallel.zero import Policy, ShardedParams
+from weft.parallel.unit import Policy
+from weft.train.balance import imbalance, rebalance_routers, sum_loads
 from weft.train.optim import Optimizer
+from weft.train.precision import LossScale
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,13 @@ class StepReport:
 
     Attributes:
         loss: mean over the target tokens of the whole step, nats.
-        grad_norm: global norm before clipping.
+        grad_norm: global norm before clipping, of the gradients as they are without a loss scale.
         targets: target tokens that counted, over all ranks.
         step_s: seconds from the first action to the end of the update, on this rank.
         mem_bytes: per pipeline stage rank, the largest memory of its ranks (resident set on CPU, peak allocated on CUDA).
+        loss_scale: factor of the loss under which the gradients were computed; 1 but for float16.
+        skipped: whether the parameters were left as they are, because gradients overflowed at that scale.
+        expert_load: largest load of an expert over the mean, in the worst block of this pipeline rank; None without experts.
     """
 
     loss: float
@@ -38,6 +44,9 @@ class StepReport:
     targets: int
     step_s: float
     mem_bytes: tuple[int, ...]
+    loss_scale: float = 1.0
+    skipped: bool = False
+    expert_load: float | None = None
 
 
 class TrainStep:
@@ -59,6 +68,7 @@ class TrainStep:
         self.model, self.clip = model, clip
         self.kept = keep_gradients(model)
         self.optimizer = make_optimizer(self.kept.tensors)
+        self.loss_scale = LossScale.of(model.plan)
         self.player = Player(model, before_last_backward=self.kept.arm, watch=watch)
 
     @property
@@ -71,25 +81,38 @@ class TrainStep:
 
     def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepReport:
         """Train on this rank's micro-batches of one step."""
-        start = time.perf_counter()
+        start, scale = time.perf_counter(), self.loss_scale.value
         targets = self._count_targets(batches)
         self.kept.zero()
-        loss = self.player.play(batches, 1.0 / targets)
+        played = self.player.play(batches, scale / targets)
         self.kept.finish()
         grads.add_far_ties(self.model, self.kept)
-        total_loss, norm, mem_bytes = self._gather_totals(loss)
-        grads.clip(self.kept, norm, most=self.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.kept.after_update()
+        total_loss, scaled_norm, mem_bytes = self._gather_totals(played.loss)
+        norm = scaled_norm / scale
+        loads = sum_loads(played.loads, self.model.comm)
+        is_finite = math.isfinite(norm.item())
+        skipped = self.loss_scale.skips(is_finite=is_finite)
+        if not skipped:
+            grads.clip(self.kept, norm, most=self.clip, scale=scale)
+            self._update(lr)
+            rebalance_routers(self.model.blocks, loads)
+        self.loss_scale = self.loss_scale.after(is_finite=is_finite)
         return StepReport(
             loss=(total_loss / targets).item(),
             grad_norm=norm.item(),
             targets=int(targets.item()),
             step_s=time.perf_counter() - start,
             mem_bytes=mem_bytes,
+            loss_scale=scale,
+            skipped=skipped,
+            expert_load=imbalance(loads),
         )
+
+    def _update(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.kept.after_update()
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """Target tokens of the whole step, float64 scalar; at least 1, so that a step without targets has loss 0."""
@@ -124,7 +147,8 @@ def keep_gradients(model: ParallelModel) -> Gradients:
             bucket_bytes=plan.bucket_bytes,
         )
     params, compute, reduce = (getattr(torch, name) for name in (plan.params, plan.compute, plan.reduce))
-    return ShardedParams(model, Policy(plan.zero, params=params, compute=compute, reduce=reduce))
+    policy = Policy(plan.zero, params=params, compute=compute, reduce=reduce, keeps_full=plan.zero <= 1)
+    return zero.shard(model, policy)
 
 
 def memory_bytes(device: torch.device) -> int:
