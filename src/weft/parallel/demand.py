@@ -1,4 +1,4 @@
-"""Owns parameters that come on demand: a module's units are gathered before it runs, its neighbour's beside it, and given away after.
+"""Owns parameters that come on demand: gathered before their module runs, the next one's beside it, given away after.
 
     forward     gather 0 ─ block 0 ──────── block 1 ──────── block 2 ...
                            gather 1 ──────┘ gather 2 ──────┘               the next block's, while this one computes
@@ -42,7 +42,7 @@ def _units_of(block: nn.Module, by_param: Mapping[int, Unit]) -> tuple[Unit, ...
 
 def after_this_backward(act: Callable[[], None]) -> None:
     """Call `act` at the end of the backward that is under way in this thread."""
-    torch.autograd.Variable._execution_engine.queue_callback(act)  # type: ignore[no-untyped-call]
+    torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
 class _Demand:

@@ -1,4 +1,4 @@
-"""Owns the loss scale: float16 gradients are computed at a scale that keeps them in range, and a step that overflows is skipped."""
+"""Owns the loss scale: float16 gradients are computed at a scale that keeps them in range; overflow skips the step."""
 
 from __future__ import annotations
 
