@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(PATIENCE_S)
         return EXIT_USER
     except RankError as error:
-        _tell([f"error: {error}"])
+        print(f"error: {error}", file=sys.stderr)  # nobody but this rank, or the parent of all, knows of it
         return EXIT_USER if error.kind == "user" else EXIT_FAILED
     except WeftError as error:
         _tell([f"error: {error}"])

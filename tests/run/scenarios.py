@@ -184,7 +184,9 @@ def play(name: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     if (world := detect(os.environ)) is not None:
-        join(SCENARIOS[sys.argv[2]], world, mesh=MESH)
-        sys.exit()
+        try:
+            sys.exit(join(SCENARIOS[sys.argv[2]], world, mesh=MESH))
+        except RankError as error:
+            sys.exit(f"error: {error}")
     for name in sys.argv[2:]:
         sys.stdout.write(json.dumps({"name": name, **play(name)}) + "\n")

@@ -195,16 +195,28 @@ def test_ranks_meet_as_slurm_tasks(tmp_path):
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["ok0", "ok1", "ok2"]
 
 
+def torchrun(folder: Path, scenario: str) -> subprocess.CompletedProcess[str]:
+    ranks = ["--nproc-per-node", "3", "--master-port", str(free_port())]
+    command = [sys.executable, "-m", "torch.distributed.run", *ranks, str(SCRIPT), str(folder), scenario]
+    return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
+
+
 def test_ranks_meet_under_torchrun(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "3",
-        "--master-port",
-        str(free_port()),
-    ]
-    done = subprocess.run([*command, str(SCRIPT), str(tmp_path), "ok"], env=ENV, capture_output=True, text=True)
+    done = torchrun(tmp_path, "ok")
     assert done.returncode == 0, done.stderr
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["ok0", "ok1", "ok2"]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "error"),
+    [
+        ("raises_amid_talk", "error: rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
+        ("all_raise", "error: rank 0 (pp0): data.source: empty as rank 0 sees it"),
+    ],
+)
+def test_one_error_is_told_under_torchrun_too(tmp_path, scenario, error):
+    done = torchrun(tmp_path, scenario)
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1
+    assert len(told) == 1
+    assert told[0].startswith(error)

@@ -25,6 +25,7 @@ from weft.run.world import World
 
 Main = Callable[[World], None]
 LOCALHOST = "127.0.0.1"
+PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ def launch(
 def join(main: Main, world: World, *, mesh: Mesh | None = None, out: Path | None = None) -> int:
     """Call `main(world)` in this process, which is one rank of a world that is there already; 0 when it is through.
 
+    torchrun and Slurm end all ranks when one ends. So a rank that only sees the echo of another's failure, or an error
+    that rank 0 sees too, waits a moment to be ended before it speaks.
+
     Raises:
         RankError: what went wrong, with this rank's coordinates.
     """
@@ -94,7 +98,10 @@ def join(main: Main, world: World, *, mesh: Mesh | None = None, out: Path | None
     try:
         main(world)
     except Exception as error:
-        raise Telling(mesh, out).error(describe(error, rank=world.rank, at_s=time.monotonic())) from error
+        failure = describe(error, rank=world.rank, at_s=time.monotonic())
+        if failure.kind == "echo" or (failure.kind == "user" and world.rank > 0):
+            time.sleep(PATIENCE_S)
+        raise Telling(mesh, out).error(failure) from error
     return EXIT_OK
 
 
