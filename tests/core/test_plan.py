@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.matrix.layouts import Case
+from weft.core.mesh import Mesh
 from weft.core.plan import Plan
+from weft.core.sequence import Context
 from weft.errors import PlanError
 
 
@@ -62,3 +64,10 @@ def test_explanation_names_mesh_stages_bubble_and_traffic(plan: Plan) -> None:
         "8 sequences of 8",
     ):
         assert said in text
+
+
+@pytest.mark.parametrize(("context", "said"), [("ring", "from rank to rank"), ("ulysses", "columns for heads")])
+def test_explanation_says_how_attention_crosses_cp(plan: Plan, context: Context, said: str) -> None:
+    layout = {"mesh": Mesh.parse("pp2 cp2 tp2"), "context": context}
+    assert said in plan.model_copy(update=layout).explain()
+    assert said not in plan.model_copy(update={"context": context}).explain()

@@ -153,7 +153,7 @@ def every_case(most_ranks: int = 16) -> Iterator[Case]:
             sequence=sequence,
             microbatches=pp * (2 if pp < 3 else 1) if schedule == "interleaved" else 3,
             context=CONTEXTS[turn % 3] if cp > 1 else "ring",
-            documents=cp > 1 and turn % 2 == 0,
+            documents=cp > 1 and turn // 2 % 2 == 0,
             seq_len=12 if cp == 3 else SEQ_LEN,
         )
         if fits(case):

@@ -41,19 +41,22 @@ def test_a_query_that_sees_no_key_of_a_block_has_no_weight() -> None:
     assert out[0, 0, 1].tolist() == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("kernel", [kernels.CUDA_FLASH, kernels.CUDA_EFFICIENT], ids=["flash", "efficient"])
-def test_cuda_kernels_are_called_as_torch_declares_them(kernel: Kernel) -> None:
-    """On the meta device, which knows their signatures and shapes; gpu tests compare values."""
-    mask = MASK.to("meta") if kernel is kernels.CUDA_EFFICIENT else None
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        *((kernels.CUDA_FLASH, kind) for kind in ("full", "causal")),
+        *((kernels.CUDA_EFFICIENT, kind) for kind in ("full", "causal", "mask")),
+    ],
+)
+def test_cuda_kernels_are_called_as_torch_declares_them(kernel: Kernel, kind: str) -> None:
+    """On the meta device, which knows their signatures and shapes; a test on a GPU compares values."""
+    scores = Scores(0.3, causal=kind == "causal", mask=MASK.to("meta") if kind == "mask" else None)
     q, grad = (torch.empty(2, 4, 7, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
     k, v = (torch.empty(2, 2, 5, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    out, lse = kernel.forward(q, k, v, Scores(0.3, mask=mask))
+    out, lse = kernel.forward(q, k, v, scores)
     assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 7, 8), (2, 4, 7), torch.float32)
-    assert [x.shape for x in kernel.backward(grad, q, k, v, out, lse, Scores(0.3, mask=mask))] == [
-        q.shape,
-        k.shape,
-        v.shape,
-    ]
+    gradients = kernel.backward(grad, q, k, v, out, lse, scores)
+    assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
 
 
 @pytest.mark.gpu

@@ -194,10 +194,10 @@ def _faults(plan: Plan) -> Iterator[Fault]:
 
 
 def _explain_traffic(plan: Plan) -> list[str]:
-    lines = []
+    lines, traffic = [], {**_TRAFFIC, "cp": _CONTEXT[plan.context]}
     for name, degree in plan.mesh.axes:
         if degree > 1:
-            lines.append(f"  {name}{degree}: {AXIS_MEANING[name]}; {_TRAFFIC[name]}")
+            lines.append(f"  {name}{degree}: {AXIS_MEANING[name]}; {traffic[name]}")
     if plan.sequence_parallel:
         lines.append(
             "  sequence parallel: between the tensor-parallel regions each tp rank holds its part of every sequence"
@@ -209,6 +209,11 @@ _TRAFFIC = {
     "pp": "activations forward, their gradients back, between neighbours",
     "dp": "one reduction of all gradients a step, overlapped with the backward",
     "ep": "tokens to their experts and back",
-    "cp": "keys and values around the ring",
     "tp": "two reductions a layer and direction, on the critical path: keep it inside a node",
+}
+
+_CONTEXT: dict[Context, str] = {
+    "ring": "keys and values from rank to rank, while each attends to those in hand",
+    "allgather": "keys and values to all ranks at once, forward and again backward",
+    "ulysses": "columns for heads before each attention and back behind it",
 }

@@ -88,7 +88,7 @@ class _OverPieces(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BSHW: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, line, out, lse = ctx.saved_tensors
-        attention, own, grad = ctx.attention, ctx.shaped(line), _heads_first(grad_BSHW)
+        attention, own, grad = ctx.attention, ctx.shaped(line), _heads_first(grad_BSHW.contiguous())
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
         gradients = attention.route.sum(own, dq.dtype)
         for source, piece in attention.route.pieces(own):
