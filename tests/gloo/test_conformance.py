@@ -1,5 +1,7 @@
 """The conformance suite over real processes: compared first and not, in one launch for each mesh."""
 
+import warnings
+
 import pytest
 
 from weft.testing import run_ranks
@@ -7,8 +9,9 @@ from weft.testing.conformance import conform
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "dp3", "dp2 tp2"])
-def test_processes_conform(mesh):
+def test_processes_conform_without_a_warning(mesh):
     def both(comm):
+        warnings.simplefilter("error")
         checked = conform(comm)
         with comm.unchecked():
             return checked, conform(comm)

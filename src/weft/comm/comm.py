@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
@@ -43,7 +43,7 @@ class Comm:
         self.mesh, self.rank, self.transport, self.observers = mesh, rank, transport, observers
         self.device = transport.device
         self.checked = True
-        self._groups: dict[Axis, Group] = {}
+        self._groups: dict[tuple[Axis, bool], Group] = {}
 
     def degree(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""
@@ -162,15 +162,15 @@ class Comm:
         return self._start(orders.barrier(self._group(axis)))
 
     def _group(self, axis: Axis) -> Group:
-        group = self._groups.get(axis)
+        group = self._groups.get((axis, self.checked))
         if group is None:
-            group = self._groups[axis] = _find_group(self.mesh, self.rank, axis)
+            group = self._groups[axis, self.checked] = _find_group(self.mesh, self.rank, axis, checked=self.checked)
         return group
 
     def _start(self, order: Order[T]) -> Work[T]:
-        if order.call is None:
+        call = order.call
+        if call is None:
             return Work.done(order.finish())
-        call = order.call if self.checked else replace(order.call, checked=False)
         record = operation(call) if self.observers else None
         if record is not None:
             for observer in self.observers:
@@ -205,10 +205,10 @@ class _Watched:
         return self.pending.is_completed()
 
 
-def _find_group(mesh: Mesh, rank: int, axis: Axis) -> Group:
+def _find_group(mesh: Mesh, rank: int, axis: Axis, *, checked: bool) -> Group:
     for name in names(axis):
         if name not in AXES:
             raise MeshError(Fault("axis", f"unknown axis {name!r}", fix=did_you_mean(name, AXES)))
     cut = tuple(name for name, degree in mesh.axes if name in names(axis) and degree > 1)
     text = "+".join(cut) or "+".join(names(axis))
-    return Group(text, mesh.group(rank, cut), mesh.index(rank, cut))
+    return Group(text, mesh.group(rank, cut), mesh.index(rank, cut), checked)

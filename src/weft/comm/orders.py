@@ -19,11 +19,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks along an axis, in mesh order, and this rank's place among them."""
+    """The ranks along an axis in mesh order, this rank's place among them, whether they compare what they bring."""
 
     axis: str
     ranks: tuple[int, ...]
     index: int
+    checked: bool = True
 
     @property
     def degree(self) -> int:
@@ -32,7 +33,7 @@ class Group:
 
     def call(self, op: Op, text: str, **parts: Any) -> Call:
         """A call among these members; `parts` are the other fields of `Call`."""
-        return Call(op, self.axis, self.ranks, self.index, text, **parts)
+        return Call(op, self.axis, self.ranks, self.index, text, checked=self.checked, **parts)
 
     def member(self, index: int, what: str) -> int:
         """`index` once it is known to be a place in the group."""
@@ -171,7 +172,9 @@ def send(x: Tensor, group: Group, to: int) -> Order[Tensor]:
     """x to member `to`; the result is x itself."""
     pair = (group.ranks[group.index], group.ranks[group.member(to, "send to")])
     _not_itself(pair, group.axis)
-    call = Call("send", group.axis, pair, 0, brings("send", x.dtype, x.shape), give=pieces.flat(x))
+    call = Call(
+        "send", group.axis, pair, 0, brings("send", x.dtype, x.shape), give=pieces.flat(x), checked=group.checked
+    )
     return Order(call, lambda: x)
 
 
@@ -180,7 +183,7 @@ def recv(out: Tensor, group: Group, source: int) -> Order[Tensor]:
     pair = (group.ranks[group.member(source, "receive from")], group.ranks[group.index])
     _not_itself(pair, group.axis)
     take = pieces.flat(out)
-    call = Call("recv", group.axis, pair, 1, brings("recv", out.dtype, out.shape), take=take)
+    call = Call("recv", group.axis, pair, 1, brings("recv", out.dtype, out.shape), take=take, checked=group.checked)
     return Order(call, lambda: _written(out, take))
 
 
