@@ -12,11 +12,13 @@ from weft.comm.comm import Comm
 from weft.core.axes import Box, box_of, cutting_axes, data_axes, gradient_axes
 from weft.core.model import AxisTable, InitTable, axes_of
 from weft.core.plan import Plan
+from weft.core.schedule import Act
 from weft.errors import Fault, PlanError
 from weft.models import FAMILIES
 from weft.models.experts import Experts
 from weft.models.init import initialise, named_parameters, tie
 from weft.parallel import cp, ep, tp, vocab
+from weft.parallel.recompute import recomputed
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,10 @@ def parallelize(
     tie(blocks, ties)
     partial = _apply_transforms(blocks, plan, comm, axes=axes, sizes=_axis_lengths(shapes, axes))
     _check_served(blocks, plan, axes=axes)
-    stages = {i: nn.ModuleDict({name: blocks[name] for name in names}) for i, names in local.items()}
+    stages = {
+        i: nn.ModuleDict({name: recomputed(name, blocks[name], plan.recompute) for name in names})
+        for i, names in local.items()
+    }
     block_stage = {name: i for i, stage in enumerate(plan.stages) for name in stage.blocks}
     params = {
         name: param
@@ -128,7 +133,7 @@ def parallelize(
         stages=stages,
         pieces=pieces,
         params=params,
-        stage_of={name: block_stage[name.partition(".")[0]] for name in params},
+        stage_of=_completing_stages(stages, params, plan.table.rows[here]),
         far_ties=_far_ties(ties, params, {name: home[i] for name, i in block_stage.items()}, here),
     )
 
@@ -238,6 +243,17 @@ def _piece(
         cut=cut,
         reduce=gradient_axes(plan.mesh, varies=varies, cut=cut),
     )
+
+
+def _completing_stages(
+    stages: Mapping[int, nn.ModuleDict], params: Mapping[str, nn.Parameter], row: Sequence[Act]
+) -> dict[str, int]:
+    """For each parameter the stage of those which use it that `row` is done with last; tied ones may stand in two."""
+    done = {act.stage: place for place, act in enumerate(row)}
+    by_param: dict[int, int] = {}
+    for stage in sorted(stages, key=lambda stage: done[stage]):
+        by_param |= dict.fromkeys(map(id, stages[stage].parameters()), stage)
+    return {name: by_param[id(param)] for name, param in params.items()}
 
 
 def _far_ties(

@@ -72,10 +72,11 @@ class Region:
                 loan.weight = _Later.apply(loan.weight, loan)  # type: ignore[no-untyped-call]
         return _Enter.apply(x, errand, self), loans  # type: ignore[no-untyped-call]
 
-
     def leave(self, y: Tensor) -> Tensor:
         """Sum y over the ranks; under sequence parallelism each keeps its part of the sequence."""
-        return ops.scatter(y, self.comm, self.axis, dim=SEQ_DIM) if self.sequence else ops.leave(y, self.comm, self.axis)
+        return (
+            ops.scatter(y, self.comm, self.axis, dim=SEQ_DIM) if self.sequence else ops.leave(y, self.comm, self.axis)
+        )
 
 
 def linear(x: Tensor, loan: Loan, bias: Tensor | None) -> Tensor:
