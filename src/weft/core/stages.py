@@ -69,17 +69,42 @@ def _layer_units(blocks: Sequence[BlockSpec]) -> tuple[tuple[BlockSpec, ...], ..
 def _balanced_bounds(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:
     """Bounds of `parts` runs of `costs`: least maximum, then least sum of squares, then shorter runs first."""
     prefix = tuple(itertools.accumulate(costs, initial=0))
+    most = _least_maximum(costs, parts)
 
     @cache
-    def best(start: int, parts: int) -> tuple[int, int, tuple[int, ...]]:
+    def best(start: int, parts: int) -> tuple[int, tuple[int, ...]] | None:
+        """Sum of squares and bounds of the best cut of what is left into runs of at most `most`, if there is one."""
         if parts == 1:
             cost = prefix[-1] - prefix[start]
-            return cost, cost**2, (start, len(costs))
+            return (cost**2, (start, len(costs))) if cost <= most else None
         choices = []
         for stop in range(start + 1, len(costs) - parts + 2):
-            top, squares, rest = best(stop, parts - 1)
             cost = prefix[stop] - prefix[start]
-            choices.append((max(cost, top), squares + cost**2, (start, *rest)))
-        return min(choices, key=lambda choice: (choice[0], choice[1], choice[2]))
+            if cost > most:
+                break
+            if (rest := best(stop, parts - 1)) is not None:
+                choices.append((rest[0] + cost**2, (start, *rest[1])))
+        return min(choices, default=None)
 
-    return best(0, parts)[2]
+    found = best(0, parts)
+    assert found is not None, "the least maximum can be reached"
+    return found[1]
+
+
+def _least_maximum(costs: tuple[int, ...], parts: int) -> int:
+    """Cost of the dearest run in the cut of `costs` into `parts` runs where it is cheapest."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _num_runs(costs, middle) <= parts else (middle + 1, high)
+    return low
+
+
+def _num_runs(costs: tuple[int, ...], most: int) -> int:
+    """Fewest runs of at most `most` each."""
+    runs, room = 1, most
+    for cost in costs:
+        if cost > room:
+            runs, room = runs + 1, most
+        room -= cost
+    return runs
