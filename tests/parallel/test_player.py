@@ -1,0 +1,218 @@
+"""The player: any table, whole and split backwards, extra losses and loads, against one device."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.matrix.layouts import Case
+from tests.matrix.test_matrix import check
+from weft.comm.comm import Comm
+from weft.core.mesh import Mesh
+from weft.core.plan import Plan, Stage
+from weft.core.random_table import random_table
+from weft.core.schedule import Act, Table, validate
+from weft.core.schedules import SCHEDULES, make_table
+from weft.models.batch import Batch, Extra, forward
+from weft.parallel.dp import GradientBuckets
+from weft.parallel.model import parallelize
+from weft.parallel.pp import Played, Player
+from weft.testing import run_ranks
+
+SPLIT = (
+    Case("pp2", family="gpt2", schedule="zbv", chunks=2, microbatches=5),  # tied: first and last stage on one rank
+    Case("pp2 tp2", family="gpt2", schedule="zbv", chunks=2, sequence=True),
+    Case("pp2 dp2", grouped=True, schedule="dual_pipe_v", chunks=2, microbatches=5),
+    Case("pp2 dp2 tp2", schedule="dual_pipe_v", chunks=2, sequence=True, zero=3),
+    Case("pp2 cp2 tp2", schedule="zbv", chunks=2, microbatches=3, sequence=True, documents=True),
+    Case("pp2 ep2", family="deepseek", schedule="zero_bubble", microbatches=3),
+    Case("pp2 ep2", family="qwen3-moe", schedule="zero_bubble_h2"),
+    Case("pp3 dp2", schedule="zero_bubble", microbatches=5, zero=1),
+    Case("pp5", family="gpt2", schedule="zero_bubble", microbatches=7),
+    Case("pp4 tp2", grouped=True, schedule="zero_bubble_h2", sequence=True, microbatches=9),
+    Case("dp3", schedule="zero_bubble", zero=2),
+    Case("dp2", family="gpt2", schedule="zbv", chunks=2, microbatches=2),
+)
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_split_schedules_compute_what_one_device_computes(case: Case) -> None:
+    check(case)
+
+
+def saved(table: Table, path: Path) -> str:
+    validate(table)
+    path.write_text(table.text, encoding="utf-8")
+    return str(path)
+
+
+def random_tables() -> Iterator[Table]:
+    """Two stages on each of two ranks, anywhere; whole and split backwards mixed, in any order."""
+    for seed in range(100):
+        table = random_table(random.Random(seed), ranks=2, stages=4, microbatches=3)
+        if all(len(table.stages(rank)) == 2 for rank in range(2)):
+            yield table
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_any_table_computes_what_one_device_computes(index: int, tmp_path: Path) -> None:
+    schedule = saved(list(random_tables())[index], tmp_path / "table.txt")
+    check(Case("pp2 dp2", family="gpt2", schedule=schedule, chunks=2, microbatches=3))
+
+
+def with_late_last_stage() -> Table:
+    """A V on which rank 0 is done with stage 0 first and computes all weight gradients of the last stage after that."""
+    table = make_table("zbv", ranks=2, microbatches=3)
+    late = [act for act in table.rows[0] if act.kind == "W" and act.stage == 3]
+    return Table((tuple(act for act in table.rows[0] if act not in late) + tuple(late), table.rows[1]), table.home, 3)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_tied_parameter_is_reduced_when_the_later_of_its_two_stages_is_done(zero: int, tmp_path: Path) -> None:
+    schedule = saved(with_late_last_stage(), tmp_path / "table.txt")
+    check(Case("pp2 dp2", family="gpt2", schedule=schedule, chunks=2, microbatches=3, zero=zero))
+
+
+# a chain of its own: extra losses, loads, what is told when
+
+
+class Layer(nn.Module):
+    """Adds something, and may yield an extra loss and a load."""
+
+    def __init__(self, *, extra: str = "") -> None:
+        super().__init__()
+        self.extra = extra
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor | Extra:
+        y = x + self.down(torch.tanh(self.up(x)))
+        if not self.extra:
+            return y
+        penalty = (self.up(x) ** 2).sum() if self.extra == "penalty" else torch.tensor(3.0)
+        return Extra(y, loss=penalty, load=torch.stack([(y > 0).sum(), (y <= 0).sum()]))
+
+
+class Squares(nn.Module):
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return ((x - batch.targets) ** 2).sum()
+
+
+def chain_of_layers(kinds: tuple[str, ...]) -> dict[str, nn.Module]:
+    torch.manual_seed(2)
+    layers = {f"layer{index}": Layer(extra=kind) for index, kind in enumerate(kinds)}
+    return {**layers, "loss": Squares()}
+
+
+def micro_batches(number: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(6)
+    pairs = torch.randn(number, 2, 3, 4, dtype=torch.float64, generator=generator)
+    return [Batch(x, y, torch.zeros(0)) for x, y in pairs]
+
+
+def plan_of(schedule: str, mesh: str, microbatches: int, layers: int) -> Plan:
+    ranks, chunks = Mesh.parse(mesh).degree("pp"), SCHEDULES[schedule].default_chunks
+    each = layers // (ranks * chunks)
+    names = [tuple(f"layer{layer}" for layer in range(at, at + each)) for at in range(0, layers, each)]
+    stages = [Stage(blocks=run, out=(3, 4), flops=1.0) for run in names]
+    stages[-1] = Stage(blocks=(*names[-1], "loss"), out=(), flops=1.0)
+    return Plan(
+        mesh=Mesh.parse(mesh),
+        family="custom",
+        architecture="{}",
+        stages=tuple(stages),
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=microbatches,
+        params="float64",
+        compute="float64",
+        reduce="float64",
+    )
+
+
+KINDS = ("penalty", "", "constant", "penalty")
+SCHEDULE_NAMES = ("1f1b", "zero_bubble", "zbv", "dual_pipe_v")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_extra_losses_of_any_stage_count_and_loads_are_summed_over_the_step(schedule: str) -> None:
+    whole, batches = chain_of_layers(KINDS), micro_batches(5)
+    total = sum(forward(whole, batch) for batch in batches)
+    (total * 0.25).backward()
+    right = {name: param.grad for name, param in nn.ModuleDict(whole).named_parameters()}
+
+    def rank(comm: Comm) -> tuple[Played, dict[str, Tensor | None]]:
+        model = parallelize(chain_of_layers(KINDS), plan_of(schedule, "pp2", 5, layers=4), comm)
+        played = Player(model, before_last_backward=lambda stage: None).play(batches, torch.tensor(0.25))
+        return played, {name: param.grad for name, param in model.params.items()}
+
+    ranks = run_ranks("pp2", rank)
+    assert sum(played.loss for played, _ in ranks).item() == pytest.approx(total.item(), rel=1e-13)
+    loads = {name: load for played, _ in ranks for name, load in played.loads.items()}
+    assert set(loads) == {"layer0", "layer2", "layer3"}
+    assert all(load.sum() == 5 * 12 for load in loads.values())
+    ours = {name: gradient for _, gradients in ranks for name, gradient in gradients.items()}
+    assert set(ours) == set(right)
+    for name, gradient in right.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_the_end_of_a_stage_is_announced_once_right_before_its_last_b_or_w(schedule: str) -> None:
+    batches = micro_batches(4)
+
+    def rank(comm: Comm) -> list[Act | int]:
+        model = parallelize(chain_of_layers(("",) * 4), plan_of(schedule, "pp2", 4, layers=4), comm)
+        told: list[Act | int] = []
+        player = Player(model, before_last_backward=told.append, watch=lambda act, *times: told.append(act))
+        player.play(batches, torch.tensor(1.0))
+        return told
+
+    table = make_table(schedule, ranks=2, microbatches=4)
+    for index, told in enumerate(run_ranks("pp2", rank)):
+        assert tuple(act for act in told if isinstance(act, Act)) == table.rows[index]
+        for stage in table.stages(index):
+            acts = [act for act in table.rows[index] if act.stage == stage and act.kind in ("B", "W")]
+            assert told.count(stage) == 1
+            assert told[told.index(stage) + 1] == acts[-1]
+
+
+def test_buckets_are_reduced_during_the_last_w() -> None:
+    """Each bucket starts when its last gradient arrives: the first one before the last parameter has its own."""
+    batches = micro_batches(3)
+
+    def rank(comm: Comm) -> list[str]:
+        model = parallelize(chain_of_layers(("",) * 2), plan_of("zero_bubble", "dp2", 3, layers=2), comm)
+        events: list[str] = []
+        buckets = GradientBuckets(
+            model.params,
+            comm=comm,
+            reduce=dict.fromkeys(model.params, ("dp",)),
+            stage_of=model.stage_of,
+            bucket_bytes=1,
+        )
+        start = buckets._start
+        buckets._start = lambda bucket: (events.append(f"reduce {bucket.names[0]}"), start(bucket))
+        player = Player(
+            model,
+            before_last_backward=lambda stage: (events.append("last"), buckets.arm(stage)),
+            watch=lambda act, *times: events.append(str(act)),
+        )
+        player.play(copy.deepcopy(batches), torch.tensor(1.0))
+        buckets.finish()
+        return events
+
+    for events in run_ranks("dp2", rank):
+        last, done = events.index("last"), events.index("W0.2")
+        inside = events[last + 1 : done]
+        assert inside == [f"reduce layer{layer}.{leaf}" for layer in (1, 0) for leaf in LEAVES]
+        assert not any(event.startswith("reduce") for event in events[:last])
+
+
+LEAVES = ("down.bias", "down.weight", "up.bias", "up.weight")
