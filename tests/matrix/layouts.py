@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh, every_mesh
 from weft.core.model import ModelConfig
-from weft.core.plan import Plan, canonical, make_stages
+from weft.core.plan import Plan, Recompute, canonical, make_stages
 from weft.core.schedules import SCHEDULES
 from weft.core.sequence import Context, length_unit
 from weft.models import FAMILIES
@@ -66,12 +66,14 @@ class Case:
     microbatches: int = 4
     bucket_bytes: int = 4096
     zero: Literal[0, 1, 2, 3] = 0
+    recompute: Recompute = "none"
     context: Context = "ring"
     documents: bool = False
     seq_len: int = SEQ_LEN
 
     def __str__(self) -> str:
         flags = "-sp" * self.sequence + "-gqa" * self.grouped + f"-zero{self.zero}" * (self.zero > 0)
+        flags += f"-{self.recompute}" * (self.recompute != "none")
         flags += f"-{self.context}" * (self.grid.degree("cp") > 1) + "-docs" * self.documents
         mesh = self.mesh.replace(" ", "_") or "one"
         return (
@@ -105,6 +107,7 @@ class Case:
             sequence_parallel=self.sequence,
             context=self.context,
             zero=self.zero,
+            recompute=self.recompute,
             params="float64",
             compute="float64",
             reduce="float64",

@@ -12,7 +12,6 @@ from weft.errors import Fault
 WORKS: dict[str, tuple[Any, ...]] = {
     "model.from_hf": (None,),
     "data.tokenizer": ("bytes",),
-    "parallel.recompute": ("none",),
     "save.every": (0,),
     "save.keep": (2,),
     "resume": (None,),

@@ -1,11 +1,13 @@
-"""Owns walking the arguments and results of modules: tensors in tuples, lists, dicts, however nested."""
+"""Owns walking arguments and results of functions: what lies in tuples, lists, dicts, however nested."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -20,14 +22,14 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def map_tensors(tree: Any, act: Callable[[Tensor], Any]) -> Any:
-    """The same tree with `act` applied to each tensor."""
-    if isinstance(tree, Tensor):
+def map_leaves(tree: Any, kind: type[T], act: Callable[[T], Any]) -> Any:
+    """The same tree with `act` applied to each leaf of this kind."""
+    if isinstance(tree, kind):
         return act(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(item, act) for item in tree))
+        return type(tree)(*(map_leaves(item, kind, act) for item in tree))
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(item, act) for item in tree)
+        return type(tree)(map_leaves(item, kind, act) for item in tree)
     if isinstance(tree, dict):
-        return type(tree)((key, map_tensors(item, act)) for key, item in tree.items())
+        return type(tree)((key, map_leaves(item, kind, act)) for key, item in tree.items())
     return tree

@@ -1,0 +1,231 @@
+"""Recomputation: what a block keeps, to the byte; what runs again and how often; that nothing else changes."""
+
+from __future__ import annotations
+
+from collections import Counter as Count
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.live import Live
+from tests.matrix.layouts import LR, SEED, Case, adamw, batches
+from weft.comm.comm import Comm
+from weft.comm.observe import Counter
+from weft.core.plan import Recompute
+from weft.models import FAMILIES
+from weft.models.batch import Batch, token_batch
+from weft.parallel.cheap import Thrift
+from weft.parallel.recompute import Replay, recomputed
+from weft.prove.layout import micro_batches
+from weft.testing import run_ranks
+from weft.train.build import build_model
+from weft.train.optim import matrices
+from weft.train.step import TrainStep
+
+B, S, D, H, G, FFN = 2, 32, 64, 8, 4, 176
+K = D // H
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+def llama_layer(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(3)
+    family = FAMILIES["llama3"]
+    return family.blocks(family.Config(layers=1, dim=D, heads=H, kv_heads=G, ffn=FFN))["layer0"].to(dtype)
+
+
+def some_batch() -> Batch:
+    tokens = torch.zeros(B, S, dtype=torch.int64)
+    return token_batch(tokens, tokens)
+
+
+def some_input(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(B, S, D, generator=torch.Generator().manual_seed(5)).to(dtype).requires_grad_()
+
+
+def kept_by_layer(mode: Recompute, dtype: torch.dtype) -> int:
+    """Bytes that the layer's forward leaves behind, besides its parameters, its input and its output."""
+    layer, x, batch, live = llama_layer(dtype), some_input(dtype), some_batch(), Live()
+    given = (x, *layer.parameters(), batch.positions)
+    block = recomputed("layer0", layer, mode)
+    with live:
+        y = block(x, batch)
+    return live.num_bytes(but=(y, *given))
+
+
+# Features a token that a layer keeps, besides its input (numbers of the dtype of compute):
+#     selective   the residual between attention and MLP, rotated q and k, v, attention's output, gate, up
+#     none        those, each norm's normalised input and output, silu(gate), silu(gate) * up
+# and of each head and token the log-sum-exp, of each token a cosine and sine of K / 2 angles; 1 / rms of two norms too
+SELECTIVE = D + (H * K + 2 * G * K) + H * K + 2 * FFN
+NONE = SELECTIVE + 4 * D + 2 * FFN
+STATS = H + K
+
+
+@pytest.mark.parametrize(
+    ("mode", "numbers"),
+    [
+        ("none", NONE + STATS + 2),
+        ("selective", SELECTIVE + STATS),
+        ("full", 0),
+    ],
+)
+def test_a_layer_keeps_what_the_formula_says(mode: Recompute, numbers: int) -> None:
+    assert kept_by_layer(mode, torch.float32) == 4 * B * S * numbers
+
+
+def test_in_bfloat16_selective_keeps_no_float32_copies_of_norms() -> None:
+    # the norm that torch composes on the CPU makes float32 of its input: 3 x D x 4 bytes a norm and token
+    assert kept_by_layer("selective", torch.bfloat16) == B * S * (2 * SELECTIVE + 4 * STATS)
+    assert kept_by_layer("none", torch.bfloat16) >= B * S * (2 * (SELECTIVE + 2 * FFN) + 2 * 2 * 4 * D)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_gradients_are_bit_equal_to_those_without_recomputation(mode: Recompute, dtype: torch.dtype) -> None:
+    def gradients(mode: Recompute) -> list[Tensor]:
+        layer, x = llama_layer(dtype), some_input(dtype)
+        recomputed("layer0", layer, mode)(x, some_batch()).square().sum().backward()
+        return [x.grad, *(param.grad for param in layer.parameters())]
+
+    assert all(map(torch.equal, gradients(mode), gradients("none")))
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch computes, backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Count[str] = Count()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.of[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_backward(mode: Recompute) -> Count[str]:
+    y = recomputed("layer0", llama_layer(), mode)(some_input(), some_batch())
+    with Calls() as calls:
+        y.backward(torch.ones_like(y))
+    return calls.of
+
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+PRODUCTS, NORMS = 7, 2
+
+
+def test_full_plays_the_forward_again_once_and_stops_before_the_last_product() -> None:
+    plain, calls = calls_of_backward("none"), calls_of_backward("full")
+    assert plain["mm"] == 2 * PRODUCTS
+    assert calls["mm"] - plain["mm"] == PRODUCTS - 1
+    assert (plain[ATTENTION], calls[ATTENTION]) == (0, 1)
+
+
+def test_selective_makes_each_norm_again_once_and_no_product_nor_attention() -> None:
+    plain, calls = calls_of_backward("none"), calls_of_backward("selective")
+    assert (calls["mm"], calls[ATTENTION]) == (plain["mm"], 0)
+    assert calls["rsqrt"] - plain["rsqrt"] == NORMS, "not once for each linear that reads the norm"
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_graph_that_is_retained_runs_backward_twice(mode: Recompute) -> None:
+    layer, x = llama_layer(), some_input()
+    y = recomputed("layer0", layer, mode)(x, some_batch()).square().sum()
+    (first,) = torch.autograd.grad(y, x, retain_graph=True)
+    (second,) = torch.autograd.grad(y, x)
+    assert torch.equal(first, second)
+
+
+def test_without_gradients_nothing_is_noted() -> None:
+    block = recomputed("layer0", llama_layer(), "full")
+    with torch.no_grad():
+        assert not block(some_input(), some_batch()).requires_grad
+
+
+def test_embedding_head_and_loss_are_played_as_they_are() -> None:
+    blocks = {name: nn.Identity() for name in ("embed", "layer0", "mtp0", "head", "loss")}
+    changed = {name for name, block in blocks.items() if recomputed(name, block, "full") is not block}
+    assert changed == {"layer0", "mtp0"}
+
+
+def test_a_result_written_into_after_it_was_promised_is_kept_as_it_is() -> None:
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    with Thrift():
+        h = F.silu(x)
+        h.add_(1.0)
+        y = F.linear(h, weight)
+    y.sum().backward()
+    assert torch.allclose(weight.grad, (F.silu(x) + 1).sum(0).expand(8, 8))
+
+
+def test_an_argument_written_into_after_the_forward_is_an_error_as_autograd_has_it() -> None:
+    x = torch.randn(4, 8, requires_grad=True) * 1
+    weight = torch.randn(8, 8, requires_grad=True)
+    with Thrift():
+        y = F.linear(F.silu(x), weight)
+    with torch.no_grad():
+        x.mul_(2.0)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_views_of_promised_results_are_found_in_the_result_made_again() -> None:
+    torch.manual_seed(2)
+    x, weight = torch.randn(6, 8, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, dtype=torch.float64)
+    weight.requires_grad_()
+
+    def act() -> Tensor:
+        left, right = F.gelu(x).t().chunk(2, dim=0)
+        return F.linear(right.t(), weight).sum() + (left.t() @ weight.t()).square().sum()
+
+    with Thrift():
+        y = act()
+    got = torch.autograd.grad(y, (x, weight))
+    want = torch.autograd.grad(act(), (x, weight))
+    assert all(map(torch.equal, got, want))
+
+
+def test_an_activation_in_place_is_not_played_twice() -> None:
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+
+    def act() -> Tensor:
+        h = x * 2.0
+        return (F.silu(h, inplace=True) * x).sum()
+
+    with Thrift():
+        y = act()
+    assert torch.equal(*torch.autograd.grad(y, x), *torch.autograd.grad(act(), x))
+
+
+def test_a_replay_that_makes_less_than_the_first_time_says_so() -> None:
+    x, turns = torch.randn(3, requires_grad=True), iter((True, False))
+
+    def call() -> Tensor:
+        return x.sin().exp() if next(turns) else x * 1.0
+
+    with pytest.raises(AssertionError, match="fewer tensors"):
+        Replay(call).first().sum().backward()
+
+
+def all_reduces_of_a_step(mode: Recompute) -> int:
+    case = Case("tp2", family="gpt2", microbatches=1, recompute=mode)
+
+    def rank(comm: Comm) -> int:
+        model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
+        step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0)
+        comm.observers = (counter := Counter(),)
+        step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
+        return counter.traffic["tp", "all_reduce"].operations
+
+    return run_ranks(case.mesh, rank)[0]
+
+
+def test_full_runs_one_of_two_forward_collectives_of_a_layer_again_selective_none() -> None:
+    layers = Case("tp2", family="gpt2").config.layers
+    plain = all_reduces_of_a_step("none")
+    assert all_reduces_of_a_step("selective") == plain
+    assert all_reduces_of_a_step("full") == plain + layers, "the sum at the end of a block is needed by nobody in it"
