@@ -37,21 +37,26 @@ class UlyssesAttend(nn.Module):
         return self._own_columns(out_BSHW)
 
     def _whole_sequences(self, x: Tensor) -> Tensor:
-        columns = ops.all_to_all(x, self.comm, AXIS, HEADS, join_dim=COLUMNS)
-        return columns[:, self._places(columns).argsort()]
+        return self._in_sequence(ops.all_to_all(x, self.comm, AXIS, HEADS, join_dim=COLUMNS))
 
     def _own_columns(self, x: Tensor) -> Tensor:
-        return ops.all_to_all(x[:, self._places(x)], self.comm, AXIS, COLUMNS, join_dim=HEADS)
+        chunks = x.chunk(2 * self.comm.degree(AXIS), COLUMNS)
+        by_rank = torch.cat([chunks[number] for number in self._held()], COLUMNS)
+        return ops.all_to_all(by_rank, self.comm, AXIS, COLUMNS, join_dim=HEADS)
 
-    def _places(self, x: Tensor) -> Tensor:
-        """Columns of whole sequences, in the order in which the ranks hold them."""
-        length, degree = x.shape[COLUMNS], self.comm.degree(AXIS)
-        spans = (span for index in range(degree) for span in zigzag(length, degree, index))
-        return torch.cat([torch.arange(span.start, span.stop, device=x.device) for span in spans])
+    def _in_sequence(self, by_rank: Tensor) -> Tensor:
+        """Columns of all ranks, rank after rank -> columns as the sequence has them."""
+        held = self._held()
+        chunks = by_rank.chunk(len(held), COLUMNS)
+        return torch.cat([chunks[held.index(number)] for number in range(len(held))], COLUMNS)
+
+    def _held(self) -> list[int]:
+        """Numbers of the chunks of a sequence, rank after rank: [0, 3, 1, 2] for two ranks."""
+        degree = self.comm.degree(AXIS)
+        return [span.start for index in range(degree) for span in zigzag(2 * degree, degree, index)]
 
     def _documents(self, batch: Batch) -> Tensor | None:
         """Of whole sequences."""
         if batch.documents is None or batch.whole_documents is not None:
             return batch.whole_documents
-        columns = torch.cat(documents.of_each_rank(batch.documents, self.comm, AXIS), dim=1)
-        return columns[:, self._places(columns).argsort()]
+        return self._in_sequence(torch.cat(documents.of_each_rank(batch.documents, self.comm, AXIS), COLUMNS))
