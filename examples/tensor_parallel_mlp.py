@@ -1,0 +1,128 @@
+"""Tensor parallelism by hand: two linears, cut so that two ranks talk once forward and once backward.
+
+    .venv/bin/python examples/tensor_parallel_mlp.py
+
+             COLUMN: cut the outputs             ROW: cut the inputs
+
+    x ──┬──> W1[top]    ──> h[left]  ──> tanh ──> W2[left]  ──> part ─┐
+        │    rank 0                                                   + all_reduce ──> y on both ranks
+        └──> W1[bottom] ──> h[right] ──> tanh ──> W2[right] ──> part ─┘
+             rank 1
+
+Both ranks have all of x, so the column linear needs nobody; what it yields cut is just what the row linear takes cut; and
+what that yields are two parts of a sum. Backward everything turns around: the gradient of y is whole on both ranks, so the
+row linear needs nobody, and what flows out of the column linear are two parts of the gradient of x:
+
+    column   dx = sum over ranks of dh_i W1_i   (travels)        dW1_i = dh_i^T x   (own)
+
+dW1 needs nothing that travels: the sum is started first and waited for last, and the ranks compute meanwhile.
+Source: Shoeybi et al. 2019, Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from blackboard import gradient, same, say
+from torch import Tensor, nn
+
+import weft
+from weft import Comm
+
+RANKS, ROWS, D, F = 2, 8, 6, 16
+
+
+class ColumnLinear(torch.autograd.Function):
+    """x_BD, weight_FD, bias_F -> x W^T + b, this rank's outputs F of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, comm: Comm) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.comm = comm
+        return x @ weight.T + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        travelling = ctx.comm.start_all_reduce_(grad @ weight, "tp")  # input first: somebody waits for it
+        weight_grad, bias_grad = grad.T @ x, grad.sum(0)  # overlap: computed while the other one travels
+        return travelling.wait(), weight_grad, bias_grad, None
+
+
+class RowLinear(torch.autograd.Function):
+    """x_BF (this rank's inputs F of all of them), weight_DF, bias_D (whole) -> the same y_BD on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, comm: Comm) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return comm.all_reduce_(x @ weight.T, "tp") + bias  # after the sum, else each rank would add the bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x, grad.sum(0), None  # whole on every rank: nothing travels
+
+
+def cut(whole: nn.Sequential, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's weight and bias of the first linear, then of the second."""
+    up, down = whole[0], whole[2]
+    first = (up.weight.chunk(RANKS, 0)[rank], up.bias.chunk(RANKS, 0)[rank])
+    second = (down.weight.chunk(RANKS, 1)[rank], down.bias)
+    w1, b1, w2, b2 = (x.detach().clone().requires_grad_() for x in (*first, *second))
+    return w1, b1, w2, b2
+
+
+def check(how: str, params: tuple[Tensor, ...], whole: nn.Sequential, rank: int) -> None:
+    """Every rank's gradient against its part of that of one process."""
+    up, down = whole[0], whole[2]
+    parts = {
+        "W1": gradient(up.weight).chunk(RANKS, 0)[rank],
+        "b1": gradient(up.bias).chunk(RANKS, 0)[rank],
+        "W2": gradient(down.weight).chunk(RANKS, 1)[rank],
+        "b2": gradient(down.bias),
+    }
+    for (name, want), param in zip(parts.items(), params, strict=True):
+        same(f"{how}: gradient of {name}", gradient(param), want)
+
+
+def main() -> None:
+    comm = weft.init(f"tp{RANKS}", device="cpu")
+    rank = comm.index("tp")
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(D, F), nn.Tanh(), nn.Linear(F, D)).double()
+    x, target = torch.randn(ROWS, D, dtype=torch.float64), torch.randn(ROWS, D, dtype=torch.float64)
+
+    alone_x = x.clone().requires_grad_()
+    want = whole(alone_x)
+    nn.functional.mse_loss(want, target).backward()
+
+    w1, b1, w2, b2 = cut(whole, rank)
+    hand_x = x.clone().requires_grad_()
+    y = RowLinear.apply(torch.tanh(ColumnLinear.apply(hand_x, w1, b1, comm)), w2, b2, comm)
+    nn.functional.mse_loss(y, target).backward()
+    same("by hand: output", y, want)
+    same("by hand: gradient of x", gradient(hand_x), gradient(alone_x))
+    check("by hand", (w1, b1, w2, b2), whole, rank)
+    say(comm, f"by hand: each rank has W1[{w1.shape[0]} of {F}, {D}] and W2[{D}, {w2.shape[1]} of {F}]")
+
+    column = weft.ColumnParallelLinear(D, F, comm=comm, dtype=torch.float64)
+    row = weft.RowParallelLinear(F, D, comm=comm, dtype=torch.float64)
+    params = (column.weight, column.bias, row.weight, row.bias)
+    with torch.no_grad():
+        for param, value in zip(params, (w1, b1, w2, b2), strict=True):
+            param.copy_(value)
+    weft_x = x.clone().requires_grad_()
+    y = row(torch.tanh(column(weft_x)))
+    nn.functional.mse_loss(y, target).backward()
+    same("weft: output", y, want)
+    same("weft: gradient of x", gradient(weft_x), gradient(alone_x))
+    check("weft", params, whole, rank)
+    say(comm, "weft.ColumnParallelLinear, weft.RowParallelLinear: the same, with any sizes and devices")
+
+    comm.barrier("tp")
+    say(comm, f"\nequal: output and all 5 gradients on {RANKS} ranks are those of one process, by hand and by weft")
+
+
+if __name__ == "__main__":
+    main()
