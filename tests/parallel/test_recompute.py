@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter as Count
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from weft.models import FAMILIES
 from weft.models.batch import Batch, token_batch
 from weft.parallel.cheap import Thrift
 from weft.parallel.recompute import Replay, recomputed
+from weft.parallel.split import Split
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model
@@ -128,6 +131,38 @@ def test_selective_makes_each_norm_again_once_and_no_product_nor_attention() -> 
     plain, calls = calls_of_backward("none"), calls_of_backward("selective")
     assert (calls["mm"], calls[ATTENTION]) == (plain["mm"], 0)
     assert calls["rsqrt"] - plain["rsqrt"] == NORMS, "not once for each linear that reads the norm"
+
+
+def kept_over_time(mode: Recompute, *, is_split: bool) -> tuple[int, int]:
+    """Bytes that are left after the forward, and after the backward of the input (all of it, or I where it is split)."""
+    layer, x, batch, live = llama_layer(), some_input(), some_batch(), Live()
+    given = (x, *layer.parameters(), batch.positions)
+    split = Split(layer.parameters()) if is_split else None
+    gc.disable()  # what only the collector would find counts as kept
+    try:
+        with live, split or nullcontext():
+            y = recomputed("layer0", layer, mode)(x, batch)
+        before = live.num_bytes(but=(y, *given))
+        with live:
+            y.backward(torch.ones_like(y))
+        after = live.num_bytes(
+            but=(y, *given, *(g for g in (x.grad, *(p.grad for p in layer.parameters())) if g is not None))
+        )
+    finally:
+        gc.enable()
+    return before, after
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_the_backward_nothing_is_left(mode: Recompute) -> None:
+    assert kept_over_time(mode, is_split=False)[1] == 0
+
+
+def test_under_a_split_backward_the_forward_keeps_no_more_and_the_first_half_leaves_no_more() -> None:
+    left = {mode: kept_over_time(mode, is_split=True) for mode in MODES}
+    whole = {mode: kept_over_time(mode, is_split=False) for mode in MODES}
+    assert [before for before, _ in left.values()] == [before for before, _ in whole.values()]
+    assert len({after for _, after in left.values()}) == 1
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

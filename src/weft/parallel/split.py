@@ -128,14 +128,15 @@ class Split(TorchFunctionMode):
 
     def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         outside: list[Tensor] = []
-        inside: list[Tensor] = []
+        inside: list[GradientEdge] = []
 
         def cut(tensor: Tensor) -> Tensor:
             if id(tensor) in self._weights or not tensor.requires_grad:
                 return tensor
             outside.append(tensor)
-            inside.append(tensor.detach().requires_grad_())
-            return inside[-1]
+            source: Tensor = _Source.apply(self._anchor, tensor.detach())  # type: ignore[no-untyped-call]
+            inside.append(get_gradient_edge(source))
+            return source
 
         out: Tensor = func(*_mapped(args, cut), **_mapped(kwargs, cut))
         return _outer(_Call(self._debts, get_gradient_edge(out), inside), out, self._anchor, *outside)
@@ -156,13 +157,21 @@ class _Call:
 
     debts: list[Debt]
     edge: GradientEdge
-    inside: list[Tensor] = field(default_factory=list)
+    inside: list[GradientEdge] = field(default_factory=list)
 
 
 def _outer(call: _Call, out: Tensor, *inputs: Tensor) -> Tensor:
     """`out` as the output of a node that has `inputs`; the first of them makes sure that the node is part of the graph."""
     y: Tensor = _Node.apply(call, out.detach(), *inputs)  # type: ignore[no-untyped-call]
     return y
+
+
+class _Source(torch.autograd.Function):
+    """Where a small graph begins: unlike a leaf the node does not hold x', so it is only kept by those who save it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
 
 
 class _Node(torch.autograd.Function):
