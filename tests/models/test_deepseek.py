@@ -250,6 +250,7 @@ def test_layers_are_dense_first_and_mixed_then():
     blocks = deepseek.blocks(TINY.model_copy(update={"first_k_dense": 2, "mtp_depth": 1}))
     assert list(blocks) == ["embed", "layer0", "layer1", "layer2", "mtp0", "head", "loss"]
     assert [hasattr(blocks[f"layer{i}"].mlp, "router") for i in range(3)] == [False, False, True]
+    assert blocks["layer2"].mlp.router.rate == TINY.balance_rate
     every = deepseek.blocks(TINY.model_copy(update={"first_k_dense": 3}))
     assert not any("router" in name for name in named_parameters(every))
     assert not any(".shared." in name for name in named_parameters(deepseek.blocks(deepseek.Config(shared_experts=0))))
