@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -53,3 +54,4 @@ def test_a_system_that_refuses_processes_is_one_line(monkeypatch, tmp_path):
         LaunchError, match=r"^ranks: cannot start rank 0 of 2 \(got .*Resource temporarily unavailable\)$"
     ):
         fork_ranks(2, tmp_path)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), "signals come through afterwards"

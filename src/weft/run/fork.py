@@ -33,15 +33,16 @@ def fork_rank(rank: int, stack_file: Path) -> Child:
     reading, writing = os.pipe()
     flush()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, Signals.NOTED)
-    if (pid := os.fork()) == 0:
-        os.close(reading)
-        if code := play(lambda: detach(parent, stack_file=stack_file), rank=rank, pipe=writing):
-            leave(code)
+    try:
+        if (pid := os.fork()) == 0:
+            os.close(reading)
+            if code := play(lambda: detach(parent, stack_file=stack_file), rank=rank, pipe=writing):
+                leave(code)
+            return Child(rank, 0, writing, stack_file)
+        with suppress(OSError):
+            os.setpgid(pid, pid)  # the child does so too: whoever comes first
+    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        return Child(rank, 0, writing, stack_file)
     os.close(writing)
     os.set_blocking(reading, False)
-    with suppress(OSError):
-        os.setpgid(pid, pid)  # the child does so too: whoever comes first
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return Child(rank, pid, reading, stack_file)
