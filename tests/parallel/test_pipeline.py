@@ -30,9 +30,21 @@ def data() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("mesh", "schedule", "chunks"),
-    [("pp2", "1f1b", 1), ("pp5", "gpipe", 1), ("pp2 dp2", "1f1b", 1), ("pp2", "interleaved", 2), ("dp3", "1f1b", 1)],
+    [
+        ("pp2", "1f1b", 1),
+        ("pp5", "gpipe", 1),
+        ("pp2 dp2", "1f1b", 1),
+        ("pp2", "interleaved", 2),
+        ("dp3", "1f1b", 1),
+        ("pp2", "interleaved", None),
+        ("pp2 dp2", "zero_bubble", None),
+        ("pp2", "zbv", None),
+        ("pp2", "dual_pipe_v", None),
+    ],
 )
-def test_pipeline_of_plain_modules_has_the_gradients_of_one_process(mesh: str, schedule: str, chunks: int) -> None:
+def test_pipeline_of_plain_modules_has_the_gradients_of_one_process(
+    mesh: str, schedule: str, chunks: int | None
+) -> None:
     blocks, (x, y) = chain(), data()
     whole = nn.Sequential(*copy.deepcopy(blocks))
     loss = nn.functional.mse_loss(whole(x), y)

@@ -176,6 +176,13 @@ def activation_in_weight(bag: Bag, x: Tensor) -> Tensor:
     return before @ made
 
 
+def made_weight_used_before_and_after_a_change(bag: Bag, x: Tensor) -> Tensor:
+    made = bag.b.clone()
+    before = x + made
+    made.mul_(bag.s)
+    return before + x * made
+
+
 def without_gradient(bag: Bag, x: Tensor) -> Tensor:
     with torch.no_grad():
         scale = (bag.w.abs().amax() + x.abs().amax()).item()
@@ -205,6 +212,7 @@ CODE: dict[str, Callable[[Bag, Tensor], Tensor]] = {
     "in place on activations": written_into,
     "in place on a made weight": masked_weight,
     "an activation written into a made weight": activation_in_weight,
+    "used, changed, used": made_weight_used_before_and_after_a_change,
     "no_grad inside": without_gradient,
     "lookups": lookups,
     "experts": mixture,

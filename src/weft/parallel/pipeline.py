@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.core.axes import data_axes, span
 from weft.core.plan import Plan, Stage
+from weft.core.schedules import find
 from weft.models.batch import Batch
 from weft.parallel.dp import GradientBuckets
 from weft.parallel.model import ParallelModel, parallelize
@@ -35,7 +36,7 @@ class PipelineParallel(nn.Module):
         loss: (output of the last block, targets) -> scalar mean over the micro-batch.
         example: input of one micro-batch, for its shape and dtype only.
         microbatches: a step's input is cut into so many, along dim 0.
-        schedule, chunks: as `weft schedule` draws them.
+        schedule, chunks: as `weft schedule` draws them; by default as many chunks as the schedule is made for.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class PipelineParallel(nn.Module):
         example: Tensor,
         microbatches: int,
         schedule: str = "1f1b",
-        chunks: int = 1,
+        chunks: int | None = None,
     ) -> None:
         super().__init__()
+        chunks = find(schedule).default_chunks if chunks is None else chunks
         dtype = str(example.dtype).removeprefix("torch.")
         plan = Plan(
             mesh=comm.mesh,
