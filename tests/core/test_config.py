@@ -185,13 +185,6 @@ def test_a_key_to_come_works_at_its_default_and_is_refused_in_one_line_elsewhere
             assert len(told) == 1
 
 
-@pytest.mark.parametrize("axis", support.AXES_TO_COME)
-def test_an_axis_to_come_is_refused(axis):
-    (fault,) = support.axes_to_come(read("--mesh", f"{axis}2 dp2"))
-    assert fault.what == f"axis {axis!r} is not there yet"
-    assert not list(support.axes_to_come(read("--mesh", f"{axis}1 dp2")))
-
-
 @given(st.sampled_from(["optim", "optim.lr", "mesh", "mesh.x"]), st.sampled_from(["optim", "optim.lr", "mesh", "mes"]))
 def test_a_check_is_left_out_where_a_key_that_it_reads_is_at_fault(reads, key):
     known, found = Fault(key, "bad"), Fault("x", "found")

@@ -51,6 +51,11 @@ class ModelConfig(BaseModel):
     family: ClassVar[str]
     kind: ClassVar[Literal["tokens", "images"]]
 
+    @property
+    def reads_later_targets(self) -> bool:
+        """Whether blocks read the token after the next one (multi-token prediction)."""
+        return False
+
     @abstractmethod
     def axis_sizes(self) -> dict[str, int]:
         """Units of each logical axis that may be cut: {"heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}."""

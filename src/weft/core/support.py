@@ -18,10 +18,6 @@ WORKS: dict[str, tuple[Any, ...]] = {
 }
 """Key -> the values that work; keys that are not named here work with all their values."""
 
-AXES_TO_COME = ("ep",)
-"""Mesh axes that are not there yet."""
-
-
 def unsupported(run: Run) -> Iterable[Fault]:
     """Keys that stand at values which do not work yet."""
     for key, working in WORKS.items():
@@ -29,16 +25,6 @@ def unsupported(run: Run) -> Iterable[Fault]:
         if value not in working:
             need = " or ".join("nothing" if choice is None else str(choice) for choice in working)
             yield Fault(key, "is not there yet with this value", got=repr(value), need=need, fix=f"leave {key} out")
-
-
-def axes_to_come(run: Run) -> Iterable[Fault]:
-    """Mesh axes that would be cut and cannot be yet."""
-    for axis in AXES_TO_COME:
-        if (degree := run.grid.degree(axis)) > 1:
-            fix = f"drop {axis}{degree}, or give its ranks to dp or tp"
-            yield Fault(
-                "mesh", f"axis {axis!r} is not there yet", got=repr(run.mesh), need="pp, dp, cp and tp", fix=fix
-            )
 
 
 def value_at(run: Run, key: str) -> Any:
@@ -49,4 +35,4 @@ def value_at(run: Run, key: str) -> Any:
     return value
 
 
-CHECKS = (Check((), unsupported), Check(("mesh",), axes_to_come))
+CHECKS = (Check((), unsupported),)

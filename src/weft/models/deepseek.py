@@ -114,6 +114,10 @@ class Config(ModelConfig):
         return slow
 
     @property
+    def reads_later_targets(self) -> bool:
+        return self.mtp_depth > 0
+
+    @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 

@@ -19,6 +19,7 @@ from weft.prove.oracle import one_device
 from weft.prove.trace import Difference, Held, differences, uncovered
 from weft.testing import run_ranks
 from weft.train.data import open_data
+from weft.train.feed import whole_batch
 from weft.train.optim import NamedOptimizer, make_optimizer
 from weft.train.order import samples_of_step
 
@@ -89,5 +90,4 @@ def prove(run: Run, *, steps: int) -> Verdict:
 def _whole_batch(run: Run, step: int) -> Batch:
     samples = open_data(run.data, run.model)
     chosen = samples_of_step(step, global_size=run.batch.global_size, num_samples=samples.num_samples, seed=run.seed)
-    arrays = samples.read(chosen)
-    return Batch(*(torch.from_numpy(array) for array in (arrays.inputs, arrays.targets, arrays.positions)))
+    return whole_batch(samples, chosen, later=run.model.reads_later_targets)

@@ -62,6 +62,7 @@ def build_feed(run: Run, comm: Comm, samples: Samples) -> Feed:
         index=comm.index(("dp", "ep")),
         degree=comm.degree(("dp", "ep")),
         device=comm.device,
+        later=run.model.reads_later_targets,
         context_index=comm.index("cp"),
         context_degree=comm.degree("cp"),
     )

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.models.batch import Batch
+from weft.models.batch import Batch, with_later_targets
 from weft.train.data import Samples
-from weft.train.order import layout_of, samples_of_step
+from weft.train.order import Ints, layout_of, samples_of_step
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Feed:
     Attributes:
         index, degree: place of this rank along the data axes, and how many ranks there are.
         context_index, context_degree: place of this rank among those that share each sequence, and how many there are.
+        later: whether the model reads later targets, too.
     """
 
     samples: Samples
@@ -29,6 +30,7 @@ class Feed:
     device: torch.device
     context_index: int = 0
     context_degree: int = 1
+    later: bool = False
 
     def batches(self, step: int) -> list[Batch]:
         """Micro-batches of step `step` (from 0), in the order in which the schedule numbers them."""
@@ -36,9 +38,13 @@ class Feed:
             step, global_size=self.global_size, num_samples=self.samples.num_samples, seed=self.seed
         )
         mine = layout_of(chosen, index=self.index, degree=self.degree, micro_size=self.micro_size)
-        arrays = self.samples.read(mine)
-        whole = Batch(
-            torch.from_numpy(arrays.inputs), torch.from_numpy(arrays.targets), torch.from_numpy(arrays.positions)
-        )
+        whole = whole_batch(self.samples, mine, later=self.later)
         held = whole.columns(index=self.context_index, degree=self.context_degree).map(lambda x: x.to(self.device))
         return [held.rows(slice(start, start + self.micro_size)) for start in range(0, mine.size, self.micro_size)]
+
+
+def whole_batch(samples: Samples, chosen: Ints, *, later: bool) -> Batch:
+    """These samples, nothing cut; [any shape] counts as flat."""
+    arrays = samples.read(chosen)
+    batch = Batch(*(torch.from_numpy(array) for array in (arrays.inputs, arrays.targets, arrays.positions)))
+    return with_later_targets(batch) if later else batch
