@@ -78,14 +78,15 @@ def model() -> nn.Sequential:
 
 def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The rows' share of the mean over the whole batch."""
-    return (net(x) - y).square().sum() / (ROWS * y.shape[1])
+    total: Tensor = (net(x) - y).square().sum()
+    return total / (ROWS * y.shape[1])
 
 
 def step(net: nn.Module) -> None:
     """Plain gradient descent."""
     with torch.no_grad():
         for param in net.parameters():
-            param -= LR * gradient(param)
+            param.sub_(gradient(param), alpha=LR)
 
 
 def main() -> None:
@@ -94,7 +95,7 @@ def main() -> None:
     plain, overlapped = copy.deepcopy(alone), copy.deepcopy(alone)
     told: list[str] = []
     buckets = [Bucket(comm, f"layer {i}", [*overlapped[2 * i].parameters()], told) for i in (1, 0)]
-    overlapped[0].weight.register_hook(lambda _: told.append("layer 0 has its weight's gradient"))
+    overlapped.get_parameter("0.weight").register_hook(lambda _: told.append("layer 0 has its weight's gradient"))
     x, y = torch.randn(ROWS, 6, dtype=torch.float64), torch.randn(ROWS, 3, dtype=torch.float64)
     own_x, own_y = (whole.chunk(RANKS)[comm.index("dp")] for whole in (x, y))
     for number in range(STEPS):

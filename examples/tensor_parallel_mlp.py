@@ -21,6 +21,7 @@ Source: Shoeybi et al. 2019, Megatron-LM.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class ColumnLinear(torch.autograd.Function):
         return travelling.wait(), weight_grad, bias_grad, None
 
 
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor, comm: Comm) -> Tensor:
+    return ColumnLinear.apply(x, weight, bias, comm)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class RowLinear(torch.autograd.Function):
     """x_BF (this rank's inputs F of all of them), weight_DF, bias_D (whole) -> the same y_BD on every rank."""
 
@@ -64,26 +69,20 @@ class RowLinear(torch.autograd.Function):
         return grad @ weight, grad.T @ x, grad.sum(0), None  # whole on every rank: nothing travels
 
 
-def cut(whole: nn.Sequential, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's weight and bias of the first linear, then of the second."""
-    up, down = whole[0], whole[2]
-    first = (up.weight.chunk(RANKS, 0)[rank], up.bias.chunk(RANKS, 0)[rank])
-    second = (down.weight.chunk(RANKS, 1)[rank], down.bias)
-    w1, b1, w2, b2 = (x.detach().clone().requires_grad_() for x in (*first, *second))
-    return w1, b1, w2, b2
+def row_linear(x: Tensor, weight: Tensor, bias: Tensor, comm: Comm) -> Tensor:
+    return RowLinear.apply(x, weight, bias, comm)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def check(how: str, params: tuple[Tensor, ...], whole: nn.Sequential, rank: int) -> None:
-    """Every rank's gradient against its part of that of one process."""
-    up, down = whole[0], whole[2]
-    parts = {
-        "W1": gradient(up.weight).chunk(RANKS, 0)[rank],
-        "b1": gradient(up.bias).chunk(RANKS, 0)[rank],
-        "W2": gradient(down.weight).chunk(RANKS, 1)[rank],
-        "b2": gradient(down.bias),
-    }
-    for (name, want), param in zip(parts.items(), params, strict=True):
-        same(f"{how}: gradient of {name}", gradient(param), want)
+def own(tensors: Iterable[Tensor], rank: int) -> tuple[Tensor, ...]:
+    """This rank's part of W1, b1, W2 and b2, or of their gradients."""
+    w1, b1, w2, b2 = tensors
+    return w1.chunk(RANKS, 0)[rank], b1.chunk(RANKS, 0)[rank], w2.chunk(RANKS, 1)[rank], b2
+
+
+def check(how: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """What the ranks computed, against their part of what one process did."""
+    for name, mine, right in zip(("output", "dx", "dW1", "db1", "dW2", "db2"), got, want, strict=True):
+        same(f"{how}: {name}", mine, right)
 
 
 def main() -> None:
@@ -93,32 +92,29 @@ def main() -> None:
     whole = nn.Sequential(nn.Linear(D, F), nn.Tanh(), nn.Linear(F, D)).double()
     x, target = torch.randn(ROWS, D, dtype=torch.float64), torch.randn(ROWS, D, dtype=torch.float64)
 
-    alone_x = x.clone().requires_grad_()
-    want = whole(alone_x)
-    nn.functional.mse_loss(want, target).backward()
-
-    w1, b1, w2, b2 = cut(whole, rank)
-    hand_x = x.clone().requires_grad_()
-    y = RowLinear.apply(torch.tanh(ColumnLinear.apply(hand_x, w1, b1, comm)), w2, b2, comm)
+    alone_x = x.clone().requires_grad_()  # one process
+    y = whole(alone_x)
     nn.functional.mse_loss(y, target).backward()
-    same("by hand: output", y, want)
-    same("by hand: gradient of x", gradient(hand_x), gradient(alone_x))
-    check("by hand", (w1, b1, w2, b2), whole, rank)
+    want = (y, gradient(alone_x), *own(map(gradient, whole.parameters()), rank))
+
+    w1, b1, w2, b2 = (part.detach().clone().requires_grad_() for part in own(whole.parameters(), rank))
+    hand_x = x.clone().requires_grad_()
+    y = row_linear(torch.tanh(column_linear(hand_x, w1, b1, comm)), w2, b2, comm)
+    nn.functional.mse_loss(y, target).backward()
+    check("by hand", (y, *map(gradient, (hand_x, w1, b1, w2, b2))), want)
     say(comm, f"by hand: each rank has W1[{w1.shape[0]} of {F}, {D}] and W2[{D}, {w2.shape[1]} of {F}]")
 
     column = weft.ColumnParallelLinear(D, F, comm=comm, dtype=torch.float64)
     row = weft.RowParallelLinear(F, D, comm=comm, dtype=torch.float64)
-    params = (column.weight, column.bias, row.weight, row.bias)
+    params = (*column.parameters(), *row.parameters())
     with torch.no_grad():
-        for param, value in zip(params, (w1, b1, w2, b2), strict=True):
-            param.copy_(value)
+        for param, part in zip(params, (w1, b1, w2, b2), strict=True):
+            param.copy_(part)
     weft_x = x.clone().requires_grad_()
     y = row(torch.tanh(column(weft_x)))
     nn.functional.mse_loss(y, target).backward()
-    same("weft: output", y, want)
-    same("weft: gradient of x", gradient(weft_x), gradient(alone_x))
-    check("weft", params, whole, rank)
-    say(comm, "weft.ColumnParallelLinear, weft.RowParallelLinear: the same, with any sizes and devices")
+    check("weft", (y, *map(gradient, (weft_x, *params))), want)
+    say(comm, "weft.ColumnParallelLinear, weft.RowParallelLinear: the same, for any sizes, any axis, any device")
 
     comm.barrier("tp")
     say(comm, f"\nequal: output and all 5 gradients on {RANKS} ranks are those of one process, by hand and by weft")
