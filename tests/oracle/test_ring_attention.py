@@ -127,8 +127,6 @@ def test_the_seam_crosses_cp_by_each_variant(variant: Context, degree: int, pack
 @pytest.mark.parametrize("width", [4, 9])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_values_may_be_narrower_or_wider_than_keys_and_scores_may_have_a_scale(variant: Context, width: int) -> None:
-    if variant == "ulysses" and width > K:
-        pytest.skip("ulysses runs the model's own Attend, whose values are at most as wide as its keys")
     case = whole(12, heads=4, kv_heads=4, width=width, scale=0.7)
     batch = token_batch(torch.zeros(B, 12, dtype=torch.int64), torch.zeros(B, 12, dtype=torch.int64))
 

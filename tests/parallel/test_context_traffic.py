@@ -23,8 +23,8 @@ from weft.parallel.context.ring import Hop, Ring
 from weft.parallel.cp import VARIANTS
 from weft.testing import run_ranks
 
-B, S, H, G, K = 2, 24, 12, 12, 8
-"""Of whole sequences; 12 heads so that ulysses can deal them out to 2, 3 and 4 ranks."""
+B, S, H, G, K = 2, 24, 24, 12, 8
+"""Of whole sequences; 12 key heads so that ulysses can deal them out to 2, 3 and 4 ranks."""
 
 
 def own_part(comm: Comm, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
