@@ -15,7 +15,7 @@ GLANCE_S = 0.001
 class BackendWork(Protocol):
     """What a backend hands out; it raises RuntimeError when it fails and when `wait` takes too long."""
 
-    def wait(self, timeout: timedelta) -> bool: ...
+    def wait(self, timeout: timedelta = ...) -> bool: ...
     def is_completed(self) -> bool: ...
 
 
@@ -47,6 +47,30 @@ class Collective:
 
     def is_completed(self) -> bool:
         """As the backend says."""
+        return all(work.is_completed() for work in self.works)
+
+
+@dataclass
+class Streamed:
+    """Works on an accelerator: waiting orders the caller's stream behind them and does not stop the caller.
+
+    The backend itself keeps the time-out there: a wait with one would stop the caller until the device is done.
+    """
+
+    works: Sequence[BackendWork]
+    finish: Callable[[], object] | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        """At once, as far as the caller is concerned."""
+        for work in self.works:
+            work.wait()
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the device is done."""
         return all(work.is_completed() for work in self.works)
 
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
-from weft.errors import CommTimeout, RankError
+from weft.errors import CommError, CommTimeout, RankError
 from weft.testing.carry import pack, unpack
 from weft.testing.rank import Job, Outcome
 from weft.testing.threads import COMM_SHARE
@@ -42,9 +42,10 @@ def run_in_processes(mesh: Mesh, fn: Callable[[Comm], T], *, timeout_s: float) -
         outcomes, stacks = _server().run(job)
     failed = [outcome for outcome in outcomes.values() if outcome.value is None]
     if failed:
-        raise _error(mesh, _first(failed))
+        raise _with_stacks(_error(mesh, _first(failed)), stacks)
     if len(outcomes) < mesh.size:
-        raise _too_late(mesh, stacks, timeout_s)
+        names = ", ".join(f"{rank} ({mesh.where(rank)})" for rank in stacks)
+        raise _with_stacks(CommTimeout(f"rank {names} of mesh {mesh} did not finish within {timeout_s:g} s"), stacks)
     return [unpack(outcomes[rank].value or b"") for rank in range(mesh.size)]
 
 
@@ -102,9 +103,8 @@ def _error(mesh: Mesh, outcome: Outcome) -> BaseException:
     return RankError(outcome.rank, mesh.where(outcome.rank), f"the process {how} before its function returned")
 
 
-def _too_late(mesh: Mesh, stacks: dict[int, str], timeout_s: float) -> CommTimeout:
-    names = ", ".join(f"{rank} ({mesh.where(rank)})" for rank in stacks)
-    error = CommTimeout(f"rank {names} of mesh {mesh} did not finish within {timeout_s:g} s")
-    for rank, stack in stacks.items():
+def _with_stacks(error: BaseException, stacks: dict[int, str]) -> BaseException:
+    """`error`; if it is about ranks that wait for others, with notes that show where those are."""
+    for rank, stack in stacks.items() if isinstance(error, CommError) else ():
         error.add_note(f"rank {rank} is at:\n{stack}")
     return error

@@ -135,11 +135,14 @@ class _Chief:
             self._deadline = min(self._deadline, time.monotonic() + GRACE_S)
 
     def _look_at_late_ones(self) -> None:
-        late = list(self._pipes.values())
-        for rank in late:
+        files = {rank: Path(self.job.folder, f"stack-{rank}") for rank in self._pipes.values()}
+        for rank in files:
             os.kill(self._pids[rank], signal.SIGUSR1)
-        time.sleep(0.1)
-        self.stacks = {rank: Path(self.job.folder, f"stack-{rank}").read_text() for rank in late}
+        deadline = time.monotonic() + GRACE_S
+        while time.monotonic() < deadline and not all(file.stat().st_size for file in files.values()):
+            time.sleep(0.01)
+        time.sleep(0.02)  # the last one may still be writing
+        self.stacks = {rank: file.read_text() for rank, file in files.items()}
 
 
 if __name__ == "__main__":
