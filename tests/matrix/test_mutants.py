@@ -208,9 +208,8 @@ def clipping_uses_the_norm_of_this_rank(patch: pytest.MonkeyPatch) -> None:
     """Every rank clips by another factor."""
     right = step.TrainStep._gather_totals
 
-    def local(self: step.TrainStep, loss: Tensor) -> Any:
-        total, _, mem = right(self, loss)
-        return total, grads.squared_norm(self.model, self.kept).sqrt(), mem
+    def local(self: step.TrainStep, *args: Any) -> Any:
+        return right(self, *args)._replace(norm=grads.squared_norm(self.model, self.kept).sqrt())
 
     patch.setattr(step.TrainStep, "_gather_totals", local)
 

@@ -37,6 +37,6 @@ def rebalance_routers(blocks: Mapping[str, nn.Module], loads: Mapping[str, Tenso
             router.bias.copy_(rebalance(router.bias, load, rate=router.rate))
 
 
-def imbalance(loads: Mapping[str, Tensor]) -> float | None:
-    """Largest load of an expert over the mean load, worst block; 1 is even, None without experts."""
-    return max(((load.max() * load.numel()) / load.sum()).item() for load in loads.values()) if loads else None
+def imbalance(loads: Mapping[str, Tensor]) -> float:
+    """Largest load of an expert over the mean load, in the worst of these blocks; 1 is even, 0 where there are none."""
+    return max((((load.max() * load.numel()) / load.sum()).item() for load in loads.values()), default=0.0)

@@ -95,6 +95,7 @@ def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) 
         "step_s": elapsed_s,
         "mem_bytes": max(report.mem_bytes),
         "stage_mem_bytes": list(report.mem_bytes),
+        **({} if report.expert_load is None else {"expert_load": report.expert_load}),
     }
 
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -36,7 +37,7 @@ class StepReport:
         mem_bytes: per pipeline stage rank, the largest memory of its ranks (resident set on CPU, peak allocated on CUDA).
         loss_scale: factor of the loss under which the gradients were computed; 1 but for float16.
         skipped: whether the parameters were left as they are, because gradients overflowed at that scale.
-        expert_load: largest load of an expert over the mean, in the worst block of this pipeline rank; None without experts.
+        expert_load: largest load of an expert over the mean, in the worst block; 1 is even, None without experts.
     """
 
     loss: float
@@ -47,6 +48,15 @@ class StepReport:
     loss_scale: float = 1.0
     skipped: bool = False
     expert_load: float | None = None
+
+
+class Totals(NamedTuple):
+    """Numbers of a step over all ranks; `loss` is a sum, `norm` is scaled as the gradients are."""
+
+    loss: Tensor
+    norm: Tensor
+    mem_bytes: tuple[int, ...]
+    expert_load: float | None
 
 
 class TrainStep:
@@ -87,9 +97,9 @@ class TrainStep:
         played = self.player.play(batches, scale / targets)
         self.kept.finish()
         grads.add_far_ties(self.model, self.kept)
-        total_loss, scaled_norm, mem_bytes = self._gather_totals(played.loss)
-        norm = scaled_norm / scale
         loads = sum_loads(played.loads, self.model.comm)
+        totals = self._gather_totals(played.loss, imbalance(loads))
+        norm = totals.norm / scale
         is_finite = math.isfinite(norm.item())
         skipped = self.loss_scale.skips(is_finite=is_finite)
         if not skipped:
@@ -98,14 +108,14 @@ class TrainStep:
             rebalance_routers(self.model.blocks, loads)
         self.loss_scale = self.loss_scale.after(is_finite=is_finite)
         return StepReport(
-            loss=(total_loss / targets).item(),
+            loss=(totals.loss / targets).item(),
             grad_norm=norm.item(),
             targets=int(targets.item()),
             step_s=time.perf_counter() - start,
-            mem_bytes=mem_bytes,
+            mem_bytes=totals.mem_bytes,
             loss_scale=scale,
             skipped=skipped,
-            expert_load=imbalance(loads),
+            expert_load=totals.expert_load,
         )
 
     def _update(self, lr: float) -> None:
@@ -120,19 +130,19 @@ class TrainStep:
         counts = torch.stack([batch.num_targets() for batch in batches]).sum().double()
         return comm.all_reduce(counts, data_axes(comm.mesh)).clamp(min=1)
 
-    def _gather_totals(self, loss: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """Summed loss, global gradient norm and memory per stage: every rank sums the same numbers in the same order."""
+    def _gather_totals(self, loss: Tensor, expert_load: float) -> Totals:
+        """What is known of the step over all ranks: every rank sums the same numbers in the same order."""
         comm, mesh = self.model.comm, self.model.comm.mesh
         loss_once = loss if comm.index("tp") == 0 else torch.zeros_like(loss)
-        mem = torch.tensor(float(memory_bytes(comm.device)), dtype=torch.float64, device=comm.device)
-        mine = torch.stack((loss_once, grads.squared_norm(self.model, self.kept), mem)).unsqueeze(0)
+        facts = torch.tensor((memory_bytes(comm.device), expert_load), dtype=torch.float64, device=comm.device)
+        mine = torch.stack((loss_once, grads.squared_norm(self.model, self.kept), *facts.unbind())).unsqueeze(0)
         everyone = comm.all_gather(mine, tuple(name for name, _ in mesh.axes), dim=0)
-        losses, squares, mems = everyone.unbind(1)
+        losses, squares, mems, expert_loads = everyone.unbind(1)
         stage_of_rank = [mesh.coord(rank).get("pp", 0) for rank in range(mesh.size)]
         per_stage = [0] * mesh.degree("pp")
         for stage, value in zip(stage_of_rank, mems.tolist(), strict=True):
             per_stage[stage] = max(per_stage[stage], int(value))
-        return losses.sum(), squares.sum().sqrt(), tuple(per_stage)
+        return Totals(losses.sum(), squares.sum().sqrt(), tuple(per_stage), expert_loads.max().item() or None)
 
 
 def keep_gradients(model: ParallelModel) -> Gradients:
