@@ -38,7 +38,10 @@ def test_distributed_data_parallel_equals_torchs() -> None:
 
     def rank(comm: Comm) -> list[tuple[Tensor, Tensor]]:
         join_torch(comm, folder)
-        theirs, ours = nn.parallel.DistributedDataParallel(mlp()), DistributedDataParallel(mlp(), comm, bucket_bytes=256)
+        theirs, ours = (
+            nn.parallel.DistributedDataParallel(mlp()),
+            DistributedDataParallel(mlp(), comm, bucket_bytes=256),
+        )
         optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (theirs, ours)]
         for step in range(3):
             for net, optimizer in zip((theirs, ours), optimizers, strict=True):
