@@ -1,17 +1,17 @@
 """The one error tree.
 
-    WeftError
-    ├── UserError            something the user can mend: exit code 2, one line a fault, before any rank starts
-    │   ├── ConfigError      a key of the run config
-    │   ├── MeshError        the mesh text, or a coordinate outside the mesh
-    │   ├── PlanError        parts that are fine alone and do not fit together
-    │   ├── ScheduleError    a table of actions that is incomplete or deadlocks
-    │   ├── DataError        a source that is missing, empty, too short or out of range
-    │   └── LaunchError      ranks, ports, folders, devices
-    ├── CommError            something that went wrong between ranks
-    │   ├── MismatchError    ranks disagree about a collective: operation, shape or dtype
-    │   └── CommTimeout      ranks that did not arrive
-    └── RankError            the first failing rank's error, with its coordinates
+WeftError
+├── UserError            something the user can mend: exit code 2, one line a fault, before any rank starts
+│   ├── ConfigError      a key of the run config
+│   ├── MeshError        the mesh text, or a coordinate outside the mesh
+│   ├── PlanError        parts that are fine alone and do not fit together
+│   ├── ScheduleError    a table of actions that is incomplete or deadlocks
+│   ├── DataError        a source that is missing, empty, too short or out of range
+│   └── LaunchError      ranks, ports, folders, devices
+├── CommError            something that went wrong between ranks
+│   ├── MismatchError    ranks disagree about a collective: operation, shape or dtype
+│   └── CommTimeout      ranks that did not arrive
+└── RankError            the first failing rank's error, with its coordinates
 """
 
 from __future__ import annotations

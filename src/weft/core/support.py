@@ -18,6 +18,7 @@ WORKS: dict[str, tuple[Any, ...]] = {
 }
 """Key -> the values that work; keys that are not named here work with all their values."""
 
+
 def unsupported(run: Run) -> Iterable[Fault]:
     """Keys that stand at values which do not work yet."""
     for key, working in WORKS.items():
