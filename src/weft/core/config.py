@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from weft.core.mesh import Mesh
 from weft.core.model import ModelConfig
 from weft.core.precision import Dtype
+from weft.core.schedules import SCHEDULES
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -82,7 +83,7 @@ class Parallel(Table):
 class Pipeline(Table):
     """How the pipeline ranks take turns."""
 
-    schedule: str = Field("1f1b", description="order of the actions: gpipe, 1f1b or interleaved")
+    schedule: str = Field("1f1b", description=f"order of the actions: {', '.join(SCHEDULES)}, or a file with a table")
     chunks: int = Field(1, ge=1, le=256, description="model chunks a pipeline rank (stages = pp x chunks)")
     split: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (), description="layers of every stage, first to last; nothing: cut by cost"
