@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from datetime import datetime
@@ -181,3 +182,10 @@ def test_doctor_looks_at_this_machine(capsys):
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("versions", "cores", "memory", "ranks"))
     assert main(["doctor", "please"]) == EXIT_USER
+
+
+def test_a_pipe_that_nobody_reads_on_ends_without_a_word():
+    command = f"{sys.executable} -m weft train --help | head -n 1"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("usage: weft train")
+    assert done.stderr == ""

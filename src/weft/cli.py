@@ -53,7 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0 ok, 1 failed, 2 the user can mend it, 130 Ctrl-C."""
     name, *words = (list(sys.argv[1:]) if argv is None else list(argv)) or ["--help"]
     try:
-        return _command(name)(words)
+        code = _command(name)(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `weft train --help | head`: nobody reads on, and that is fine
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
     except UserError as error:
         _tell(f"error: {fault}" for fault in error.faults)
         if not door.is_first(os.environ, door.LOCAL_RANKS):
