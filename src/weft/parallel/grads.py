@@ -47,18 +47,17 @@ def add_far_ties(model: ParallelModel, kept: Gradients) -> None:
 def squared_norm(model: ParallelModel, kept: Gradients) -> Tensor:
     """This rank's share of the squared gradient norm, float64 scalar: summed over all ranks, each logical parameter counts once.
 
-    A parameter that is whole on several ranks counts on the first of them; a tied one under its owner's name.
+    A parameter that is whole on several ranks counts on the first of them; a tied one under its owner's name. A gradient that
+    is no finite number makes the result none either, on whatever rank it stands.
     """
-    counted = [
-        _gradient(kept, name)
-        for name in kept.tensors
-        if model.params[name].requires_grad and counts_here(model, name, spread=kept.spread.get(name, ()))
-    ]
-    if not counted:
+    names = [name for name in kept.tensors if model.params[name].requires_grad]
+    if not names:
         return torch.zeros((), dtype=torch.float64, device=model.comm.device)
-    wide = torch.promote_types(counted[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(counted, dtype=wide))
-    return norms.double().square().sum()
+    gradients = [_gradient(kept, name) for name in names]
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(gradients, dtype=wide)).double()
+    counts = [float(counts_here(model, name, spread=kept.spread.get(name, ()))) for name in names]
+    return (norms.square() * torch.tensor(counts, dtype=torch.float64, device=norms.device)).sum()
 
 
 def counts_here(model: ParallelModel, name: str, *, spread: tuple[str, ...] = ()) -> bool:

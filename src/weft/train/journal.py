@@ -3,7 +3,8 @@
 An event is a flat dict with an "event" key; the ones there are:
 
     run     once, first: model, params, layout, why, plan, ranks, device, data, seed, steps, seq_len, batch_size, out
-    step    step (the first is 1), loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes, stage_mem_bytes
+    step    step (the first is 1), loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes, stage_mem_bytes, loss_scale,
+            skipped (float16 overflowed at that scale: nothing was moved)
     sample  prompt, text: what the model writes
     note    text: a line for the reader
     end     status (finished, ...), steps, seconds

@@ -1,0 +1,198 @@
+"""Precision: which types go together, masters, loss scaling that all ranks agree on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.matrix.layouts import CLIP, LR, SEED, Case, adamw, batches
+from tests.matrix.plain import HALF, MIXED, PURE, Dtypes
+from weft.comm.comm import Comm
+from weft.core.plan import Plan
+from weft.core.precision import HOLDS, Dtype, dtype_faults
+from weft.errors import PlanError, WeftError
+from weft.models import FAMILIES
+from weft.parallel.unit import Unit
+from weft.prove.layout import micro_batches
+from weft.testing import run_ranks
+from weft.train import precision
+from weft.train.build import build_model
+from weft.train.optim import matrices
+from weft.train.precision import GROW_EVERY, LEAST, START, LossScale
+from weft.train.step import StepReport, TrainStep
+
+DYNAMIC = LossScale(START, is_dynamic=True)
+
+
+@pytest.mark.parametrize("params", get_args(Dtype))
+@pytest.mark.parametrize("compute", get_args(Dtype))
+@pytest.mark.parametrize("reduce", get_args(Dtype))
+def test_types_go_together_where_nothing_is_kept_or_summed_with_fewer_digits_than_computed(
+    params: Dtype, compute: Dtype, reduce: Dtype
+) -> None:
+    def has_all_numbers_of(wide: str, narrow: str) -> bool:
+        few, many = torch.finfo(getattr(torch, narrow)), torch.finfo(getattr(torch, wide))
+        return many.eps <= few.eps and many.max >= few.max and many.smallest_normal <= few.smallest_normal
+
+    keys = {fault.key for fault in dtype_faults(params=params, compute=compute, reduce=reduce)}
+    assert ("precision.reduce" in keys) == (not has_all_numbers_of(reduce, compute))
+    assert ("precision.params" in keys) == (params == "float16" or not has_all_numbers_of(params, compute))
+    assert all((narrow in HOLDS[wide]) == has_all_numbers_of(wide, narrow) for wide in HOLDS for narrow in HOLDS)
+
+
+def test_a_plan_with_types_that_do_not_go_together_is_refused() -> None:
+    plan = Case("").plan.model_copy(update=vars(Dtypes("bfloat16", "float32", "float32")))
+    with pytest.raises(PlanError, match="precision.params: has not every number of the float32"):
+        plan.check()
+
+
+def test_the_scale_halves_on_overflow_and_doubles_after_so_many_good_steps() -> None:
+    halved = DYNAMIC.after(is_finite=False)
+    assert (halved.value, halved.good_steps) == (START / 2, 0)
+    scale = halved
+    for _ in range(GROW_EVERY - 1):
+        scale = scale.after(is_finite=True)
+    assert scale.value == START / 2
+    assert scale.after(is_finite=True) == replace(DYNAMIC, good_steps=0)
+    assert scale.after(is_finite=False).good_steps == 0, "an overflow starts the count anew"
+
+
+def test_the_scale_is_1_and_nothing_is_skipped_but_in_float16() -> None:
+    for dtypes in (MIXED, PURE, Dtypes("float64", "float64", "float64")):
+        scale = LossScale.of(Plan.model_copy(Case("").plan, update=vars(dtypes)))
+        assert scale == scale.after(is_finite=False) == LossScale(1.0)
+        assert not scale.skips(is_finite=False)
+    assert LossScale.of(Case("").plan.model_copy(update=vars(HALF))) == DYNAMIC
+
+
+def test_gradients_that_are_not_finite_at_any_scale_end_the_run_and_say_what_to_do() -> None:
+    with pytest.raises(WeftError, match="precision.compute bfloat16"):
+        LossScale(LEAST, is_dynamic=True).after(is_finite=False)
+
+
+def train(case: Case, dtypes: Dtypes, comm: Comm, *, num_steps: int = 3) -> tuple[list[StepReport], dict[str, Tensor]]:
+    """Reports of some steps, and the values after them."""
+    plan = case.plan.model_copy(update=vars(dtypes))
+    model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
+    decayed = matrices(model.params)
+    step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, decayed), clip=CLIP)
+    reports = [step(micro_batches(batch, plan, comm.rank), lr=LR) for batch in batches(case)[:num_steps]]
+    return reports, step.kept.parameters()
+
+
+LAYOUTS = (Case("dp2", microbatches=2), Case("pp2 tp2", family="gpt2"), Case("dp2 tp2", microbatches=2, zero=3))
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_float16_logs_the_norm_and_loss_of_the_model_not_of_its_scaled_gradients(case: Case) -> None:
+    half = run_ranks(case.mesh, lambda comm: train(case, HALF, comm, num_steps=1)[0])
+    (exact,), *_ = run_ranks(case.mesh, lambda comm: train(case, MIXED, comm, num_steps=1)[0])
+    for (report,) in half:
+        assert (report.loss_scale, report.skipped) == (START, False)
+        assert report.loss == pytest.approx(exact.loss, rel=1e-2)
+        assert report.grad_norm == pytest.approx(exact.grad_norm, rel=1e-2)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, struck = Unit.start_reduce, set[int]()
+
+    def overflow_once(self: Unit) -> None:
+        if self.comm.rank == 1 and not struck and self.full is not None:
+            struck.add(1)
+            self.full[0] = torch.inf
+        right(self)
+
+    monkeypatch.setattr(Unit, "start_reduce", overflow_once)
+    for reports, _ in run_ranks(case.mesh, lambda comm: train(case, HALF, comm)):
+        assert [report.skipped for report in reports] == [True, False, False]
+        assert [report.loss_scale for report in reports] == [START, START / 2, START / 2]
+        assert not math.isfinite(reports[0].grad_norm)
+        assert all(math.isfinite(report.grad_norm) for report in reports[1:])
+
+
+def test_a_skipped_step_leaves_values_and_optimizer_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("dp2", microbatches=2)
+    monkeypatch.setattr(precision, "START", 2.0**60)
+    before = run_ranks(case.mesh, lambda comm: train(case, HALF, comm, num_steps=0)[1])
+    for (reports, after), values in zip(
+        run_ranks(case.mesh, lambda comm: train(case, HALF, comm)), before, strict=True
+    ):
+        assert all(report.skipped for report in reports)
+        assert all(torch.equal(after[name], value) for name, value in values.items())
+
+
+def test_a_scale_that_had_to_be_found_trains_bit_for_bit_as_the_right_one_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = Case("", microbatches=2)
+
+    def first_good_values(start: float) -> tuple[int, dict[str, Tensor]]:
+        monkeypatch.setattr(precision, "START", start)
+
+        def rank(comm: Comm) -> tuple[int, dict[str, Tensor]]:
+            plan = case.plan.model_copy(update=vars(HALF))
+            model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
+            step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, ()), clip=CLIP)
+            batch, skipped = batches(case)[0], 0
+            while step(micro_batches(batch, plan, comm.rank), lr=LR).skipped:
+                skipped += 1
+            return skipped, step.kept.parameters()
+
+        return run_ranks("", rank)[0]
+
+    skipped, found = first_good_values(2.0**26)
+    none, right = first_good_values(2.0**26 / 2**skipped)
+    assert (skipped > 0, none) == (True, 0)
+    assert all(torch.equal(found[name], value) for name, value in right.items())
+
+
+@pytest.mark.parametrize("dtypes", [MIXED, HALF, Dtypes("float32", "bfloat16", "bfloat16")], ids=str)
+def test_every_zero_stage_trains_the_same_masters(dtypes: Dtypes) -> None:
+    def losses(zero: Any) -> list[float]:
+        case = Case("dp2", microbatches=1, zero=zero)
+        reports, values = run_ranks(case.mesh, lambda comm: train(case, dtypes, comm))[0]
+        assert all(value.dtype == torch.float32 for value in values.values())
+        return [report.loss for report in reports]
+
+    plain = losses(0)
+    assert all(losses(zero) == plain for zero in (1, 2, 3)), (
+        "one micro-batch: sums of two numbers, in any order the same"
+    )
+
+
+def test_masters_keep_steps_that_the_type_of_compute_would_round_away() -> None:
+    case = Case("", microbatches=2)
+
+    def moved(dtypes: Dtypes) -> float:
+        def rank(comm: Comm) -> float:
+            plan = case.plan.model_copy(update=vars(dtypes))
+            model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
+            step = TrainStep(model, make_optimizer=lambda tensors: torch.optim.SGD(tensors.values(), lr=1.0), clip=0.0)
+            before = {name: value.float() for name, value in step.kept.parameters().items()}
+            for batch in batches(case):
+                step(micro_batches(batch, plan, comm.rank), lr=1e-2)
+            after = step.kept.parameters()
+            changed = [
+                (after[name].float() != value).float().mean() for name, value in before.items() if "norm" in name
+            ]
+            return float(torch.stack(changed).mean())
+
+        return run_ranks("", rank)[0]
+
+    assert moved(PURE) == 0.0, "steps of 1e-4: 1 + 1e-4 is 1 in bfloat16"
+    assert moved(MIXED) > 0.9
+
+
+def test_bfloat16_gradients_are_normed_in_float32() -> None:
+    case = Case("", microbatches=2)
+    (pure,) = run_ranks("", lambda comm: train(case, PURE, comm, num_steps=1)[0])
+    (mixed,) = run_ranks("", lambda comm: train(case, MIXED, comm, num_steps=1)[0])
+    assert pure[0].grad_norm == pytest.approx(mixed[0].grad_norm, rel=1e-3), "a bfloat16 norm is off by up to 4e-3"
