@@ -142,13 +142,14 @@ SCHEDULE_NAMES = ("1f1b", "zero_bubble", "zbv", "dual_pipe_v")
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_extra_losses_of_any_stage_count_and_loads_are_summed_over_the_step(schedule: str) -> None:
-    whole, batches = chain_of_layers(KINDS), micro_batches(5)
+    start, batches = chain_of_layers(KINDS), micro_batches(5)
+    whole = copy.deepcopy(start)
     total = sum(forward(whole, batch) for batch in batches)
     (total * 0.25).backward()
     right = {name: param.grad for name, param in nn.ModuleDict(whole).named_parameters()}
 
     def rank(comm: Comm) -> tuple[Played, dict[str, Tensor | None]]:
-        model = parallelize(chain_of_layers(KINDS), plan_of(schedule, "pp2", 5, layers=4), comm)
+        model = parallelize(copy.deepcopy(start), plan_of(schedule, "pp2", 5, layers=4), comm)
         played = Player(model, before_last_backward=lambda stage: None).play(batches, torch.tensor(0.25))
         return played, {name: param.grad for name, param in model.params.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -67,11 +68,8 @@ class Played:
         x = batch.inputs
         for blocks in stages:
             halves = Split(params_of(blocks)) if split else None
-            if halves is None:
+            with halves or nullcontext():
                 out = chain(blocks, x, batch)
-            else:
-                with halves:
-                    out = chain(blocks, x, batch)
             everything.append((blocks, halves, x, out))
             x = out.x.detach().requires_grad_()
         gradient = torch.ones_like(x)
@@ -239,10 +237,7 @@ def halves_of(code: Callable[[Bag, Tensor], Tensor], *, split: bool, grad: bool 
     parts = [Split(params) for _ in inputs]
     outs = []
     for x, part in zip(inputs, parts, strict=True):
-        if split:
-            with part:
-                outs.append(code(bag, x * 1.0))
-        else:
+        with part if split else nullcontext():
             outs.append(code(bag, x * 1.0))
     for out in outs:
         torch.autograd.backward(out, torch.ones_like(out).cumsum(0))
@@ -282,10 +277,7 @@ def test_torchs_own_attention_is_computed_once() -> None:
     counted = {}
     for kind in ("B", "I"):
         split = Split(bag.parameters())
-        if kind == "I":
-            with split:
-                y, _ = bag.attention(x, x, x, need_weights=False)
-        else:
+        with split if kind == "I" else nullcontext():
             y, _ = bag.attention(x, x, x, need_weights=False)
         for half, act in ((kind, y.sum().backward), ("W", split.backward_weights)):
             with FlopCounterMode(display=False) as counter:
@@ -300,12 +292,9 @@ def test_under_autocast_too(dtype: torch.dtype) -> None:
         bag = Bag().float()
         x = torch.ones(3, 4).cos().requires_grad_()
         part = Split(bag.parameters())
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-            if split:
-                with part:
-                    y = F.linear(bag.norm(F.linear(x, bag.w, bag.b)), bag.v)
-            else:
-                y = F.linear(bag.norm(F.linear(x, bag.w, bag.b)), bag.v)
+        is_cast = dtype == torch.bfloat16
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast), part if split else nullcontext():
+            y = F.linear(bag.norm(F.linear(x, bag.w, bag.b)), bag.v)
         y.float().sum().backward()
         part.backward_weights()
         return [x.grad, *(param.grad for param in bag.parameters())]
@@ -313,6 +302,26 @@ def test_under_autocast_too(dtype: torch.dtype) -> None:
     for one, other in zip(run(split=False), run(split=True), strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_every_device(device: str) -> None:
+    """On CUDA a backward runs in a thread of its own, and so does the backward within it."""
+    stages, batch = stages_of("llama3")
+    layer = nn.ModuleDict({"layer0": stages[1]["layer0"]}).to(device)
+    batch = batch.map(lambda tensor: tensor.to(device))
+    gradients = {}
+    for split in (False, True):
+        layer.zero_grad()
+        x = torch.ones(2, 8, 128, dtype=torch.float64, device=device).cumsum(-1).cos().requires_grad_()
+        part = Split(layer.parameters())
+        with part if split else nullcontext():
+            y = chain(layer, x, batch).x
+        (y**2).sum().backward()
+        part.backward_weights()
+        gradients[split] = [x.grad, *(param.grad for param in layer.parameters())]
+    for one, other in zip(*gradients.values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_hooks_on_parameters_run_once_in_w_in_the_order_of_the_whole_backward() -> None:
@@ -326,10 +335,7 @@ def test_hooks_on_parameters_run_once_in_w_in_the_order_of_the_whole_backward() 
         for name, param in nn.ModuleDict(layer).named_parameters():
             param.register_post_accumulate_grad_hook(lambda _, name=name, seen=seen: seen.append(name))
         part = Split(params_of(layer))
-        if split:
-            with part:
-                y = chain(layer, x, batch).x
-        else:
+        with part if split else nullcontext():
             y = chain(layer, x, batch).x
         y.sum().backward()
         assert bool(seen) != split, "I touches no parameter"
@@ -403,10 +409,7 @@ def test_tensor_parallel_collectives_belong_to_i_and_run_once(sequence: bool) ->
         for kind in ("B", "I"):
             x = torch.ones(2, 2, 6, dtype=torch.float64).cumsum(0).requires_grad_()
             split = Split(params)
-            if kind == "I":
-                with split:
-                    y = row(torch.tanh(column(x)))
-            else:
+            with split if kind == "I" else nullcontext():
                 y = row(torch.tanh(column(x)))
             for half, act in ((kind, y.sum().backward), ("W", split.backward_weights)):
                 before = counter.total().operations
