@@ -47,7 +47,7 @@ def test_types_go_together_where_nothing_is_kept_or_summed_with_fewer_digits_tha
 
 def test_a_plan_with_types_that_do_not_go_together_is_refused() -> None:
     plan = Case("").plan.model_copy(update=vars(Dtypes("bfloat16", "float32", "float32")))
-    with pytest.raises(PlanError, match="precision.params: has not every number of the float32"):
+    with pytest.raises(PlanError, match=r"precision\.params: has not every number of the float32"):
         plan.check()
 
 
@@ -71,7 +71,7 @@ def test_the_scale_is_1_and_nothing_is_skipped_but_in_float16() -> None:
 
 
 def test_gradients_that_are_not_finite_at_any_scale_end_the_run_and_say_what_to_do() -> None:
-    with pytest.raises(WeftError, match="precision.compute bfloat16"):
+    with pytest.raises(WeftError, match=r"precision\.compute bfloat16"):
         LossScale(LEAST, is_dynamic=True).after(is_finite=False)
 
 
