@@ -1,6 +1,7 @@
 """Processes: what goes wrong is an error within the time-out, and it names operation, axis, group and ranks."""
 
 import os
+import re
 import time
 
 import pytest
@@ -154,8 +155,10 @@ def test_a_lost_connection_names_who_was_not_there(tmp_path):
     results = run_ranks("dp3", play, transport="processes")
     assert "this transport was closed" in results[1][0]
     for told, took_s in (results[0], results[2]):
-        assert told.startswith("all_reduce(sum) float32[200000] over dp, ranks 0 1 2: lost rank 1 (")
-        assert took_s < TIMEOUT_S + 2
+        assert re.match(
+            r"all_reduce\(sum\) float32\[200000\] over dp, ranks 0 1 2: (lost rank 1 |rank 1 did not come)", told
+        )
+        assert took_s < TIMEOUT_S + 2  # whether a connection breaks or runs out depends on who talks to whom first
 
 
 def test_no_meeting_place_is_an_error_at_the_door(monkeypatch):
