@@ -91,9 +91,7 @@ class Player:
         self.before_last_backward = before_last_backward
         acts = [instruction for instruction in self.row if isinstance(instruction, Act)]
         self.last_backward = {act.stage: act for act in acts if OPENS[act.kind] < 0}
-        self._play_act: dict[Kind, Callable[[_Play, Act], None]] = {
-            "F": self._forward, "B": self._backward, "I": self._backward, "W": self._backward_weights
-        }  # fmt: skip
+        self._params = {stage: tuple(blocks.parameters()) for stage, blocks in model.stages.items()}
 
     def play(self, batches: Sequence[Batch], seed: Tensor) -> Played:
         """One step: forwards and backwards of all micro-batches, gradients left in `.grad`.
@@ -103,6 +101,9 @@ class Player:
             seed: gradient of the step's loss by the summed loss, scalar: 1 / global number of target tokens.
         """
         play = _Play(batches, seed, loss=torch.zeros((), dtype=torch.float64, device=self.model.comm.device))
+        act: dict[Kind, Callable[[_Play, Act], None]] = {
+            "F": self._forward, "B": self._backward, "I": self._backward, "W": self._backward_weights
+        }  # fmt: skip
         for instruction in self.row:
             if isinstance(instruction, Send):
                 self._send(play, instruction)
@@ -110,7 +111,7 @@ class Player:
                 self._post(play, instruction)
             else:
                 start = time.perf_counter()
-                self._play_act[instruction.kind](play, instruction)
+                act[instruction.kind](play, instruction)
                 if self.watch:
                     self.watch(instruction, start, time.perf_counter())
         for work, _ in play.leaving:
@@ -123,7 +124,7 @@ class Player:
         batch, blocks = play.batches[act.mb], self.model.stages[act.stage]
         source = self.table.source(act)
         x = batch.inputs if source is None else self._take(play, source).requires_grad_()
-        split = Split(blocks.parameters()) if (act.stage, act.mb) in self.table.splits else None
+        split = Split(self._params[act.stage]) if (act.stage, act.mb) in self.table.splits else None
         with split or nullcontext():
             out = chain(blocks, x, batch)
         outputs = (out.x,) if out.loss is None else (out.x, out.loss)
