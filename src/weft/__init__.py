@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from weft.errors import WeftError
     from weft.parallel.context.ring import ring_attention
     from weft.parallel.ddp import DistributedDataParallel
+    from weft.parallel.fsdp import FullyShardedDataParallel
     from weft.parallel.model import parallelize
     from weft.parallel.pipeline import PipelineParallel
+    from weft.parallel.sharded_optimizer import ShardedOptimizer
     from weft.parallel.tp import ColumnParallelLinear, RowParallelLinear
     from weft.parallel.vocab import VocabParallelEmbedding
     from weft.run.start import init
@@ -29,10 +31,12 @@ _HOMES = {
     "ColumnParallelLinear": "weft.parallel.tp",
     "Comm": "weft.comm.comm",
     "DistributedDataParallel": "weft.parallel.ddp",
+    "FullyShardedDataParallel": "weft.parallel.fsdp",
     "Mesh": "weft.core.mesh",
     "PipelineParallel": "weft.parallel.pipeline",
     "Plan": "weft.core.plan",
     "RowParallelLinear": "weft.parallel.tp",
+    "ShardedOptimizer": "weft.parallel.sharded_optimizer",
     "VocabParallelEmbedding": "weft.parallel.vocab",
     "WeftError": "weft.errors",
     "Work": "weft.comm.transport",
@@ -45,10 +49,12 @@ __all__ = [
     "ColumnParallelLinear",
     "Comm",
     "DistributedDataParallel",
+    "FullyShardedDataParallel",
     "Mesh",
     "PipelineParallel",
     "Plan",
     "RowParallelLinear",
+    "ShardedOptimizer",
     "VocabParallelEmbedding",
     "WeftError",
     "Work",

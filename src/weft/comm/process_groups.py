@@ -66,7 +66,15 @@ class ProcessTransport:
 
     @staticmethod
     def adopt(*, device: str | torch.device = "cpu", timeout_s: float = 600.0) -> ProcessTransport:
-        """Be the rank that `torch.distributed.init_process_group` has made of this process."""
+        """Be the rank that `torch.distributed.init_process_group` has made of this process.
+
+        Raises:
+            LaunchError: nobody has.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            what = "no other ranks are known: torch.distributed is not initialised"
+            fix = "pass comm=weft.init(...), or call torch.distributed.init_process_group first"
+            raise LaunchError(Fault("comm", what, got="None", fix=fix))
         store = dist.distributed_c10d._get_default_store()
         return ProcessTransport(dist.get_rank(), dist.get_world_size(), store, device=device, timeout_s=timeout_s)
 

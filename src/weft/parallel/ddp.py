@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.comm.adopt import comm_or_world
 from weft.comm.comm import Comm
-from weft.core.mesh import names
+from weft.core.mesh import Axis, names
 from weft.parallel.dp import GradientBuckets
 
 
@@ -22,7 +23,7 @@ class DistributedDataParallel(nn.Module):
 
     Args:
         module: any module; its forward is called as it is.
-        comm: this rank's way to the others.
+        comm: this rank's way to the others; None: the world that torch.distributed was initialised with is the data axis.
         axis: the mesh axis (or axes) over which batches differ.
         bucket_bytes: gradients travel in pieces of about this size.
 
@@ -30,13 +31,18 @@ class DistributedDataParallel(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, comm: Comm, *, axis: str | tuple[str, ...] = "dp", bucket_bytes: int = 25 * 2**20
+        self,
+        module: nn.Module,
+        comm: Comm | None = None,
+        *,
+        axis: str | tuple[str, ...] = "dp",
+        bucket_bytes: int = 25 * 2**20,
     ) -> None:
         super().__init__()
+        device = next((param.device for param in module.parameters()), torch.device("cpu"))
+        comm = comm_or_world(comm, axis=axis, device=device)
         self.module, self.comm, self.axis = module, comm, axis
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                comm.broadcast_(tensor, axis, root=0)
+        start_as_the_first(module, comm, axis)
         self._params = {name: param for name, param in module.named_parameters() if param.requires_grad}
         for name, param in self._params.items():
             param.register_post_accumulate_grad_hook(lambda param, name=name: self._into_view(name, param))
@@ -84,3 +90,10 @@ class DistributedDataParallel(nn.Module):
             assert param.grad is not None, "the hook runs after the gradient was accumulated"
             view.copy_(param.grad)
             param.grad = view
+
+
+@torch.no_grad()
+def start_as_the_first(module: nn.Module, comm: Comm, axis: Axis) -> None:
+    """Give every rank the first one's parameters and buffers."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        comm.broadcast_(tensor, axis, root=0)

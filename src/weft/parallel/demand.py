@@ -7,13 +7,14 @@
                             reduce 2 ───────────────┘                      zero.py, as gradients arrive
 
 A unit stays while one of its blocks runs backward, also where a forward is played again meanwhile. After the backward it
-is given away when its last gradient has come, or else, where one does not come (parameters that are frozen, unused, or
-whose gradients are computed later), when the whole backward is over.
+is given away when its last gradient has come (zero.py); a frozen one when the gradients of its block's inputs have; and
+where neither comes (parameters that are not used, or whose gradients are computed later) when the whole backward is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,21 +24,29 @@ from weft.parallel.tree import tensors_in
 from weft.parallel.unit import Unit
 
 
-def gather_on_demand(blocks: Sequence[nn.Module], units: Iterable[Unit]) -> None:
-    """Let `blocks`, which run in this order, find the values of those of `units` that are not there all the time."""
+@dataclass(frozen=True)
+class Needs:
+    """A module, and the units whose values its forward and backward need."""
+
+    module: nn.Module
+    units: tuple[Unit, ...]
+
+
+def units_of(params: Iterable[nn.Parameter], units: Iterable[Unit]) -> tuple[Unit, ...]:
+    """Those of `units` that hold one of `params` and are not there all the time."""
     by_param = {id(param): unit for unit in units if unit.is_on_demand for param in unit.params.values()}
-    needs = [_units_of(block, by_param) for block in blocks]
+    return tuple({id(unit): unit for param in params if (unit := by_param.get(id(param))) is not None}.values())
+
+
+def gather_on_demand(chains: Sequence[Sequence[Needs]]) -> None:
+    """Let modules find the values of their units. Those of one chain run in its order; neighbours fetch for each other."""
     demand = _Demand()
-    for place, block in enumerate(blocks):
-        after = needs[place + 1] if place + 1 < len(blocks) else ()
-        before = needs[place - 1] if place else ()
-        if needs[place]:
-            _install(block, demand, needs[place], after=after, before=before)
-
-
-def _units_of(block: nn.Module, by_param: Mapping[int, Unit]) -> tuple[Unit, ...]:
-    found = {id(unit): unit for param in block.parameters() if (unit := by_param.get(id(param))) is not None}
-    return tuple(found.values())
+    for chain in chains:
+        for place, needs in enumerate(chain):
+            after = chain[place + 1].units if place + 1 < len(chain) else ()
+            before = chain[place - 1].units if place else ()
+            if needs.units:
+                _install(demand, needs, after=after, before=before)
 
 
 def after_this_backward(act: Callable[[], None]) -> None:
@@ -52,37 +61,41 @@ class _Demand:
         self.in_use: dict[int, Unit] = {}
 
     def use(self, units: Iterable[Unit]) -> None:
-        """Have these until the backward is over."""
+        """Have these until they are given back, or the backward is over."""
         if not self.in_use:
             after_this_backward(self._backward_is_over)
         for unit in units:
             self.in_use[id(unit)] = unit
             unit.finish_gather()
 
+    def give_back(self, units: Iterable[Unit]) -> None:
+        """These are needed no longer."""
+        for unit in units:
+            unit.release()
+
     def is_used(self, unit: Unit) -> bool:
         """Whether a backward under way needs the unit."""
         return id(unit) in self.in_use
 
     def _backward_is_over(self) -> None:
-        for unit in self.in_use.values():
-            unit.release()
+        self.give_back(self.in_use.values())
         self.in_use.clear()
 
 
-def _install(
-    block: nn.Module,
-    demand: _Demand,
-    units: tuple[Unit, ...],
-    *,
-    after: tuple[Unit, ...],
-    before: tuple[Unit, ...],
-) -> None:
-    def enter(_: nn.Module, args: Any) -> None:
+def _install(demand: _Demand, needs: Needs, *, after: tuple[Unit, ...], before: tuple[Unit, ...]) -> None:
+    units, frozen = needs.units, tuple(unit for unit in needs.units if not unit.is_trained)
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
         for unit in units:
             unit.finish_gather()
         if not any(demand.is_used(unit) for unit in units):
             for unit in after:
                 unit.start_gather()
+        if frozen and torch.is_grad_enabled():
+            _when_all_have_gradients([x for x in tensors_in((args, kwargs)) if x.requires_grad], done)
+
+    def done() -> None:
+        demand.give_back(frozen)
 
     def leave(_: nn.Module, args: Any, out: Any) -> None:
         for unit in units:
@@ -97,5 +110,18 @@ def _install(
         for unit in before:
             unit.start_gather()
 
-    block.register_forward_pre_hook(enter)
-    block.register_forward_hook(leave)
+    needs.module.register_forward_pre_hook(enter, with_kwargs=True)
+    needs.module.register_forward_hook(leave)
+
+
+def _when_all_have_gradients(tensors: Sequence[Tensor], act: Callable[[], None]) -> None:
+    missing = len(tensors)
+
+    def arrived(_: Tensor) -> None:
+        nonlocal missing
+        missing -= 1
+        if missing == 0:
+            act()
+
+    for tensor in tensors:
+        tensor.register_hook(arrived)

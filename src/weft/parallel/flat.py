@@ -56,23 +56,26 @@ class FlatLayout:
         """Each parameter's part of `flat`, in its shape."""
         return {slot.name: flat[slot.lo : slot.hi].view(slot.shape) for slot in self.slots}
 
-    def shard_views(self, shard: Tensor, index: int) -> dict[str, Tensor]:
-        """Each parameter's entries in shard `index`, one-dimensional; parameters without any are left out."""
+    def cut(self, slot: Slot, index: int) -> tuple[slice, slice]:
+        """Which entries of a parameter, flattened, lie in shard `index`, and where they lie there; there may be none."""
         start = index * self.shard_length
-        cuts = {slot.name: (max(slot.lo - start, 0), min(slot.hi - start, self.shard_length)) for slot in self.slots}
-        return {name: shard[lo:hi] for name, (lo, hi) in cuts.items() if lo < hi}
+        end = start + self.shard_length
+        lo = min(max(slot.lo, start), end)
+        hi = max(min(slot.hi, end), lo)
+        return slice(lo - slot.lo, hi - slot.lo), slice(lo - start, hi - start)
+
+    def shard_views(self, shard: Tensor, index: int) -> dict[str, Tensor]:
+        """Each parameter's entries in shard `index`, one-dimensional; there may be none."""
+        return {slot.name: shard[self.cut(slot, index)[1]] for slot in self.slots}
 
     def pack_shard(
         self, tensors: Mapping[str, Tensor], index: int, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Shard `index` of the flat tensor of `tensors`, without making the whole."""
         shard = torch.zeros(self.shard_length, dtype=dtype, device=device)
-        start = index * self.shard_length
         for slot in self.slots:
-            lo, hi = max(slot.lo, start), min(slot.hi, start + self.shard_length)
-            if lo < hi:
-                entries = tensors[slot.name].detach().reshape(-1)[lo - slot.lo : hi - slot.lo]
-                shard[lo - start : hi - start] = entries
+            theirs, ours = self.cut(slot, index)
+            shard[ours] = tensors[slot.name].detach().reshape(-1)[theirs]
         return shard
 
     def pack(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -29,6 +29,7 @@ class Policy:
         reduce: dtype in which gradients are kept and summed over micro-batches and ranks.
         share: factor of a finished sum of gradients: 1, or 1 / ranks for their mean.
         keeps_full: whether the memory of whole gradients stays between steps; it holds the finished ones where dtypes agree.
+        keeps_grad: whether the memory of finished gradients stays; else whoever takes them away has them.
     """
 
     zero: Zero
@@ -37,6 +38,7 @@ class Policy:
     reduce: torch.dtype
     share: float = 1.0
     keeps_full: bool = False
+    keeps_grad: bool = True
 
 
 class Unit:
@@ -47,7 +49,7 @@ class Unit:
         stage: whose backward completes the gradients.
         whole: the parameters that modules use, in `compute`.
         shard: this rank's entries of the values, in `params`; the optimizer moves them.
-        grad: this rank's entries of the finished gradient, in `params`; None where nothing is trained.
+        grad: this rank's entries of the finished gradient, in `params`; None where there is none.
         full: gradients of the whole unit on their way, in `reduce`.
         missing: parameters whose gradient of the backward under way has not arrived.
         is_reduced: whether `full` has been given to a reduction since the last `settle`.
@@ -72,8 +74,8 @@ class Unit:
         self.is_direct = self.is_reduced = False
         self._reducing: Work | None = None
         self._gathering: Work | None = None
-        self.shard = self._take_values()
-        if self.is_trained:
+        self.shard = self._take_parameters()
+        if self.is_trained and policy.keeps_grad:
             self._make_gradients()
 
     @property
@@ -91,7 +93,7 @@ class Unit:
         """Whether the whole values are here only while they are needed."""
         return self.policy.zero == 3 and self.is_spread
 
-    def _take_values(self) -> Tensor:
+    def _take_parameters(self) -> Tensor:
         """Move the parameters into flat memory; returns this rank's shard."""
         policy, mine = self.policy, self.layout.shard_range(self.index)
         if policy.params == policy.compute and not self.is_on_demand:
@@ -156,17 +158,26 @@ class Unit:
         """Wait for the sum under way and take it in."""
         if self._reducing is None:
             return
-        assert self.grad is not None, "only what is trained is reduced"
         total, self._reducing = self._reducing.wait(), None
-        if not self.policy.keeps_full:
+        if self.grad is None:
+            self.grad = total.to(self.policy.params).mul_(self.policy.share)
+        elif not self.policy.keeps_full:
             self.grad.add_(total, alpha=self.policy.share)
-            return
-        if total.data_ptr() != self.grad.data_ptr():
+        elif total.data_ptr() != self.grad.data_ptr():
             self.grad.copy_(total)
-        if self.policy.share != 1:
-            self.grad.mul_(self.policy.share)
+
+    def give_gradient(self) -> dict[str, Tensor]:
+        """The finished gradient by name, one-dimensional, for whoever asks to keep; empty where other ranks have it all."""
+        grad, self.grad = self.grad, None
+        assert grad is not None, "asked for after `settle` of a reduction"
+        return self.layout.shard_views(grad, self.index)
 
     # values on their way
+
+    def take_values(self, values: Mapping[str, Tensor]) -> None:
+        """Take this rank's entries of other values; the whole is as it was until it is refreshed."""
+        device, dtype = self.shard.device, self.shard.dtype
+        self.shard.copy_(self.layout.pack_shard(values, self.index, dtype=dtype, device=device))
 
     def start_gather(self) -> None:
         """Begin to bring the values of all ranks here, unless they are."""

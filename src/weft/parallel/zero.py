@@ -19,7 +19,7 @@ from itertools import groupby
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.parallel.demand import after_this_backward, gather_on_demand
+from weft.parallel.demand import Needs, after_this_backward, gather_on_demand, units_of
 from weft.parallel.model import ParallelModel
 from weft.parallel.unit import Policy, Unit
 
@@ -49,13 +49,14 @@ class ShardedParams:
             self._register(unit)
 
     def _register(self, unit: Unit) -> None:
-        if unit.grad is None:
+        if not unit.is_trained:
             return
-        gradients = unit.layout.shard_views(unit.grad, unit.index)
+        gradients = unit.layout.shard_views(unit.grad, unit.index) if unit.grad is not None else {}
         for name, entries in unit.layout.shard_views(unit.shard, unit.index).items():
-            entries.grad = gradients[name]
-            self.tensors[name] = entries
-            self.spread[name] = unit.axes if self.policy.zero else ()
+            if entries.numel() and name in gradients:
+                entries.grad = gradients[name]
+                self.tensors[name] = entries
+                self.spread[name] = unit.axes if self.policy.zero else ()
         for name, param in unit.params.items():
             param.register_post_accumulate_grad_hook(lambda param, name=name: self._arrived(unit, name, param))
 
@@ -144,9 +145,10 @@ def shard(model: ParallelModel, policy: Policy) -> ShardedParams:
     split = frozenset(stage for stage, _ in model.plan.table.splits)
     sharded = ShardedParams(tuple(_units(model, policy)), model.comm, policy, split_stages=split)
     model.start([name for name in model.params if name not in sharded.tensors and model.params[name].is_meta])
-    if policy.zero == 3:
-        for blocks in model.stages.values():
-            gather_on_demand(list(blocks.values()), sharded.units)
+    chains = [list(blocks.values()) for blocks in model.stages.values()]
+    gather_on_demand(
+        [[Needs(block, units_of(block.parameters(), sharded.units)) for block in blocks] for blocks in chains]
+    )
     return sharded
 
 

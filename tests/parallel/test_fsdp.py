@@ -1,0 +1,384 @@
+"""`weft.FullyShardedDataParallel`: any module trains as in one process, and each rank holds its part."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.live import Live
+from weft.comm.comm import Comm
+from weft.comm.observe import Counter
+from weft.errors import DataError, PlanError
+from weft.parallel.fsdp import FullyShardedDataParallel
+from weft.testing import run_ranks
+
+CLOSE = {"rtol": 1e-12, "atol": 1e-14}
+RANKS = "dp3"
+
+
+class Cell(nn.Module):
+    """A block of uneven shapes, with a buffer and a parameter that takes no part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width, bias=False)
+        self.unused = nn.Parameter(torch.ones(4))
+        self.register_buffer("shift", torch.randn(width))
+
+    def forward(self, x: Tensor, *, gain: Tensor) -> dict[str, Any]:
+        return {"out": (x + self.down(torch.tanh(self.up(x) * gain + 0.0)) + self.shift, "a note")}
+
+
+class Net(nn.Module):
+    """Tied embedding and head, a scale of the net's own, a frozen block, blocks in a list."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(11, 5)
+        self.cells = nn.ModuleList([Cell(5), Cell(5)])
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.head = nn.Linear(5, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for cell in self.cells:
+            x = cell(x, gain=self.scale.mean())["out"][0]
+        logits: Tensor = self.head(self.frozen(x) * self.scale)
+        return logits
+
+
+def loss_of(net: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def data() -> Tensor:
+    """[step, backward, sequence, token]"""
+    return torch.randint(0, 11, (3, 2, 6, 5), generator=torch.Generator().manual_seed(1))
+
+
+def train_alone(*, clip: float = 0.0) -> dict[str, Tensor]:
+    net = Net().double()
+    optimizer = torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], lr=1e-2)
+    for step in data():
+        optimizer.zero_grad()
+        sum(loss_of(net, tokens) for tokens in step).backward()  # type: ignore[union-attr]
+        net.cells[0].unused.grad = net.cells[1].unused.grad = torch.zeros(
+            4, dtype=torch.float64
+        )  # decays, as a sum does
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return net.state_dict()
+
+
+def train(net: FullyShardedDataParallel, *, defer: bool = False, set_to_none: bool = True, clip: float = 0.0) -> None:
+    trained = [param for param in net.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    for step in data():
+        first, second = (tokens.chunk(3)[net.comm.rank] for tokens in step)
+        if defer:
+            with net.no_sync():
+                loss_of(net, first).backward()
+        else:
+            loss_of(net, first).backward()
+        loss = loss_of(net, second)
+        loss.backward()
+        net.finish_gradient_synchronization()
+        if clip:
+            net.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_module_trains_as_one_process_on_the_whole_batch(zero: Any, defer: bool, set_to_none: bool) -> None:
+    nets = [Net(seed).double() for seed in range(3)]
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        net = FullyShardedDataParallel(nets[comm.rank], comm, zero=zero)
+        train(net, defer=defer, set_to_none=set_to_none)
+        return net.full_state_dict()
+
+    want = train_alone()
+    for state in run_ranks(RANKS, rank):
+        assert state.keys() == want.keys()
+        for name, value in want.items():
+            torch.testing.assert_close(state[name], value, **CLOSE)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_clipping_takes_the_norm_of_all_ranks(zero: Any) -> None:
+    want = train_alone(clip=0.05)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        net = FullyShardedDataParallel(copy.deepcopy(plain), comm, zero=zero)
+        train(net, clip=0.05)
+        return net.full_state_dict()
+
+    plain = Net().double()
+    for name, value in run_ranks(RANKS, rank)[1].items():
+        torch.testing.assert_close(
+            value, want[name], rtol=1e-7, atol=1e-9
+        )  # torch adds 1e-6 to a norm of another rounding
+
+
+@pytest.mark.parametrize("blocks", ["root", "nested", "linears"])
+def test_blocks_may_be_none_nested_or_small(blocks: str) -> None:
+    def chosen(net: Net) -> list[nn.Module]:
+        linears = [module for module in net.modules() if isinstance(module, nn.Linear)]
+        return {"root": [], "nested": [net.cells[0], net.cells[0].up, net.cells[1]], "linears": linears}[blocks]
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        net = copy.deepcopy(plain)
+        wrapped = FullyShardedDataParallel(net, comm, blocks=chosen(net))
+        train(wrapped)
+        return wrapped.full_state_dict()
+
+    plain, want = Net().double(), train_alone()
+    for state in run_ranks("dp3", rank):
+        for name, value in want.items():
+            torch.testing.assert_close(state[name], value, **CLOSE)
+
+
+def test_values_move_forward_with_gradients_or_without_sees_them() -> None:
+    def rank(comm: Comm) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = FullyShardedDataParallel(nn.Linear(3, 1).double(), comm, zero=2, blocks=())
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        x, seen = torch.ones(1, 3, dtype=torch.float64), []
+        net(x).sum().backward()
+        net.finish_gradient_synchronization()
+        with torch.no_grad():
+            seen.append(net(x))
+            optimizer.step()
+            seen.append(net(x))
+        seen.append(net(x).detach())
+        return seen
+
+    for before, after, later in run_ranks("dp2", rank):
+        assert torch.allclose(before - after, torch.full((1, 1), 4.0, dtype=torch.float64))
+        assert torch.equal(after, later)
+
+
+def test_gradients_add_up_until_they_are_zeroed() -> None:
+    def rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        net = FullyShardedDataParallel(nn.Linear(2, 2, bias=False), comm)
+        (weight,) = net.parameters()
+        found = []
+        for _ in range(2):
+            net(torch.ones(1, 2)).sum().backward()
+            net.finish_gradient_synchronization()
+            assert weight.grad is not None
+            found.append(weight.grad.clone())
+        return found[0], found[1]
+
+    for once, twice in run_ranks("dp2", rank):
+        assert torch.equal(twice, 2 * once)
+
+
+def held_bytes(net: FullyShardedDataParallel) -> int:
+    """Bytes of parameters, whole ones and shards, that a rank holds between steps."""
+    tensors = [tensor for unit in net._sharded.units for tensor in (unit.whole.flat, unit.shard)]
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+@pytest.mark.parametrize(("zero", "share"), [(1, 1.0), (2, 1.0), (3, 1 / 3)])
+def test_between_steps_a_rank_holds_its_share(zero: Any, share: float) -> None:
+    def rank(comm: Comm) -> tuple[int, int]:
+        net = FullyShardedDataParallel(copy.deepcopy(plain), comm, zero=zero)
+        train(net)
+        return held_bytes(net), sum(param.numel() for param in net.parameters())
+
+    plain = Net().double()
+    num_params = sum(param.numel() for param in plain.parameters())
+    padding = 8 * 2 * 6  # up to 2 entries for each of 6 units
+    results = run_ranks(RANKS, rank)
+    assert all(8 * num_params * share <= held <= 8 * num_params * share + padding for held, _ in results)
+    assert sum(entries for _, entries in results) == num_params
+
+
+class Deep(nn.Module):
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_module_on_the_meta_device_is_never_whole_on_any_rank() -> None:
+    layers, width = 12, 32
+    unit = 4 * width * width
+
+    class Peak(Live):
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            self.most = max(self.most, self.num_bytes())
+            return out
+
+    def rank(comm: Comm) -> tuple[int, dict[str, Tensor]]:
+        with torch.device("meta"):
+            deep = Deep(layers, width)
+        peak = Peak()
+        with peak:
+            net = FullyShardedDataParallel(deep, comm)
+        return peak.most, net.full_state_dict()
+
+    (most, state), (_, other) = run_ranks("dp2", rank)
+    assert most <= layers * unit / 2 + 3 * unit, "the shards, and one block as it is made, packed and cut"
+    assert all(torch.equal(value, other[name]) for name, value in state.items())
+    assert all(0.05 < value.std() < 0.2 for value in state.values()), "as reset_parameters draws"
+
+
+class Tied(nn.Module):
+    """A head that has its weight from the embedding and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(7, 4), nn.BatchNorm1d(4), nn.Linear(4, 7)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.embed(tokens)))
+        return logits
+
+
+def test_on_the_meta_device_tied_weights_stay_tied_and_all_start_as_the_first_rank() -> None:
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            tied = Tied()
+        net = FullyShardedDataParallel(tied, comm)
+        assert len(list(net.parameters())) == 4
+        net(torch.arange(3)).sum().backward()
+        net.finish_gradient_synchronization()
+        return net.full_state_dict()
+
+    first, second = run_ranks("dp2", rank)
+    assert torch.equal(first["embed.weight"], first["head.weight"])
+    assert first["embed.weight"].std() > 0.5, "as nn.Embedding draws, not as nn.Linear does"
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert first["norm.running_var"].isfinite().all()
+
+
+def test_what_cannot_make_its_own_values_is_refused_by_name() -> None:
+    def rank(comm: Comm) -> None:
+        with torch.device("meta"):
+            FullyShardedDataParallel(Net(), comm)
+
+    with pytest.raises(PlanError, match="Cell is on the meta device and has no reset_parameters"):
+        run_ranks("dp2", rank)
+
+
+def test_a_state_dict_is_loaded_by_parts() -> None:
+    def rank(comm: Comm, zero: Any) -> tuple[dict[str, Tensor], Tensor]:
+        net = FullyShardedDataParallel(Net(comm.rank).double(), comm, zero=zero)
+        net.load_full_state_dict(other.state_dict())
+        with torch.no_grad():
+            return net.full_state_dict(), net(tokens)
+
+    other, tokens = Net(7).double(), data()[0, 0]
+    for zero in (2, 3):
+        for state, logits in run_ranks("dp2", lambda comm, zero=zero: rank(comm, zero)):
+            assert all(torch.equal(state[name], value) for name, value in other.state_dict().items())
+            assert torch.equal(logits, other(tokens))
+
+
+def test_a_state_dict_with_other_keys_is_refused() -> None:
+    def rank(comm: Comm) -> None:
+        FullyShardedDataParallel(nn.Linear(2, 2), comm).load_full_state_dict({"weight": torch.zeros(2, 2)})
+
+    with pytest.raises(DataError, match="missing or unknown keys: bias"):
+        run_ranks("dp2", rank)
+
+
+def test_a_wrapped_module_is_not_moved_or_cast() -> None:
+    def rank(comm: Comm) -> None:
+        net = FullyShardedDataParallel(nn.Linear(2, 2), comm)
+        net.to("cpu")
+        net.double()
+
+    with pytest.raises(PlanError, match="cannot be moved or cast once it is wrapped"):
+        run_ranks("dp2", rank)
+
+
+def test_parameters_of_a_module_around_it_are_the_shards() -> None:
+    def rank(comm: Comm) -> bool:
+        net = FullyShardedDataParallel(nn.Linear(4, 4), comm)
+        around = nn.Sequential(net, nn.Tanh())
+        return {id(param) for param in around.parameters()} == {id(param) for param in net.shards.parameters()}
+
+    assert all(run_ranks("dp2", rank))
+
+
+def test_blocks_run_in_the_dtype_of_compute_and_values_move_in_their_own() -> None:
+    seen: list[torch.dtype] = []
+
+    class Look(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.weight.dtype)
+            return super().forward(x)
+
+    def rank(comm: Comm) -> tuple[torch.dtype, set[torch.dtype]]:
+        net = FullyShardedDataParallel(
+            nn.Sequential(Look(4, 4), Look(4, 4)), comm, compute=torch.bfloat16, reduce=torch.float32
+        )
+        y = net(torch.ones(2, 4))
+        y.float().sum().backward()
+        net.finish_gradient_synchronization()
+        return y.dtype, {dtype for param in net.parameters() for dtype in (param.dtype, param.grad.dtype)}
+
+    for y, params in run_ranks("dp2", rank):
+        assert (y, params) == (torch.bfloat16, {torch.float32})
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_each_block_is_gathered_once_forward_and_once_backward_and_reduced_once() -> None:
+    layers, width = 4, 6
+
+    def rank(comm: Comm) -> dict[Any, Any]:
+        torch.manual_seed(0)
+        net = FullyShardedDataParallel(Deep(layers, width), comm)
+        comm.observers = (counter := Counter(),)
+        net(torch.ones(2, width)).sum().backward()
+        net.finish_gradient_synchronization()
+        return counter.traffic
+
+    for traffic in run_ranks("dp2", rank):
+        assert traffic["dp", "all_gather"].operations == 2 * layers
+        assert traffic["dp", "reduce_scatter"].operations == layers
+        assert traffic["dp", "all_gather"].sent_bytes == 2 * layers * 4 * width * width // 2
+
+
+def test_frozen_blocks_are_given_back_during_the_backward() -> None:
+    layers, width, most = 6, 8, []
+
+    def rank(comm: Comm) -> int:
+        torch.manual_seed(0)
+        deep = Deep(layers, width).requires_grad_(False)
+        net = FullyShardedDataParallel(deep, comm)
+        held: list[int] = []
+        for layer in deep.layers:
+            layer.register_full_backward_pre_hook(
+                lambda *_: held.append(sum(unit.whole.is_there for unit in net._sharded.units))
+            )
+        net(torch.ones(2, width, requires_grad=True)).sum().backward()
+        assert not any(unit.whole.is_there for unit in net._sharded.units)
+        return max(held)
+
+    most = run_ranks("dp2", rank)
+    assert max(most) <= 3, "the one that runs, the one before it on its way, the one after it"

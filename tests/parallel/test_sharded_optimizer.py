@@ -1,0 +1,184 @@
+"""`weft.ShardedOptimizer`: moves as the plain torch optimizer, holds its share of the states, saves and loads whole ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft.comm.comm import Comm
+from weft.errors import DataError, PlanError
+from weft.parallel.sharded_optimizer import ShardedOptimizer
+from weft.testing import run_ranks
+
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.3}),
+    "Adam fused amsgrad": (torch.optim.Adam, {"lr": 1e-2, "fused": True, "amsgrad": True}),
+    "SGD with momentum": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-1}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+}
+
+
+class Net(nn.Module):
+    """Uneven shapes, a scalar, float32 among float64, a frozen parameter, one without a gradient, a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 5).double(), nn.Linear(5, 3).double()
+        self.gain = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        self.single = nn.Parameter(torch.ones(5))
+        self.frozen = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x) * self.gain) * self.single
+        y: Tensor = self.second(h) + h @ self.first.weight * self.frozen
+        return y
+
+
+def groups(net: Net) -> list[dict[str, Any]]:
+    weights = [param for param in net.parameters() if param.dim() > 1]
+    others = [param for param in net.parameters() if param.dim() <= 1]
+    return [{"params": others}, {"params": weights, "lr": 3e-2}]
+
+
+def train(net: Net, optimizer: torch.optim.Optimizer, *, first: int = 0, steps: int = 4) -> None:
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        net(x).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+
+
+def values(net: Net) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in net.named_parameters()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_move_as_by_the_plain_optimizer(name: str) -> None:
+    kind, kwargs = OPTIMIZERS[name]
+    plain, nets = Net(), [Net() for _ in range(3)]
+    train(plain, kind(groups(plain), **kwargs))
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        net = nets[comm.rank]
+        train(net, ShardedOptimizer(groups(net), kind, comm, **kwargs))
+        return values(net)
+
+    for moved in run_ranks("dp3", rank):
+        for key, want in values(plain).items():
+            torch.testing.assert_close(
+                moved[key], want, rtol=1e-12 if want.dtype == torch.float64 else 1e-6, atol=1e-12
+            )
+
+
+def test_states_are_held_for_the_ranks_share_alone() -> None:
+    nets = [nn.Linear(31, 33).double() for _ in range(4)]
+
+    def rank(comm: Comm) -> int:
+        net = nets[comm.rank]
+        optimizer = ShardedOptimizer(net.parameters(), torch.optim.AdamW, comm, lr=1e-3)
+        net(torch.ones(2, 31, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        return sum(x.numel() for state in optimizer.inner.state.values() for x in state.values() if x.dim())
+
+    held = run_ranks("dp4", rank)
+    assert sum(held) == 2 * (31 * 33 + 33)
+    assert max(held) - min(held) <= 2 * 4, "the last share is short by the padding"
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD with momentum", "SGD", "NAdam"])
+def test_whole_states_go_to_the_plain_optimizer_and_back_on_another_number_of_ranks(name: str) -> None:
+    kind, kwargs = OPTIMIZERS[name]
+    plain, nets = Net(), [Net() for _ in range(3)]
+    theirs = kind(groups(plain), **kwargs)
+    train(plain, theirs)
+    saved = copy.deepcopy((plain.state_dict(), theirs.state_dict()))
+    train(plain, theirs, first=4)
+
+    def rank(comm: Comm) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        net = nets[comm.rank]
+        net.load_state_dict(saved[0])
+        optimizer = ShardedOptimizer(groups(net), kind, comm, **kwargs)
+        optimizer.load_full_state_dict(copy.deepcopy(saved[1]))
+        again = optimizer.full_state_dict()
+        train(net, optimizer, first=4)
+        return again, values(net)
+
+    for mesh in ("dp2", "dp3"):
+        for again, moved in run_ranks(mesh, rank):
+            assert again["param_groups"] == saved[1]["param_groups"]
+            assert again["state"].keys() == saved[1]["state"].keys()
+            for number, state in saved[1]["state"].items():
+                assert all(
+                    torch.equal(again["state"][number][key], value) for key, value in state.items() if value is not None
+                )
+            for key, want in values(plain).items():
+                torch.testing.assert_close(
+                    moved[key], want, rtol=1e-12 if want.dtype == torch.float64 else 1e-6, atol=1e-12
+                )
+
+
+def test_a_rank_saves_and_loads_its_own_share() -> None:
+    def rank(comm: Comm) -> bool:
+        net, other = nets[comm.rank], copy.deepcopy(nets[comm.rank])
+        optimizer = ShardedOptimizer(net.parameters(), torch.optim.AdamW, comm, lr=1e-2)
+        train(net, optimizer)
+        fresh = ShardedOptimizer(other.parameters(), torch.optim.AdamW, comm, lr=5.0)
+        other.load_state_dict(net.state_dict())
+        fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for each, by in ((net, optimizer), (other, fresh)):
+            train(each, by, first=4)
+        return all(torch.equal(value, values(other)[name]) for name, value in values(net).items())
+
+    nets = [Net() for _ in range(2)]
+    assert all(run_ranks("dp2", rank))
+
+
+def test_named_parameters_and_closures_are_taken_as_torch_takes_them() -> None:
+    def rank(comm: Comm) -> tuple[float, list[str]]:
+        net = nets[comm.rank]
+        optimizer = ShardedOptimizer(net.named_parameters(), torch.optim.SGD, comm, lr=0.1)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = net(torch.ones(1, 3, dtype=torch.float64)).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        first = optimizer.step(closure)
+        return float(first - optimizer.step(closure)), optimizer.param_groups[0]["param_names"]
+
+    nets = [Net() for _ in range(2)]
+    for fallen, known in run_ranks("dp2", rank):
+        assert fallen > 0
+        assert known[0] == "gain"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon])
+def test_an_optimizer_that_takes_parameters_as_wholes_is_refused(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    def rank(comm: Comm) -> None:
+        ShardedOptimizer(nn.Linear(4, 4, bias=False).parameters(), kind, comm)
+
+    with pytest.raises(PlanError, match="takes a parameter as a whole"):
+        run_ranks("dp2", rank)
+
+
+def test_states_of_other_parameters_are_refused() -> None:
+    def rank(comm: Comm) -> None:
+        optimizer = ShardedOptimizer(nn.Linear(4, 4).parameters(), torch.optim.AdamW, comm)
+        optimizer.load_full_state_dict(torch.optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict())
+
+    with pytest.raises(DataError, match="another number of parameters"):
+        run_ranks("dp2", rank)
