@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from weft.core.plan import Plan
     from weft.errors import WeftError
     from weft.parallel.context.ring import ring_attention
+    from weft.parallel.data_parallel import DataParallel
     from weft.parallel.ddp import DistributedDataParallel
     from weft.parallel.fsdp import FullyShardedDataParallel
     from weft.parallel.model import parallelize
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "ColumnParallelLinear": "weft.parallel.tp",
     "Comm": "weft.comm.comm",
+    "DataParallel": "weft.parallel.data_parallel",
     "DistributedDataParallel": "weft.parallel.ddp",
     "FullyShardedDataParallel": "weft.parallel.fsdp",
     "Mesh": "weft.core.mesh",
@@ -48,6 +50,7 @@ _HOMES = {
 __all__ = [
     "ColumnParallelLinear",
     "Comm",
+    "DataParallel",
     "DistributedDataParallel",
     "FullyShardedDataParallel",
     "Mesh",

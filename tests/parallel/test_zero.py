@@ -1,0 +1,210 @@
+"""ZeRO: what each stage holds, when it reduces and gathers, that values start unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.live import Live
+from tests.matrix.layouts import CLIP, LR, SEED, Case, adamw, batches
+from tests.parallel.test_tp import Log
+from weft.comm.comm import Comm
+from weft.errors import CommError
+from weft.models import FAMILIES
+from weft.parallel.flat import FlatLayout, FlatParams
+from weft.parallel.unit import Policy, Unit
+from weft.parallel.zero import ShardedParams
+from weft.prove.layout import micro_batches
+from weft.testing import run_ranks
+from weft.train.build import build_model
+from weft.train.optim import matrices
+from weft.train.step import TrainStep
+
+
+def make_step(case: Case, comm: Comm) -> TrainStep:
+    model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
+    return TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=CLIP)
+
+
+def play(step: TrainStep, case: Case) -> None:
+    step(micro_batches(batches(case)[0], case.plan, step.model.comm.rank), lr=LR)
+
+
+def storage_bytes(tensors: Any) -> int:
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 12])
+@pytest.mark.parametrize("parts", [1, 2, 5, 7])
+def test_shards_cover_every_entry_once(length: int, parts: int) -> None:
+    layout = FlatLayout.of({"a": (length,), "b": (3, 2), "c": ()}, parts)
+    tensors = {"a": torch.arange(length).float(), "b": torch.arange(6).view(3, 2) + 100.0, "c": torch.tensor(7.0)}
+    whole = layout.pack(tensors, dtype=torch.float32, device=torch.device("cpu"))
+    shards = [layout.pack_shard(tensors, i, dtype=torch.float32, device=torch.device("cpu")) for i in range(parts)]
+    assert torch.equal(torch.cat(shards), whole)
+    for name, tensor in tensors.items():
+        pieces = [layout.shard_views(shard, i)[name] for i, shard in enumerate(shards)]
+        assert torch.equal(torch.cat(pieces), tensor.flatten())
+        assert torch.equal(layout.views(whole)[name], tensor)
+
+
+def test_memory_given_away_comes_back_under_saved_views() -> None:
+    weight = nn.Parameter(torch.randn(3, 3))
+    flat = FlatParams({"w": weight}, FlatLayout.of({"w": (3, 3)}, 1), dtype=torch.float32)
+    values = flat.flat.clone()
+    y = (weight @ torch.randn(3, 2)).tanh().sum()
+    flat.release()
+    assert not flat.is_there
+    flat.restore()
+    flat.alias().copy_(values)
+    y.backward()
+    assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_between_steps_a_rank_holds_its_share(zero: Any) -> None:
+    case = Case("dp3", family="gpt2", zero=zero, microbatches=1)
+
+    def rank(comm: Comm) -> tuple[int, int, int, int, int]:
+        step = make_step(case, comm)
+        play(step, case)
+        units = step.kept.units
+        states = [x for state in step.optimizer.state.values() for x in state.values() if x.dim()]
+        return (
+            sum(slot.hi - slot.lo for unit in units for slot in unit.layout.slots),
+            sum(unit.layout.shard_length for unit in units),
+            storage_bytes([x for unit in units for x in (unit.whole.flat, unit.shard)]),
+            storage_bytes([x for unit in units for x in (unit.full, unit.grad) if x is not None]),
+            sum(x.numel() for x in states),
+        )
+
+    found = run_ranks(case.mesh, rank)
+    whole, shard = found[0][0], found[0][1]
+    padded = 3 * shard
+    assert whole <= padded < whole + 3 * 8
+    for _, _, params, gradients, _ in found:
+        assert params == 8 * (shard if zero == 3 else padded)
+        assert gradients == 8 * (padded if zero == 1 else shard)
+    assert sum(states for *_, states in found) == 2 * whole
+
+
+@pytest.mark.parametrize("mode", [("dp2", 3), ("dp2", 2), ("dp4", 3)])
+def test_a_model_on_demand_is_made_unit_by_unit(mode: tuple[str, Any]) -> None:
+    mesh, zero = mode
+    case = Case(mesh, zero=zero, microbatches=1)
+
+    class Peak(Live):
+        most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            self.most = max(self.most, self.num_bytes())
+            return out
+
+    def rank(comm: Comm) -> tuple[int, int, int, int]:
+        peak = Peak()
+        with peak:
+            step = make_step(case, comm)
+        units = step.kept.units
+        biggest = max(8 * unit.layout.length for unit in units)
+        held = storage_bytes([x for unit in units for x in (unit.whole.flat, unit.shard, unit.grad)])
+        return peak.most, held, biggest, sum(8 * unit.layout.length for unit in units)
+
+    for most, held, biggest, whole in run_ranks(case.mesh, rank):
+        if zero == 3:
+            assert most <= held + 4 * biggest < whole + held, "shards, and a unit as it is drawn, filled and packed"
+        else:
+            assert most >= held
+
+
+def starts_of_a_backward(zero: Any) -> list[list[str]]:
+    case = Case("dp2", zero=zero, microbatches=2)
+
+    def rank(comm: Comm) -> list[str]:
+        step = make_step(case, comm)
+        log = Log()
+        first = step.model.params["layer0.attn_norm.weight"]
+        first.register_post_accumulate_grad_hook(lambda _: log.lines.append("layer0 has a gradient"))
+        comm.observers = (log,)
+        play(step, case)
+        return [line for line in log.lines if line.startswith("start") or "has" in line]
+
+    return run_ranks("dp2", rank)
+
+
+@pytest.mark.parametrize(("zero", "backwards"), [(1, 1), (2, 2), (3, 2)])
+def test_gradients_are_reduced_while_the_backward_still_runs(zero: Any, backwards: int) -> None:
+    for lines in starts_of_a_backward(zero):
+        marks = [place for place, line in enumerate(lines) if "layer0" in line]
+        reduces = [place for place, line in enumerate(lines) if line == "start reduce_scatter"]
+        units = len(reduces) // backwards
+        early = sum(place < marks[-1] for place in reduces[-units:])
+        assert early >= units - 2, "only the units that come last wait for the end"
+        assert (reduces[0] < marks[0]) == (backwards == 2), "stage 1 adds micro-batches up first"
+
+
+def test_the_next_block_is_fetched_while_one_runs() -> None:
+    case = Case("dp2", zero=3, microbatches=1)
+
+    def rank(comm: Comm) -> list[str]:
+        step = make_step(case, comm)
+        log = Log()
+        for name, block in step.model.blocks.items():
+            block.register_forward_pre_hook(lambda _, __, name=name: log.lines.append(f"run {name}"))
+        comm.observers = (log,)
+        play(step, case)
+        return log.lines
+
+    for lines in run_ranks("dp2", rank):
+        place = lines.index("run layer1")
+        assert lines[place - 1] == "start all_gather", "layer2 is on its way before layer1 runs"
+        assert lines.count("start all_gather") == 2 * 7 + 1, (
+            "7 blocks with parameters, forward and backward; the totals"
+        )
+
+
+def test_a_gradient_after_its_unit_was_reduced_in_place_is_an_error() -> None:
+    def rank(comm: Comm) -> None:
+        policy = Policy(1, params=torch.float32, compute=torch.float32, reduce=torch.float32, keeps_full=True)
+        params = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
+        unit = Unit(params, comm, policy, axes=("dp",))
+        sharded = ShardedParams((unit,), comm, policy, split_stages=frozenset({0}))
+        sharded.arm(0)
+        for first, second in (("a", "b"), ("b", "a")):
+            params[first].sum().backward()
+            params[second].sum().backward()
+
+    with pytest.raises(CommError, match="came after those of its unit were reduced"):
+        run_ranks("dp2", rank)
+
+
+def test_a_parameter_used_in_some_backwards_only_counts_in_each() -> None:
+    def gradients(uses: Callable[[dict[str, nn.Parameter], int], torch.Tensor], zero: Any) -> dict[str, torch.Tensor]:
+        def rank(comm: Comm) -> dict[str, torch.Tensor]:
+            policy = Policy(
+                zero, params=torch.float64, compute=torch.float64, reduce=torch.float64, keeps_full=zero < 2
+            )
+            params = {name: nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in ("a", "b")}
+            sharded = ShardedParams((Unit(params, comm, policy, axes=("dp",)),), comm, policy)
+            sharded.zero()
+            for backward in range(3):
+                if backward == 2:
+                    sharded.arm(0)
+                uses(params, backward).backward()
+            sharded.finish()
+            return sharded.gradients()
+
+        return run_ranks("dp2", rank)[0]
+
+    def one_after_the_other(params: dict[str, nn.Parameter], backward: int) -> torch.Tensor:
+        used = [params["a"]] if backward == 0 else [params["b"]] if backward == 1 else [params["a"], params["b"]]
+        return (backward + 1) * torch.cat(used).sum()
+
+    for zero in (1, 2):
+        found = gradients(one_after_the_other, zero)
+        assert found["a"].tolist() == [2.0 * (1 + 3)] * 3
+        assert found["b"].tolist() == [2.0 * (2 + 3)] * 3
