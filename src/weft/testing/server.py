@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def _serve(client: Connection) -> None:
         chief.collect()
     finally:
         chief.kill()
-    client.send((chief.outcomes, chief.stacks))
+    with suppress(OSError):  # the caller may be gone
+        client.send((chief.outcomes, chief.stacks))
 
 
 def _fork(life: Callable[[], None]) -> int:
