@@ -117,7 +117,9 @@ class Channel:
                 job.error = error
             with self._lock:
                 self._num_queued -= 1
-            job.done.set()
+            done = job.done
+            del job  # else its tensors would live until the next one comes
+            done.set()
 
     def _opened(self, call: Call) -> Line:
         try:
