@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from weft.train.optim import make_optimizer, matrices
 from weft.train.step import TrainStep
 
 SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+SETTLE_S, SETTLE_READINGS = 0.6, 6
 POLICIES = {
     "mixed": ("float32", "bfloat16", "float32"),
     "mixed, bfloat16 sums": ("float32", "bfloat16", "bfloat16"),
@@ -92,6 +94,19 @@ def live_bytes() -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
+def settled(read: Callable[[], int]) -> int:
+    """The least of readings over a short while: what is held, without what is being let go.
+
+    The backend's own threads keep the tensors of a call for a moment after they have said that it is done, and a rank
+    that is ahead still has messages on the way.
+    """
+    readings = []
+    for _ in range(SETTLE_READINGS):
+        readings.append(read())
+        time.sleep(SETTLE_S / SETTLE_READINGS)
+    return min(readings)
+
+
 @dataclass(frozen=True)
 class MeasureStates:
     """What every rank does for a setting; a value, so that it can be sent to processes."""
@@ -117,7 +132,7 @@ class MeasureStates:
         for _ in range(2):
             step([batch], lr=1e-3)
         given = sum(x.untyped_storage().nbytes() for x in (tokens, batch.positions))
-        return Measured(num_params, live_bytes() - before - given, psutil.Process().memory_info().rss - resident)
+        return Measured(num_params, settled(live_bytes) - before - given, psutil.Process().memory_info().rss - resident)
 
 
 def states(setting: Setting, fields: Mapping[str, Any]) -> Measured:
@@ -144,8 +159,7 @@ class MeasureLayer:
         block = model.blocks["layer0"]
         with Live() as live:
             y = block(x, batch)
-        comm.barrier("cp")  # messages that others have not taken yet are alive
-        kept = live.num_bytes(but=(x, y, batch.positions, *block.parameters()))
+        kept = settled(lambda: live.num_bytes(but=(x, y, batch.positions, *block.parameters())))
         y.sum().backward()  # ring attention's messages come to an end on every rank
         return kept
 

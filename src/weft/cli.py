@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-import tyro
-from pydantic import BaseModel, Field
+from pydantic import Field
 from rich.console import Console
 
-from weft.core import fit, flags, support
-from weft.core.checks import Check, ask
-from weft.core.config import Run, Table
+from weft.commands.console import HELP, checked_run, say, settle_threads, show_help, take_flag, tell, wants_help
+from weft.core import flags
+from weft.core.config import Table
 from weft.core.layout import plan_of
 from weft.core.load import look
 from weft.core.plan import Plan
@@ -41,7 +40,6 @@ from weft.train import data, door
 from weft.view.colour import paint
 from weft.view.text import draw
 
-HELP = ("-h", "--help")
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
 SIMULATED_FLOPS = 1e12
 """FLOP/s of a simulated rank."""
@@ -60,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except UserError as error:
-        _tell(f"error: {fault}" for fault in error.faults)
+        tell(f"error: {fault}" for fault in error.faults)
         if not door.is_first(os.environ, door.LOCAL_RANKS):
             time.sleep(PATIENCE_S)
         return EXIT_USER
@@ -68,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)  # nobody but this rank, or the parent of all, knows of it
         return EXIT_USER if error.kind == "user" else EXIT_FAILED
     except WeftError as error:
-        _tell([f"error: {error}"])
+        tell([f"error: {error}"])
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -76,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in HELP:
-        return lambda _words: _say(overview())
+        return lambda _words: say(overview())
     if name == "--version":
-        return lambda _words: _say(f"weft {version('weft')}")
+        return lambda _words: say(f"weft {version('weft')}")
     if name in COMMANDS:
         return COMMANDS[name].run
     if name in COMMANDS_TO_COME:
@@ -96,13 +94,13 @@ def overview() -> str:
 
 def train(words: Sequence[str]) -> int:
     """Check everything that can be checked, then train."""
-    if _wants_help(words):
+    if wants_help(words):
         return _help_of_run("train", words)
     run = checked_run(words, (*data.CHECKS, *door.CHECKS))
     if not run.out:
         run = run.model_copy(update={"out": str(door.fresh_out(run, datetime.now()))})
-    _tell(f"note: {note}" for note in door.notes(run))
-    _settle_threads()
+    tell(f"note: {note}" for note in door.notes(run))
+    settle_threads()
     from weft.train.main import train as train_run  # imports torch, and so comes after all checks
 
     return train_run(run)
@@ -110,17 +108,17 @@ def train(words: Sequence[str]) -> int:
 
 def explain(words: Sequence[str]) -> int:
     """Print the layout that a config asks for, and why it is so."""
-    if _wants_help(words):
+    if wants_help(words):
         return _help_of_run("explain", words)
-    return _say(plan_of(checked_run(words)).explain())
+    return say(plan_of(checked_run(words)).explain())
 
 
 def simulate_run(words: Sequence[str]) -> int:
     """Draw the pipeline of a config as the simulator plays it."""
-    if _wants_help(words):
+    if wants_help(words):
         return _help_of_run("simulate", words)
     plan = plan_of(checked_run(words))
-    _say(f"{plan.schedule}; a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward, links free")
+    say(f"{plan.schedule}; a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward, links free")
     return _show(simulate(plan.table, lambda act: action_s(plan, act)))
 
 
@@ -142,12 +140,12 @@ class Drawing(Table):
 def schedule(words: Sequence[str]) -> int:
     """Draw a schedule with a forward of 1 s and a backward of 2 s."""
     usage = COMMANDS["schedule"].usage
-    if _wants_help(words):
-        return _help(Drawing(), f"weft schedule {usage}", COMMANDS["schedule"].line)
+    if wants_help(words):
+        return show_help(Drawing(), f"weft schedule {usage}", COMMANDS["schedule"].line)
     named = ["--schedule", *words] if words and not words[0].startswith("--") else words
     drawing = flags.read_config(named, Drawing)
     table = make_table(drawing.schedule, ranks=drawing.ranks, microbatches=drawing.microbatches, chunks=drawing.chunks)
-    _say(find(drawing.schedule).doc.strip().splitlines()[0].removeprefix("Owns "))
+    say(find(drawing.schedule).doc.strip().splitlines()[0].removeprefix("Owns "))
     return _show(simulate(table))
 
 
@@ -160,51 +158,35 @@ class Proving(Table):
 def prove(words: Sequence[str]) -> int:
     """Hold a run, or a config before it runs, against one device; exit code 1 where they differ."""
     command = COMMANDS["prove"]
-    if _wants_help(words):
-        return _help(
+    if wants_help(words):
+        return show_help(
             Proving(), f"weft prove {command.usage}", f"{command.line}. Without a folder: any key of weft train"
         )
-    flag, rest = _take_flag("--first", words)
+    flag, rest = take_flag("--first", words)
     first = flags.read_config(flag, Proving).first
     folder = Path(rest[0]) if rest and Path(rest[0]).is_dir() else None
     if folder is not None and len(rest) > 1:
         raise UserError(Fault("weft prove", "a run folder takes no keys: it has its own", got=" ".join(rest[1:])))
     subject = folder or checked_run(rest, data.CHECKS)
-    _settle_threads()
+    settle_threads()
     from weft.prove.command import Proof  # imports torch, and so comes after all checks
 
     proof = Proof()
     for line in proof.of(subject, first=first):
-        _say(line)
+        say(line)
     return EXIT_OK if proof.holds else EXIT_FAILED
-
-
-def _take_flag(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flag with its word, and all other words."""
-    if name not in words:
-        return [], list(words)
-    place = list(words).index(name)
-    return list(words[place : place + 2]), [*words[:place], *words[place + 2 :]]
-
-
-def _settle_threads() -> None:
-    """Before torch is loaded: OpenMP threads that wait sleep instead of spinning, so that they leave the cores to others.
-
-    Measured with two threads on two cores that others use too: 221 ms a step instead of 1,820.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def doctor(words: Sequence[str]) -> int:
     """Look at this machine."""
-    if _wants_help(words):
-        return _say(f"usage: weft doctor\n\n{COMMANDS['doctor'].line}")
+    if wants_help(words):
+        return say(f"usage: weft doctor\n\n{COMMANDS['doctor'].line}")
     if words:
         raise UserError(Fault("weft doctor", "takes no words", " ".join(words)))
     from weft.doctor import examine  # imports torch
 
     findings = examine()
-    _say("\n".join(map(str, findings)))
+    say("\n".join(map(str, findings)))
     return EXIT_OK if not any(finding.fix for finding in findings) else EXIT_FAILED
 
 
@@ -230,41 +212,9 @@ COMMANDS = {
 COMMANDS_TO_COME = ("plan", "bench", "data", "generate", "import", "export", "report", "launch", "chaos")
 
 
-def checked_run(words: Sequence[str], surroundings: Iterable[Check] = ()) -> Run:
-    """The run that these words describe.
-
-    Raises:
-        UserError: with every fault of its keys, of how they fit together, and of the surroundings.
-    """
-    loaded = look(words, FAMILIES)
-    if faults := ask(loaded.run, (*support.CHECKS, *fit.CHECKS, *surroundings), known=loaded.faults):
-        raise UserError(*faults)
-    return loaded.run
-
-
-def _wants_help(words: Sequence[str]) -> bool:
-    return any(word in HELP for word in words)
-
-
 def _help_of_run(name: str, words: Sequence[str]) -> int:
     run = look([word for word in words if word not in HELP], FAMILIES).run
-    return _help(run, f"weft {name} {CONFIG_USAGE}", f"{COMMANDS[name].line}; here for the model {run.model.name}")
-
-
-def _help(defaults: BaseModel, usage: str, description: str) -> int:
-    try:
-        tyro.cli(
-            type(defaults),
-            default=defaults,
-            args=["--help"],
-            prog=usage,
-            description=description,
-            config=(tyro.conf.FlagConversionOff,),
-            use_underscores=True,
-        )
-    except SystemExit:
-        return EXIT_OK
-    raise AssertionError("tyro answers --help by leaving")
+    return show_help(run, f"weft {name} {CONFIG_USAGE}", f"{COMMANDS[name].line}; here for the model {run.model.name}")
 
 
 def _show(timeline: Timeline) -> int:
@@ -272,16 +222,4 @@ def _show(timeline: Timeline) -> int:
     if console.is_terminal:
         console.print(paint(timeline, width=console.width))
         return EXIT_OK
-    return _say(draw(timeline))
-
-
-def _say(text: str) -> int:
-    print(text.rstrip("\n"))
-    return EXIT_OK
-
-
-def _tell(lines: Iterable[str]) -> None:
-    """One line each for the person, once a machine."""
-    if door.is_first(os.environ, door.LOCAL_RANKS):
-        for line in lines:
-            print(line, file=sys.stderr)
+    return say(draw(timeline))

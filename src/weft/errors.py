@@ -7,6 +7,7 @@ WeftError
 │   ├── PlanError        parts that are fine alone and do not fit together
 │   ├── ScheduleError    a table of actions that is incomplete or deadlocks
 │   ├── DataError        a source that is missing, empty, too short or out of range
+│   ├── CheckpointError  a checkpoint that is missing, broken, of another model or of a newer format
 │   └── LaunchError      ranks, ports, folders, devices
 ├── CommError            something that went wrong between ranks
 │   ├── MismatchError    ranks disagree about a collective: operation, shape or dtype
@@ -77,6 +78,10 @@ class ScheduleError(UserError):
 
 class DataError(UserError):
     """A data source is missing, empty, too short, or holds what the model cannot take."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, broken, of another model or of a newer format; the fault names file and tensor."""
 
 
 class LaunchError(UserError):

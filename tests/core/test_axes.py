@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.axes import Box, box_of, boxes, cutting_axes, gradient_axes, span, span_sizes
+from weft.core.axes import Box, box_of, boxes, boxes_of_range, cutting_axes, gradient_axes, span, span_sizes
 from weft.core.mesh import Mesh
 
 LETTERS = "abc"
@@ -68,3 +69,14 @@ def test_gradient_is_summed_where_tokens_differed_minus_the_axes_that_cut() -> N
 def test_axes_of_degree_one_cut_nothing() -> None:
     assert cutting_axes(("heads", "embed"), {"heads": "tp"}, Mesh.parse("dp4")) == ()
     assert cutting_axes(("embed", "heads"), {"heads": "tp"}, Mesh.parse("tp4")) == ("tp",)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=4), st.data())
+def test_a_range_of_a_box_is_cut_into_few_boxes_in_its_order(sides: list[tuple[int, int]], data: st.DataObject) -> None:
+    box = Box(tuple(lo for lo, _ in sides), tuple(lo + length for lo, length in sides))
+    start, stop = sorted((data.draw(st.integers(0, box.size)), data.draw(st.integers(0, box.size))))
+    pieces = boxes_of_range(box, start, stop)
+    entries = np.arange(box.size).reshape(box.shape)
+    found = np.concatenate([entries[piece.within(box)].ravel() for piece in pieces] or [np.arange(0)])
+    assert found.tolist() == list(range(start, stop))
+    assert len(pieces) <= max(1, 2 * len(sides) - 1)

@@ -54,6 +54,30 @@ class Box:
         return tuple(slice(lo - at, hi - at) for lo, hi, at in zip(self.lo, self.hi, other.lo, strict=True))
 
 
+def boxes_of_range(box: Box, start: int, stop: int) -> tuple[Box, ...]:
+    """Entries `start` to `stop` of a box in row-major order, as few boxes: 2 x dims - 1 at most.
+
+    >>> boxes_of_range(Box((0, 0), (3, 4)), 2, 9)
+    (Box(lo=(0, 2), hi=(1, 4)), Box(lo=(1, 0), hi=(2, 4)), Box(lo=(2, 0), hi=(3, 1)))
+    """
+    if start >= stop:
+        return ()
+    if not box.lo:
+        return (box,)
+    inner, first, below = math.prod(box.shape[1:]), box.lo[0], Box(box.lo[1:], box.hi[1:])
+    (top, head), (bottom, tail) = divmod(start, inner), divmod(stop, inner)
+
+    def rows(lo: int, hi: int, pieces: tuple[Box, ...]) -> tuple[Box, ...]:
+        return tuple(Box((first + lo, *piece.lo), (first + hi, *piece.hi)) for piece in pieces)
+
+    if top == bottom:
+        return rows(top, top + 1, boxes_of_range(below, head, tail))
+    opening = rows(top, top + 1, boxes_of_range(below, head, inner)) if head else ()
+    whole = top + 1 if head else top
+    middle = rows(whole, bottom, (below,)) if whole < bottom else ()
+    return (*opening, *middle, *rows(bottom, bottom + 1, boxes_of_range(below, 0, tail)))
+
+
 def span(length: int, parts: int, index: int) -> tuple[int, int]:
     """Bounds of part `index` of `length` entries cut into `parts` whose lengths differ by at most one, longer ones first.
 

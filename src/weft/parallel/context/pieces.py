@@ -81,14 +81,14 @@ class _OverPieces(torch.autograd.Function):
             total.add(met.queries, *block.attend(q[:, :, met.queries], k, v, scores))
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, own.line, out, total.lse)
-        ctx.attention, ctx.shaped = attention, own.shaped
+        ctx.attention, ctx.shapes = attention, (own.keys_shape, own.values_shape)  # not `own`: it holds its line
         return _heads_first(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSHW: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, line, out, lse = ctx.saved_tensors
-        attention, own, grad = ctx.attention, ctx.shaped(line), _heads_first(grad_BSHW.contiguous())
+        attention, own, grad = ctx.attention, Pair(line, *ctx.shapes), _heads_first(grad_BSHW.contiguous())
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
         gradients = attention.route.sum(own, dq.dtype)
         for source, piece in attention.route.pieces(own):

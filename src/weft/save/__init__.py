@@ -1,0 +1,1 @@
+"""Owns state on disk: layout-free checkpoints, and files of other programs. Knows boxes, nothing of how a rank computes."""
