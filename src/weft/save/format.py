@@ -1,0 +1,173 @@
+"""Owns what a checkpoint says of itself: the manifest, as frozen values and canonical JSON. Pure: no torch.
+
+step-000123/
+    manifest.json            Manifest: what was trained, how far, and where every byte of every tensor lies
+    manifest.json.sha256     as `sha256sum` writes it
+    rank-00000.safetensors   pieces that rank 0 wrote: header, then tensors without a gap
+    rank-00001.safetensors   ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from weft.core.axes import Box
+
+FORMAT = 1
+"""Grows when an older weft could not read, or would misread, what a newer one writes."""
+
+MANIFEST = "manifest.json"
+DIGEST = "manifest.json.sha256"
+
+StoredDtype = Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
+
+DTYPES: Mapping[StoredDtype, tuple[str, int]] = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+"""torch's name of a type -> safetensors' name, bytes of one entry."""
+
+Count = Annotated[int, Field(ge=0)]
+Crc = Annotated[int, Field(ge=0, lt=2**32)]
+FileName = Annotated[str, Field(pattern=r"^rank-\d{5,}\.safetensors$")]
+TensorName = Annotated[str, Field(pattern=r"^[^/]+(/[^/]+)+$")]
+"""`model/layer0.attn.q.weight`, `optim/exp_avg/layer0.attn.q.weight`: the section, then the global parameter name."""
+
+
+class Record(BaseModel):
+    """A part of the manifest: values never change, unknown keys and wrong types are faults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal records give equal text."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return text + "\n"
+
+
+class Facts(Record):
+    """What was trained and how far: all that is not a tensor."""
+
+    step: Count
+    """Optimizer steps that are done."""
+    seed: Count
+    family: str
+    architecture: dict[str, Any]
+    """The family's config; with the family it decides names and shapes."""
+    plan: dict[str, Any]
+    """The plan that wrote it (`Plan` as JSON); reading does not depend on it."""
+    run: dict[str, Any] = {}
+    """The whole config of the run."""
+    optimizer: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    """What the source of the data said of itself."""
+    position: dict[str, Any] = {}
+    """How far the data has been read."""
+    loss_scale: dict[str, Any] | None = None
+
+
+class Piece(Record):
+    """Entries of one tensor that lie together in one file, row-major."""
+
+    file: FileName
+    at: Count
+    """First byte in the file."""
+    lo: tuple[Count, ...]
+    hi: tuple[Count, ...]
+    crc32: tuple[Crc, ...]
+    """Of every block of `Manifest.block_bytes` bytes, the last one shorter."""
+
+    @property
+    def box(self) -> Box:
+        """Where it belongs in the whole tensor."""
+        return Box(self.lo, self.hi)
+
+
+class Stored(Record):
+    """One whole tensor and the pieces that make it up."""
+
+    shape: tuple[Count, ...]
+    dtype: StoredDtype
+    pieces: tuple[Piece, ...]
+
+    def num_bytes(self, piece: Piece) -> int:
+        """Length of a piece in its file, bytes."""
+        return piece.box.size * DTYPES[self.dtype][1]
+
+
+class DataFile(Record):
+    """One file of pieces."""
+
+    num_bytes: Count
+    header_bytes: Count
+    """Before the first piece, with the eight bytes that say how long the header is."""
+    header_crc32: Crc
+
+
+class Part(Record):
+    """What one rank says of the file it wrote; `commit` makes the manifest out of all parts."""
+
+    rank: Count
+    block_bytes: Annotated[int, Field(gt=0)]
+    files: dict[FileName, DataFile]
+    tensors: dict[TensorName, Stored]
+
+
+class Versions(Record):
+    """Of the programs that wrote it."""
+
+    weft: str
+    torch: str
+
+
+class Manifest(Record):
+    """Everything there is to know of a checkpoint but its numbers."""
+
+    format: Annotated[int, Field(ge=1, le=FORMAT)] = FORMAT
+    versions: Versions
+    facts: Facts
+    block_bytes: Annotated[int, Field(gt=0)]
+    files: dict[FileName, DataFile]
+    tensors: dict[TensorName, Stored]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all data files together."""
+        return sum(file.num_bytes for file in self.files.values())
+
+    def section(self, name: str) -> dict[str, Stored]:
+        """Tensors below `name` ("model", "optim/exp_avg"), by their global parameter names."""
+        head = f"{name}/"
+        inside = {key.removeprefix(head): stored for key, stored in self.tensors.items() if key.startswith(head)}
+        return {key: stored for key, stored in inside.items() if "/" not in key}
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """Names of all sections, sorted."""
+        return tuple(sorted({name.rpartition("/")[0] for name in self.tensors}))
+
+
+def data_file_name(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def part_name(rank: int) -> str:
+    """The rank's part of the manifest, until the commit."""
+    return f"rank-{rank:05d}.json"
+
+
+def digest_text(manifest: bytes) -> str:
+    """Content of the checksum file, as `sha256sum manifest.json` prints it."""
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n"
