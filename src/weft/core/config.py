@@ -41,11 +41,26 @@ class Data(Table):
 
     source: str = Field(
         "stdlib",
-        description="stdlib (this Python's sources), digits, a file, a folder or a glob; .bin holds tokens",
+        description="stdlib (this Python's sources), digits, a prepared folder, a file, a folder or a glob; .bin holds tokens",
     )
-    tokenizer: str = Field("bytes", description="bytes: every byte is a token")
+    mix: tuple[str, ...] = Field((), description='instead of one source several with weights: "a/=0.7" "b/=0.3"')
+    tokenizer: str = Field("bytes", description="bytes, or a tokenizer.json; a prepared folder brings its own")
+    text_field: str = Field("text", description="field of JSONL lines, column of parquet files that holds the text")
     token_dtype: Literal["uint16", "uint32"] = Field("uint16", description="type of the numbers in .bin token files")
     seq_len: int = Field(128, ge=1, le=2**24, description="length of one sequence, tokens")
+    packing: Literal["stream", "documents"] = Field(
+        "stream", description="sequences of the plain stream, or attention and targets that stay within a document"
+    )
+    long: Literal["split", "error"] = Field("split", description="documents: what to do with one longer than seq_len")
+    prefetch: int = Field(2, ge=0, le=64, description="steps that are read while one trains; 0: none")
+
+
+class Eval(Table):
+    """The loss on text that is not trained on."""
+
+    every: int = Field(0, ge=0, description="steps between evaluations, and one after the last step; 0: none")
+    batches: int = Field(0, ge=0, description="batches of global_size sequences an evaluation; 0: the whole source")
+    source: str | None = Field(None, description="what to evaluate on; None: valid.bin of the prepared data.source")
 
 
 class Batch(Table):
@@ -98,6 +113,17 @@ class Precision(Table):
     reduce: Dtype = Field("float32", description="type in which gradients are summed over ranks")
 
 
+class Lora(Table):
+    """Low-rank adapters beside linears; all else of the model is frozen."""
+
+    rank: int = Field(0, ge=0, le=2**16, description="width of every adapter; 0: none, the whole model is trained")
+    alpha: float = Field(16.0, gt=0, description="what an adapter yields counts alpha / rank")
+    targets: tuple[str, ...] = Field(
+        (),
+        description="linears with adapters, by name or pattern: q v, or layer1.attn.*; nothing: all of attention and MLPs",
+    )
+
+
 class Save(Table):
     """Checkpoints."""
 
@@ -129,7 +155,9 @@ class Run(Table):
     parallel: Parallel = Field(default_factory=Parallel, description="the layout besides the mesh")
     pipeline: Pipeline = Field(default_factory=Pipeline, description="turns of the pipeline ranks")
     precision: Precision = Field(default_factory=Precision, description="number types")
+    lora: Lora = Field(default_factory=Lora, description="low-rank adapters")
     save: Save = Field(default_factory=Save, description="checkpoints")
+    eval: Eval = Field(default_factory=Eval, description="loss on text that is not trained on")
 
     @property
     def grid(self) -> Mesh:

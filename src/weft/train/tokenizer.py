@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The tokens of a text; nothing is put before or behind it."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The tokens of many texts, on as many threads as the tokenizer has."""
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -61,9 +61,9 @@ class ByteTokenizer:
         """Bytes of the text; a byte that was no text (surrogateescape) is itself."""
         return list(text.encode("utf-8", "surrogateescape"))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Bytes of the texts."""
-        return [self.encode(text) for text in texts]
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """Bytes of the texts, as `bytes`."""
+        return [text.encode("utf-8", "surrogateescape") for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text of bytes; an id that is no byte, which a model of a larger vocabulary may draw, is a question mark."""
@@ -85,7 +85,7 @@ class FileTokenizer:
     @cached_property
     def vocab(self) -> int:
         """One above the highest id, added tokens included: ids may have holes."""
-        return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        return int(max(self._inner.get_vocab(with_added_tokens=True).values())) + 1
 
     @cached_property
     def end(self) -> int | None:
@@ -102,7 +102,7 @@ class FileTokenizer:
         """The tokens of a text, no special ones added."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The tokens of many texts, on all cores."""
         return [found.ids for found in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
 
