@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.matrix.layouts import Case
-from tests.matrix.test_matrix import check
+from tests.matrix.layouts import Case, check
 
 CASES = (
     Case("dp3", family="gpt2"),

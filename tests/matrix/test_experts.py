@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.matrix.layouts import Case
-from tests.matrix.test_matrix import check
+from tests.matrix.test_matrix import Check
 
 CASES = (
     Case("", family="deepseek"),
@@ -28,5 +28,5 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_mixture_computes_what_one_device_computes(case: Case) -> None:
+def test_mixture_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.matrix.layouts import Case, compare, every_case, sample
+from tests.matrix.layouts import PATIENCE_S, Case
+from tests.matrix.sweep import every_case, sample
 
-TOLERANCE = 1e-9
-"""Relative; float64 rounds at 1e-16 and three steps of AdamW amplify it by some orders."""
+pytestmark = pytest.mark.timeout(PATIENCE_S)
+Check = Callable[[Case], None]
 
 CORNERS = (
     Case("", family="gpt2"),
@@ -22,24 +25,17 @@ CORNERS = (
 )
 
 
-def check(case: Case, transport: str = "threads") -> None:
-    found, missing = compare(case, transport=transport)
-    assert not missing, f"no rank holds all of {missing}"
-    wrong = [difference for difference in found if not difference.relative <= TOLERANCE]
-    assert not wrong, f"{case}: first of {len(wrong)}: {wrong[0]}"
-
-
 @pytest.mark.parametrize("case", CORNERS, ids=str)
-def test_layout_computes_what_one_device_computes(case: Case) -> None:
+def test_layout_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", sample(24, seed=2026), ids=str)
-def test_sampled_layout_computes_what_one_device_computes(case: Case) -> None:
+@pytest.mark.parametrize("case", sample(24, seed=2026, most_ranks=16), ids=str)
+def test_sampled_layout_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sorted(every_case(), key=str), ids=str)
-def test_every_layout_computes_what_one_device_computes(case: Case) -> None:
+@pytest.mark.parametrize("case", every_case(), ids=str)
+def test_every_layout_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)

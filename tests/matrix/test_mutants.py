@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.matrix.layouts import Case
-from tests.matrix.test_matrix import check
+from tests.matrix.layouts import Case, check
 from weft.comm import ops
 from weft.comm.transport import Work
 from weft.core.axes import Box

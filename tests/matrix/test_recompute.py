@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.matrix.layouts import Case
-from tests.matrix.test_matrix import check
+from tests.matrix.test_matrix import Check
 
 LAYOUTS = (
     Case("", family="gpt2"),
@@ -27,5 +27,5 @@ CASES = [replace(case, recompute=mode) for case in LAYOUTS for mode in ("selecti
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_recomputation_computes_what_one_device_computes(case: Case) -> None:
+def test_recomputation_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)

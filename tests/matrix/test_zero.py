@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.matrix.layouts import Case
-from tests.matrix.test_matrix import check
+from tests.matrix.test_matrix import Check
 
 MESHES = (
     Case("dp2", family="gpt2"),
@@ -17,9 +19,9 @@ MESHES = (
     Case("tp2", sequence=True),
     Case("pp2"),
 )
-CASES = [Case(**{**case.__dict__, "zero": zero}) for case in MESHES for zero in (1, 2, 3)]
+CASES = [replace(case, zero=zero) for case in MESHES for zero in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_zero_computes_what_one_device_computes(case: Case) -> None:
+def test_zero_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import weft
-from tests.matrix.layouts import Case, batches
-from tests.matrix.test_matrix import check
+from tests.matrix.layouts import Case, batches, check
 from weft.comm.comm import Comm
 from weft.core.load import load
 from weft.core.mesh import Mesh

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.matrix.layouts import Case
-from tests.matrix.test_matrix import check
+from tests.matrix.layouts import Case, check
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.core.plan import Plan, Stage

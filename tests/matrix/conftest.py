@@ -1,0 +1,44 @@
+"""Owns `check` for the tests of the matrix, and the list of results that docs/support.md is written from."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.matrix import layouts
+from tests.matrix.layouts import Case, Verdict
+
+RESULTS = os.environ.get("WEFT_MATRIX_RESULTS")
+"""A file that every layout's result is added to, one JSON object a line; none: nothing is kept."""
+
+
+@pytest.fixture
+def check(record_property: Callable[[str, object], None]) -> Callable[[Case], None]:
+    """Assert that a layout computes what one device computes, and note how well."""
+
+    def checked(case: Case) -> None:
+        start = time.perf_counter()
+        record_property("case", asdict(case))
+        verdict: Verdict = layouts.check(case)
+        record_property("relative", verdict.largest.relative)
+        record_property("compared", len(verdict.differences))
+        record_property("seconds", round(time.perf_counter() - start, 2))
+
+    return checked
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Write down what a layout's test found; where tests run on several workers, the first process hears of all."""
+    if RESULTS and report.when == "call" and "PYTEST_XDIST_WORKER" not in os.environ:
+        found = dict(report.user_properties)
+        if "case" in found:
+            line = json.dumps({"outcome": report.outcome, **found})
+            with Path(RESULTS).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")

@@ -1,0 +1,75 @@
+"""Owns the sweep of layouts that are held against one device: a grid over four axes, and rows that cover all dimensions."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+from tests.matrix.cover import LIST, read_rows
+from tests.matrix.layouts import SEQ_LEN, Case, fits
+from weft.core.mesh import every_mesh
+from weft.core.schedules import SCHEDULES
+from weft.core.sequence import Context
+
+CONTEXTS: tuple[Context, ...] = ("ring", "allgather", "ulysses")
+GRID_FAMILIES = ("gpt2", "llama3")
+WHOLE = (
+    Case("pp2 dp2 ep2 cp2 tp2", family="deepseek", sequence=True, microbatches=2),
+    Case("pp2 dp2 ep2 cp2 tp2", family="qwen3-moe", microbatches=2, zero=3, recompute="full", schedule="zbv", chunks=2),
+    Case("tp2 cp2 ep2 dp2 pp2", family="qwen3-moe", microbatches=2, zero=2, context="ulysses", schedule="zero_bubble"),
+)
+"""All five dimensions at once."""
+
+
+def grid(most_ranks: int = 16) -> Iterator[Case]:
+    """Every mesh of up to `most_ranks` ranks over pp, dp, cp and tp, with and without sequence parallelism, by every schedule.
+
+    The ways across cp take turns, and so do sequences of one document and of several.
+    """
+    meshes = every_mesh(most_ranks, ("pp", "dp", "cp", "tp"))
+    turns = itertools.count()
+    schedules = [(name, schedule.default_chunks) for name, schedule in SCHEDULES.items()]
+    for mesh, family, (schedule, chunks), sequence in itertools.product(
+        meshes, GRID_FAMILIES, schedules, (False, True)
+    ):
+        pp, cp, turn = mesh.degree("pp"), mesh.degree("cp"), next(turns)
+        case = Case(
+            mesh.text,
+            family=family,
+            schedule=schedule,
+            chunks=chunks,
+            sequence=sequence,
+            microbatches=pp * (2 if pp < 3 else 1) if schedule == "interleaved" else 3,
+            context=CONTEXTS[turn % 3] if cp > 1 else "ring",
+            documents=cp > 1 and turn // 2 % 2 == 0,
+            seq_len=12 if cp == 3 else SEQ_LEN,
+        )
+        grouped = replace(case, grouped=True)
+        yield from (each for each in (case, grouped) if acts(each) and fits(each))
+
+
+def acts(case: Case) -> bool:
+    """Whether every choice of the case makes a difference, so that the grid holds no layout twice."""
+    pp, tp = case.grid.degree("pp"), case.grid.degree("tp")
+    return (
+        (not case.grouped or case.family == "llama3")
+        and (not case.sequence or tp > 1)
+        and (pp > 1 or case.schedule in ("gpipe", "1f1b", "zero_bubble"))
+    )
+
+
+@cache
+def every_case() -> tuple[Case, ...]:
+    """The whole sweep, each layout once."""
+    return tuple(dict.fromkeys((*WHOLE, *read_rows(LIST), *grid())))
+
+
+def sample(number: int, *, seed: int, most_ranks: int = 32) -> tuple[Case, ...]:
+    """A seeded sample: half of the covering rows, half of the grid, of meshes of up to `most_ranks`."""
+    dice = random.Random(seed)
+    halves = (sorted(cases, key=str) for cases in (read_rows(LIST), grid()))
+    small = [[case for case in half if case.grid.size <= most_ranks] for half in halves]
+    return tuple(dict.fromkeys(case for half in small for case in dice.sample(half, number // 2)))
