@@ -33,6 +33,8 @@ class Held:
     tensor: Tensor
 
     def __post_init__(self) -> None:
+        if not all(self.name.split("/")) or "/" not in self.name:
+            raise CheckpointError(Fault(self.name, "no name to store a tensor by", need="section/parameter"))
         whole = Box.whole(self.shape)
         if len(self.box.lo) != len(self.shape) or self.box & whole != self.box:
             raise CheckpointError(Fault(self.name, "a piece outside its tensor", str(self.box), f"within {self.shape}"))

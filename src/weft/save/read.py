@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from weft.save.cover import first_flaw
 from weft.save.format import Manifest, Piece, Stored
 from weft.save.manifest import read_manifest
 from weft.save.mapped import MappedFile
+from weft.save.verify import share, units
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -140,37 +141,6 @@ def _rows(box: Box, part: Box) -> _Rows:
     if not box.lo:
         return _Rows(0, 1, 1)
     return _Rows(part.lo[0] - box.lo[0], part.hi[0] - box.lo[0], box.shape[0])
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The least that is verified at once: one block of one piece."""
-
-    name: str
-    stored: Stored
-    piece: Piece
-    block: int
-
-
-def units(manifest: Manifest) -> Sequence[Unit]:
-    """All blocks of all pieces in the order of files and places."""
-    every = (
-        Unit(name, stored, piece, block)
-        for name, stored in manifest.tensors.items()
-        for piece in stored.pieces
-        for block in range(len(piece.crc32))
-    )
-    return sorted(every, key=lambda unit: (unit.piece.file, unit.piece.at, unit.block))
-
-
-def share(every: Sequence[Unit], index: int, count: int) -> Iterator[Unit]:
-    """Share `index` of `count`: neighbours, about as many bytes in each share."""
-    sizes = [unit.stored.num_bytes(unit.piece) // len(unit.piece.crc32) for unit in every]
-    total, before = sum(sizes), 0
-    for unit, size in zip(every, sizes, strict=True):
-        if before * count // max(1, total) == index:
-            yield unit
-        before += size
 
 
 def torch_dtype(stored: Stored) -> torch.dtype:

@@ -12,9 +12,8 @@ import shutil
 import threading
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -22,7 +21,6 @@ import torch
 
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
-from weft.save.cover import first_flaw
 from weft.save.disk import free_bytes, refusal, sync_folder, write_whole
 from weft.save.format import (
     DIGEST,
@@ -34,12 +32,12 @@ from weft.save.format import (
     Piece,
     Stored,
     StoredDtype,
-    Versions,
     data_file_name,
     digest_text,
     part_name,
 )
 from weft.save.held import Held, dtype_name
+from weft.save.merge import joined, merged
 from weft.save.shard import BLOCK_BYTES, Slot, block_crcs, lay_out, write_order
 
 
@@ -111,7 +109,7 @@ def commit(tmp: Path, final: Path, facts: Facts, *, ranks: int) -> Manifest:
     """
     try:
         _refuse_overwriting(final)
-        manifest = _merged(tmp, facts, ranks=ranks)
+        manifest = merged(tmp, facts, ranks=ranks)
         text = manifest.to_json().encode()
         free = free_bytes(tmp)
         try:
@@ -142,7 +140,7 @@ def _write_rank(tmp: Path, rank: int, held: deque[Held]) -> None:
             if slot.num_bytes:
                 crcs = _write_piece(file, piece)
                 pieces = (Piece(file=name, at=next(at), lo=piece.box.lo, hi=piece.box.hi, crc32=crcs),)
-            tensors[slot.name] = _joined(
+            tensors[slot.name] = joined(
                 slot.name,
                 tensors.get(slot.name),
                 Stored.model_construct(shape=piece.shape, dtype=slot.dtype, pieces=pieces),
@@ -183,54 +181,6 @@ def _refuse_overwriting(final: Path) -> None:
     if final.exists():
         fix = "choose another out, or move it away"
         raise CheckpointError(Fault(str(final), "there is a checkpoint already, and none is overwritten", fix=fix))
-
-
-def _merged(tmp: Path, facts: Facts, *, ranks: int) -> Manifest:
-    parts = [_part(tmp, rank) for rank in range(ranks)]
-    tensors: dict[str, Stored] = {}
-    for part in parts:
-        for name, stored in part.tensors.items():
-            tensors[name] = _joined(name, tensors.get(name), stored)
-    _check_whole(tensors)
-    return Manifest(
-        versions=Versions(weft=version("weft"), torch=torch.__version__),
-        facts=facts,
-        block_bytes=BLOCK_BYTES,
-        files={name: file for part in parts for name, file in part.files.items()},
-        tensors=tensors,
-    )
-
-
-def _part(tmp: Path, rank: int) -> Part:
-    try:
-        part = Part.model_validate_json((tmp / part_name(rank)).read_bytes())
-        for name, file in part.files.items():
-            if (length := (tmp / name).stat().st_size) != file.num_bytes:
-                raise CheckpointError(Fault(str(tmp / name), "shorter than what was written", str(length)))
-    except FileNotFoundError as error:
-        what = f"rank {rank} has written nothing here"
-        fix = "all ranks need the same out folder: on several hosts, one that they share"
-        raise CheckpointError(Fault(str(tmp), what, need=Path(str(error.filename)).name, fix=fix)) from None
-    return part
-
-
-def _joined(name: str, known: Stored | None, more: Stored) -> Stored:
-    """Pieces of one tensor from two places."""
-    if known is None:
-        return more
-    if (known.shape, known.dtype) != (more.shape, more.dtype):
-        got, need = (f"{stored.dtype} of shape {stored.shape}" for stored in (more, known))
-        raise CheckpointError(Fault(name, "pieces of different tensors under one name", got, need))
-    return known.model_copy(update={"pieces": (*known.pieces, *more.pieces)})
-
-
-def _check_whole(tensors: Mapping[str, Stored]) -> None:
-    faults = []
-    for name, stored in tensors.items():
-        if flaw := first_flaw(Box.whole(stored.shape), [piece.box for piece in stored.pieces]):
-            faults.append(Fault(name, f"the pieces of all ranks are not the tensor: {flaw}"))
-    if faults:
-        raise CheckpointError(*faults)
 
 
 def _slot(piece: Held) -> Slot:
