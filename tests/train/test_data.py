@@ -159,14 +159,14 @@ def test_bytes_that_are_no_text_are_tokens_too(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-@pytest.mark.parametrize("mapped_from", [0, 2**20])
-def test_token_files_are_numbers_in_little_endian(tmp_path, monkeypatch, dtype, mapped_from):
-    monkeypatch.setattr(tokens, "MAPPED_FROM_BYTES", mapped_from)
+@pytest.mark.parametrize("left_from", [0, 2**20])
+def test_token_files_are_numbers_in_little_endian(tmp_path, monkeypatch, dtype, left_from):
+    monkeypatch.setattr(tokens, "LEFT_ON_DISK_FROM_BYTES", left_from)
     ids = np.arange(0, 5000, 50)
     ids[:60].astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "a.bin")
     ids[60:].astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "b.bin")
     data = open_tokens(tmp_path, model=gpt2.Config(vocab=5000), token_dtype=dtype)
-    assert all(isinstance(piece, np.memmap) == (mapped_from == 0) for piece in data.stream.pieces)
+    assert all(isinstance(piece, tokens.TokenFile) == (left_from == 0) for piece in data.stream.pieces)
     assert data.num_samples == 24
     assert np.array_equal(data.read(np.arange(24)).inputs.ravel(), ids[:96])
 
@@ -215,7 +215,6 @@ def test_text_that_cannot_be_trained_on_is_refused(tmp_path, content, line):
         ([], "no file to read in the folder"),
         (["a.dat", ".b.txt"], "no file to read in the folder"),
         (["a.txt", "b.bin"], "holds text and token files (got 1 .bin and 1 others; need one kind)"),
-        (["a.jsonl"], ".jsonl files cannot be read yet"),
     ],
 )
 def test_a_folder_without_files_of_one_kind_is_refused(tmp_path, names, line):

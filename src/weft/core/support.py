@@ -10,8 +10,6 @@ from weft.core.config import Run
 from weft.errors import Fault
 
 WORKS: dict[str, tuple[Any, ...]] = {
-    "model.from_hf": (None,),
-    "data.tokenizer": ("bytes",),
     "save.every": (0,),
     "save.keep": (2,),
     "resume": (None,),

@@ -12,16 +12,15 @@ from weft.comm.comm import Comm
 from weft.core.config import Precision, Run
 from weft.core.layout import plan_of
 from weft.core.lr import learning_rate
-from weft.models import FAMILIES
 from weft.models.batch import Batch
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
 from weft.prove.trace import Difference, Held, differences, uncovered
 from weft.testing import run_ranks
+from weft.train.build import family_of
 from weft.train.data import open_data
-from weft.train.feed import whole_batch
+from weft.train.feed import samples_of, whole_batch
 from weft.train.optim import NamedOptimizer, make_optimizer
-from weft.train.order import samples_of_step
 
 TOLERANCE = 1e-9
 """Relative, in float64, which rounds at 1e-16; a few steps of AdamW amplify that by some orders."""
@@ -47,7 +46,7 @@ class Verdict:
 def prove(run: Run, *, steps: int) -> Verdict:
     """Train `steps` steps of `run` on its layout, ranks as threads, and on one device; compare everything."""
     run = run.model_copy(update={"precision": Precision(params="float64", compute="float64", reduce="float64")})
-    family, plan = FAMILIES[run.model.name], plan_of(run)
+    family, plan = family_of(run), plan_of(run)
     batches = [_whole_batch(run, step) for step in range(steps)]
     lr = learning_rate(run.optim.warmup, run.optim, run.steps)
 
@@ -89,5 +88,5 @@ def prove(run: Run, *, steps: int) -> Verdict:
 
 def _whole_batch(run: Run, step: int) -> Batch:
     samples = open_data(run.data, run.model)
-    chosen = samples_of_step(step, global_size=run.batch.global_size, num_samples=samples.num_samples, seed=run.seed)
+    chosen = samples_of(samples, step, global_size=run.batch.global_size, seed=run.seed)
     return whole_batch(samples, chosen, later=run.model.reads_later_targets)

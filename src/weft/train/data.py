@@ -1,133 +1,101 @@
-"""Owns what a run reads: a source opened for a model, and its samples as arrays. No torch here."""
+"""Owns what a run reads: its sources opened for a model, as numbered samples. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import replace
 
 from weft.core.checks import Check
 from weft.core.config import Data, Run
 from weft.core.model import ModelConfig
 from weft.errors import DataError, Fault
 from weft.train import images
-from weft.train.files import KEY, find_files
-from weft.train.images import LabelledImages
-from weft.train.order import Ints, layout_of, samples_of_step
-from weft.train.tokens import TokenStream, names, open_stream
+from weft.train.files import KEY
+from weft.train.mixture import KEY as MIX_KEY
+from weft.train.mixture import read_mix, turns_of
+from weft.train.order import layout_of, samples_of_step
+from weft.train.packing import longest
+from weft.train.prepared import Split, prepared_of
+from weft.train.samples import Arrays, Mixture, Pictures, Samples, Sequences
+from weft.train.sources import has_documents, open_source
+from weft.train.tokens import TokenStream, names
 
-__all__ = ["CHECKS", "Arrays", "Samples", "layout_of", "open_data", "samples_of_step"]
+__all__ = ["CHECKS", "Arrays", "Samples", "layout_of", "open_data", "open_valid", "samples_of_step"]
 
-HASH_DIGITS = 12
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """Samples as a model takes them.
-
-    Attributes:
-        inputs: tokens_BS int64, or images_B1HW uint8.
-        targets: targets_BS int64 (the token after each input), or classes_B int64.
-        positions: positions_BS int64, from 0; zeros_B for images.
-    """
-
-    inputs: NDArray[Any]
-    targets: Ints
-    positions: Ints
-
-
-class Samples(Protocol):
-    """An opened source: numbered samples, and what to tell of them."""
-
-    @property
-    def num_samples(self) -> int:
-        """How many there are."""
-
-    def read(self, samples: Ints) -> Arrays:
-        """The samples with these numbers; [any shape] counts as flat."""
-
-    def facts(self) -> dict[str, object]:
-        """What the `data` event says."""
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Sample i is tokens [i * S, (i + 1) * S] of a stream: S inputs, and S targets shifted by one."""
-
-    stream: TokenStream
-    seq_len: int
-    source: str
-
-    @property
-    def num_samples(self) -> int:
-        """Whole sequences in the stream, each with the token after it."""
-        return (len(self.stream) - 1) // self.seq_len
-
-    def read(self, samples: Ints) -> Arrays:
-        """Sequences of tokens with their targets; [any shape] counts as flat."""
-        length = self.seq_len
-        tokens = np.stack([self.stream.read(i * length, (i + 1) * length + 1) for i in samples.ravel().tolist()])
-        positions = np.tile(np.arange(length, dtype=np.int64), (len(tokens), 1))
-        return Arrays(np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:]), positions)
-
-    def facts(self) -> dict[str, object]:
-        """Source, files, bytes, tokens, sequences, hash."""
-        stream = self.stream
-        sizes = {
-            "files": len(stream.files),
-            "bytes": stream.num_bytes,
-            "tokens": len(stream),
-            "samples": self.num_samples,
-        }
-        return {"source": self.source, **sizes, "sha256": stream.sha256[:HASH_DIGITS]}
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Sample i is image i."""
-
-    pairs: LabelledImages
-    source: str
-
-    @property
-    def num_samples(self) -> int:
-        """Number of images."""
-        return len(self.pairs)
-
-    def read(self, samples: Ints) -> Arrays:
-        """Images with their classes; [any shape] counts as flat."""
-        labels = self.pairs.labels[samples.ravel()].astype(np.int64)
-        return Arrays(self.pairs.images[samples.ravel()], labels, np.zeros_like(labels))
-
-    def facts(self) -> dict[str, object]:
-        """Source, bytes, images, hash."""
-        pairs = self.pairs
-        sizes = {"bytes": pairs.num_bytes, "samples": len(pairs)}
-        return {"source": self.source, **sizes, "sha256": pairs.sha256[:HASH_DIGITS]}
+EVAL_KEY = "eval.source"
 
 
 def open_data(data: Data, model: ModelConfig) -> Samples:
-    """The source of `data`, checked against the model that shall read it.
+    """The source of `data`, or the mixture of several, checked against the model that shall read it.
 
     Raises:
         DataError: missing, empty, too short, broken, or beyond the model's vocabulary, image size or classes.
     """
-    return _open_images(data, model) if model.kind == "images" else _open_tokens(data, model)
+    if not data.mix:
+        return _open(data, model)
+    weights = read_mix(data.mix)
+    parts = tuple(_open(data.model_copy(update={"source": source}), model) for source in weights)
+    _check_tokenizers(tuple(weights))
+    return Mixture(parts, turns_of(tuple(weights.values())))
 
 
-def _open_tokens(data: Data, model: ModelConfig) -> Sequences:
+def open_valid(run: Run) -> Samples:
+    """What a run is evaluated on: `eval.source`, or the validation documents of the prepared folder that it reads.
+
+    Raises:
+        DataError: as `open_data`; or there is nothing to evaluate on.
+    """
+    source = run.eval.source
+    if source is None and (run.data.mix or prepared_of(run.data.source) is None):
+        got = "several sources" if run.data.mix else repr(run.data.source)
+        fix = "--eval.source FILE, or weft data prepare, which keeps documents for it"
+        raise DataError(Fault(EVAL_KEY, "there is nothing to evaluate on", got, "a prepared data.source", fix))
+    data = run.data.model_copy(update={"source": source or run.data.source, "mix": ()})
+    try:
+        return _open(data, run.model, split="valid")
+    except DataError as error:
+        keys = {KEY: EVAL_KEY}
+        raise DataError(*(replace(fault, key=keys.get(fault.key, fault.key)) for fault in error.faults)) from None
+
+
+def _open(data: Data, model: ModelConfig, *, split: Split = "train") -> Samples:
+    return _open_images(data, model) if model.kind == "images" else _open_tokens(data, model, split=split)
+
+
+def _open_tokens(data: Data, model: ModelConfig, *, split: Split) -> Sequences:
     if data.source == "digits":
         raise DataError(Fault(KEY, "'digits' are images, the model reads tokens", fix="--model.name mnist"))
-    files = find_files(data.source)
-    stream = open_stream(files, token_dtype=data.token_dtype, vocab=model.axis_sizes()["vocab"])
+    stream = open_source(data.source, data, vocab=model.axis_sizes()["vocab"], split=split)
     if len(stream) <= data.seq_len:
         need = f"at least {data.seq_len + 1} = data.seq_len + 1"
         fix = f"--data.seq_len {len(stream) - 1}, or a longer source" if len(stream) > 1 else "a longer source"
-        raise DataError(Fault(KEY, f"{names(files)} is too short", f"{len(stream)} tokens", need, fix))
-    return Sequences(stream, data.seq_len, data.source)
+        raise DataError(Fault(KEY, f"{names(stream.files)} is too short", f"{len(stream)} tokens", need, fix))
+    if data.packing == "documents":
+        _check_documents(stream, data)
+    return Sequences(stream, data.seq_len, data.source, data.packing)
+
+
+def _check_documents(stream: TokenStream, data: Data) -> None:
+    if not has_documents(stream):
+        what = f"{names(stream.files)} does not say where documents begin"
+        fix = "weft data prepare their texts, or --data.packing stream"
+        raise DataError(Fault("data.packing", what, "documents", "stream", fix))
+    if data.long == "error":
+        number, length = longest(stream.document_bounds)
+        if length > data.seq_len:
+            what = f"document {number} of {data.source} is longer than the sequence"
+            fix = f"--data.seq_len {length}, or --data.long split"
+            raise DataError(Fault("data.long", what, f"{length} tokens", f"at most {data.seq_len}", fix))
+
+
+def _check_tokenizers(sources: tuple[str, ...]) -> None:
+    """Prepared folders of one mixture were made by one tokenizer."""
+    known = [(source, found) for source in sources if (found := prepared_of(source)) is not None]
+    for source, found in known[1:]:
+        if found.meta.tokenizer_sha256 != known[0][1].meta.tokenizer_sha256:
+            what, got = "its sources were prepared by different tokenizers", f"{known[0][0]} and {source}"
+            fix = f"weft data prepare one of them with --tokenizer {known[0][0]}/tokenizer.json"
+            raise DataError(Fault(MIX_KEY, what, got, "one tokenizer", fix))
 
 
 def _open_images(data: Data, model: ModelConfig) -> Pictures:
@@ -142,7 +110,7 @@ def _open_images(data: Data, model: ModelConfig) -> Pictures:
 def source_faults(run: Run) -> Iterable[Fault]:
     """What is wrong with the source; the digits, a second to load, are only looked for."""
     try:
-        if (run.data.source, run.model.kind) == ("digits", "images"):
+        if (run.data.source, run.model.kind, run.data.mix) == ("digits", "images", ()):
             images.check_digits()
         else:
             open_data(run.data, run.model)
@@ -151,4 +119,18 @@ def source_faults(run: Run) -> Iterable[Fault]:
     return ()
 
 
-CHECKS = (Check((KEY, "data.token_dtype", "model"), source_faults),)
+def eval_faults(run: Run) -> Iterable[Fault]:
+    """What is wrong with the source to evaluate on, where there shall be evaluations."""
+    if not run.eval.every:
+        return ()
+    try:
+        open_valid(run)
+    except DataError as error:
+        return error.faults
+    return ()
+
+
+CHECKS = (
+    Check((KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model"), source_faults),
+    Check((KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model", "eval"), eval_faults),
+)

@@ -19,7 +19,12 @@ STDLIB_LEFT_OUT = {
 }
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 TOKEN_SUFFIX = ".bin"
-SUFFIXES_TO_COME = (".jsonl", ".parquet")
+GZIP_SUFFIX = ".gz"
+LINES_SUFFIX, TABLE_SUFFIX = ".jsonl", ".parquet"
+READ_SUFFIXES = (
+    *TEXT_SUFFIXES, TOKEN_SUFFIX, LINES_SUFFIX, TABLE_SUFFIX, LINES_SUFFIX + GZIP_SUFFIX, ".txt" + GZIP_SUFFIX
+)  # fmt: skip
+"""What is read of a folder; a file that is named, or matched by a pattern, is text whatever its suffix."""
 
 
 def find_files(source: str) -> tuple[Path, ...]:
@@ -38,11 +43,20 @@ def find_files(source: str) -> tuple[Path, ...]:
         raise DataError(
             Fault(KEY, f"{source} holds text and token files", got, "one kind", f"say which: '{source}/*.bin'")
         )
-    if to_come := [file for file in files if file.suffix in SUFFIXES_TO_COME]:
-        raise DataError(
-            Fault(KEY, f"{to_come[0].suffix} files cannot be read yet", str(to_come[0]), "text or .bin files")
-        )
     return files
+
+
+def kind_of(file: Path) -> str:
+    """`.jsonl` or `.parquet`, `.gz` for other packed text, `.bin` for tokens, "" for plain text."""
+    kind = Path(file.stem).suffix if file.suffix == GZIP_SUFFIX else file.suffix
+    if kind == LINES_SUFFIX or file.suffix in (TABLE_SUFFIX, GZIP_SUFFIX, TOKEN_SUFFIX):
+        return LINES_SUFFIX if kind == LINES_SUFFIX else file.suffix
+    return ""
+
+
+def is_plain_text(file: Path) -> bool:
+    """Whether the bytes of a file are its text."""
+    return kind_of(file) == ""
 
 
 def _matches(source: str) -> tuple[Path, ...]:
@@ -65,10 +79,9 @@ def _matches(source: str) -> tuple[Path, ...]:
 
 
 def _in_folder(folder: Path) -> tuple[Path, ...]:
-    suffixes = (*TEXT_SUFFIXES, TOKEN_SUFFIX, *SUFFIXES_TO_COME)
-    files = tuple(sorted(file for file in _below(folder) if file.suffix in suffixes))
+    files = tuple(sorted(file for file in _below(folder) if file.name.endswith(READ_SUFFIXES)))
     if not files:
-        need = f"{' '.join(TEXT_SUFFIXES)} or {TOKEN_SUFFIX} files"
+        need = f"{' '.join(READ_SUFFIXES)} files"
         raise DataError(
             Fault(KEY, "no file to read in the folder", repr(str(folder)), need, f"name others: '{folder}/*.c'")
         )

@@ -14,6 +14,8 @@ Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 NUM_ROUNDS = 8
+DRAWS = 0x64726177
+"""Sets the seed of draws apart from those of epochs."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
@@ -23,13 +25,29 @@ def samples_of_step(step: int, *, global_size: int, num_samples: int, seed: int)
 
     Steps follow each other without a gap: where an epoch ends inside a step, the next epoch's permutation goes on.
     """
-    places = np.arange(step * global_size, (step + 1) * global_size, dtype=np.int64)
+    return walk(places_of_step(step, global_size), num_samples, seed=seed)
+
+
+def places_of_step(step: int, global_size: int) -> Ints:
+    """Places of a step's samples in the walk of the whole run."""
+    return np.arange(step * global_size, (step + 1) * global_size, dtype=np.int64)
+
+
+def walk(places: Ints, num_samples: int, *, seed: int) -> Ints:
+    """Samples at these places of a walk through epoch after epoch, each in its own order."""
     epochs, inside = np.divmod(places, num_samples)
-    samples = np.empty(global_size, dtype=np.int64)
+    samples = np.empty(len(places), dtype=np.int64)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        samples[chosen] = permuted(inside[chosen], num_samples, key=_mix(seed, int(epoch)))
+        samples[chosen] = permuted(inside[chosen], num_samples, key=mix(seed, int(epoch)))
     return samples
+
+
+def draws(numbers: Ints, *, seed: int) -> NDArray[np.float64]:
+    """For each number one that is drawn evenly from [0, 1), a function of seed and number alone."""
+    words = numbers.astype(np.uint64) + np.uint64(1)
+    words = _scrambled(_scrambled(words * np.uint64(_GOLDEN)) + np.uint64(mix(seed, DRAWS)))
+    return (words >> np.uint64(11)).astype(np.float64) / 2**53
 
 
 def layout_of(samples: Ints, *, index: int, degree: int, micro_size: int) -> Ints:
@@ -40,7 +58,7 @@ def layout_of(samples: Ints, *, index: int, degree: int, micro_size: int) -> Int
 def permuted(places: Ints, length: int, *, key: int) -> Ints:
     """Where a permutation of `length` numbers, chosen by `key`, sends `places`; see Note [Order without a table]."""
     half_bits = np.uint64(max(1, (max(length - 1, 1).bit_length() + 1) // 2))
-    round_keys = [np.uint64(_mix(key, number)) for number in range(NUM_ROUNDS)]
+    round_keys = [np.uint64(mix(key, number)) for number in range(NUM_ROUNDS)]
     result = places.astype(np.uint64)
     walking = np.ones(len(result), dtype=bool)
     while walking.any():
@@ -64,7 +82,7 @@ def _scrambled(words: _Words) -> _Words:
     return words ^ (words >> np.uint64(31))
 
 
-def _mix(*numbers: int) -> int:
+def mix(*numbers: int) -> int:
     """One 64-bit word out of several numbers."""
     word = np.zeros(1, dtype=np.uint64)
     for number in numbers:
