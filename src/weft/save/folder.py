@@ -70,6 +70,9 @@ def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
     """Remove what is older than the `keep` newest checkpoints; broken ones do not count. Returns what is gone.
 
     A checkpoint loses its name before its files: none is ever seen half removed.
+
+    Raises:
+        CheckpointError: the folder does not let go of one.
     """
     kept, gone = 0, list[Path]()
     for _, path in checkpoints(run_folder):
@@ -82,11 +85,19 @@ def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
         except CheckpointError:
             continue
     for path in gone:
-        dying = path.with_name(REMOVED + path.name)
+        _remove(path)
+    return tuple(gone)
+
+
+def _remove(path: Path) -> None:
+    dying = path.with_name(REMOVED + path.name)
+    shutil.rmtree(dying, ignore_errors=True)
+    try:
         path.rename(dying)
         sync_folder(path.parent)
-        shutil.rmtree(dying, ignore_errors=True)
-    return tuple(gone)
+    except OSError as error:
+        raise CheckpointError(Fault(str(path), f"an old checkpoint cannot be removed: {error.strerror}")) from error
+    shutil.rmtree(dying, ignore_errors=True)
 
 
 def remove_leftovers(run_folder: Path) -> tuple[Path, ...]:

@@ -50,11 +50,13 @@ OTHER = "take an older checkpoint, or resume = auto"
 
 
 def _no_checkpoint(path: Path) -> Fault:
-    if not path.is_dir():
-        return Fault(str(path), "no such checkpoint" if not path.exists() else "not a checkpoint: no folder")
-    inside = sorted(entry.parent for entry in [*path.glob(f"step-*/{MANIFEST}"), *path.glob(f"ckpt/step-*/{MANIFEST}")])
-    fix = f"give one of the checkpoints in it: {inside[-1]}" if inside else "give OUT/ckpt/step-NNNNNN of a run"
-    return Fault(str(path), f"not a checkpoint: no {MANIFEST} in it", fix=fix)
+    inside = [*path.glob(f"step-*/{MANIFEST}"), *path.glob(f"ckpt/step-*/{MANIFEST}")]
+    newest = max((entry.parent for entry in inside), default=None, key=lambda entry: (len(entry.name), entry.name))
+    fix = f"give one of the checkpoints in it: {newest}" if newest else "give OUT/ckpt/step-NNNNNN of a run"
+    if not path.exists():
+        return Fault(str(path), "no such checkpoint", fix=fix)
+    what = f"no {MANIFEST} in it" if path.is_dir() else "it is no folder"
+    return Fault(str(path), f"not a checkpoint: {what}", fix=fix)
 
 
 def _parsed(path: Path, text: bytes) -> Manifest:

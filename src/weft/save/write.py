@@ -156,7 +156,8 @@ def _write_rank(tmp: Path, rank: int, held: deque[Held]) -> None:
 
 def _write_piece(file: BinaryIO, piece: Held) -> tuple[int, ...]:
     """Checksums of the blocks, taken while they are at hand."""
-    raw = piece.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = piece.tensor.detach().cpu().contiguous()
+    raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
     crcs = []
     for block, crc in block_crcs(raw.data, block_bytes=BLOCK_BYTES):
         file.write(block)
