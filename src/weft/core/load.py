@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from weft.core import flags, toml
 from weft.core.config import Run
 from weft.core.families import Families, Pick, default_pick, pick, preset_fields, run_type
+from weft.core.hf.choose import NOTHING, Choice, choose, contradictions
 from weft.core.keys import Flat, faults_of, keys_of, nest, unknown_key
 from weft.core.mesh import Mesh
 from weft.core.schedules import SCHEDULES
@@ -45,9 +46,12 @@ def look(argv: Sequence[str], families: Families) -> Loaded:
     """Read what can be read of a config, and say all that is wrong with it."""
     words = flags.split(argv)
     file, file_faults = _read_file(words.loose)
-    chosen, model_faults = _pick_model(file, flags.first_words(words), families)
+    first = flags.first_words(words)
+    folder, model_faults = choose(file, first, families)
+    chosen, pick_faults = _pick_model(file, first, folder, families)
+    model_faults += pick_faults
     if model_faults:
-        words = flags.without(words, "model.")
+        words, folder = flags.without(words, "model."), NOTHING
     if model_faults or not chosen.keeps_file:
         file = {key: value for key, value in file.items() if not key.startswith("model.")}
     of_run = run_type(chosen.name, families[chosen.name].Config)
@@ -55,10 +59,13 @@ def look(argv: Sequence[str], families: Families) -> Loaded:
     given = flags.read(words, known)
     unknown = tuple(unknown_key(key, known) for key in file if key not in known)
     asked = {key: value for key, value in (file | given.values).items() if key in known}
-    run, wrong = _validate(of_run, _defaults(chosen, asked, families) | asked | _names(chosen))
+    other = tuple(contradictions(folder, asked))
+    run, wrong = _validate(
+        of_run, _defaults(chosen, asked, families) | folder.fields | asked | folder.decided | _names(chosen)
+    )
     run, large = _bound_model(run)
     run, mesh_faults = _read_mesh(run)
-    return Loaded(run, (*file_faults, *model_faults, *unknown, *given.faults, *wrong, *large, *mesh_faults))
+    return Loaded(run, (*file_faults, *model_faults, *unknown, *given.faults, *other, *wrong, *large, *mesh_faults))
 
 
 def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
@@ -71,7 +78,9 @@ def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
         return {}, error.faults
 
 
-def _pick_model(file: Flat, first: Flat, families: Families) -> tuple[Pick, tuple[Fault, ...]]:
+def _pick_model(file: Flat, first: Flat, folder: Choice, families: Families) -> tuple[Pick, tuple[Fault, ...]]:
+    if folder.family is not None:
+        return Pick(folder.family, None, keeps_file=folder.keeps_file), ()
     try:
         return pick(file, first, families), ()
     except ConfigError as error:

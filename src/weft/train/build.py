@@ -15,24 +15,36 @@ from weft.core.model import ModelConfig
 from weft.core.plan import Plan
 from weft.models import FAMILIES, Family
 from weft.parallel.model import ParallelModel, materialise, parallelize
+from weft.save.source import Source
 from weft.train.data import Samples
 from weft.train.feed import Feed
 from weft.train.optim import Optimizer, make_optimizer, matrices
 from weft.train.skeleton import skeleton
+from weft.train.start import source_of, start_from
 from weft.train.step import TrainStep
 
 
-def build_model(family: Family, config: ModelConfig, plan: Plan, comm: Comm, *, seed: int) -> ParallelModel:
+def build_model(
+    family: Family, config: ModelConfig, plan: Plan, comm: Comm, *, seed: int, source: Source | None = None
+) -> ParallelModel:
     """This rank's part of the model; the whole model is never in memory.
 
     Parameters have their starting values, but where they come on demand (ZeRO 3): there `model.start` gives them.
+
+    Args:
+        source: holds starting values; what it does not hold is drawn.
     """
     blocks = skeleton(lambda: family.blocks(config))
     model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
     dtype: torch.dtype = getattr(torch, plan.params)
+    stored = frozenset(source.shapes) if source else frozenset()
 
     def start(names: Sequence[str]) -> None:
-        materialise(model, family.init(config), seed=seed, device=comm.device, dtype=dtype, names=names)
+        drawn = [name for name in names if model.pieces[name].owner not in stored]
+        materialise(model, family.init(config), seed=seed, device=comm.device, dtype=dtype, names=drawn)
+        if source:
+            read = [name for name in names if model.pieces[name].owner in stored]
+            start_from(source, model, read, device=comm.device, dtype=dtype)
 
     if plan.zero < 3:
         start(tuple(model.params))
@@ -42,7 +54,7 @@ def build_model(family: Family, config: ModelConfig, plan: Plan, comm: Comm, *, 
 def build_step(run: Run, comm: Comm) -> TrainStep:
     """The training step that `run` describes, as this rank plays it."""
     plan = plan_of(run)
-    model = build_model(FAMILIES[run.model.name], run.model, plan, comm, seed=run.seed)
+    model = build_model(FAMILIES[run.model.name], run.model, plan, comm, seed=run.seed, source=source_of(run))
 
     decayed = matrices(model.params)
 

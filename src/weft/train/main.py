@@ -14,11 +14,13 @@ from weft.run.launch import join, launch
 from weft.run.world import World, detect
 from weft.train.journal import Journal
 from weft.train.loop import train_on_ranks
+from weft.train.start import check_start
 from weft.view.live import open_view
 
 
 def train(run: Run) -> int:
     """Train on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code."""
+    check_start(run)
     out = Path(run.out) if run.out else None
     world = detect(os.environ)
     if world is not None:

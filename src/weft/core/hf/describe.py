@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,22 +86,3 @@ def _fixed_faults(rule: Fixed, config: Json, *, key: str) -> Iterator[Fault]:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def contradictions(described: Described, asked: Flat, *, folder: str) -> Iterator[Fault]:
-    """Fields that a person set otherwise than the folder has them."""
-    what = f"contradicts {folder}"
-    name, preset = asked.get("model.name", described.family), asked.get("model.preset")
-    if name != described.family:
-        yield Fault("model.name", what, repr(name), repr(described.family), "leave model.name out")
-    if preset is not None:
-        yield Fault("model.preset", f"{folder} has its own sizes", repr(preset), "nothing", "leave model.preset out")
-    for field, value in described.fields.items():
-        given = asked.get(f"model.{field}", value)
-        if given != value:
-            yield Fault(f"model.{field}", what, str(given), str(value), f"leave model.{field} out")
-
-
-def is_said_in_full(asked: Flat, fields: Collection[str]) -> bool:
-    """Whether every field of the model is set, so that the folder has nothing to add."""
-    return "model.name" in asked and all(f"model.{field}" in asked for field in fields)

@@ -1,0 +1,52 @@
+"""Owns parameters that start from stored values: a Hugging Face folder, of which each rank reads what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from weft.core.config import Run
+from weft.models import FAMILIES
+from weft.models.init import named_parameters
+from weft.parallel.model import ParallelModel
+from weft.save.hf.folder import HfFolder
+from weft.save.source import Source
+from weft.train.skeleton import skeleton
+
+
+def source_of(run: Run) -> HfFolder | None:
+    """Where a new run takes its values from; None where they are drawn, or come from a checkpoint.
+
+    Raises:
+        CheckpointError: the folder does not hold this model.
+    """
+    if run.model.from_hf is None or run.resume is not None:
+        return None
+    return HfFolder(Path(run.model.from_hf), run.model)
+
+
+def check_start(run: Run) -> None:
+    """Refuse a folder whose tensors are not those of the model; whole, so that one process finds what any rank would.
+
+    Raises:
+        CheckpointError: with every tensor that has another shape.
+    """
+    source = source_of(run)
+    if source is not None:
+        family = FAMILIES[run.model.name]
+        whole, ties = named_parameters(skeleton(lambda: family.blocks(run.model))), family.ties(run.model)
+        source.check_shapes({name: tuple(param.shape) for name, param in whole.items() if name not in ties})
+        source.check_copies()
+
+
+def start_from(
+    source: Source, model: ParallelModel, names: Iterable[str], *, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Give parameters on the meta device memory and their stored values, which are rounded to `dtype` once."""
+    for name in names:
+        piece, param = model.pieces[name], model.params[name]
+        value = source.read(piece.owner, piece.box).to(device=device, dtype=dtype)
+        torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
