@@ -9,13 +9,15 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from weft.core.checks import Check
 from weft.core.config import Run
-from weft.errors import Fault, LaunchError
+from weft.errors import CheckpointError, Fault, LaunchError
 from weft.run.world import detect
+from weft.save.hf.tables import match_folder
 
 RUNS = Path("runs")
 EVENTS = "events.jsonl"
@@ -114,6 +116,16 @@ def device_faults(run: Run) -> Iterable[Fault]:
         yield Fault("device", "there is no GPU", "cuda", "cpu", fix)
 
 
+def start_faults(run: Run) -> Iterable[Fault]:
+    """The folder that a new run starts from holds the tensors of its model, as far as their names tell."""
+    if run.model.from_hf is None or run.resume is not None:
+        return
+    try:
+        match_folder(Path(run.model.from_hf), run.model)
+    except CheckpointError as error:
+        yield from (replace(fault, key="model.from_hf", what=f"{fault.key}: {fault.what}") for fault in error.faults)
+
+
 def notes(run: Run) -> tuple[str, ...]:
     """What is no fault and worth a line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -127,4 +139,5 @@ CHECKS = (
     Check(("out", "resume"), out_faults),
     Check(("port",), port_faults),
     Check(("device",), device_faults),
+    Check(("model", "resume"), start_faults),
 )

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from weft.core.axes import Box
-from weft.core.hf.files import DTYPES, list_tensors
+from weft.core.hf.files import DTYPES
 from weft.core.model import ModelConfig
 from weft.errors import CheckpointError, Fault
 from weft.models import FAMILIES
 from weft.save.hf.mapped import MappedFiles
-from weft.save.hf.recipe import Read, Recipe, match, prefixed
-from weft.save.hf.tables import TABLES
+from weft.save.hf.recipe import Read, Recipe
+from weft.save.hf.tables import match_folder
 
 BLOCK_ENTRIES = 2**22
 """Entries of a tensor that are compared at a time."""
@@ -30,12 +30,9 @@ class HfFolder:
     """
 
     def __init__(self, folder: Path, cfg: ModelConfig) -> None:
-        family = FAMILIES[cfg.family]
-        table = TABLES[cfg.family]
-        self.folder = folder
-        self.entries = prefixed(list_tensors(folder), table)
-        self.recipes, self.repeated = match(table, cfg, self.entries, ties=family.ties(cfg), folder=str(folder))
-        self.ties = family.ties(cfg)
+        matched = match_folder(folder, cfg)
+        self.folder, self.ties = folder, FAMILIES[cfg.family].ties(cfg)
+        self.entries, self.recipes, self.repeated = matched.entries, matched.recipes, matched.repeated
         self._files = MappedFiles()
 
     @property

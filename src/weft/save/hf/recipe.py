@@ -96,14 +96,30 @@ def shifted(box: Box, by: Shape, sign: int) -> Box:
     )
 
 
+@dataclass(frozen=True)
+class Matched:
+    """Files and table, matched.
+
+    Attributes:
+        entries: their tensors, by the names of the table.
+        recipes: of our tensors, by our names.
+        repeated: of aliases that stand in the files beside their owner, and must hold the same.
+    """
+
+    entries: Mapping[str, Entry]
+    recipes: Mapping[str, Recipe]
+    repeated: Mapping[str, Recipe]
+
+
 def match(
-    table: WeightTable, cfg: Any, entries: Mapping[str, Entry], *, ties: Mapping[str, str], folder: str
-) -> tuple[dict[str, Recipe], dict[str, Recipe]]:
-    """Recipes of our tensors, and of aliases that stand in the files beside their owner: those must hold the same.
+    table: WeightTable, cfg: Any, listed: Mapping[str, Entry], *, ties: Mapping[str, str], folder: str
+) -> Matched:
+    """How the tensors of a folder make up the parameters of a model.
 
     Raises:
         CheckpointError: tensors that are missing, left over, or of a shape or type that does not fit; all at once.
     """
+    entries = prefixed(listed, table)
     rows = _chosen_rows(table, cfg, entries)
     aliases = {name: row for name, row in rows.items() if name in ties}
     faults: list[Fault] = []
@@ -117,7 +133,7 @@ def match(
     faults += _shared_faults(found.values(), folder)
     if faults:
         raise CheckpointError(*faults)
-    return found, repeated
+    return Matched(entries, found, repeated)
 
 
 def prefixed(entries: Mapping[str, Entry], table: WeightTable) -> dict[str, Entry]:
