@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar, Literal, TypeVar
@@ -22,6 +22,9 @@ Draw = tuple[Literal["normal"], float] | tuple[Literal["ones"]] | tuple[Literal[
 
 InitTable = Mapping[str, Draw]
 """Pattern of global parameter names -> how it starts; each parameter is matched exactly once."""
+
+Sizes = dict[str, tuple[int, int]]
+"""Name of a linear -> features out, in."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,25 @@ class ModelConfig(BaseModel):
     def check_seq_len(self, seq_len: int) -> Fault | None:
         """What is wrong with sequences of this length, if anything."""
         return None
+
+    def linears(self) -> Sizes:
+        """Projections of attention and feed-forward parts, beside which adapters may stand: global name -> features out, in."""
+        return {}
+
+
+def attention_linears(dim: int, *, q_width: int, kv_width: int) -> Sizes:
+    """The projections of attention with grouped heads, by their name in a layer."""
+    return {"attn.q": (q_width, dim), "attn.k": (kv_width, dim), "attn.v": (kv_width, dim), "attn.o": (dim, q_width)}
+
+
+def gated_linears(dim: int, ffn: int, *, inside: str = "mlp") -> Sizes:
+    """The projections of a gated feed-forward part, by their name in a layer."""
+    return {f"{inside}.gate": (ffn, dim), f"{inside}.up": (ffn, dim), f"{inside}.down": (dim, ffn)}
+
+
+def in_layers(names: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
+    """What is known of names in one layer, for the same names in each of these layers."""
+    return {f"layer{i}.{name}": value for i in layers for name, value in names.items()}
 
 
 def row_of(name: str, table: Mapping[str, T], *, title: str) -> T:

@@ -13,7 +13,7 @@ from weft.errors import ConfigError, Fault, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-_PARTS = ("batch", "experts", "images", "init", "layers", "mla", "moe", "mtp", "rope")
+_PARTS = ("batch", "experts", "images", "init", "layers", "lora", "mla", "moe", "mtp", "rope")
 
 
 class Family(Protocol):

@@ -13,8 +13,11 @@ from weft.core.model import (
     BlockSpec,
     Draw,
     ModelConfig,
+    Sizes,
     causal_attention_flops,
     check_divides,
+    gated_linears,
+    in_layers,
     linear_flops,
 )
 
@@ -147,6 +150,20 @@ class Config(ModelConfig):
             BlockSpec("loss", 0.0, (), is_layer=False),
         )
 
+    def linears(self) -> Sizes:
+        layers = range(self.layers)
+        dense = in_layers(gated_linears(self.dim, self.ffn), layers[: self.first_k_dense])
+        shared = gated_linears(self.dim, self.shared_ffn, inside="mlp.shared") if self.shared_experts else {}
+        return in_layers(self._attention_linears(), layers) | dense | in_layers(shared, layers[self.first_k_dense :])
+
+    def _attention_linears(self) -> Sizes:
+        q_width, kv_width = self.heads * self.qk_head_dim, self.heads * (self.qk_nope_head_dim + self.v_head_dim)
+        latent = self.q_lora_rank
+        queries = {"q_a": (latent, self.dim), "q_b": (q_width, latent)} if latent else {"q": (q_width, self.dim)}
+        kv_a = (self.kv_lora_rank + self.qk_rope_head_dim, self.dim)
+        rest = {"kv_a": kv_a, "kv_b": (kv_width, self.kv_lora_rank), "o": (self.dim, self.heads * self.v_head_dim)}
+        return {f"attn.{name}": sizes for name, sizes in (queries | rest).items()}
+
     def _attention_flops(self, seq_len: int) -> float:
         q_width, v_width = self.heads * self.qk_head_dim, self.heads * self.v_head_dim
         queries = (self.dim + q_width) * self.q_lora_rank if self.q_lora_rank else self.dim * q_width
@@ -202,8 +219,8 @@ PRESETS = {
 AXES: AxisTable = {
     "embed.tok.weight": ("vocab", "embed"),
     "*.attn.q.weight": ("heads", "embed"),
-    "*.attn.*_a.weight": ("latent", "embed"),
-    "*.attn.*_b.weight": ("heads", "latent"),
+    "*.attn.*[qv]_a.weight": ("latent", "embed"),
+    "*.attn.*[qv]_b.weight": ("heads", "latent"),
     "*.attn.o.weight": ("embed", "heads"),
     "*.gate.weight": ("ffn", "embed"),
     "*.up.weight": ("ffn", "embed"),
@@ -233,7 +250,7 @@ def init(cfg: Config) -> dict[str, Draw]:
     return {
         "*.tok.weight": ("normal", 0.02),
         "*.attn.q.weight": ("normal", 0.02),
-        "*.attn.*_[ab].weight": ("normal", 0.02),
+        "*.attn.*[qv]_[ab].weight": ("normal", 0.02),
         "*.attn.o.weight": ("normal", residual),
         "*.gate.weight": ("normal", 0.02),
         "*.up.weight": ("normal", 0.02),

@@ -12,8 +12,11 @@ from weft.core.model import (
     BlockSpec,
     Draw,
     ModelConfig,
+    Sizes,
+    attention_linears,
     causal_attention_flops,
     check_divides,
+    in_layers,
     linear_flops,
 )
 from weft.errors import Fault
@@ -57,6 +60,11 @@ class Config(ModelConfig):
             BlockSpec("head", head, ("batch", "seq", self.vocab), is_layer=False),
             BlockSpec("loss", 0.0, (), is_layer=False),
         )
+
+    def linears(self) -> Sizes:
+        mlp = {"mlp.up": (self.ffn, self.dim), "mlp.down": (self.dim, self.ffn)}
+        own = attention_linears(self.dim, q_width=self.dim, kv_width=self.dim) | mlp
+        return in_layers(own, range(self.layers))
 
     def check_seq_len(self, seq_len: int) -> Fault | None:
         if seq_len <= self.max_seq_len:

@@ -12,8 +12,12 @@ from weft.core.model import (
     BlockSpec,
     Draw,
     ModelConfig,
+    Sizes,
+    attention_linears,
     causal_attention_flops,
     check_divides,
+    gated_linears,
+    in_layers,
     linear_flops,
 )
 
@@ -91,6 +95,10 @@ class Config(ModelConfig):
             BlockSpec("head", head, ("batch", "seq", self.vocab), is_layer=False),
             BlockSpec("loss", 0.0, (), is_layer=False),
         )
+
+    def linears(self) -> Sizes:
+        attention = attention_linears(self.dim, q_width=self.dim, kv_width=self.kv_heads * self.head_size)
+        return in_layers(attention | gated_linears(self.dim, self.ffn), range(self.layers))
 
 
 def _published(*, layers: int, dim: int, heads: int, ffn: int, scaling: float, tied: bool = False) -> Config:

@@ -13,8 +13,12 @@ from weft.core.model import (
     BlockSpec,
     Draw,
     ModelConfig,
+    Sizes,
+    attention_linears,
     causal_attention_flops,
     check_divides,
+    gated_linears,
+    in_layers,
     linear_flops,
 )
 
@@ -61,6 +65,10 @@ class Trunk(ModelConfig):
             BlockSpec("loss", 0.0, (), is_layer=False),
         )
 
+    def linears(self) -> Sizes:
+        widths = {"q_width": self.heads * self.head_size, "kv_width": self.kv_heads * self.head_size}
+        return in_layers(attention_linears(self.dim, **widths), range(self.layers))
+
 
 class Config(Trunk):
     """Qwen3's shape; the defaults are qwen3-tiny."""
@@ -74,6 +82,9 @@ class Config(Trunk):
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
         return self.chain_specs(seq_len, mlp_weights=3 * self.dim * self.ffn)
+
+    def linears(self) -> Sizes:
+        return super().linears() | in_layers(gated_linears(self.dim, self.ffn), range(self.layers))
 
 
 def _published(*, layers: int, dim: int, heads: int, ffn: int, tied: bool = False) -> Config:

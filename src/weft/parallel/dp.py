@@ -55,25 +55,35 @@ class GradientBuckets:
         bucket_bytes: int = 25 * 2**20,
     ) -> None:
         self.comm, self._params = comm, params
+        self._trained = {name: param for name, param in params.items() if param.requires_grad}
         self.buckets = tuple(_make_buckets(params, reduce=reduce, stage_of=stage_of, bucket_bytes=bucket_bytes))
         self.views = {name: param.grad for name, param in params.items() if param.grad is not None}
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
         self._armed: set[int] = set()
         self._hooks = [
             param.register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
-            for name, param in params.items()
-            if param.requires_grad
+            for name, param in self._trained.items()
         ]
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """What an optimizer moves, by global name, `.grad` beside it."""
-        return self._params
+        return self._trained
+
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        """What nobody moves and no rank holds whole: nothing."""
+        return {}
 
     @property
     def spread(self) -> Mapping[str, tuple[str, ...]]:
         """Mesh axes over which the entries of a parameter are spread: none."""
         return {}
+
+    @property
+    def ranges(self) -> Mapping[str, tuple[int, int]]:
+        """Which entries of this rank's piece of a parameter lie in its tensor: all."""
+        return {name: (0, param.numel()) for name, param in self._params.items()}
 
     def after_update(self) -> None:
         """The blocks use the very tensors that were moved."""

@@ -17,6 +17,8 @@ from weft.errors import Fault, PlanError
 from weft.models import FAMILIES
 from weft.models.experts import Experts
 from weft.models.init import initialise, named_parameters, tie
+from weft.models.lora import Factor
+from weft.models.moe import Router
 from weft.parallel import cp, ep, tp, vocab
 from weft.parallel.recompute import recomputed
 
@@ -68,6 +70,15 @@ class ParallelModel:
     def blocks(self) -> dict[str, nn.Module]:
         """The blocks that live here, by name."""
         return {name: block for stage in self.stages.values() for name, block in stage.items()}
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Parameters here that nobody moves; routers' biases, which move without a gradient, are none of them."""
+        routers = (module for block in self.blocks.values() for module in block.modules() if isinstance(module, Router))
+        biases = {id(router.bias) for router in routers}
+        return frozenset(
+            name for name, param in self.params.items() if not param.requires_grad and id(param) not in biases
+        )
 
 
 @dataclass(frozen=True)
@@ -213,7 +224,7 @@ def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dic
 
 def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTable) -> None:
     """Refuse a parameter that was cut although no transform took over its module."""
-    served = (tp.ColumnParallelLinear, tp.RowParallelLinear, vocab.VocabParallelEmbedding, Experts)
+    served = (tp.ColumnParallelLinear, tp.RowParallelLinear, vocab.VocabParallelEmbedding, Experts, Factor)
     for block_name, block in blocks.items():
         for path, _ in block.named_parameters():
             name, logical = f"{block_name}.{path}", axes_of(f"{block_name}.{path}", axes)

@@ -143,8 +143,10 @@ class Player:
         kept = play.kept.pop((act.stage, act.mb))
         source = self.table.source(act)
         seeds = [play.seed.to(output.dtype) for output in kept.outputs]
-        gradients = seeds if source is None else [self._take(play, source), *seeds[1:]]
-        torch.autograd.backward(*_that_flow(kept.outputs, gradients))
+        seeds = seeds if source is None else [self._take(play, source), *seeds[1:]]
+        outputs, gradients = _that_flow(kept.outputs, seeds)
+        if outputs:  # the first stage has none where all of it is frozen
+            torch.autograd.backward(outputs, gradients)
         if kept.split is not None:
             play.owed[act.stage, act.mb] = kept.split
         if act.stage > 0:

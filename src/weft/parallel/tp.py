@@ -15,6 +15,7 @@ from weft.core.axes import Rule, span, span_sizes
 from weft.core.mesh import Axis
 from weft.core.model import axes_of
 from weft.errors import Fault, PlanError
+from weft.models.lora import plus_adapter, take_adapter
 from weft.parallel import ep
 from weft.parallel.region import Loan, Region, linear
 
@@ -47,6 +48,7 @@ class ColumnParallelLinear(nn.Module):
         self.out_features, self.gather_output = out_features, gather_output
         self.region = Region(comm, axis, sequence_parallel)
         self.loan: Loan | None = None
+        take_adapter(self)
         _reset(self)
 
     @classmethod
@@ -56,6 +58,7 @@ class ColumnParallelLinear(nn.Module):
         nn.Module.__init__(self)
         self.weight, self.bias = cast(nn.Parameter, module.weight), module.bias
         self.out_features, self.gather_output, self.region, self.loan = out_features, False, region, None
+        take_adapter(self, module)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -63,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
         loan, self.loan = self.loan, None
         if loan is None:
             x, (loan,) = self.region.open(x, (self.weight,))
-        y = linear(x, loan, self.bias)
+        y = plus_adapter(self, x, linear(x, loan, self.bias))
         if not self.gather_output:
             return y
         comm, axis = self.region.comm, self.region.axis
@@ -95,6 +98,7 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, hi - lo, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.region = Region(comm, axis, sequence_parallel)
+        take_adapter(self)
         _reset(self)
 
     @classmethod
@@ -103,11 +107,12 @@ class RowParallelLinear(nn.Module):
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.weight, self.bias, self.region = cast(nn.Parameter, module.weight), module.bias, region
+        take_adapter(self, module)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., this rank's in_features] -> y[..., out_features]."""
-        y = self.region.leave(nn.functional.linear(x, self.weight))
+        y = self.region.leave(plus_adapter(self, x, nn.functional.linear(x, self.weight)))
         return y if self.bias is None else y + self.bias
 
 

@@ -14,6 +14,7 @@ Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ class ShardedParams:
 
     Attributes:
         tensors: what the optimizer moves, by global name: this rank's entries, one-dimensional, `.grad` beside them.
+        frozen: what nobody moves and no rank holds whole: this rank's entries, or none of them.
         spread: mesh axes over which the entries of each parameter are spread.
+        ranges: which entries of this rank's piece of a parameter, counted row by row, lie in its tensor: from, up to.
         split_stages: stages whose backwards come in two parts, each with some of the gradients.
         defers: while it is on, gradients are reduced only by backwards that were armed, whatever the stage.
     """
@@ -41,7 +44,9 @@ class ShardedParams:
     ) -> None:
         self.units, self.comm, self.policy, self.split_stages = tuple(units), comm, policy, split_stages
         self.tensors: dict[str, Tensor] = {}
+        self.frozen: dict[str, Tensor] = {}
         self.spread: dict[str, tuple[str, ...]] = {}
+        self.ranges: dict[str, tuple[int, int]] = {}
         self.defers = policy.zero <= 1
         self._armed: set[int] = set()
         self._touched: list[Unit] = []
@@ -49,15 +54,19 @@ class ShardedParams:
             self._register(unit)
 
     def _register(self, unit: Unit) -> None:
-        if not unit.is_trained:
-            return
         gradients = unit.layout.shard_views(unit.grad, unit.index) if unit.grad is not None else {}
+        held = {slot.name: unit.layout.cut(slot, unit.index)[0] for slot in unit.layout.slots}
         for name, entries in unit.layout.shard_views(unit.shard, unit.index).items():
-            if entries.numel() and name in gradients:
+            is_moved, is_frozen = name in gradients and entries.numel() > 0, unit.is_on_demand and not unit.is_trained
+            if is_moved:
                 entries.grad = gradients[name]
                 self.tensors[name] = entries
-                self.spread[name] = unit.axes if self.policy.zero else ()
-        for name, param in unit.params.items():
+            if is_frozen:
+                self.frozen[name] = entries
+            if is_moved or is_frozen:
+                self.spread[name] = unit.axes if unit.policy.zero else ()
+                self.ranges[name] = (held[name].start, held[name].stop)
+        for name, param in unit.params.items() if unit.is_trained else ():
             param.register_post_accumulate_grad_hook(lambda param, name=name: self._arrived(unit, name, param))
 
     @property
@@ -138,13 +147,16 @@ class ShardedParams:
 
 
 def shard(model: ParallelModel, policy: Policy) -> ShardedParams:
-    """The trained parameters of a model, spread as `policy` says; others stay as they are.
+    """The parameters of a model, spread as `policy` says: those that are trained, and those that adapters have frozen.
+
+    What is frozen has no gradients and no states to spread: it is spread from ZeRO 3 on, and held in the type of compute.
+    Others (the biases of routers) stay as they are.
 
     A model whose parameters have no values yet gets them unit by unit, so that on demand no rank ever holds all of its part.
     """
     split = frozenset(stage for stage, _ in model.plan.table.splits)
     sharded = ShardedParams(tuple(_units(model, policy)), model.comm, policy, split_stages=split)
-    model.start([name for name in model.params if name not in sharded.tensors and model.params[name].is_meta])
+    model.start([name for name, param in model.params.items() if param.is_meta])
     chains = [list(blocks.values()) for blocks in model.stages.values()]
     gather_on_demand(
         [[Needs(block, units_of(block.parameters(), sharded.units)) for block in blocks] for blocks in chains]
@@ -155,15 +167,17 @@ def shard(model: ParallelModel, policy: Policy) -> ShardedParams:
 def _units(model: ParallelModel, policy: Policy) -> Iterator[Unit]:
     """Parameters of equal stage, block, reduce axes; a parameter tied to one on another pipeline rank stands alone, so that
     both ranks cut it alike."""
-    far = {link.name for link in model.far_ties}
-    names = [name for name, param in model.params.items() if param.requires_grad]
+    far, frozen = {link.name for link in model.far_ties}, model.frozen
+    still = replace(policy, zero=3 if policy.zero == 3 else 0, params=policy.compute)
+    names = [name for name, param in model.params.items() if param.requires_grad or name in frozen]
 
-    def key(name: str) -> tuple[int, str, tuple[str, ...], str]:
-        return model.stage_of[name], name.partition(".")[0], model.pieces[name].reduce, name if name in far else ""
+    def key(name: str) -> tuple[int, str, tuple[str, ...], str, bool]:
+        piece, is_far = model.pieces[name], name if name in far else ""
+        return model.stage_of[name], name.partition(".")[0], piece.reduce, is_far, name in frozen
 
     order = {name: place for place, name in enumerate(names)}
-    for (stage, _, axes, _), group in groupby(sorted(names, key=lambda name: (key(name), order[name])), key=key):
+    for (stage, _, axes, _, is_frozen), group in groupby(sorted(names, key=lambda n: (key(n), order[n])), key=key):
         members = list(group)
         model.start([name for name in members if model.params[name].is_meta])
         params: dict[str, nn.Parameter] = {name: model.params[name] for name in members}
-        yield Unit(params, model.comm, policy, axes=axes, stage=stage)
+        yield Unit(params, model.comm, still if is_frozen else policy, axes=axes, stage=stage)

@@ -14,6 +14,7 @@ from weft.core.layout import plan_of
 from weft.core.model import ModelConfig
 from weft.core.plan import Plan
 from weft.models import FAMILIES, Family
+from weft.models.lora import adapted
 from weft.parallel.model import ParallelModel, materialise, parallelize
 from weft.save.source import Source
 from weft.train.data import Samples
@@ -22,6 +23,11 @@ from weft.train.optim import Optimizer, make_optimizer, matrices
 from weft.train.skeleton import skeleton
 from weft.train.start import source_of, start_from
 from weft.train.step import TrainStep
+
+
+def family_of(run: Run) -> Family:
+    """The family of the run's model, with adapters where it has some."""
+    return adapted(FAMILIES[run.model.name], run.lora)
 
 
 def build_model(
@@ -54,7 +60,7 @@ def build_model(
 def build_step(run: Run, comm: Comm) -> TrainStep:
     """The training step that `run` describes, as this rank plays it."""
     plan = plan_of(run)
-    model = build_model(FAMILIES[run.model.name], run.model, plan, comm, seed=run.seed, source=source_of(run))
+    model = build_model(family_of(run), run.model, plan, comm, seed=run.seed, source=source_of(run))
 
     decayed = matrices(model.params)
 
