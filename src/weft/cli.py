@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
+from weft.commands import generate
 from weft.commands.console import HELP, checked_run, say, settle_threads, show_help, take_flag, tell, wants_help
 from weft.core import flags
 from weft.core.config import Table
@@ -177,6 +178,13 @@ def prove(words: Sequence[str]) -> int:
     return EXIT_OK if proof.holds else EXIT_FAILED
 
 
+def data_files(words: Sequence[str]) -> int:
+    """Texts to token files."""
+    from weft.commands.data import run  # nobody else pays for it
+
+    return run(words)
+
+
 def doctor(words: Sequence[str]) -> int:
     """Look at this machine."""
     if wants_help(words):
@@ -207,9 +215,11 @@ COMMANDS = {
     "prove": Command(
         "[RUN | CONFIG.toml] [--first 3]", "hold a run or a layout against one device, number by number", prove
     ),
+    "generate": Command(generate.USAGE, generate.LINE, generate.generate),
+    "data": Command("prepare INPUT... | show FOLDER", "make token files of texts; see what is in them", data_files),
     "doctor": Command("", "look at this machine: versions, devices, memory, whether ranks meet", doctor),
 }
-COMMANDS_TO_COME = ("plan", "bench", "data", "generate", "import", "export", "report", "launch", "chaos")
+COMMANDS_TO_COME = ("plan", "bench", "import", "export", "report", "launch", "chaos")
 
 
 def _help_of_run(name: str, words: Sequence[str]) -> int:

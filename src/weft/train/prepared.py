@@ -29,6 +29,7 @@ from weft.train.tokens import BLOCK_TOKENS, TokenStream, open_tokens
 META = "meta.json"
 FORMAT = 1
 Split = Literal["train", "valid"]
+TokenDtype = Literal["uint16", "uint32"]
 SPLITS: tuple[Split, Split] = ("train", "valid")
 BOUND = np.dtype("<i8")
 PREPARE = "weft data prepare it again"
@@ -50,7 +51,7 @@ class Meta(Table):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     format: int
-    dtype: Literal["uint16", "uint32"]
+    dtype: TokenDtype
     tokenizer: str
     tokenizer_sha256: str
     vocab: int
