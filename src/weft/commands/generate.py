@@ -1,0 +1,34 @@
+"""Owns `weft generate`: what is asked for and the model that is meant, checked before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.commands.console import settle_threads, show_help, tell, wants_help
+from weft.core import flags
+from weft.errors import Fault, UserError
+from weft.generate.job import make_job
+from weft.generate.request import Request, short_words
+from weft.generate.subject import find_subject
+from weft.train import door
+
+USAGE = "RUN | CHECKPOINT | HF-FOLDER [--prompt TEXT] [--mesh tp2] [--key value ...]"
+LINE = "write text with a trained model, on any layout of ranks"
+
+
+def generate(words: Sequence[str]) -> int:
+    """Write what a stored model writes."""
+    if wants_help(words):
+        return show_help(Request(), f"weft generate {USAGE}", LINE)
+    if not words or words[0].startswith("--"):
+        fix = 'for example weft generate runs/first --prompt "def "'
+        raise UserError(
+            Fault("weft generate", "no model is named", need="a run, a checkpoint or a folder first", fix=fix)
+        )
+    request = flags.read_config(short_words(list(words[1:])), Request)
+    job = make_job(request, find_subject(words[0]), surroundings=door.CHECKS)
+    tell(f"note: {note}" for note in (*job.notes(), *door.notes(job.run)))
+    settle_threads()
+    from weft.generate.main import generate as write  # imports torch, and so comes after all checks
+
+    return write(job)

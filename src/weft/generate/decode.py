@@ -1,0 +1,86 @@
+"""Owns forwards that remember: new tokens through the stages in turn, logits of each row's last one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft.core.axes import span_sizes
+from weft.generate.cache import look_at, remember
+from weft.models.batch import Batch, chain
+from weft.parallel.model import ParallelModel
+
+LEFT_OUT = ("loss", "mtp")
+"""Blocks (by the beginning of their names) that only training reads."""
+
+
+class Decoder:
+    """A model's rows of tokens as they grow. All ranks of the mesh call it alike; ranks along ep bring rows of their own.
+
+    It takes the model over: its attention is swapped for one that keeps keys and values.
+    """
+
+    def __init__(self, model: ParallelModel, *, vocab: int) -> None:
+        self.model, self.vocab = model, vocab
+        self.caches = remember(model.stages)
+        self.lengths: tuple[int, ...] = ()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank is of the stage that yields logits."""
+        return self.model.plan.table.home[-1] == self.model.comm.index("pp")
+
+    def read(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
+        """Take in the next tokens of each row, one at least: logits_BV behind its last one; None before the last stage."""
+        firsts = self.lengths or (0,) * len(rows)
+        counts = [len(row) for row in rows]
+        length = max(counts, default=1)
+        padded = [[*row, *([0] * (length - len(row)))] for row in rows]
+        tokens_BS = torch.tensor(padded, dtype=torch.int64, device=self.model.comm.device).view(len(rows), length)
+        with torch.no_grad():  # not inference_mode: its tensors must not be written by the threads of gloo
+            logits = self._forward(look_at(tokens_BS, firsts), [count - 1 for count in counts])
+        self.lengths = tuple(first + count for first, count in zip(firsts, counts, strict=True))
+        return logits
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self.model.comm.device)
+        for cache in self.caches:
+            cache.keep(index)
+        self.lengths = tuple(self.lengths[row] for row in rows)
+
+    def _forward(self, batch: Batch, lasts: Sequence[int]) -> Tensor | None:
+        plan, comm = self.model.plan, self.model.comm
+        home, here = plan.table.home, comm.index("pp")
+        x = batch.inputs
+        for stage in range(len(home)):
+            if home[stage] != here:
+                continue
+            if stage and home[stage - 1] != here:
+                x = self._receive(stage - 1, batch)
+            x = self._play(stage, x, batch, lasts)
+            if stage + 1 < len(home) and home[stage + 1] != here and x.numel():
+                comm.send(x.contiguous(), "pp", to=home[stage + 1])
+        if not self.is_last:
+            return None
+        cut = "vocab" in plan.cuts
+        return comm.all_gather(x, "tp", dim=-1, sizes=span_sizes(self.vocab, comm.degree("tp"))) if cut else x
+
+    def _receive(self, stage: int, batch: Batch) -> Tensor:
+        plan, comm = self.model.plan, self.model.comm
+        shape = (*batch.inputs.shape, *plan.stages[stage].out[2:])
+        x = torch.empty(shape, dtype=getattr(torch, plan.compute), device=comm.device)
+        return comm.recv(x, "pp", source=plan.table.home[stage]) if x.numel() else x
+
+    def _play(self, stage: int, x: Tensor, batch: Batch, lasts: Sequence[int]) -> Tensor:
+        """x_BSD through a stage's blocks; the head sees each row's last token alone, and yields logits_BV."""
+        for name, block in self.model.stages[stage].items():
+            if name.startswith(LEFT_OUT):
+                continue
+            if name == "head":
+                rows = torch.arange(len(lasts), device=x.device)
+                x = x[rows, torch.tensor(lasts, dtype=torch.int64, device=x.device)].unsqueeze(1)
+            x = chain({name: block}, x, batch).x
+        return x.squeeze(1) if "head" in self.model.stages[stage] else x
