@@ -14,7 +14,6 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
-from weft.commands import generate
 from weft.commands.console import HELP, checked_run, say, settle_threads, show_help, take_flag, tell, wants_help
 from weft.core import flags
 from weft.core.config import Table
@@ -178,6 +177,13 @@ def prove(words: Sequence[str]) -> int:
     return EXIT_OK if proof.holds else EXIT_FAILED
 
 
+def generate(words: Sequence[str]) -> int:
+    """Write text."""
+    from weft.commands.generate import generate as run  # nobody else pays for it
+
+    return run(words)
+
+
 def data_files(words: Sequence[str]) -> int:
     """Texts to token files."""
     from weft.commands.data import run  # nobody else pays for it
@@ -215,7 +221,9 @@ COMMANDS = {
     "prove": Command(
         "[RUN | CONFIG.toml] [--first 3]", "hold a run or a layout against one device, number by number", prove
     ),
-    "generate": Command(generate.USAGE, generate.LINE, generate.generate),
+    "generate": Command(
+        "MODEL [--prompt TEXT ...]", "write text with a run, a checkpoint or a Hugging Face folder", generate
+    ),
     "data": Command("prepare INPUT... | show FOLDER", "make token files of texts; see what is in them", data_files),
     "doctor": Command("", "look at this machine: versions, devices, memory, whether ranks meet", doctor),
 }
