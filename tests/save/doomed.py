@@ -1,0 +1,75 @@
+"""Owns the process that is killed while it saves: a server that has run no torch forks one whenever it is asked to.
+
+The server reads a line (a run folder, and the step to begin with), forks, and writes the child's process id. The child saves
+checkpoint after checkpoint, a few megabytes each, keeps the two newest, and writes the step of every one that is committed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from tests.save.states import facts_of
+from weft.core.axes import Box
+from weft.save.folder import checkpoint_path, prune, remove_leftovers, temporary_path
+from weft.save.held import Held
+from weft.save.write import commit, start_write
+
+RANKS, ROWS, COLUMNS, TENSORS = 2, 256, 512, 4
+"""Four float32 tensors of half a MiB."""
+
+
+def value_of(step: int, index: int) -> int:
+    """What every entry of a tensor is."""
+    return step * TENSORS + index
+
+
+def saved(run: Path, step: int) -> None:
+    """A checkpoint of rows that two ranks share."""
+    final, half = checkpoint_path(run, step), ROWS // RANKS
+    tmp = temporary_path(final)
+    writings = []
+    for rank in range(RANKS):
+        box = Box((rank * half, 0), ((rank + 1) * half, COLUMNS))
+        held = [
+            Held(f"model/t{index}", (ROWS, COLUMNS), box, torch.full(box.shape, float(value_of(step, index))))
+            for index in range(TENSORS)
+        ]
+        writings.append(start_write(tmp, rank, held))
+    for writing in writings:
+        writing.wait()
+    commit(tmp, final, facts_of(step), ranks=RANKS)
+
+
+def live(run: Path, step: int) -> None:
+    """Until somebody ends it."""
+    remove_leftovers(run)
+    while True:
+        saved(run, step)
+        os.write(sys.stdout.fileno(), f"{step}\n".encode())
+        prune(run, 2)
+        step += 1
+
+
+def main() -> None:
+    """Serve until standard input is closed; every child is waited for before the next."""
+    for line in sys.stdin:
+        run, step = line.rsplit(maxsplit=1)
+        if pid := os.fork():
+            os.write(sys.stdout.fileno(), f"pid {pid}\n".encode())
+            os.waitpid(pid, 0)
+            os.write(sys.stdout.fileno(), b"dead\n")
+            continue
+        try:
+            live(Path(run), int(step))
+        except BaseException:  # noqa: BLE001 - there is nobody left to raise it to
+            traceback.print_exc()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
