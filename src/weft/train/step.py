@@ -38,6 +38,7 @@ class StepReport:
         loss_scale: factor of the loss under which the gradients were computed; 1 but for float16.
         skipped: whether the parameters were left as they are, because gradients overflowed at that scale.
         expert_load: largest load of an expert over the mean, in the worst block; 1 is even, None without experts.
+        said: what each rank had to tell the others, by rank.
     """
 
     loss: float
@@ -48,6 +49,12 @@ class StepReport:
     loss_scale: float = 1.0
     skipped: bool = False
     expert_load: float | None = None
+    said: tuple[int, ...] = ()
+
+
+def silence() -> int:
+    """Nothing to tell the others."""
+    return 0
 
 
 class Totals(NamedTuple):
@@ -57,6 +64,7 @@ class Totals(NamedTuple):
     norm: Tensor
     mem_bytes: tuple[int, ...]
     expert_load: float | None
+    said: tuple[int, ...]
 
 
 class TrainStep:
@@ -89,8 +97,11 @@ class TrainStep:
         count = torch.tensor(mine, dtype=torch.int64, device=comm.device)
         return int(comm.all_reduce(count, tuple(name for name, _ in comm.mesh.axes)).item())
 
-    def __call__(self, batches: Sequence[Batch], *, lr: float) -> StepReport:
-        """Train on this rank's micro-batches of one step."""
+    def __call__(self, batches: Sequence[Batch], *, lr: float, says: Callable[[], int] = silence) -> StepReport:
+        """Train on this rank's micro-batches of one step.
+
+        `says` is asked once gradients are there: its number travels to all ranks with those that every step gathers.
+        """
         start, scale = time.perf_counter(), self.loss_scale.value
         targets = self._count_targets(batches)
         self.kept.zero()
@@ -98,7 +109,7 @@ class TrainStep:
         self.kept.finish()
         grads.add_far_ties(self.model, self.kept)
         loads = sum_loads(played.loads, self.model.comm)
-        totals = self._gather_totals(played.loss, imbalance(loads))
+        totals = self._gather_totals(played.loss, imbalance(loads), says())
         norm = totals.norm / scale
         is_finite = math.isfinite(norm.item())
         skipped = self.loss_scale.skips(is_finite=is_finite)
@@ -116,6 +127,7 @@ class TrainStep:
             loss_scale=scale,
             skipped=skipped,
             expert_load=totals.expert_load,
+            said=totals.said,
         )
 
     def _update(self, lr: float) -> None:
@@ -130,19 +142,20 @@ class TrainStep:
         counts = torch.stack([batch.num_targets() for batch in batches]).sum().double()
         return comm.all_reduce(counts, data_axes(comm.mesh)).clamp(min=1)
 
-    def _gather_totals(self, loss: Tensor, expert_load: float) -> Totals:
+    def _gather_totals(self, loss: Tensor, expert_load: float, word: int) -> Totals:
         """What is known of the step over all ranks: every rank sums the same numbers in the same order."""
         comm, mesh = self.model.comm, self.model.comm.mesh
         loss_once = loss if comm.index("tp") == 0 else torch.zeros_like(loss)
-        facts = torch.tensor((memory_bytes(comm.device), expert_load), dtype=torch.float64, device=comm.device)
+        facts = torch.tensor((memory_bytes(comm.device), expert_load, word), dtype=torch.float64, device=comm.device)
         mine = torch.stack((loss_once, grads.squared_norm(self.model, self.kept), *facts.unbind())).unsqueeze(0)
         everyone = comm.all_gather(mine, tuple(name for name, _ in mesh.axes), dim=0)
-        losses, squares, mems, expert_loads = everyone.unbind(1)
+        losses, squares, mems, expert_loads, words = everyone.unbind(1)
         stage_of_rank = [mesh.coord(rank).get("pp", 0) for rank in range(mesh.size)]
         per_stage = [0] * mesh.degree("pp")
         for stage, value in zip(stage_of_rank, mems.tolist(), strict=True):
             per_stage[stage] = max(per_stage[stage], int(value))
-        return Totals(losses.sum(), squares.sum().sqrt(), tuple(per_stage), expert_loads.max().item() or None)
+        said = tuple(int(word) for word in words.tolist())
+        return Totals(losses.sum(), squares.sum().sqrt(), tuple(per_stage), expert_loads.max().item() or None, said)
 
 
 def keep_gradients(model: ParallelModel) -> Gradients:
