@@ -18,7 +18,7 @@ CONTEXTS: tuple[Context, ...] = ("ring", "allgather", "ulysses")
 GRID_FAMILIES = ("gpt2", "llama3")
 WHOLE = (
     Case("pp2 dp2 ep2 cp2 tp2", family="deepseek", sequence=True, microbatches=2),
-    Case("pp2 dp2 ep2 cp2 tp2", family="qwen3-moe", microbatches=2, zero=3, recompute="full", schedule="zbv", chunks=2),
+    Case("pp2 dp2 ep2 cp2 tp2", family="qwen3-moe", microbatches=2, zero=3, schedule="zbv", chunks=2, layers=4),
     Case("tp2 cp2 ep2 dp2 pp2", family="qwen3-moe", microbatches=2, zero=2, context="ulysses", schedule="zero_bubble"),
 )
 """All five dimensions at once."""

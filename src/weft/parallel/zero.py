@@ -13,6 +13,7 @@ Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -36,13 +37,21 @@ class ShardedParams:
         spread: mesh axes over which the entries of each parameter are spread.
         ranges: which entries of this rank's piece of a parameter, counted row by row, lie in its tensor: from, up to.
         split_stages: stages whose backwards come in two parts, each with some of the gradients.
+        shared: parameters that several stages of this rank use: backwards of each of them bring gradients.
         defers: while it is on, gradients are reduced only by backwards that were armed, whatever the stage.
     """
 
     def __init__(
-        self, units: Sequence[Unit], comm: Comm, policy: Policy, *, split_stages: frozenset[int] = frozenset()
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        policy: Policy,
+        *,
+        split_stages: frozenset[int] = frozenset(),
+        shared: frozenset[str] = frozenset(),
     ) -> None:
-        self.units, self.comm, self.policy, self.split_stages = tuple(units), comm, policy, split_stages
+        self.units, self.comm, self.policy = tuple(units), comm, policy
+        self.split_stages, self.shared = split_stages, shared
         self.tensors: dict[str, Tensor] = {}
         self.frozen: dict[str, Tensor] = {}
         self.spread: dict[str, tuple[str, ...]] = {}
@@ -95,9 +104,12 @@ class ShardedParams:
             unit.release()
 
     def _backward_is_over(self) -> None:
-        """A gradient that has not come will not, but with the second part: the next backward counts anew."""
+        """A gradient that has not come will not, but with the second part: the next backward counts anew.
+
+        So it does for what several stages share: what the one stage brought is no part of what the other will bring.
+        """
         for unit in self._touched:
-            if unit.stage not in self.split_stages:
+            if unit.stage not in self.split_stages or not self.shared.isdisjoint(unit.params):
                 unit.missing = set(unit.params)
         self._touched.clear()
 
@@ -155,13 +167,20 @@ def shard(model: ParallelModel, policy: Policy) -> ShardedParams:
     A model whose parameters have no values yet gets them unit by unit, so that on demand no rank ever holds all of its part.
     """
     split = frozenset(stage for stage, _ in model.plan.table.splits)
-    sharded = ShardedParams(tuple(_units(model, policy)), model.comm, policy, split_stages=split)
+    units, shared = tuple(_units(model, policy)), _shared(model)
+    sharded = ShardedParams(units, model.comm, policy, split_stages=split, shared=shared)
     model.start([name for name, param in model.params.items() if param.is_meta])
     chains = [list(blocks.values()) for blocks in model.stages.values()]
     gather_on_demand(
         [[Needs(block, units_of(block.parameters(), sharded.units)) for block in blocks] for blocks in chains]
     )
     return sharded
+
+
+def _shared(model: ParallelModel) -> frozenset[str]:
+    """Parameters that more than one stage of this rank uses."""
+    users = Counter(id(param) for stage in model.stages.values() for param in stage.parameters())
+    return frozenset(name for name, param in model.params.items() if users[id(param)] > 1)
 
 
 def _units(model: ParallelModel, policy: Policy) -> Iterator[Unit]:

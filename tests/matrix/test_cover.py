@@ -1,0 +1,61 @@
+"""The covering rows hold every three choices that can meet; what is valid is what the door lets through."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.matrix import cover
+from tests.matrix.cover import CHOICES, LIST, NAMES, case_of, complete, every_part, is_valid, parts, read_rows
+from tests.matrix.layouts import Case, fits
+from tests.matrix.sweep import every_case
+from weft.core.schedules import SCHEDULES
+
+
+def rows() -> list[dict[str, object]]:
+    """The rows of the list, as choices; one whose axes come in the same order under several nestings, as several."""
+    models = {(name.partition(" ")[0], "grouped" in name): name for name in CHOICES["model"]}
+    found = []
+    for case in read_rows(LIST):
+        axes = [axis for axis, _ in case.grid.axes]
+        nested = [text for text in CHOICES["nesting"] if [axis for axis in text.split() if axis in axes] == axes]
+        row = {name: getattr(case, name) for name in NAMES[NAMES.index("microbatches") :]}
+        row |= {axis: case.grid.degree(axis) for axis in ("pp", "dp", "ep", "cp", "tp")}
+        row |= {"model": models[case.family, case.grouped], "schedule": f"{case.schedule} {case.chunks}"}
+        found += [{**row, "nesting": text} for text in nested]
+    return found
+
+
+def test_rows_are_layouts_that_the_door_lets_through() -> None:
+    assert all(map(fits, every_case()))
+    assert {case_of(row) for row in rows()} == set(read_rows(LIST))
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_every_combination_of_choices_that_can_meet_meets_in_some_row(strength: int) -> None:
+    """What no row holds cannot be completed to a layout, however the rest is drawn."""
+    held = {part for row in rows() for part in parts(row, strength)}
+    absent = [part for part in every_part(strength) if part not in held]
+    dice = random.Random(7)
+    asked = absent if strength == 2 else dice.sample(absent, 60)
+    assert not [part for part in asked if next(complete(part, dice, 200), None)]
+
+
+def test_the_sweep_has_every_schedule_model_and_mesh_of_five_axes() -> None:
+    cases = every_case()
+    assert {case.schedule for case in cases} == set(SCHEDULES)
+    assert {case.family for case in cases} == {"gpt2", "llama3", "qwen3", "qwen3-moe", "deepseek"}
+    assert any(len(case.grid.axes) == 5 for case in cases)
+    assert len(set(map(str, cases))) == len(cases), "names tell layouts apart"
+
+
+def test_choices_that_stand_for_nothing_or_do_not_fit_are_no_rows() -> None:
+    row = {name: values[0] for name, values in CHOICES.items()}
+    assert is_valid(row)
+    assert not is_valid({**row, "sequence": True})
+    assert not is_valid({**row, "ep": 2})
+    assert not is_valid({**row, "pp": 2, "schedule": "interleaved 2", "microbatches": 3})
+    assert cover.acts({**row, "model": "deepseek", "tp": 4, "cp": 2, "context": "ulysses"})
+    assert not is_valid({**row, "model": "deepseek", "tp": 4, "cp": 2, "context": "ulysses"})
+    assert not fits(Case("tp3"))
