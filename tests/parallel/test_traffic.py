@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections import Counter as Sum
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.matrix.layouts import LR, SEED, Case, adamw, batches
+from tests.matrix.layouts import LR, SEED, Case, adamw, batches, on_one_device
 from tests.matrix.plain import MIXED, Dtypes
+from tests.matrix.sweep import CONTEXTS
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
+from weft.core.axes import data_axes, span
 from weft.models import FAMILIES
+from weft.models.batch import Batch, forward
+from weft.models.moe import Router
 from weft.parallel.model import ParallelModel
 from weft.prove.layout import micro_batches
+from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
 from weft.train.build import build_model
 from weft.train.optim import matrices
@@ -60,13 +68,13 @@ def gradients_and_values(model: ParallelModel, case: Case, dtypes: Dtypes) -> Su
 
 
 def activations(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
-    """4 all-reduces of s b h a layer and micro-batch over tp, or as many gathers and scatters; s b h a boundary over pp."""
+    """4 all-reduces of s b h / c a layer and micro-batch over tp, or gathers and scatters; s b h / c a boundary over pp."""
     comm, plan, config = model.comm, model.plan, case.config
-    tp, sent, tokens = comm.degree("tp"), Sum[str](), plan.seq_len * plan.micro_size
+    tp, sent, tokens = comm.degree("tp"), Sum[str](), plan.seq_len * plan.micro_size // comm.degree("cp")
     width = tokens * config.dim * BYTES[dtypes.compute]
+    names = [name for blocks in model.stages.values() for name in blocks]
     if tp > 1:
-        names = [name for blocks in model.stages.values() for name in blocks]
-        per_micro = 4 * sum(name.startswith("layer") for name in names) * reduce_once(width, tp)
+        per_micro = 4 * num_layers(model) * reduce_once(width, tp)
         per_micro += ("embed" in names) * (ring(width, tp) if case.sequence else reduce_once(width, tp))
         per_micro += ("embed" in names and case.sequence) * ring(width, tp)  # its gradient is gathered
         per_micro += ("head" in names) * reduce_once(width, tp)  # its input's gradient; gather and scatter under sp
@@ -83,11 +91,68 @@ def activations(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
     return sent
 
 
+def num_layers(model: ParallelModel) -> int:
+    return sum(name.startswith("layer") for name in model.blocks)
+
+
+def attention(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
+    """A layer: ring and allgather (c-1) (s/c) b 2kv and twice that back; ulysses (c-1)/c (s/c) b (2h + 2kv) each way."""
+    comm, plan, config = model.comm, model.plan, case.config
+    c, tokens = comm.degree("cp"), plan.seq_len * plan.micro_size // comm.degree("cp")
+    sizes = config.axis_sizes()
+    h, kv = (sizes[axis] * config.dim // sizes["heads"] // comm.degree("tp") for axis in ("heads", "kv_heads"))
+    ways = {"ring": 3 * (c - 1) * tokens * 2 * kv, "ulysses": 2 * (c - 1) * tokens * (2 * h + 2 * kv) // c}
+    entries = (ways | {"allgather": ways["ring"]})[case.context]
+    return Sum({"cp": case.microbatches * num_layers(model) * entries * BYTES[dtypes.compute]}) if c > 1 else Sum()
+
+
+def mixtures(model: ParallelModel, case: Case) -> Sum[str]:
+    """4 all-to-alls a mixture and micro-batch, each of the T k tokens' choices whose experts live elsewhere, h wide.
+
+    So (e-1)/e T k h where routing is even. What a rank brings leaves it twice (tokens, gradients of what came back), and so
+    does what it serves. Besides: the counts of all ranks, the counts of whole sequences over cp, the loads of a step.
+    """
+    comm, plan, config, sent = model.comm, model.plan, case.config, Sum[str]()
+    if "experts" not in config.axis_sizes():
+        return sent
+    e, num_experts, layers = comm.degree("ep"), config.axis_sizes()["experts"], num_layers(model)
+    group = comm.mesh.group(comm.rank, "ep")
+    mine = range(*span(num_experts, e, comm.index("ep")))
+    for name, chosen in routing(on_one_device(case)).items():
+        if name not in model.blocks:
+            continue
+        crossing = 0
+        for rank in group:
+            for micro in micro_batches(Batch(chosen, chosen, chosen), plan, rank):
+                is_mine = torch.isin(micro.inputs, torch.tensor(mine))
+                crossing += int((~is_mine if rank == comm.rank else is_mine).sum())
+        sent["ep"] += 2 * crossing * config.dim * 8
+    if e > 1:
+        sent["ep"] += case.microbatches * layers * (e - 1) * num_experts * 8
+    counts = plan.micro_size * (num_experts + 1) * 8
+    sent["cp"] += (comm.index("tp") == 0) * case.microbatches * layers * reduce_once(counts, comm.degree("cp"))
+    data = data_axes(comm.mesh)
+    sent["+".join(data)] += reduce_once(layers * num_experts * 8, comm.degree(data)) if data else 0
+    return sent
+
+
+@cache
+def routing(alone: Case) -> dict[str, Tensor]:
+    """Block -> experts_BSK that each token of the first step visits on one device."""
+    blocks = plain_model(FAMILIES[alone.family], alone.config, seed=SEED, dtype=torch.float64)
+    chosen: dict[str, Tensor] = {}
+    for name, block in blocks.items():
+        for router in (module for module in block.modules() if isinstance(module, Router)):
+            router.register_forward_hook(lambda _, args, out, name=name: chosen.update({name: out.experts}))
+    forward(blocks, batches(alone)[0])
+    return chosen
+
+
 def totals(comm: Comm) -> Sum[str]:
-    """Target tokens are counted over the data ranks; loss, norm, memory and expert load are gathered from all."""
+    """Target tokens are counted over the data ranks; loss, norm, memory, expert load and a word are gathered from all."""
     data = [name for name, degree in comm.mesh.axes if name in ("dp", "cp", "ep") and degree > 1]
     every = [name for name, degree in comm.mesh.axes if degree > 1]
-    sent = Sum({"+".join(every): (comm.mesh.size - 1) * 4 * 8})
+    sent = Sum({"+".join(every): (comm.mesh.size - 1) * 5 * 8})
     sent["+".join(data)] += reduce_once(8, comm.degree(tuple(data))) if data else 0
     return sent
 
@@ -103,6 +168,7 @@ def counted_and_expected(case: Case, dtypes: Dtypes) -> list[tuple[dict[str, int
         for (axis, _), traffic in counter.traffic.items():
             counted[axis] += traffic.sent_bytes
         right = gradients_and_values(model, case, dtypes) + activations(model, case, dtypes) + totals(comm)
+        right += attention(model, case, dtypes) + mixtures(model, case)
         right.pop("", None)  # along no axis nothing is sent
         return {key: n for key, n in counted.items() if n}, {key: n for key, n in right.items() if n}
 
@@ -117,12 +183,22 @@ ALONE = (
     Case("pp2", microbatches=3),
     Case("pp2", microbatches=4, schedule="interleaved", chunks=2),
     Case("pp2", microbatches=4, schedule="zbv", chunks=2),
+    *(Case("cp2", grouped=True, microbatches=2, context=context) for context in CONTEXTS),
+    *(Case("cp4", microbatches=1, context=context) for context in CONTEXTS),
+    Case("ep2", family="qwen3-moe", microbatches=2),
+    Case("ep4", family="qwen3-moe", microbatches=1),
 )
 TOGETHER = (
     Case("dp2 tp2", microbatches=2, sequence=True, zero=2),
     Case("pp2 dp2", microbatches=4, zero=3),
     Case("pp2 dp2 tp2", microbatches=2, sequence=True, zero=1),
     Case("pp2 dp2 tp2", microbatches=2),
+    Case("cp2 tp2", microbatches=2, sequence=True, grouped=True),
+    Case("pp2 dp2 cp2", microbatches=2, zero=1, context="allgather"),
+    Case("cp2 tp2 dp2", microbatches=1, zero=3, context="ulysses", documents=True),
+    Case("ep2 tp2", family="qwen3-moe", microbatches=2, sequence=True),
+    Case("dp2 ep2 cp2", family="qwen3-moe", microbatches=2, zero=2),
+    Case("pp2 ep2 tp2", family="qwen3-moe", microbatches=2, layers=4),
 )
 
 
