@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
 
-from tests.generate.models import CONFIGS, DRAWN, GREEDY, Grow, config_of, on_ranks, worst
+import pytest
+from torch import Tensor
+
+from tests.generate.models import CONFIGS, DRAWN, GREEDY, PROMPTS, Grow, config_of, on_ranks, worst
+from weft.generate import cache
+from weft.generate.decode import Decoder
+from weft.generate.draw import Place, Sampling, draw
+from weft.generate.rows import Row, grow
 
 SAME = 1e-9
 """Relative to the largest logit, in float64: some 1e2 operations that round at 1e-16 each."""
 
-SAMPLINGS = {"greedy": GREEDY, "drawn": DRAWN}
+ROWS = {
+    "in step": Grow(prompts=((1, 2, 3), (9, 8, 7)), sampling=GREEDY),
+    "of different length": Grow(sampling=DRAWN),
+    "alone": Grow(prompts=PROMPTS[:1], sampling=DRAWN),
+}
 LAYOUTS = [
     ("llama3", "tp2"), ("llama3", "tp4"), ("llama3", "pp3"), ("llama3", "pp2 tp2"),
     ("gpt2", "pp2 tp2"), ("qwen3", "pp2 tp2"),
@@ -18,10 +29,27 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_cached_equals_reading_everything_anew(family: str, sampling: str):
-    check(family, "", Grow(sampling=SAMPLINGS[sampling]))
+def test_cached_equals_reading_everything_anew(family: str, rows: str):
+    check(family, "", ROWS[rows])
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_text_may_be_read_in_parts_of_any_length(family: str):
+    parts = [[(1, 2, 3), (9,)], [(4, 5), (3, 50, 3)], [(6,), (8,)]]
+
+    def in_parts(decoder: Decoder) -> Tensor | None:
+        return [decoder.read(part) for part in parts][-1]
+
+    def at_once(decoder: Decoder) -> Tensor | None:
+        return decoder.read([sum(row, ()) for row in zip(*parts, strict=True)])
+
+    config = config_of(family)
+    (ours,), (right,) = on_ranks(config, "", in_parts), on_ranks(config, "", at_once)
+    assert ours is not None
+    assert right is not None
+    assert worst({0: list(ours)}, {0: list(right)}) < SAME
 
 
 @pytest.mark.parametrize(("family", "mesh"), LAYOUTS)
@@ -32,6 +60,49 @@ def test_every_layout_writes_what_one_device_writes(family: str, mesh: str):
 def test_one_row_on_two_expert_ranks_leaves_one_of_them_empty():
     check("qwen3-moe", "ep2", Grow(prompts=((4, 5, 6),), num_tokens=4))
     check("deepseek", "pp2 ep2", Grow(prompts=((4, 5, 6),), num_tokens=4))
+
+
+def test_cells_are_added_as_a_text_grows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache, "BLOCK", 4)
+    check("llama3", "", Grow(num_tokens=12))
+    check("llama3", "", Grow(prompts=PROMPTS[:1], num_tokens=12))
+
+
+@pytest.mark.parametrize(("family", "mesh"), [("llama3", ""), ("qwen3-moe", "ep2"), ("gpt2", "pp2 tp2")])
+def test_rows_end_one_by_one_and_the_others_go_on(family: str, mesh: str):
+    config, lengths = config_of(family), (2, 6, 1, 4)
+    texts, _ = Grow(num_tokens=max(lengths), sampling=DRAWN).truth(config)
+
+    def act(decoder: Decoder) -> list[list[int]]:
+        rows = [Row(prompt, sample=number) for number, prompt in enumerate(PROMPTS)]
+        choose = partial(drawn_by, DRAWN)
+        alive = [
+            [row.sample for row in grown]
+            for grown in grow(decoder, rows, choose=choose, is_over=lambda row: len(row.tokens) == lengths[row.sample])
+        ]
+        assert alive == [[0, 1, 2, 3], [0, 1, 3], [1, 3], [1, 3], [1], [1]]
+        return [row.tokens for row in rows]
+
+    for ours in on_ranks(config, mesh, act):
+        assert ours == [text[:length] for text, length in zip(texts, lengths, strict=True)]
+
+
+def test_memory_is_what_the_cells_hold():
+    config = config_of("llama3")
+
+    def act(decoder: Decoder) -> tuple[int, ...]:
+        decoder.read([(1, 2, 3), (4, 5)])
+        decoder.read([(1,), (2,)])
+        return tuple(each.num_bytes for each in decoder.caches)
+
+    both, batch, kv_heads, head_size, float64 = 2, 2, 4, 4, 8
+    for degree, mesh in ((1, ""), (2, "tp2")):
+        one = both * batch * (kv_heads // degree) * cache.BLOCK * head_size * float64
+        assert on_ranks(config, mesh, act) == [(one,) * 3] * degree
+
+
+def drawn_by(sampling: Sampling, logits_V: Tensor, place: Place) -> int:
+    return draw(logits_V, sampling, place)
 
 
 def check(family: str, mesh: str, grow: Grow) -> None:

@@ -140,14 +140,11 @@ MESH_CHECKS = (
 
 
 def _tokenizer_of(request: Request, subject: Subject) -> Tokenizer:
-    name = request.tokenizer or subject.tokenizer
-    if not name:
-        what = f"nothing says which tokenizer belongs to {subject.path}"
-        raise ConfigError(Fault("tokenizer", what, fix="--tokenizer FILE, its tokenizer.json, or bytes"))
     try:
-        return open_tokenizer(name)
+        return open_tokenizer(request.tokenizer) if request.tokenizer else subject.tokenizer()
     except UserError as error:
-        raise ConfigError(*(replace(fault, key="tokenizer") for fault in error.faults)) from None
+        mend = "--tokenizer FILE, its tokenizer.json, or bytes"
+        raise ConfigError(*(replace(fault, key="tokenizer", fix=fault.fix or mend) for fault in error.faults)) from None
 
 
 def _tokens(text: str, tokenizer: Tokenizer, *, vocab: int) -> tuple[int, ...]:

@@ -18,12 +18,14 @@ from weft.core.hf.files import DTYPES, list_tensors
 from weft.core.keys import nest
 from weft.core.load import load
 from weft.core.precision import Dtype
-from weft.errors import CheckpointError, Fault
+from weft.errors import CheckpointError, DataError, Fault
 from weft.models import FAMILIES
 from weft.save.folder import FOLDER, find_newest
 from weft.save.format import MANIFEST, Facts
 from weft.save.manifest import read_manifest
-from weft.train.tokenizer import FILE
+from weft.train.files import TOKEN_SUFFIX
+from weft.train.prepared import sources_of, tokenizer_of
+from weft.train.tokenizer import BYTES, FILE, KEY, Tokenizer, open_tokenizer
 
 RUN = "run.toml"
 ENDS = ("generation_config.json", CONFIG)
@@ -38,7 +40,6 @@ class Subject:
         path: the checkpoint, or the Hugging Face folder.
         run: the run that it is of; of a Hugging Face folder only the model in it means something.
         dtype: in which it computes where nothing else is asked for.
-        tokenizer: name of the tokenizer it was trained with; "" where nobody knows.
         ends: tokens that end a text, besides the tokenizer's own.
         notes: what a person should hear of the choice.
     """
@@ -47,9 +48,26 @@ class Subject:
     kind: Literal["checkpoint", "hf"]
     run: Run
     dtype: Dtype
-    tokenizer: str
     ends: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that it was trained with.
+
+        Raises:
+            UserError: nobody knows which that is, or it is not where it was.
+        """
+        data, file = self.run.data, self.path / FILE
+        if self.kind == "hf" and file.is_file():
+            return open_tokenizer(str(file))
+        found = None if self.kind == "hf" else tokenizer_of(data)
+        reads_numbers = any(source.endswith(TOKEN_SUFFIX) for source in sources_of(data))
+        if found is None or (
+            found.name == BYTES and reads_numbers and self.run.model.axis_sizes()["vocab"] > found.vocab
+        ):
+            what = f"nothing says which tokenizer belongs to {self.path}"
+            raise DataError(Fault(KEY, what, fix="--tokenizer FILE, its tokenizer.json, or bytes"))
+        return found
 
 
 def find_subject(word: str) -> Subject:
@@ -104,16 +122,7 @@ def _of_checkpoint(path: Path) -> Subject:
 
 
 def _of_facts(path: Path, facts: Facts, run: Run, notes: tuple[str, ...]) -> Subject:
-    return Subject(path, "checkpoint", run, run.precision.compute, _tokenizer_of(run), notes=notes)
-
-
-def _tokenizer_of(run: Run) -> str:
-    """A prepared folder brings its own; token files of which nobody knows who made them have none."""
-    source = Path(run.data.source)
-    if (source / FILE).is_file():
-        return str(source / FILE)
-    is_numbers = source.suffix == ".bin" and run.data.tokenizer == "bytes" and run.model.axis_sizes()["vocab"] > 256
-    return "" if is_numbers else run.data.tokenizer
+    return Subject(path, "checkpoint", run, run.precision.compute, notes=notes)
 
 
 def _of_hf(path: Path) -> Subject:
@@ -122,8 +131,7 @@ def _of_hf(path: Path) -> Subject:
         raise CheckpointError(_no_text(path, described.family))
     kind = run_type(described.family, FAMILIES[described.family].Config)
     run = kind.model_validate({"model": nest(described.fields | described.open)})
-    tokenizer = str(path / FILE) if (path / FILE).is_file() else ""
-    return Subject(path, "hf", run, _most_stored(path), tokenizer, ends=_ends(path))
+    return Subject(path, "hf", run, _most_stored(path), ends=_ends(path))
 
 
 def _most_stored(path: Path) -> Dtype:
