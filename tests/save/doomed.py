@@ -1,7 +1,8 @@
 """Owns the process that is killed while it saves: a server that has run no torch forks one whenever it is asked to.
 
-The server reads a line (a run folder, and the step to begin with), forks, and writes the child's process id. The child saves
-checkpoint after checkpoint, a few megabytes each, keeps the two newest, and writes the step of every one that is committed.
+The server reads a line (a run folder, and the step to begin with) and forks. The child writes its process id, then saves
+checkpoint after checkpoint, a few megabytes each, and keeps the two newest; it says when it begins one and when it has
+committed it.
 """
 
 from __future__ import annotations
@@ -49,10 +50,16 @@ def live(run: Path, step: int) -> None:
     """Until somebody ends it."""
     remove_leftovers(run)
     while True:
+        tell(f"begin {step}")
         saved(run, step)
-        os.write(sys.stdout.fileno(), f"{step}\n".encode())
+        tell(f"saved {step}")
         prune(run, 2)
         step += 1
+
+
+def tell(line: str) -> None:
+    """In one call: a line is whole or not there."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def main() -> None:
@@ -60,11 +67,11 @@ def main() -> None:
     for line in sys.stdin:
         run, step = line.rsplit(maxsplit=1)
         if pid := os.fork():
-            os.write(sys.stdout.fileno(), f"pid {pid}\n".encode())
             os.waitpid(pid, 0)
-            os.write(sys.stdout.fileno(), b"dead\n")
+            tell("dead 0")
             continue
         try:
+            tell(f"pid {os.getpid()}")
             live(Path(run), int(step))
         except BaseException:  # noqa: BLE001 - there is nobody left to raise it to
             traceback.print_exc()

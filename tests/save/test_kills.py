@@ -23,15 +23,18 @@ ROOT = Path(__file__).parents[2]
 
 
 def kill_during_saves(run: Path, kills: int) -> tuple[int, int]:
-    """Kill so many savers in a row, each going on where the last one ended; returns commits seen, temporary folders seen."""
-    chance = random.Random(11)
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.save.doomed"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    newest, torn = 0, 0
+    """Kill so many savers in a row, each going on where the last one ended.
+
+    Returns the newest step, and how many kills left a half-written checkpoint.
+    """
+    command = [sys.executable, "-m", "tests.save.doomed"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    chance, newest, torn, save_s = random.Random(11), 0, 0, 0.01
     try:
         for _ in range(kills):
-            acknowledged = one_kill(server, run, newest, chance)
+            acknowledged, save_s = one_kill(
+                server, run, newest, saves=chance.randrange(3), after_s=chance.random() * save_s
+            )
             torn += any(path.name.startswith(".tmp-") for path in (run / "ckpt").iterdir())
             newest = check(run, acknowledged)
     finally:
@@ -41,18 +44,31 @@ def kill_during_saves(run: Path, kills: int) -> tuple[int, int]:
     return newest, torn
 
 
-def one_kill(server: subprocess.Popen[str], run: Path, newest: int, chance: random.Random) -> int:
-    """The last step that the saver has acknowledged before it was killed, in the middle of whatever it did."""
+def one_kill(server: subprocess.Popen[str], run: Path, newest: int, *, saves: int, after_s: float) -> tuple[int, float]:
+    """Start a saver, hear of `saves` commits, and kill it `after_s` into the next save.
+
+    Returns the last step that it has acknowledged, and how long its last save took, seconds.
+    """
+
+    def hear() -> tuple[str, int]:
+        word, number = server.stdout.readline().split()
+        return word, int(number)
+
     server.stdin.write(f"{run} {newest + 1}\n")
     server.stdin.flush()
-    pid = int(server.stdout.readline().removeprefix("pid "))
-    for _ in range(chance.randrange(3)):
-        newest = int(server.stdout.readline())
-    time.sleep(chance.random() * 0.02)
+    _, pid = hear()
+    save_s = after_s
+    for _ in range(saves):
+        hear()
+        began = time.perf_counter()
+        _, newest = hear()
+        save_s = time.perf_counter() - began
+    hear()
+    time.sleep(after_s)
     os.kill(pid, signal.SIGKILL)
-    while (line := server.stdout.readline()) != "dead\n":
-        newest = int(line)
-    return newest
+    while (heard := hear()) != ("dead", 0):
+        newest = max(newest, heard[1] if heard[0] == "saved" else 0)
+    return newest, save_s
 
 
 def check(run: Path, acknowledged: int) -> int:
@@ -83,4 +99,4 @@ def test_the_newest_acknowledged_checkpoint_outlives_kills_at_any_moment(tmp_pat
 def test_the_newest_acknowledged_checkpoint_outlives_two_hundred_kills(tmp_path):
     commits, torn = kill_during_saves(tmp_path, 200)
     assert commits > 100
-    assert torn > 50, "few of the kills came in the middle of a save"
+    assert torn > 20, "too few of the kills came in the middle of a save"
