@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.comm.transport import Work
 from weft.core.lower import Recv, Send, lower
-from weft.core.schedule import Act, Kind
+from weft.core.schedule import Act, Kind, Table
 from weft.core.simulate import OPENS
 from weft.models.batch import Batch, chain
 from weft.parallel.model import ParallelModel
@@ -80,13 +80,19 @@ class Player:
         model: this rank's stages.
         before_last_backward: called with a stage just before the backward that completes its gradients.
         watch: told of every action, for profiles.
+        table: what is played; by default the plan's.
     """
 
     def __init__(
-        self, model: ParallelModel, *, before_last_backward: Callable[[int], None], watch: Watch | None = None
+        self,
+        model: ParallelModel,
+        *,
+        before_last_backward: Callable[[int], None],
+        watch: Watch | None = None,
+        table: Table | None = None,
     ) -> None:
         self.model, self.watch = model, watch
-        self.table = model.plan.table
+        self.table = table or model.plan.table
         self.row = lower(self.table).rows[model.comm.index("pp")]
         self.before_last_backward = before_last_backward
         acts = [instruction for instruction in self.row if isinstance(instruction, Act)]

@@ -17,7 +17,8 @@ from weft.models import FAMILIES, Family
 from weft.models.lora import adapted
 from weft.parallel.model import ParallelModel, materialise, parallelize
 from weft.save.source import Source
-from weft.train.data import Samples
+from weft.train.data import Samples, open_valid
+from weft.train.evaluate import Evaluation
 from weft.train.feed import Feed
 from weft.train.optim import Optimizer, make_optimizer, matrices
 from weft.train.skeleton import skeleton
@@ -84,3 +85,11 @@ def build_feed(run: Run, comm: Comm, samples: Samples) -> Feed:
         context_index=comm.index("cp"),
         context_degree=comm.degree("cp"),
     )
+
+
+def build_evaluation(run: Run, model: ParallelModel) -> Evaluation | None:
+    """What evaluates the model between steps; None where the run does not ask for it."""
+    if not run.eval.every:
+        return None
+    feed = build_feed(run, model.comm, open_valid(run))
+    return Evaluation(model, feed, most_batches=run.eval.batches)

@@ -5,6 +5,7 @@ An event is a flat dict with an "event" key; the ones there are:
     run     once, first: model, params, layout, why, plan, ranks, device, data, seed, steps, seq_len, batch_size, out
     step    step (the first is 1), loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes, stage_mem_bytes, loss_scale,
             skipped (float16 overflowed at that scale: nothing was moved)
+    eval    step, loss (mean over all targets), perplexity, tokens (targets), seconds: on what is not trained on
     sample  prompt, text: what the model writes
     note    text: a line for the reader
     end     status (finished, ...), steps, seconds

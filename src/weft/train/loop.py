@@ -10,10 +10,12 @@ from weft.comm.comm import Comm
 from weft.core.config import Run
 from weft.core.lr import learning_rate
 from weft.core.plan import Plan
-from weft.train.build import build_feed, build_step
+from weft.train.build import build_evaluation, build_feed, build_step
 from weft.train.data import Samples, open_data
+from weft.train.evaluate import Evaluation, eval_event
 from weft.train.feed import Feed
 from weft.train.journal import Journal
+from weft.train.prefetch import ahead
 from weft.train.sample import sample
 from weft.train.step import StepReport, TrainStep
 
@@ -30,7 +32,8 @@ def train_on_ranks(run: Run, comm: Comm, journal: Journal) -> None:
     step = build_step(run, comm)
     journal.emit(run_event(run, step, samples))
     began = time.perf_counter()
-    for event in step_events(run, step, build_feed(run, comm, samples)):
+    evaluation = build_evaluation(run, step.model)
+    for event in step_events(run, step, build_feed(run, comm, samples), evaluation=evaluation):
         journal.emit(event)
     seconds = time.perf_counter() - began
     if run.sample:
@@ -38,16 +41,27 @@ def train_on_ranks(run: Run, comm: Comm, journal: Journal) -> None:
     journal.emit({"event": "end", "status": "finished", "steps": run.steps, "seconds": seconds})
 
 
-def step_events(run: Run, step: TrainStep, feed: Feed) -> Iterator[dict[str, Any]]:
-    """Train step by step; yields the event of each."""
-    comm, before = step.model.comm, time.perf_counter()
-    for index in range(run.steps):
-        comm.checked = index < CHECKED_STEPS
-        lr = learning_rate(index, run.optim, run.steps)
-        report = step(feed.batches(index), lr=lr)
-        now = time.perf_counter()
-        yield step_event(index + 1, report, lr=lr, elapsed_s=now - before)
-        before = now
+def step_events(
+    run: Run, step: TrainStep, feed: Feed, *, evaluation: Evaluation | None = None
+) -> Iterator[dict[str, Any]]:
+    """Train step by step; yields the event of each, and of each evaluation."""
+    comm, before, steps = step.model.comm, time.perf_counter(), range(run.steps)
+    with ahead(feed.batches, steps, most=run.data.prefetch) as batches:
+        for index in steps:
+            comm.checked = index < CHECKED_STEPS
+            lr = learning_rate(index, run.optim, run.steps)
+            report = step(next(batches), lr=lr)
+            now = time.perf_counter()
+            yield step_event(index + 1, report, lr=lr, elapsed_s=now - before)
+            before = now
+            if evaluation is not None and is_evaluated(run, index + 1):
+                yield eval_event(index + 1, evaluation())
+                before = time.perf_counter()
+
+
+def is_evaluated(run: Run, number: int) -> bool:
+    """Whether an evaluation follows step `number` (the first is 1)."""
+    return bool(run.eval.every) and (number % run.eval.every == 0 or number == run.steps)
 
 
 def run_event(run: Run, step: TrainStep, samples: Samples) -> dict[str, Any]:

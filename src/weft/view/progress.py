@@ -95,7 +95,9 @@ def _data(run: Event) -> str:
     if not isinstance(data, Mapping):
         return str(data)
     amounts = (
-        f"{count(n)} {key}" if isinstance(n, int) else f"{key} {n}" for key, n in data.items() if key != "source"
+        f"{count(n)} {key}" if isinstance(n, int) else f"{key} {n}"
+        for key, n in data.items()
+        if key != "source" and not isinstance(n, Mapping)
     )
     return ", ".join((str(data.get("source", "data")), *amounts))
 
@@ -128,6 +130,9 @@ def words_of(event: Event) -> str:
     match event.get("event"):
         case "run":
             return str(event.get("why", ""))
+        case "eval":
+            found = f"loss {event.get('loss', float('nan')):.4f} nats, perplexity {event.get('perplexity', float('nan')):,.2f}"
+            return f"evaluated after step {event.get('step')}: {found}, {event.get('tokens', 0):,} tokens"
         case "note":
             return str(event.get("text", ""))
         case "sample":
