@@ -191,6 +191,20 @@ def data_files(words: Sequence[str]) -> int:
     return run(words)
 
 
+def import_folder(words: Sequence[str]) -> int:
+    """A Hugging Face folder to a run."""
+    from weft.commands.import_ import import_folder as run  # nobody else pays for it
+
+    return run(words)
+
+
+def export(words: Sequence[str]) -> int:
+    """A checkpoint to a Hugging Face folder."""
+    from weft.commands.export import export as run  # nobody else pays for it
+
+    return run(words)
+
+
 def doctor(words: Sequence[str]) -> int:
     """Look at this machine."""
     if wants_help(words):
@@ -225,9 +239,11 @@ COMMANDS = {
         "MODEL [--prompt TEXT ...]", "write text with a run, a checkpoint or a Hugging Face folder", generate
     ),
     "data": Command("prepare INPUT... | show FOLDER", "make token files of texts; see what is in them", data_files),
+    "import": Command("HF-FOLDER --out RUN", "make a run of a Hugging Face folder", import_folder),
+    "export": Command("RUN | CHECKPOINT HF-FOLDER", "make a Hugging Face folder of a checkpoint", export),
     "doctor": Command("", "look at this machine: versions, devices, memory, whether ranks meet", doctor),
 }
-COMMANDS_TO_COME = ("plan", "bench", "import", "export", "report", "launch", "chaos")
+COMMANDS_TO_COME = ("plan", "bench", "report", "launch", "chaos")
 
 
 def _help_of_run(name: str, words: Sequence[str]) -> int:

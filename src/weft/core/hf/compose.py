@@ -9,21 +9,16 @@ from weft.core.hf import rope
 from weft.core.hf.table import HARMLESS, Json
 from weft.core.hf.tables import TABLES
 from weft.core.model import ModelConfig
-from weft.errors import CheckpointError, Fault
+from weft.errors import Fault
 
 
 def config_json(family: str, cfg: ModelConfig, *, dtype: str, kept: Json | None = None) -> dict[str, Any]:
-    """config.json of a model.
+    """config.json of a model of which `unwritable` says nothing.
 
     Args:
         dtype: of its tensors, torch's name.
         kept: config.json that the model came with: its keys that change no logit stay.
-
-    Raises:
-        CheckpointError: a family or a setting that transformers does not have.
     """
-    if faults := tuple(unwritable(family, cfg)):
-        raise CheckpointError(*faults)
     table = TABLES[family]
     head = {"architectures": [table.architecture], "model_type": table.model_type, "torch_dtype": dtype}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
