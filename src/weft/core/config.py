@@ -145,7 +145,7 @@ class Run(Table):
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None, description="TCP port at which local ranks meet; None: a free one"
     )
-    sample: int = Field(0, ge=0, description="bytes that the model writes after the last step; 0: none")
+    sample: int = Field(0, ge=0, description="tokens that the model writes after the last step; 0: none")
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
     resume: str | None = Field(None, description="auto or a checkpoint to go on from; None: start anew")
     model: Model = Field(description="the model")

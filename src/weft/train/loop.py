@@ -16,6 +16,7 @@ from weft.train.evaluate import Evaluation, eval_event
 from weft.train.feed import Feed
 from weft.train.journal import Journal
 from weft.train.prefetch import ahead
+from weft.train.prepared import tokenizer_of
 from weft.train.sample import sample
 from weft.train.step import StepReport, TrainStep
 
@@ -114,13 +115,14 @@ def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) 
 
 
 def sampled_text(run: Run, step: TrainStep) -> str:
-    """`run.sample` bytes that the model writes after the prompt; every rank takes part, every rank gets them."""
+    """What the model writes after the prompt, `run.sample` tokens; every rank takes part, every rank gets them."""
+    tokenizer = tokenizer_of(run.data)
     tokens = sample(
         step.model,
-        list(PROMPT.encode()),
+        tokenizer.encode(PROMPT),
         vocab=run.model.axis_sizes()["vocab"],
         num_tokens=run.sample,
         temperature=TEMPERATURE,
         seed=run.seed,
     )
-    return bytes(token if token < 256 else ord("?") for token in tokens).decode(errors="replace")
+    return tokenizer.decode(tokens)
