@@ -44,6 +44,7 @@ check: $(STAMP)  ## style, types, layers
 	@$(BIN)/mypy
 
 bench: $(STAMP)  ## speed against torch's own, and seconds to the first step
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rivals
 	@$(BIN)/python benchmarks/throughput.py
 	@$(BIN)/python benchmarks/startup.py
 

@@ -1,0 +1,1 @@
+"""weft against torch's own, line by line, in the same processes: `python -m benchmarks.rivals --help`."""
