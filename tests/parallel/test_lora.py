@@ -1,0 +1,367 @@
+"""Adapters on any layout: every gradient, norm and update is one device's, what is frozen stays bit for bit, only adapters
+have optimizer state. The truth's truth: autograd through W + (alpha / rank) B A as a function of A and B."""
+
+from __future__ import annotations
+
+from collections import Counter as Sum
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.matrix.layouts import CLIP, LR, SEED, TOLERANCE, Case, adamw, batches, on_one_device
+from weft.comm.comm import Comm
+from weft.comm.observe import Counter
+from weft.core.axes import Box
+from weft.core.config import Lora, Optim
+from weft.core.lora import LORA_A, LORA_B, base_of, chosen
+from weft.models import FAMILIES, Family
+from weft.models.batch import chain
+from weft.models.init import named_parameters
+from weft.models.lora import AdaptedFamily, Factor, adapted
+from weft.parallel import model, tp
+from weft.prove.layout import micro_batches, run_layout
+from weft.prove.oracle import one_device, plain_model
+from weft.prove.trace import Held, StepTrace, differences, uncovered
+from weft.testing import run_ranks
+from weft.train.build import build_model
+from weft.train.optim import Optimizer, make_optimizer, matrices
+from weft.train.step import TrainStep, keep_gradients
+
+LORA = Lora(rank=3, alpha=5.0)
+NUM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Shaken(AdaptedFamily):
+    """Adapters whose B is not zero at the start, so that every gradient has something to say from the first step on."""
+
+    def init(self, cfg: Any) -> Any:
+        return {**super().init(cfg), f"*{LORA_B}": ("normal", 0.3)}
+
+
+def family_of(case: Case, lora: Lora = LORA) -> Family:
+    return Shaken(FAMILIES[case.family], lora)  # type: ignore[return-value]
+
+
+def optimizer(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> Optimizer:
+    """torch's AdamW; of a stage that has no adapters, one that moves nothing."""
+    return adamw(tensors, decayed) if tensors else make_optimizer(tensors, Optim())
+
+
+@cache
+def truth(case: Case, lora: Lora) -> tuple[StepTrace, ...]:
+    return one_device(
+        family_of(case, lora),
+        case.config,
+        batches(case)[:NUM_STEPS],
+        seed=SEED,
+        dtype=torch.float64,
+        optimizer=optimizer,
+        clip=CLIP,
+        lr=LR,
+    )
+
+
+def ranks_of(case: Case, lora: Lora) -> list[Held]:
+    def rank(comm: Comm) -> Held:
+        return run_layout(
+            family_of(case, lora),
+            case.config,
+            batches(case)[:NUM_STEPS],
+            plan=case.plan,
+            comm=comm,
+            seed=SEED,
+            optimizer=optimizer,
+            lr=LR,
+        )
+
+    return run_ranks(case.mesh, rank)
+
+
+def check(case: Case, lora: Lora = LORA) -> None:
+    right, ranks = truth(on_one_device(case), lora), ranks_of(case, lora)
+    assert lora != LORA or right[0].grad_norm > CLIP, "clipping must act in this test"
+    for rank in ranks:
+        assert {base_of(name) is not None for name in rank.steps[0].grads} <= {True}, "only adapters have gradients"
+    wrong = [each for each in differences(right, ranks, lr=LR) if not each.relative <= TOLERANCE]
+    assert not wrong, f"{case}: first of {len(wrong)}: {wrong[0]}"
+    assert not uncovered(right[0].params, ranks)
+    start = starting_values(case, lora)
+    for rank in ranks:
+        for name, value in rank.steps[-1].params.items():
+            own = start[name][rank.boxes[name].slices]
+            assert torch.equal(value, own) == (base_of(name) is None), f"{name}: the base stays, adapters move"
+
+
+def starting_values(case: Case, lora: Lora) -> dict[str, Tensor]:
+    return named_parameters(plain_model(family_of(case, lora), case.config, seed=SEED, dtype=torch.float64))
+
+
+TINY = {"layers": 2, "microbatches": 2}
+LAYOUTS = (
+    Case("tp2", **TINY),
+    Case("tp2", family="gpt2", **TINY),
+    Case("tp2", family="gpt2", sequence=True, recompute="selective", **TINY),
+    Case("tp2", family="qwen3", sequence=True, recompute="full", **TINY),
+    Case("pp2 dp2 tp2", family="gpt2", **TINY),
+    Case("pp2 dp2 tp2", sequence=True, zero=1, grouped=True, **TINY),
+    Case("dp2", zero=1, **TINY),
+    Case("dp2", zero=3, family="gpt2", **TINY),
+    Case("pp2 dp2", zero=3, family="gpt2", **TINY),
+    Case("dp2 tp2", zero=3, sequence=True, **TINY),
+    Case("cp2", **TINY),
+    Case("pp2", schedule="zero_bubble", **TINY),
+    Case("pp2 tp2", schedule="zbv", chunks=2, family="gpt2", sequence=True, layers=4, microbatches=2),
+    Case("tp2", family="deepseek", sequence=True, **TINY),
+    Case("ep2", family="deepseek", **TINY),
+    Case("ep2", family="qwen3-moe", zero=3, **TINY),
+)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_layout_computes_what_one_device_computes(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "targets"),
+    [
+        (Case("pp2", **TINY), ("layer1.attn.*",)),
+        (Case("pp2 tp2", schedule="zero_bubble", **TINY), ("layer1.mlp.up",)),
+        (Case("tp2", family="gpt2", **TINY), ("attn.o", "down")),
+        (Case("dp2", zero=3, **TINY), ("q", "v")),
+    ],
+    ids=str,
+)
+def test_some_linears_alone_and_stages_where_nothing_is_trained(case: Case, targets: tuple[str, ...]) -> None:
+    check(case, Lora(rank=2, alpha=8.0, targets=targets))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3", "qwen3-moe", "deepseek"])
+def test_one_device_computes_the_gradients_of_merged_weights(name: str) -> None:
+    """No adapter runs here: each weight is a function of A and B, and autograd does the rest."""
+    case = Case("", family=name, **TINY)
+    plain = plain_model(FAMILIES[name], case.config, seed=SEED, dtype=torch.float64)
+    start = starting_values(case, LORA)
+    factors = {each: start[each].detach().requires_grad_() for each in start if base_of(each) is not None}
+    for linear in chosen((), case.config.linears()):
+        block, _, path = linear.partition(".")
+        module = plain[block].get_submodule(path)
+        weight = start[f"{linear}.weight"].detach()
+        del module.weight
+        module.weight = weight + LORA.alpha / LORA.rank * factors[linear + LORA_B] @ factors[linear + LORA_A]
+    batch = batches(case)[0]
+    out = chain(plain, batch.inputs, batch)
+    loss = (out.x if out.loss is None else out.x + out.loss) / batch.num_targets()
+    loss.backward()
+    norm = torch.stack([factor.grad.norm() for factor in factors.values()]).norm()
+    first = truth(case, LORA)[0]
+    assert first.grads.keys() == factors.keys(), "every adapter, and nothing else"
+    assert first.loss == pytest.approx(loss.item(), rel=1e-12)
+    assert first.grad_norm == pytest.approx(norm.item(), rel=1e-12)
+    for each, factor in factors.items():
+        right = factor.grad * CLIP / (norm + 1e-6)
+        torch.testing.assert_close(first.grads[each], right, rtol=0, atol=1e-12 * right.abs().max().item())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_configs_name_linears_that_are_there_with_their_sizes(name: str) -> None:
+    for preset in FAMILIES[name].PRESETS.values():
+        cfg = preset.model_copy(update={"layers": min(4, preset.layers)})  # type: ignore[attr-defined]
+        with torch.device("meta"):
+            blocks = nn.ModuleDict(FAMILIES[name].blocks(cfg))
+        for linear, sizes in cfg.linears().items():
+            module = blocks.get_submodule(linear)
+            assert isinstance(module, nn.Linear)
+            assert tuple(module.weight.shape) == sizes
+        named = {path for path, module in blocks.named_modules() if isinstance(module, nn.Linear)}
+        outside = (
+            "embed.",
+            "head.",
+            "mtp",
+            "router",
+        )  # the ends, and what mixtures and side blocks have for themselves
+        assert cfg.kind == "images" or named - set(cfg.linears()) == {
+            path for path in named if any(word in path for word in outside)
+        }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3", "qwen3-moe", "deepseek"])
+def test_an_adapter_starts_as_nothing_whatever_the_layout(name: str) -> None:
+    family, cfg = adapted(FAMILIES[name], LORA), FAMILIES[name].Config()
+    params = named_parameters(plain_model(family, cfg, seed=SEED, dtype=torch.float32))
+    plain = named_parameters(plain_model(FAMILIES[name], cfg, seed=SEED, dtype=torch.float32))
+    for each, value in params.items():
+        if base_of(each) is None:
+            assert torch.equal(value, plain[each])
+            assert not value.requires_grad
+        elif each.endswith(LORA_B):
+            assert not value.any()
+        else:
+            assert value.std().item() == pytest.approx((3 * value.shape[1]) ** -0.5, rel=0.2)
+    assert len({value.sum().item() for each, value in params.items() if each.endswith(LORA_A)}) == len(cfg.linears()), (
+        "each by its own name"
+    )
+
+
+def test_rank_0_is_the_plain_family() -> None:
+    assert adapted(FAMILIES["llama3"], Lora()) is FAMILIES["llama3"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_only_adapters_have_gradients_and_optimizer_state(zero: Any) -> None:
+    """12 bytes an entry in float32 (gradient, two moments) for adapters alone; the base is halved by ZeRO 3."""
+    case = Case("dp2", zero=zero, **TINY)
+
+    def rank(comm: Comm) -> tuple[int, int, int, int]:
+        plan = case.plan.model_copy(update=dict.fromkeys(("params", "compute", "reduce"), "float32"))
+        built = build_model(family_of(case), case.config, plan, comm, seed=SEED)
+        kept = keep_gradients(built)
+        states = 2 * sum(tensor.numel() for tensor in kept.tensors.values())
+        gradients = sum(tensor.grad.numel() for tensor in kept.tensors.values())
+        adapters = sum(piece.box.size for name, piece in built.pieces.items() if base_of(name) is not None)
+        assert {base_of(name) is not None for name in kept.tensors} == {True}
+        return states, gradients, adapters, _memory(value for name, value in built.params.items() if not base_of(name))
+
+    found = run_ranks(case.mesh, rank)
+    adapters = found[0][2]
+    shards = 2 if zero else 1
+    assert sum(states for states, *_ in found) == 2 * adapters * 2 // shards
+    assert sum(gradients for _, gradients, *_ in found) == adapters * 2 // shards
+    base = sum(value.numel() * 4 for name, value in starting_values(case, LORA).items() if not base_of(name))
+    for *_, num_bytes in found:
+        assert num_bytes == (0 if zero == 3 else base), "on demand the blocks' own memory is given away between steps"
+
+
+def _memory(tensors: Any) -> int:
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+@pytest.mark.parametrize("mesh", ["dp2"])
+def test_mixed_precision_holds_the_base_in_the_type_of_compute(mesh: str) -> None:
+    """Spread or whole, the base is the same bfloat16 numbers and adapters move in float32."""
+    case = Case(mesh, **TINY)
+
+    def rank(comm: Comm, zero: int) -> tuple[float, ...]:
+        plan = case.plan.model_copy(
+            update={"zero": zero, "params": "float32", "compute": "bfloat16", "reduce": "float32"}
+        )
+        built = build_model(family_of(case), case.config, plan, comm, seed=SEED)
+        step = TrainStep(built, make_optimizer=lambda tensors: adamw(tensors, matrices(built.params)), clip=CLIP)
+        assert {value.dtype for value in step.kept.tensors.values()} == {torch.float32}
+        assert {value.dtype for value in built.params.values()} == {torch.bfloat16}
+        return tuple(step(micro_batches(batch, plan, comm.rank), lr=LR).loss for batch in batches(case)[:NUM_STEPS])
+
+    losses = [run_ranks(mesh, lambda comm, zero=zero: rank(comm, zero))[0] for zero in (0, 1, 3)]
+    assert losses[0] == losses[1] == losses[2]
+    right = [step.loss for step in truth(on_one_device(case), LORA)]
+    assert losses[0] == pytest.approx(right, rel=2**-7), "bfloat16 rounds at 2^-8"
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_adapters_add_no_operation_between_tensor_ranks_but_the_sum_of_their_gradients(sequence: bool) -> None:
+    """What the plain model sends over tp, less the input gradient of the first layer, and the whole factors' gradients once."""
+    case = Case("tp2", sequence=sequence, bucket_bytes=2**30, **TINY)
+
+    def rank(comm: Comm, family: Family) -> tuple[Sum[str], int]:
+        built = build_model(family, case.config, case.plan, comm, seed=SEED)
+        step = TrainStep(built, make_optimizer=lambda tensors: adamw(tensors, matrices(built.params)), clip=CLIP)
+        comm.observers = (counter := Counter(),)
+        step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
+        summed = sum(
+            piece.box.size for name, piece in built.pieces.items() if piece.reduce and built.params[name].requires_grad
+        )
+        sent = Sum[str]()
+        for (axis, _), traffic in counter.traffic.items():
+            sent[axis] += traffic.sent_bytes
+        return sent, 8 * summed
+
+    (plain, plain_summed), *_ = run_ranks(case.mesh, lambda comm: rank(comm, FAMILIES[case.family]))
+    (ours, our_summed), *_ = run_ranks(case.mesh, lambda comm: rank(comm, family_of(case)))
+    width = case.seq_len * case.config.dim * 8  # type: ignore[attr-defined]
+    unneeded = case.microbatches * (width if not sequence else width // 2 + width // 2)
+    assert plain["tp"] - ours["tp"] == plain_summed - our_summed + unneeded
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+MUTANTS: dict[str, tuple[Case, Patch]] = {}
+
+
+def mutant(case: Case) -> Callable[[Patch], Patch]:
+    def register(patch: Patch) -> Patch:
+        MUTANTS[patch.__name__] = case, patch
+        return patch
+
+    return register
+
+
+@mutant(Case("tp2", **TINY))
+def the_gradient_of_a_whole_a_is_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
+    right = tp._inside
+    patch.setattr(tp, "_inside", lambda *args: {name for name in right(*args) if not name.endswith(LORA_A)})
+
+
+@mutant(Case("tp2", **TINY))
+def the_gradient_of_a_whole_b_is_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
+    right = tp._inside
+    patch.setattr(tp, "_inside", lambda *args: {name for name in right(*args) if not name.endswith(LORA_B)})
+
+
+@mutant(Case("dp2", zero=3, **TINY))
+def adapters_are_scaled_twice(patch: pytest.MonkeyPatch) -> None:
+    right = Factor.forward
+    patch.setattr(Factor, "forward", lambda self, x: self.scale * right(self, x))
+
+
+@mutant(Case("tp2", **TINY))
+def every_rank_holds_the_same_rows_of_b(patch: pytest.MonkeyPatch) -> None:
+    right = model.initialise
+
+    def same(params: Any, table: Any, *, piece: Any, **rest: Any) -> None:
+        def first(name: str, whole: Tensor) -> Tensor:
+            return whole[Box.whole(params[name].shape).slices] if name.endswith(LORA_B) else piece(name, whole)
+
+        right(params, table, piece=first, **rest)
+
+    patch.setattr(model, "initialise", same)
+
+
+@mutant(Case("tp2", **TINY))
+def the_rank_is_cut_instead_of_the_features(patch: pytest.MonkeyPatch) -> None:
+    right = AdaptedFamily.AXES.fget
+
+    def axes(self: AdaptedFamily) -> Any:
+        turned = {row: (*names[::-1],) for row, names in right(self).items() if row.endswith(LORA_B)}
+        return {**right(self), **turned}
+
+    patch.setattr(AdaptedFamily, "AXES", property(axes))
+
+
+@mutant(Case("tp2", family="gpt2", **TINY))
+def a_row_linears_adapter_is_added_behind_the_sum(patch: pytest.MonkeyPatch) -> None:
+    def forward(self: tp.RowParallelLinear, x: Tensor) -> Tensor:
+        y = tp.plus_adapter(self, x, self.region.leave(nn.functional.linear(x, self.weight)))
+        return y if self.bias is None else y + self.bias
+
+    patch.setattr(tp.RowParallelLinear, "forward", forward)
+
+
+@mutant(Case("pp2", **TINY))
+def the_base_moves_too(patch: pytest.MonkeyPatch) -> None:
+    from weft.models import lora
+
+    patch.setattr(lora, "freeze", lambda block: None)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, patch = MUTANTS[name]
+    check(case)
+    patch(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError)):
+        check(case)
