@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ from torch import nn
 from tests.generate.models import Grow, Memory, plan_of
 from tests.oracle.hugging_face import ViewsOf, copy_into, our_blocks, shaken, tensors_of
 from tests.oracle.test_huggingface import GPT2, LLAMAS, gpt2_views, llama3_views, their_gpt2, their_llama3
+from weft.cli import main
 from weft.core.model import ModelConfig
 from weft.generate.decode import Decoder
 from weft.generate.fill import load_model
@@ -52,3 +56,18 @@ def decoder(config: ModelConfig, theirs: nn.Module, views: ViewsOf, mesh: str, c
     copy_into(named_parameters(blocks), views(tensors_of(theirs), config))
     source = Memory({name: param.detach() for name, param in named_parameters(blocks).items()})
     return Decoder(load_model(family, config, source, plan=plan_of(config, mesh), comm=comm), vocab=config.vocab)
+
+
+def test_a_hugging_face_folder_writes_what_its_model_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    torch.manual_seed(0)
+    config = LLAMAS["untied"].model_copy(update={"vocab": 256})
+    theirs = shaken(their_llama3(config)).eval()
+    theirs.save_pretrained(tmp_path)
+    right = their_text(theirs.double(), tuple(b"def f"))
+    words = ["--prompt", "def f", "--tokenizer", "bytes", "--temperature", "0", "--tokens", str(NUM_TOKENS), "--json"]
+    for mesh in ("", "tp2"):
+        layout = ["--mesh", mesh, "--dtype", "float64", "--transport", "threads"]
+        assert main(["generate", str(tmp_path), *words, *layout]) == 0, capsys.readouterr().err
+        told = json.loads(capsys.readouterr().out)
+        end = next((place for place, token in enumerate(right) if token == 2), NUM_TOKENS - 1)
+        assert told["tokens"] == right[: end + 1], "eos_token_id 2 of config.json ends a text"

@@ -1,0 +1,53 @@
+"""Owns runs on the disk for the tests of the command: a folder with run.toml and one checkpoint, nothing trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from tests.generate.models import stored
+from weft.core.axes import Box
+from weft.core.config import Run
+from weft.core.layout import plan_of
+from weft.core.load import load
+from weft.core.toml import dump
+from weft.models import FAMILIES
+from weft.prove.oracle import plain_model
+from weft.save.folder import checkpoint_path, temporary_path
+from weft.save.format import Facts
+from weft.save.held import Held
+from weft.save.write import commit, start_write
+
+STEP = 3
+TINY = ("--model.layers", "2", "--model.dim", "32")
+
+
+def write_run(out: Path, *words: str) -> Run:
+    """A run's folder as training leaves it before the first checkpoint."""
+    run = load([*TINY, *words], FAMILIES)
+    out.mkdir(parents=True)
+    (out / "run.toml").write_text(dump(run))
+    return run
+
+
+def write_checkpoint(out: Path, run: Run) -> Path:
+    """The run's model as it starts, as a checkpoint in its folder."""
+    blocks = plain_model(FAMILIES[run.model.name], run.model, seed=run.seed, dtype=torch.float32)
+    source = stored(run.model, blocks)
+    held = [
+        Held(f"model/{name}", shape, Box.whole(shape), source.tensors[name]) for name, shape in source.shapes.items()
+    ]
+    final = checkpoint_path(out, STEP)
+    start_write(temporary_path(final), 0, held).wait()
+    facts = Facts(
+        step=STEP,
+        seed=run.seed,
+        family=run.model.name,
+        architecture=run.model.architecture,
+        plan=json.loads(plan_of(run).to_json()),
+        run=run.model_dump(mode="json"),
+    )
+    commit(temporary_path(final), final, facts, ranks=1)
+    return final

@@ -1,0 +1,96 @@
+"""What cannot work is said in one line before torch is imported, exit code 2."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.generate.stored import write_checkpoint, write_run
+from weft.cli import main
+from weft.errors import EXIT_USER
+
+LIMIT_S = 2.0
+"""Of computing: how long that takes on a machine that is busy says nothing."""
+RUN = "{tmp}/llama3"
+ASK = (RUN, "--prompt", "x")
+TABLE = {
+    "nothing named": ((), "error: weft generate: no model is named (need a run, a checkpoint or a folder first)"),
+    "no such run": (("{tmp}/none",), "error: {tmp}/none: no such folder. Fix: give a run's folder such as runs/first"),
+    "a file": (("{tmp}/bad.jsonl",), "error: {tmp}/bad.jsonl: is no folder. Fix: give a run's folder"),
+    "no model there": (
+        ("{tmp}",),
+        "error: {tmp}: holds no model (need run.toml (a run), manifest.json (a checkpoint) or config.json (Hugging Face)",
+    ),
+    "no checkpoint": (
+        ("{tmp}/unsaved",),
+        "error: {tmp}/unsaved: the run has no checkpoint (got nothing in ckpt/). Fix: train with --save.every 100",
+    ),
+    "images": (("{tmp}/mnist",), "error: {tmp}/mnist: mnist writes no text (need a language model: deepseek, gpt2"),
+    "damaged": (("{tmp}/damaged",), "manifest.json and its checksum do not agree"),
+    "dp": ((*ASK, "--mesh", "dp2"), "error: mesh: dp would write the same texts again: one call takes any number of --samp"),
+    "cp beside tp": ((*ASK, "--mesh", "cp2 tp2"), "need pp, ep and tp alone). Fix: --mesh tp2 or give its ranks to tp"),
+    "tp does not divide": ((*ASK, "--mesh", "tp3"), "error: mesh: tp3 does not divide the model's heads, kv_heads, ffn (got 4"),
+    "no experts": ((*ASK, "--mesh", "ep2"), "error: mesh: ep2 spreads experts, and llama3 has none"),
+    "more stages than layers": ((*ASK, "--mesh", "pp3"), "more stages than layers (got 3 stages, 2 layers"),
+    "mesh text": ((*ASK, "--mesh", "tpx"), "error: mesh: cannot read 'tpx'"),
+    "unknown key": ((RUN, "--temprature", "1"), "error: temprature: unknown key. Fix: did you mean 'temperature'?"),
+    "cold": ((RUN, "--temperature", "-1"), "error: temperature: out of range (got -1.0; need a number, at least 0"),
+    "top_p above 1": ((RUN, "--top_p", "1.5"), "error: top_p: out of range (got 1.5; need a number, above 0"),
+    "top_p 0": ((RUN, "--top_p", "0"), "error: top_p: out of range (got 0.0"),
+    "top_k 0": ((RUN, "--top_k", "0"), "error: top_k: out of range (got 0"),
+    "no tokens": ((RUN, "--tokens", "0"), "error: tokens: out of range (got 0; need a whole number, at least 1"),
+    "empty prompt": ((RUN,), "error: prompt: is empty, and the tokenizer bytes has no token that begins a document"),
+    "token unknown": (("{tmp}/ascii", "--prompt", "\N{SNOWMAN}"), "error: prompt: has token 226 of the tokenizer bytes"),
+    "context full": (
+        ("{tmp}/gpt2", "--prompt", "a" * 16),
+        "error: prompt: leaves no position for another token (got 16 tokens; need fewer than the model's 16 positions)",
+    ),
+    "no prompt file": ((RUN, "--prompt_file", "{tmp}/no.txt"), "error: prompt_file: cannot be read (got '{tmp}/no.txt'"),
+    "two prompts": ((RUN, "--prompt_file", "x", "--prompt", "y"), "error: prompt_file: beside a prompt. Fix: give one"),
+    "no prompt on a line": ((RUN, "--prompt_file", "{tmp}/bad.jsonl"), "error: prompt_file: line 2 of {tmp}/bad.jsonl is"),
+    "no tokenizer": ((RUN, "--tokenizer", "{tmp}/no.json"), "error: tokenizer: cannot read the tokenizer (got '{tmp}/no"),
+    "tokenizer unknown": (("{tmp}/numbers", "--prompt", "a"), "error: tokenizer: nothing says which tokenizer belongs to"),
+    "format": ((RUN, "--format", "xml"), "error: format: unknown value (got 'xml'; need one of text, json)"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("bad") / "input"
+    write_checkpoint(base / "llama3", write_run(base / "llama3"))
+    short = write_run(base / "gpt2", "--model.name", "gpt2", "--model.max_seq_len", "16", "--data.seq_len", "16")
+    write_checkpoint(base / "gpt2", short)
+    write_checkpoint(base / "ascii", write_run(base / "ascii", "--model.vocab", "128"))
+    numbers = write_run(base / "numbers", "--model.vocab", "300", "--data.source", "x.bin")
+    write_checkpoint(base / "numbers", numbers)
+    write_run(base / "unsaved")
+    (base / "mnist").mkdir()
+    (base / "mnist" / "run.toml").write_text('[model]\nname = "mnist"\n')
+    manifest = write_checkpoint(base / "damaged", write_run(base / "damaged")) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"seed":1', b'"seed":2'))
+    (base / "bad.jsonl").write_text('"fine"\n{"text": 1}\n')
+    return base
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_one_line_and_exit_code_2(name: str, tmp: Path, capsys: pytest.CaptureFixture[str]):
+    words, told = TABLE[name]
+    code = main(["generate", *(word.format(tmp=tmp) for word in words)])
+    out, err = capsys.readouterr()
+    assert told.format(tmp=tmp) in err
+    assert (code, out, err.count("\n")) == (EXIT_USER, "", 1)
+
+
+def test_every_fault_is_told_before_torch_is_imported(tmp: Path):
+    script = "import sys; from weft.cli import main; code = main(); sys.exit(9 if 'torch' in sys.modules else code)"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = ["generate", str(tmp / "llama3"), "--mesh", "dp2 tp3"]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_USER, done.stderr
+    assert [line[:9] for line in done.stderr.splitlines()] == ["error: me", "error: me", "error: pr"]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < LIMIT_S

@@ -1,0 +1,119 @@
+"""`weft generate`: what reaches the screen, from runs and checkpoints, on several layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.generate.stored import write_checkpoint, write_run
+from weft.cli import main
+from weft.errors import EXIT_OK
+
+FAST = ("--transport", "threads", "--dtype", "float64", "--tokens", "8", "--seed", "4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs by their model's name; the weights of an untrained model make each token about as likely as any other."""
+    base = tmp_path_factory.mktemp("runs")
+    families = {"llama3": (), "gpt2": ("--model.max_seq_len", "16", "--data.seq_len", "16"), "qwen3-moe": ()}
+    for name, more in families.items():
+        write_checkpoint(base / name, write_run(base / name, "--model.name", name, *more))
+    deep = write_run(base / "deepseek", "--model.name", "deepseek", "--model.mtp_depth", "1")
+    write_checkpoint(base / "deepseek", deep)
+    return base
+
+
+def written(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a command says on stdout."""
+    code = main(["generate", *map(str, words)])
+    out, err = capsys.readouterr()
+    assert code == EXIT_OK, err
+    return out
+
+
+def objects(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, object]]:
+    return [json.loads(line) for line in written(capsys, *words, *FAST, "--json").splitlines()]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("llama3", "pp2 tp2"), ("qwen3-moe", "ep2"), ("deepseek", "ep2 tp2")])
+def test_every_layout_writes_the_same(folder: Path, capsys: pytest.CaptureFixture[str], name: str, mesh: str):
+    asked = (folder / name, "--prompt", "def ", "--samples", "3")
+    assert objects(capsys, *asked, "--mesh", mesh) == objects(capsys, *asked)
+
+
+def test_processes_write_what_threads_write(folder: Path, capsys: pytest.CaptureFixture[str]):
+    asked = (folder / "llama3", "--prompt", "def ", *FAST)
+    words = [*map(str, asked), "--mesh", "tp2", "--transport", "process"]
+    done = subprocess.run([sys.executable, "-m", "weft", "generate", *words], capture_output=True, timeout=90)
+    assert done.stdout.decode(errors="replace") == written(capsys, *asked), done.stderr
+    assert b"8 tokens; 4 tokens of prompt read in" in done.stderr
+
+
+def test_a_checkpoint_is_as_good_as_its_run(folder: Path, capsys: pytest.CaptureFixture[str]):
+    run, prompt = folder / "llama3", ("--prompt", "x")
+    assert objects(capsys, run / "ckpt" / "step-000003", *prompt) == objects(capsys, run, *prompt)
+
+
+def test_an_object_says_all_of_its_text(folder: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2")
+    assert (first["prompt"], first["sample"], second["sample"], first["end"]) == ("a", 0, 1, "length")
+    assert bytes(first["tokens"]).decode(errors="replace") == first["text"]  # type: ignore[arg-type]
+    assert first["tokens"] != second["tokens"]
+    assert first["seed"] == 4
+
+
+def test_a_text_depends_on_its_own_prompt_and_sample_alone(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"ab"\n{"prompt": "a longer one"}\n\n')
+    together = objects(capsys, folder / "llama3", "--prompt_file", file, "--samples", "2")
+    alone = objects(capsys, folder / "llama3", "--prompt", "ab", "--samples", "2")
+    assert [each["prompt"] for each in together] == ["ab", "ab", "a longer one", "a longer one"]
+    assert together[:2] == alone
+
+
+def test_plain_text_is_the_prompt_and_what_follows(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "prompt.txt").write_text("def f(x):\n    ")
+    (told,) = objects(capsys, folder / "llama3", "--prompt_file", tmp_path / "prompt.txt")
+    out = written(capsys, folder / "llama3", "--prompt_file", tmp_path / "prompt.txt", *FAST)
+    assert out == f"def f(x):\n    {told['text']}\n"
+
+
+def test_several_texts_are_numbered(folder: Path, capsys: pytest.CaptureFixture[str]):
+    one, other = (each["text"] for each in objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2"))
+    out = written(capsys, folder / "llama3", "--prompt", "a", "--samples", "2", *FAST)
+    assert out == f"--- 1 of 2\na{one}\n\n--- 2 of 2\na{other}\n"
+
+
+def test_greedy_texts_of_one_prompt_are_alike(folder: Path, capsys: pytest.CaptureFixture[str]):
+    one, other = objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2", "--temperature", "0")
+    assert one["tokens"] == other["tokens"]
+
+
+def test_a_text_ends_before_its_stop_text(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (whole,) = objects(capsys, folder / "llama3", "--prompt", "a")
+    at = next(place for place, token in enumerate(whole["tokens"]) if token < 128 and place)  # type: ignore[arg-type]
+    stop = chr(whole["tokens"][at])  # type: ignore[index]
+    (told,) = objects(capsys, folder / "llama3", "--prompt", "a", "--stop", stop)
+    assert (told["end"], told["tokens"]) == ("stop", whole["tokens"][: at + 1])  # type: ignore[index]
+    assert told["text"] == str(whole["text"]).partition(stop)[0]
+
+
+def test_the_end_of_learned_positions_is_said(folder: Path, capsys: pytest.CaptureFixture[str]):
+    code = main(["generate", str(folder / "gpt2"), "--prompt", "a" * 10, *FAST, "--json"])
+    out, err = capsys.readouterr()
+    assert code == EXIT_OK
+    assert (json.loads(out)["end"], len(json.loads(out)["tokens"])) == ("context", 6)
+    assert "note: a prompt of 10 tokens and 8 more pass the model's 16 positions: texts end there" in err
+    assert "note: 1 of 1 texts end with the model's last position, 16" in err
+
+
+def test_rotary_models_go_on_behind_the_length_they_were_trained_on(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (told,) = objects(capsys, folder / "llama3", "--prompt", "a" * 200)
+    assert told["end"] == "length"
