@@ -11,9 +11,7 @@ from weft.core.axes import span_sizes
 from weft.generate.cache import look_at, remember
 from weft.models.batch import Batch, chain
 from weft.parallel.model import ParallelModel
-
-LEFT_OUT = ("loss", "mtp")
-"""Blocks (by the beginning of their names) that only training reads."""
+from weft.train.sample import written_with
 
 
 class Decoder:
@@ -76,9 +74,7 @@ class Decoder:
 
     def _play(self, stage: int, x: Tensor, batch: Batch, lasts: Sequence[int]) -> Tensor:
         """x_BSD through a stage's blocks; the head sees each row's last token alone, and yields logits_BV."""
-        for name, block in self.model.stages[stage].items():
-            if name.startswith(LEFT_OUT):
-                continue
+        for name, block in written_with(self.model.stages[stage]).items():
             if name == "head":
                 rows = torch.arange(len(lasts), device=x.device)
                 x = x[rows, torch.tensor(lasts, dtype=torch.int64, device=x.device)].unsqueeze(1)

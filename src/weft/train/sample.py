@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.axes import span_sizes
 from weft.core.sequence import home_of
-from weft.models.batch import Batch, token_batch
+from weft.models.batch import Batch, chain, token_batch
 from weft.models.init import name_seed
 from weft.parallel.model import ParallelModel
+
+LEFT_OUT = ("loss", "mtp")
+"""Blocks (by the beginning of their names) that only training reads."""
+
+
+def written_with(stage: nn.ModuleDict) -> Mapping[str, nn.Module]:
+    """The blocks of a stage that text is written with."""
+    return {name: block for name, block in stage.items() if not name.startswith(LEFT_OUT)}
 
 
 def sample(
@@ -48,8 +56,7 @@ def _last_logits(model: ParallelModel, window: Sequence[int], *, vocab: int) -> 
                     plan.boundary_shape(stage - 1), dtype=getattr(torch, plan.compute), device=comm.device
                 )
                 x = comm.recv(empty, "pp", source=home[stage - 1])
-            for name, block in model.stages[stage].items():
-                x = x if name == "loss" else block(x, batch)
+            x = chain(written_with(model.stages[stage]), x, batch).x
             if stage + 1 < len(home) and home[stage + 1] != here:
                 comm.send(x.contiguous(), "pp", to=home[stage + 1])
     if home[-1] != here:
