@@ -1,13 +1,13 @@
-"""Owns the question whether a checkpoint is of this model: family, architecture, names and shapes. Pure: no torch."""
+"""Owns the question whether a checkpoint is of this model: its family and every field that makes its shapes. Pure: no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.errors import CheckpointError, Fault
-from weft.save.format import Facts, Manifest
+from weft.save.format import Facts
 
 
 def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[str, Any]) -> None:
@@ -23,24 +23,6 @@ def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[
     faults = (_other(path, name, facts.architecture.get(name), ours.get(name)) for name in dict.fromkeys(names))
     if found := tuple(faults):
         raise CheckpointError(*found)
-
-
-def check_shapes(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint that lacks a tensor or has it in another shape; `shapes` by stored name (`model/head.weight`).
-
-    Raises:
-        CheckpointError: naming the first such tensor.
-    """
-    for fault in _shape_faults(path, manifest, shapes):
-        raise CheckpointError(fault)
-
-
-def _shape_faults(path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Fault]:
-    for name, shape in shapes.items():
-        if name not in manifest.tensors:
-            yield Fault(str(path), f"another model's: it has no tensor {name!r}", need=f"shape {shape}", fix=_MEND)
-        elif (got := manifest.tensors[name].shape) != tuple(shape):
-            yield Fault(str(path), f"another model's: tensor {name!r}", f"shape {got}", f"{tuple(shape)}", _MEND)
 
 
 _MEND = "give the model as in the run.toml beside it"

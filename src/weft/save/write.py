@@ -67,8 +67,9 @@ class Writing:
             raise self._error
 
     def _write(self) -> None:
-        free = free_bytes(self._tmp)
+        free = 0
         try:
+            free = free_bytes(self._tmp)
             _write_rank(self._tmp, self._rank, self._held)
         except OSError as error:
             self._remove()
