@@ -143,9 +143,11 @@ def _chunks(file: Path, reading: Reading) -> Iterator[tuple[str, int]]:
             try:
                 text = decoder.decode(block, not block)
             except UnicodeDecodeError as error:
-                got = f"byte {error.object[error.start]:#04x} at about byte {done + error.start}"
-                fix = "convert the file, or --data.tokenizer bytes, which takes any"
-                raise DataError(Fault(KEY, f"{file} is no UTF-8 text", got, fix=fix)) from None
+                place = done + len(block) - len(error.object) + error.start
+                fix = "convert the file, or take the tokenizer bytes, which takes any"
+                raise DataError(
+                    Fault(KEY, f"{file} is no UTF-8 text", f"{error.object[error.start]:#04x} at byte {place}", fix=fix)
+                ) from None
             done += len(block)
             if text:
                 yield text, raw.tell()

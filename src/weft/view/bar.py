@@ -18,6 +18,8 @@ from rich.progress import (
 )
 
 LINES = 10
+SILENT_BYTES = 2**24
+"""Work of less than that is over before lines would help."""
 
 
 class Bar:
@@ -38,7 +40,7 @@ class Bar:
             if what not in self._tasks:
                 self._tasks[what] = self._progress.add_task(what, total=total)
             self._progress.update(self._tasks[what], completed=done)
-        elif (tenth := LINES * done // max(total, 1)) > self._told.get(what, 0):
+        elif total >= SILENT_BYTES and (tenth := LINES * done // total) > self._told.get(what, 0):
             self._told[what] = tenth
             self._console.print(f"{what}: {100 * tenth // LINES}% of {total / 1e6:,.1f} MB", soft_wrap=True)
 

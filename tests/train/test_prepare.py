@@ -1,0 +1,453 @@
+"""Owns the tests of `weft data prepare`: what stands in the folder, whatever the texts came in, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import tracemalloc
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.cli import main
+from weft.core.config import Data
+from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER, DataError
+from weft.models import gpt2
+from weft.train import documents, prepare, prepared
+from weft.train.bpe import train_bpe
+from weft.train.data import open_data
+from weft.train.documents import Reading, cut, read_documents
+from weft.train.files import stdlib_files
+from weft.train.prepare import Recipe, is_valid
+from weft.train.prepared import open_prepared, tokenizer_of
+from weft.train.tokenizer import FileTokenizer, open_tokenizer
+
+TEXTS = [f"document {number}: " + "lorem ipsum " * (number % 7) + "\n" for number in range(60)]
+VOCAB = 300
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A small tokenizer.json, trained on Python."""
+    file = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    file.write_text(train_bpe((path.read_text() for path in list(stdlib_files())[:12]), vocab=VOCAB))
+    return file
+
+
+def write_lines(file, texts=TEXTS, field="text"):
+    rows = "".join(json.dumps({field: text, "id": number}) + "\n" for number, text in enumerate(texts))
+    file.write_bytes(gzip.compress(rows.encode()) if file.suffix == ".gz" else rows.encode())
+    return str(file)
+
+
+def documents_of(folder, split="train"):
+    """The documents of a prepared folder, as text."""
+    found = open_prepared(folder)
+    stream, bounds, tokenizer = found.stream(split, vocab=found.meta.vocab), found.bounds(split), found.tokenizer()
+    return [tokenizer.decode(stream.read(*pair).tolist()) for pair in pairwise(bounds)]
+
+
+def made(tmp_path, *inputs, **recipe):
+    out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+    prepare.prepare(Recipe(inputs=inputs, **{"valid": 0.0} | recipe), out)
+    return out
+
+
+# ---- what is written
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_every_line_is_a_document_of_its_own(tmp_path, name):
+    assert documents_of(made(tmp_path, write_lines(tmp_path / name))) == TEXTS
+
+
+def test_every_row_of_a_parquet_file_is_a_document(tmp_path):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    table = arrow.table({"body": [*TEXTS, None, ""], "id": list(range(62))})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    assert documents_of(made(tmp_path, str(tmp_path / "a.parquet"), text_field="body")) == TEXTS
+
+
+def test_every_text_file_is_a_document_and_no_byte_is_lost(tmp_path):
+    contents = [bytes(range(256)) * 3000, "é\r\n\u2028x".encode(), b"\xff"]
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.txt").write_bytes(content)
+    (tmp_path / "empty.txt").touch()
+    folder = made(tmp_path, f"{tmp_path}/*.txt")
+    found = open_prepared(folder)
+    assert (folder / "train.bin").read_bytes() == np.frombuffer(b"".join(contents), np.uint8).astype("<u2").tobytes()
+    assert found.bounds("train").tolist() == np.cumsum([0, *map(len, contents)]).tolist()
+    assert (found.meta.files, found.meta.input_bytes) == (4, sum(map(len, contents)))
+
+
+def test_blank_lines_part_the_documents_of_a_text_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "READ_BYTES", 7)
+    (tmp_path / "a.txt").write_text("\n \none\ntwo\n\n\n  three\n \t\nfour")
+    assert documents_of(made(tmp_path, f"{tmp_path}/a.txt", split_on="blank")) == ["one\ntwo\n", "  three\n", "four"]
+
+
+def test_files_of_all_kinds_go_into_one_folder_in_their_order(tmp_path):
+    (tmp_path / "b.md").write_text("second")
+    inputs = (write_lines(tmp_path / "z.jsonl", ["first"]), str(tmp_path / "b.md"), f"{tmp_path}/b*")
+    assert documents_of(made(tmp_path, *inputs)) == ["first", "second"]
+
+
+def test_a_tokenizer_ends_each_document_with_its_own_token(tmp_path, bpe):
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe))
+    assert documents_of(folder) == [f"{text}<|endoftext|>" for text in TEXTS]
+    assert (folder / "tokenizer.json").read_bytes() == bpe.read_bytes()
+    meta = open_prepared(folder).meta
+    assert (meta.vocab, meta.end, meta.dtype) == (VOCAB, 0, "uint16")
+
+
+def test_a_bpe_is_trained_on_the_inputs(tmp_path):
+    paths = [str(path) for path in list(stdlib_files())[:12]]
+    folder = made(tmp_path, *paths, tokenizer="train", vocab=VOCAB)
+    meta, part = open_prepared(folder).meta, open_prepared(folder).meta.splits["train"]
+    assert meta.vocab == VOCAB
+    assert part.tokens < 0.8 * meta.input_bytes
+    with open(paths[0]) as file:
+        assert documents_of(folder)[0] == f"{file.read()}<|endoftext|>"
+
+
+def test_the_same_recipe_makes_the_same_bytes(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", TEXTS * 4)
+    folders = [made(tmp_path, source, tokenizer="train", vocab=270, valid=0.3) for _ in range(2)]
+    for name in ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.json", "meta.json"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+
+
+def test_large_vocabularies_are_kept_in_32_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare.ByteTokenizer, "vocab", 2**16 + 1)
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"))
+    assert np.fromfile(folder / "train.bin", "<u4").tolist() == list("".join(TEXTS).encode())
+
+
+# ---- pieces
+
+
+@given(text=st.text(st.sampled_from("ab é\n\t .0"), max_size=120), limit=st.integers(1, 20))
+def test_a_text_that_is_cut_is_the_same_text(text, limit):
+    parts = list(cut(text, limit=limit))
+    assert "".join(parts) == text
+    assert all(0 < len(part) <= limit for part in parts[:-1])
+
+
+@given(lines=st.lists(st.sampled_from(["def f(x):", "    return 1", "", "a  b", "é = 'ß'"]), min_size=8, max_size=40))
+def test_the_tokens_of_pieces_are_those_of_the_whole(bpe, lines):
+    text, tokenizer = "\n".join(lines), open_tokenizer(str(bpe))
+    parts = list(cut(text, limit=40))
+    assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("read_bytes", [1, 5, 1000])
+def test_pieces_do_not_depend_on_how_a_file_is_read(tmp_path, monkeypatch, read_bytes):
+    monkeypatch.setattr(documents, "READ_BYTES", read_bytes)
+    monkeypatch.setattr(cut, "__kwdefaults__", {"limit": 16})
+    text = "héllo wörld\n" * 9 + "ein langes\n\nEnde"
+    (tmp_path / "a.txt").write_text(text)
+    pieces = list(read_documents(tmp_path / "a.txt", Reading()))
+    assert [piece.text for piece in pieces] == list(cut(text))
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    def peak(lines):
+        (tmp_path / "a.txt").write_text("a line of some forty characters or so...\n" * lines)
+        tracemalloc.start()
+        shutil.rmtree(made(tmp_path, f"{tmp_path}/a.txt"))
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    small, large = peak(60_000), peak(240_000)
+    assert large < 1.1 * small
+
+
+# ---- validation
+
+
+def test_the_split_is_a_function_of_seed_and_number_alone(tmp_path):
+    valid = is_valid(range(60), share=0.2, seed=3)
+    assert valid == is_valid(range(30), share=0.2, seed=3) + is_valid(range(30, 60), share=0.2, seed=3)
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), valid=0.2, seed=3)
+    expected = {
+        split: [t for t, kept in zip(TEXTS, valid, strict=True) if kept == (split == "valid")]
+        for split in prepared.SPLITS
+    }
+    assert {split: documents_of(folder, split) for split in prepared.SPLITS} == expected
+    assert expected["valid"]
+
+
+def test_as_many_documents_as_asked_for_are_kept_for_validation():
+    assert sum(is_valid(range(100_000), share=0.01, seed=1)) == pytest.approx(1000, rel=0.1)
+    assert is_valid(range(99), share=0.5, seed=1) != is_valid(range(99), share=0.5, seed=2)
+    assert not is_valid([0], share=0.999, seed=1)[0]
+
+
+# ---- training on it
+
+
+def test_a_prepared_folder_brings_its_tokenizer_and_its_facts(tmp_path, bpe):
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
+    data = Data(source=str(folder), seq_len=8)
+    facts = open_data(data, gpt2.Config(vocab=VOCAB)).facts()
+    part = open_prepared(folder).meta.splits["train"]
+    assert (facts["tokens"], facts["documents"], facts["sha256"]) == (part.tokens, part.documents, part.sha256[:12])
+    assert tokenizer_of(data).name == str(folder / "tokenizer.json")
+    named = open_data(Data(source=str(folder / "valid.bin"), seq_len=8), gpt2.Config(vocab=VOCAB)).facts()
+    assert named["tokens"] == open_prepared(folder).meta.splits["valid"].tokens
+
+
+def test_small_texts_are_made_into_tokens_when_a_run_starts(tmp_path, bpe):
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe))
+    model, data = gpt2.Config(vocab=VOCAB), Data(source=f"{tmp_path}/a.jsonl", tokenizer=str(bpe), seq_len=8)
+    here, there = open_data(data, model), open_data(data.model_copy(update={"source": str(folder)}), model)
+    numbers = np.arange(here.num_samples)
+    assert here.num_samples == there.num_samples
+    assert np.array_equal(here.read(numbers).inputs, there.read(numbers).inputs)
+    assert np.array_equal(here.stream.document_bounds, there.stream.document_bounds)
+
+
+# ---- what is refused
+
+
+def refused(words, capsys):
+    capsys.readouterr()
+    assert main(words) == EXIT_USER
+    (told,) = capsys.readouterr().err.splitlines()
+    return told.replace("error: ", "")
+
+
+PREPARE = {
+    "no input": (["--out", "{tmp}/x"], "input: names no file"),
+    "no out": (["{tmp}/a.jsonl"], "out: names no folder"),
+    "out is there": (["{tmp}/a.jsonl", "--out", "{tmp}"], "out: is there already (got '{tmp}'; need a new folder)"),
+    "out below a file": (["{tmp}/a.jsonl", "--out", "{tmp}/a.jsonl/x"], "out: cannot be made (got '{tmp}/a.jsonl/x'"),
+    "no file": (["{tmp}/no", "--out", "{tmp}/x"], "input: no such file or folder (got '{tmp}/no')"),
+    "empty": (["{tmp}/empty.txt", "--out", "{tmp}/x"], "input: is empty (got no text in 1 file"),
+    "tokens": (["{tmp}/a.bin", "--out", "{tmp}/x"], "input: holds tokens already (got {tmp}/a.bin"),
+    "broken line": (["{tmp}/broken.jsonl", "--out", "{tmp}/x"], "input: {tmp}/broken.jsonl:2 is no JSON (got "),
+    "line is a list": (
+        ["{tmp}/list.jsonl", "--out", "{tmp}/x"],
+        "input: {tmp}/list.jsonl:1 is no JSON object (got list",
+    ),
+    "no such field": (
+        ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--text_field", "texte"],
+        "text_field: {tmp}/a.jsonl:1 has no such field (got 'texte'). Fix: did you mean 'text'?",
+    ),
+    "field is a number": (
+        ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--text_field", "id"],
+        "text_field: {tmp}/a.jsonl:1: the field 'id' is no text (got int; need text)",
+    ),
+    "no such column": (
+        ["{tmp}/a.parquet", "--out", "{tmp}/x"],
+        "text_field: {tmp}/a.parquet has no such column (got 'text'; need one of body, id). Fix: known: body, id",
+    ),
+    "column of numbers": (
+        ["{tmp}/a.parquet", "--out", "{tmp}/x", "--text_field", "id"],
+        "text_field: {tmp}/a.parquet: the column 'id' is no text (got int64; need strings)",
+    ),
+    "no parquet": (["{tmp}/b.parquet", "--out", "{tmp}/x"], "input: {tmp}/b.parquet is no parquet file"),
+    "broken gzip": (["{tmp}/b.jsonl.gz", "--out", "{tmp}/x"], "input: {tmp}/b.jsonl.gz is a broken gzip file"),
+    "share": (
+        ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--valid", "1"],
+        "valid: out of range (got 1.0; need a number, at least 0",
+    ),
+    "no tokenizer": (
+        ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--tokenizer", "{tmp}/a.jsonl"],
+        "tokenizer: {tmp}/a.jsonl is no tokenizer",
+    ),
+    "no UTF-8": (
+        ["{tmp}/latin.txt", "--out", "{tmp}/x", "--tokenizer", "train"],
+        "input: {tmp}/latin.txt is no UTF-8 text (got 0xe9 at byte 3)",
+    ),
+    "vocab too small": (
+        ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--tokenizer", "train", "--vocab", "257"],
+        "vocab: leaves no room for pairs of bytes (got 257",
+    ),
+    "vocab too large": (
+        ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--tokenizer", "train", "--vocab", "5000"],
+        "tokenizer: there is too little text for so many tokens",
+    ),
+    "unknown flag": (["{tmp}/a.jsonl", "--output", "{tmp}/x"], "output: unknown key"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with all that is wrong."""
+    tmp = tmp_path_factory.mktemp("place")
+    write_lines(tmp / "a.jsonl")
+    (tmp / "empty.txt").touch()
+    (tmp / "a.bin").write_bytes(b"1234")
+    (tmp / "broken.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
+    (tmp / "list.jsonl").write_text('["text"]\n')
+    (tmp / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (tmp / "b.parquet").write_text("PAR?")
+    (tmp / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 99)[:-12])
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.table({"body": ["a"], "id": [1]}), tmp / "a.parquet")
+    return tmp
+
+
+@pytest.mark.parametrize("case", PREPARE)
+def test_what_cannot_be_prepared_is_told_in_one_line_and_leaves_nothing(case, place, capsys):
+    words, line = ([word.format(tmp=place) for word in PREPARE[case][0]], PREPARE[case][1].format(tmp=place))
+    before = sorted(place.iterdir())
+    assert refused(["data", "prepare", *words], capsys).startswith(line)
+    assert sorted(place.iterdir()) == before
+
+
+def cut_off(file):
+    file.write_bytes(file.read_bytes()[:-2])
+
+
+DAMAGE = {
+    "meta.json": (lambda folder: (folder / "meta.json").unlink(), "lacks meta.json"),
+    "no meta": (lambda folder: (folder / "meta.json").write_text("{}"), "meta.json cannot be read"),
+    "train.bin": (lambda folder: (folder / "train.bin").unlink(), "lacks train.bin"),
+    "valid.idx": (lambda folder: (folder / "valid.idx").unlink(), "lacks valid.idx"),
+    "tokenizer.json": (lambda folder: (folder / "tokenizer.json").unlink(), "lacks tokenizer.json"),
+    "cut tokens": (lambda folder: cut_off(folder / "train.bin"), "train.bin is cut off"),
+    "cut bounds": (lambda folder: cut_off(folder / "train.idx"), "train.idx is cut off"),
+    "other tokenizer": (
+        lambda folder: (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n"),
+        "tokenizer.json is not the one that made the tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_folder_that_is_not_whole_is_refused(case, tmp_path, bpe, capsys):
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe))
+    damage, line = DAMAGE[case]
+    damage(folder)
+    assert line in refused(
+        ["train", "--data.source", str(folder), "--model.vocab", "300", "--data.seq_len", "8"], capsys
+    )
+    if case != "other tokenizer":
+        assert line in refused(["data", "show", str(folder)], capsys)
+
+
+def test_show_tells_what_is_in_a_folder_and_finds_a_flipped_bit(tmp_path, bpe, capsys):
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
+    assert main(["data", "show", str(folder), "--verify", "True", "--tokens", "5"]) == EXIT_OK
+    told = capsys.readouterr().out
+    assert "300 tokens, kept as uint16" in told
+    assert "everything is as it was written" in told
+    content = bytearray((folder / "valid.bin").read_bytes())
+    content[7] ^= 4
+    (folder / "valid.bin").write_bytes(content)
+    assert main(["data", "show", str(folder), "--verify", "True"]) == EXIT_FAILED
+    assert "valid.bin: sha256" in capsys.readouterr().out
+    assert "is no prepared folder" in refused(["data", "show", str(tmp_path)], capsys)
+    assert "names no folder" in refused(["data", "show"], capsys)
+    assert "unknown word 'prepar'" in refused(["data", "prepar"], capsys)
+
+
+RUNS = {
+    "vocabulary": (
+        ["--data.source", "{folder}"],
+        "model.vocab: is smaller than the tokenizer's (got 256; need at least 300 for {folder}/tokenizer.json)."
+        " Fix: --model.vocab 300",
+    ),
+    "another tokenizer": (
+        ["--data.source", "{folder}", "--data.tokenizer", "{tmp}/other.json", "--model.vocab", "300"],
+        "data.tokenizer: is not the one that prepared {folder} (got {tmp}/other.json; need {folder}/tokenizer.json)",
+    ),
+    "no tokenizer": (["--data.tokenizer", "{tmp}/no.json"], "data.tokenizer: cannot read the tokenizer (got '{tmp}/no"),
+    "much text": (
+        ["--data.tokenizer", "{folder}/tokenizer.json", "--model.vocab", "300"],
+        "data.source: is too large to be made into tokens at every start",
+    ),
+    "nothing to evaluate on": (["--eval.every", "5"], "eval.source: there is nothing to evaluate on (got 'stdlib'"),
+    "no validation": (
+        ["--data.source", "{folder}", "--model.vocab", "300", "--data.seq_len", "8", "--eval.every", "5"],
+        "eval.source: is empty (got 0 tokens in {folder}/valid.bin",
+    ),
+    "missing evaluation": (["--eval.every", "5", "--eval.source", "{tmp}/no"], "eval.source: no such file or folder"),
+    "broken line": (["--data.source", "{tmp}/broken.jsonl"], "data.source: {tmp}/broken.jsonl:1 is no JSON"),
+    "field": (
+        ["--data.source", "{tmp}/a.jsonl", "--data.text_field", "tex"],
+        "data.text_field: {tmp}/a.jsonl:1 has no such field (got 'tex'). Fix: did you mean 'text'?",
+    ),
+    "long": (
+        [
+            "--data.source",
+            "{tmp}/a.jsonl",
+            "--data.packing",
+            "documents",
+            "--data.long",
+            "error",
+            "--data.seq_len",
+            "64",
+        ],
+        "data.long: document 13 of {tmp}/a.jsonl is longer than the sequence (got 86 tokens; need at most 64)."
+        " Fix: --data.seq_len 86, or --data.long split",
+    ),
+    "no bounds": (
+        ["--data.source", "{tmp}/a.bin", "--data.packing", "documents", "--data.seq_len", "2"],
+        "data.packing: {tmp}/a.bin does not say where documents begin",
+    ),
+    "no weight": (["--data.mix", "stdlib"], "data.mix: names no weight (got 'stdlib'; need SOURCE=WEIGHT)"),
+    "weight is a word": (["--data.mix", "stdlib=much"], "data.mix: the weight of stdlib cannot be used (got 'much'"),
+    "weight is zero": (["--data.mix", "stdlib=0"], "data.mix: the weight of stdlib cannot be used (got '0'; need a"),
+    "weight is nan": (["--data.mix", "stdlib=nan"], "data.mix: the weight of stdlib cannot be used (got 'nan'; need a"),
+    "twice": (["--data.mix", "stdlib=1", "stdlib=2"], "data.mix: names a source twice (got 'stdlib'"),
+    "too small": (
+        ["--data.mix", "stdlib=1", "{tmp}/a.jsonl=9999"],
+        "data.mix: a weight is too small to be kept (got 1 of",
+    ),
+    "tokenizers": (
+        ["--data.mix", "{folder}=1", "{tmp}/second=1", "--model.vocab", "300", "--data.seq_len", "8"],
+        "data.mix: its sources were prepared by different tokenizers (got {folder} and {tmp}/second",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_what_cannot_be_trained_on_is_told_in_one_line(case, tmp_path, bpe, capsys):
+    names = {"tmp": tmp_path, "folder": made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe))}
+    (tmp_path / "other.json").write_text(bpe.read_text() + " ")
+    (tmp_path / "broken.jsonl").write_text("{")
+    (tmp_path / "a.bin").write_bytes(bytes(64))
+    if case == "tokenizers":
+        prepare.prepare(Recipe((f"{tmp_path}/a.jsonl",)), tmp_path / "second")
+    words, line = ([word.format(**names) for word in RUNS[case][0]], RUNS[case][1].format(**names))
+    assert refused(["train", "--out", f"{tmp_path}/run", *words], capsys).startswith(line)
+
+
+def test_libraries_that_are_missing_are_named(tmp_path, monkeypatch, capsys):
+    words = ["data", "prepare", "stdlib", "--out", str(tmp_path / "x"), "--tokenizer", "train"]
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    assert "needs the library tokenizers, which is not installed. Fix: pip install 'weft[data]'" in refused(
+        words, capsys
+    )
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").touch()
+    words = ["data", "prepare", f"{tmp_path}/a.parquet", "--out", str(tmp_path / "x")]
+    assert "parquet files need pyarrow, which is not installed. Fix: pip install 'weft[data]'" in refused(words, capsys)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_not_a_crash(tmp_path):
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl", ["x" * 2_000_000]))
+    data = open_data(Data(source=str(folder), seq_len=8), gpt2.Config())
+    with (folder / "train.bin").open("r+b") as file:
+        file.truncate(100)
+    with pytest.raises(DataError, match="a file became shorter after it was opened"):
+        data.read(np.array([1000]))
+
+
+def test_a_tokenizer_knows_its_end_and_its_highest_id(bpe):
+    tokenizer = open_tokenizer(str(bpe.parent))
+    assert isinstance(tokenizer, FileTokenizer)
+    assert (tokenizer.vocab, tokenizer.end) == (VOCAB, 0)
+    assert tokenizer.decode([*tokenizer.encode("héllo"), 0, VOCAB + 5]) == "héllo<|endoftext|>"
+    assert tokenizer.encode_batch(["a b", ""]) == [tokenizer.encode("a b"), []]
+    assert open_tokenizer("bytes").decode([104, 105, 999]) == "hi?"
