@@ -127,8 +127,8 @@ class Lora(Table):
 class Save(Table):
     """Checkpoints."""
 
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0: none")
-    keep: int = Field(2, ge=1, description="newest checkpoints kept")
+    every: int = Field(0, ge=0, description="steps between checkpoints, and one at the end; 0: only when asked to stop")
+    keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
 
 
 class Run(Table):
@@ -147,7 +147,10 @@ class Run(Table):
     )
     sample: int = Field(0, ge=0, description="tokens that the model writes after the last step; 0: none")
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
-    resume: str | None = Field(None, description="auto or a checkpoint to go on from; None: start anew")
+    resume: str | None = Field(
+        None,
+        description="auto (newest checkpoint in out, if any), a checkpoint, or a run folder; None: start anew",
+    )
     model: Model = Field(description="the model")
     data: Data = Field(default_factory=Data, description="what it reads")
     batch: Batch = Field(default_factory=Batch, description="sequences a step")

@@ -9,11 +9,7 @@ from weft.core.checks import Check
 from weft.core.config import Run
 from weft.errors import Fault
 
-WORKS: dict[str, tuple[Any, ...]] = {
-    "save.every": (0,),
-    "save.keep": (2,),
-    "resume": (None,),
-}
+WORKS: dict[str, tuple[Any, ...]] = {}
 """Key -> the values that work; keys that are not named here work with all their values."""
 
 

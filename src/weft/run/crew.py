@@ -71,13 +71,13 @@ class Crew:
     def wait(self, signals: Signals) -> None:
         """Until all have ended, by themselves or because one failed.
 
-        SIGTERM goes on to the ranks, which may save and leave with exit code 75; a second one ends them. A pause
-        (Ctrl-Z) pauses them too.
+        SIGTERM and SIGUSR1 go on to the ranks as SIGTERM: they may save and leave with exit code 75. A second SIGTERM ends
+        them. A pause (Ctrl-Z) pauses them too.
 
         Raises:
             KeyboardInterrupt: on SIGINT, when all have ended.
         """
-        settled = float("inf")
+        settled, terminated = float("inf"), False
         while self._alive():
             self._reap()
             if self.failures:
@@ -88,9 +88,10 @@ class Crew:
                 case signal.SIGINT:
                     self.end(signal.SIGINT, signals)
                     raise KeyboardInterrupt
-                case signal.SIGTERM if self._asked_to_leave:
+                case signal.SIGTERM if terminated:
                     return self.end(signal.SIGKILL, signals)
-                case signal.SIGTERM:
+                case signal.SIGTERM | signal.SIGUSR1 as number:
+                    terminated = number == signal.SIGTERM
                     self._asked_to_leave = True
                     self._send(signal.SIGTERM)
                 case signal.SIGTSTP:

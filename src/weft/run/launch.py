@@ -63,7 +63,7 @@ def launch(
         out: run folder, takes the traceback of an error.
 
     Returns:
-        0, or 75 if ranks saved and left on SIGTERM, or 143 if they left without.
+        0, or 75 if ranks saved and left on SIGTERM or SIGUSR1, or 143 if they left without.
 
     Raises:
         RankError: the first failing rank's error.
@@ -73,9 +73,10 @@ def launch(
     devices = [choose_device(device, local_rank=rank, local_size=nproc) for rank in range(nproc)]
     telling = Telling(mesh, out)
     if transport == "threads":
-        if failures := play_threads(main, devices):
-            raise telling.error(first_of(failures))
-        return EXIT_OK
+        ended = play_threads(main, devices)
+        if ended.failures:
+            raise telling.error(first_of(ended.failures))
+        return ended.code
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
     with Signals() as signals:
         ours = fork_ranks(nproc, folder)

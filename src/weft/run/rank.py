@@ -60,7 +60,7 @@ def keep_memory() -> None:
 def detach(parent: int, *, stack_file: Path) -> None:
     """Make a fresh fork a process of its own: its group, its signals, no keyboard, and no life after its parent."""
     os.setpgid(0, 0)
-    for number in (signal.SIGTERM, signal.SIGTSTP):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to a terminal where `stty tostop` is set

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from weft.comm.threads import ThreadWorld
+from weft.errors import EXIT_OK
 from weft.run.failure import Failure, describe
 from weft.run.rank import prepare
 from weft.run.world import Memory, World
@@ -18,19 +20,31 @@ WAIT_S = 600.0
 GRACE_S = 5.0
 
 
-def play_threads(main: Callable[[World], None], devices: Sequence[torch.device]) -> tuple[Failure, ...]:
-    """Call `main` on one thread for each device; what went wrong, in order.
+@dataclass(frozen=True)
+class Ended:
+    """How ranks ended: what went wrong, in order, and the exit code that they left with."""
+
+    failures: tuple[Failure, ...]
+    code: int
+
+
+def play_threads(main: Callable[[World], None], devices: Sequence[torch.device]) -> Ended:
+    """Call `main` on one thread for each device.
 
     After a failure or Ctrl-C every rank ends where it next meets another one. Those that have not come there within a
     moment are left behind, and Python waits for them at its exit: a thread that is cut off inside torch aborts the process.
     """
     world = ThreadWorld(len(devices), devices=devices, timeout_s=WAIT_S)
     failures: list[Failure] = []
+    codes: list[int] = []
 
     def act(rank: int) -> None:
         prepare(world.size)
         try:
             main(World(rank, world.size, rank, world.size, Memory(world)))
+        except SystemExit as leaving:
+            codes.append(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+            world.leave(rank)
         except BaseException as error:  # noqa: BLE001 - it goes on in the thread that waits
             failures.append(describe(error, rank=rank, at_s=time.monotonic()))
             world.fail(rank, error)
@@ -46,7 +60,7 @@ def play_threads(main: Callable[[World], None], devices: Sequence[torch.device])
         world.fail(-1, interrupt)
         _join(threads, [*failures, interrupt])
         raise
-    return tuple(failures)
+    return Ended(tuple(failures), max(codes, default=EXIT_OK))
 
 
 def _join(threads: Sequence[threading.Thread], failures: Sequence[object]) -> None:

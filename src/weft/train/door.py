@@ -17,7 +17,9 @@ from weft.core.checks import Check
 from weft.core.config import Run
 from weft.errors import CheckpointError, Fault, LaunchError
 from weft.run.world import detect
+from weft.save.folder import FOLDER
 from weft.save.hf.tables import match_folder
+from weft.train.resume import AUTO
 
 RUNS = Path("runs")
 EVENTS = "events.jsonl"
@@ -69,11 +71,19 @@ def out_faults(run: Run) -> Iterable[Fault]:
     if not is_first(os.environ):
         return
     out = Path(run.out) if run.out else RUNS
-    if run.out and run.resume is None and os.path.exists(out / EVENTS):
-        fix = "choose another --out, or leave it out for a fresh folder under runs/"
+    if run.out and not goes_on_in(run, out) and any(os.path.exists(out / name) for name in (EVENTS, FOLDER)):
+        fix = "--resume auto to go on with it, another --out, or none for a fresh folder under runs/"
         yield Fault("out", "holds a run already", repr(str(out)), f"a folder without {EVENTS}", fix)
     elif (problem := _unwritable(out)) is not None:
         yield Fault("out", "cannot be written", f"{str(out)!r}: {problem}", "a folder", "choose another --out")
+
+
+def goes_on_in(run: Run, out: Path) -> bool:
+    """Whether what the run resumes lies in its own folder."""
+    if run.resume in (None, AUTO):
+        return run.resume == AUTO
+    named = Path(run.resume or "").resolve()
+    return out.resolve() in (named, named.parent, named.parent.parent)
 
 
 def _unwritable(folder: Path) -> str | None:

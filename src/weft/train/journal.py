@@ -2,13 +2,18 @@
 
 An event is a flat dict with an "event" key; the ones there are:
 
-    run     once, first: model, params, layout, why, plan, ranks, device, data, seed, steps, seq_len, batch_size, out
+    run     first, and again at each resume: model, params, layout, why, plan, ranks, device, data, seed, steps, start_step,
+            seq_len, batch_size, out
     step    step (the first is 1), loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes, stage_mem_bytes, loss_scale,
             skipped (float16 overflowed at that scale: nothing was moved)
     eval    step, loss (mean over all targets), perplexity, tokens (targets), seconds: on what is not trained on
     sample  prompt, text: what the model writes
     note    text: a line for the reader
-    end     status (finished, ...), steps, seconds
+    save    step, path, bytes, stall_s (training stood still), write_s (until it was on the disk)
+    save_failed  step, why, need_bytes, free_bytes, newest (the checkpoint that is there): training goes on
+    resume  step, path (null: there was none, the run begins anew), layout (that wrote it), passed_over (newer, broken):
+            steps above `step` that stand before this line are of a run that was killed; `course` leaves them out
+    end     status (finished, stopped), steps, seconds
 
 One line is one event, written by a single call, so a crash leaves whole lines. Numbers keep full precision. JSON has no
 word for the numbers that are none: they are the strings "NaN", "Infinity" and "-Infinity", which `float()` in Python
@@ -21,12 +26,13 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from weft.errors import Fault, LaunchError
+from weft.save.disk import FULL
 from weft.view.progress import Event, View
 
 EVENTS = "events.jsonl"
@@ -42,25 +48,28 @@ class Journal:
 
     def __init__(self, out: Path | None, views: Sequence[View] = ()) -> None:
         self.out, self.views = out, tuple(views)
-        self._file = -1 if out is None else _open_lines(open_folder(out) / EVENTS)
+        self._lines = None if out is None else Lines(open_folder(out) / EVENTS)
 
     def emit(self, event: Event) -> None:
         """Write one event and show it."""
-        if self._file >= 0:
-            _write_line(self._file, to_line(event))
+        if self._lines is not None:
+            self._lines.write(to_line(event))
         for view in self.views:
             view.handle(event)
 
     def write(self, name: str, text: str) -> None:
-        """Put the file `name` into the run folder: whole or not at all."""
+        """Put the file `name` into the run folder: whole or not at all. Another text that was there stays as `name-1`."""
         if self.out is not None:
+            _keep_older(self.out / name, text)
             _write_whole(self.out / name, text)
 
     def close(self) -> None:
         """Close the file and the views; harmless when done twice."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
+        lines, self._lines = self._lines, None
+        if lines is not None and (lost := lines.close()):
+            text = f"warning: the disk is full, and the last {lost:,} bytes of {EVENTS} are lost"
+            for view in self.views:
+                view.handle({"event": "note", "text": text})
         for view in self.views:
             view.close()
 
@@ -69,6 +78,33 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+class Lines:
+    """A file that lines are added to. A full disk does not stop who writes: its lines wait until there is room again."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._waiting = _open_lines(path), b""
+
+    def write(self, line: str) -> None:
+        """Add a line, by a single call, with those that wait before it.
+
+        Raises:
+            OSError: anything but a full disk.
+        """
+        self._waiting += line.encode()
+        try:
+            self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+
+    def close(self) -> int:
+        """Close the file; returns the bytes for which there was no room to the end."""
+        if self._waiting:
+            self.write("")
+        os.close(self._file)
+        return len(self._waiting)
 
 
 def open_folder(out: Path) -> Path:
@@ -108,6 +144,17 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path}:{number}: damaged line {line[:80]!r}: {error}") from error
 
 
+def course(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The step events of a run as it stands: what a resume went back behind is left out."""
+    steps: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "resume":
+            steps = [step for step in steps if step["step"] <= event["step"]]
+        elif event["event"] == "step":
+            steps.append(event)
+    return steps
+
+
 def _open_lines(path: Path) -> int:
     """Open for appending; what a crash left of a last line goes first."""
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -126,10 +173,11 @@ def _end_of_whole_lines(file: int, block: int = 1 << 16) -> int:
     return 0
 
 
-def _write_line(file: int, line: str) -> None:
-    data = line.encode()
-    if (written := os.write(file, data)) < len(data):
-        raise OSError(f"the disk took {written} of {len(data)} bytes of an event: it may be full")
+def _keep_older(path: Path, text: str) -> None:
+    """Rename what is there, unless it says the same: run.toml -> run-1.toml, the next one run-2.toml."""
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, 10_000))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def _write_whole(path: Path, text: str) -> None:

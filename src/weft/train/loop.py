@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from weft.comm.comm import Comm
 from weft.core.config import Run
 from weft.core.lr import learning_rate
 from weft.core.plan import Plan
-from weft.train.build import build_evaluation, build_feed, build_step
+from weft.core.toml import dump
+from weft.errors import WeftError
+from weft.run.signals import Leave
+from weft.train.agree import words_of_first
+from weft.train.build import build_evaluation, build_feed
 from weft.train.data import Samples, open_data
 from weft.train.evaluate import Evaluation, eval_event
+from weft.train.facts import facts_of
 from weft.train.feed import Feed
 from weft.train.journal import Journal
 from weft.train.prefetch import ahead
 from weft.train.prepared import tokenizer_of
+from weft.train.restart import begin, clear
 from weft.train.sample import sample
-from weft.train.step import StepReport, TrainStep
+from weft.train.saver import Saver
+from weft.train.step import StepReport, TrainStep, silence
 
 CHECKED_STEPS = 2
 """Steps in which members of every group compare what they bring; the steps after repeat the same operations."""
@@ -27,37 +36,80 @@ PROMPT = "def "
 TEMPERATURE = 0.8
 
 
-def train_on_ranks(run: Run, comm: Comm, journal: Journal) -> None:
-    """Train; every rank of the mesh calls this, the journal of the first one tells."""
+def train_on_ranks(run: Run, comm: Comm, journal: Journal, leave: Leave) -> Literal["finished", "stopped"]:
+    """Train; every rank of the mesh calls this, the journal of the first one tells.
+
+    Raises:
+        WeftError: the run was asked to stop, and what it had trained could not be saved.
+    """
+    run = run.model_copy(update={"out": words_of_first(comm, run.out or "")})  # a fresh folder's name is rank 0's
     samples = open_data(run.data, run.model)
-    step = build_step(run, comm)
-    journal.emit(run_event(run, step, samples))
-    began = time.perf_counter()
-    evaluation = build_evaluation(run, step.model)
-    for event in step_events(run, step, build_feed(run, comm, samples), evaluation=evaluation):
+    begun = begin(run, comm, samples)
+    step, folder = begun.step, Path(run.out or "")
+    journal.write("run.toml", dump(run))
+    journal.write("plan.json", step.model.plan.to_json() + "\n")
+    moved = clear(folder, comm, above=begun.steps)
+    saver = Saver(step, folder, save=run.save, facts=facts_of(run, step, samples), leave=leave, last=begun.steps)
+    for event in (run_event(run, step, samples) | {"start_step": begun.steps}, *begun.events(run, moved)):
         journal.emit(event)
-    seconds = time.perf_counter() - began
-    if run.sample:
+    began, done = time.perf_counter(), begun.steps
+    evaluation, feed = build_evaluation(run, step.model), build_feed(run, comm, samples)
+    for event in step_events(run, step, feed, start=begun.steps, evaluation=evaluation, saver=saver):
+        journal.emit(event)
+        done = max(done, int(event.get("step", 0)))
+    status: Literal["finished", "stopped"] = "finished" if done >= run.steps else "stopped"
+    for event in saver.finish(done, save=bool(run.save.every) or status == "stopped"):
+        journal.emit(event)
+    if run.sample and status == "finished":
         journal.emit({"event": "sample", "prompt": PROMPT, "text": sampled_text(run, step)})
-    journal.emit({"event": "end", "status": "finished", "steps": run.steps, "seconds": seconds})
+    journal.emit({"event": "end", "status": status, "steps": done, "seconds": time.perf_counter() - began})
+    if status == "stopped":
+        journal.emit({"event": "note", "text": farewell(run, done, saver.trouble)})
+    return status
+
+
+def farewell(run: Run, done: int, trouble: str) -> str:
+    """How to go on after a stop.
+
+    Raises:
+        WeftError: it was not saved.
+    """
+    if trouble:
+        raise WeftError(f"stopped after step {done}, which could not be saved: {trouble}")
+    return (
+        f"stopped after step {done} and saved. To go on: weft train {shlex.quote(f'{run.out}/run.toml')} --resume auto"
+    )
 
 
 def step_events(
-    run: Run, step: TrainStep, feed: Feed, *, evaluation: Evaluation | None = None
+    run: Run,
+    step: TrainStep,
+    feed: Feed,
+    *,
+    start: int = 0,
+    evaluation: Evaluation | None = None,
+    saver: Saver | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Train step by step; yields the event of each, and of each evaluation."""
-    comm, before, steps = step.model.comm, time.perf_counter(), range(run.steps)
+    """Train step by step after the first `start`; yields the event of each, of each evaluation, and of what is saved.
+
+    It ends early where the saver says that the run is over.
+    """
+    comm, before, steps = step.model.comm, time.perf_counter(), range(start, run.steps)
     with ahead(feed.batches, steps, most=run.data.prefetch) as batches:
         for index in steps:
-            comm.checked = index < CHECKED_STEPS
+            comm.checked = index < start + CHECKED_STEPS
             lr = learning_rate(index, run.optim, run.steps)
-            report = step(next(batches), lr=lr)
+            report = step(next(batches), lr=lr, says=saver.word if saver else silence)
             now = time.perf_counter()
             yield step_event(index + 1, report, lr=lr, elapsed_s=now - before)
             before = now
             if evaluation is not None and is_evaluated(run, index + 1):
                 yield eval_event(index + 1, evaluation())
                 before = time.perf_counter()
+            if saver is not None:
+                yield from saver.after(index + 1, report.said)
+                if saver.is_over(report.said):
+                    return
 
 
 def is_evaluated(run: Run, number: int) -> bool:

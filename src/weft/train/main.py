@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 from weft.core.config import Run
-from weft.core.toml import dump
+from weft.errors import EXIT_PREEMPTED
 from weft.run.comm import open_comm
 from weft.run.device import choose_device
 from weft.run.launch import join, launch
+from weft.run.signals import Leave
 from weft.run.world import World, detect
 from weft.train.journal import Journal
 from weft.train.loop import train_on_ranks
@@ -21,27 +23,34 @@ from weft.view.live import open_view
 def train(run: Run) -> int:
     """Train on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code."""
     check_start(run)
-    out = Path(run.out) if run.out else None
+    out, leave = Path(run.out) if run.out else None, Leave()
+    main = partial(train_rank, run, leave)
     world = detect(os.environ)
     if world is not None:
-        return join(partial(train_rank, run), world, mesh=run.grid, out=out)
-    return launch(
-        partial(train_rank, run),
-        run.grid.size,
-        transport=run.transport,
-        device=run.device,
-        port=run.port,
-        mesh=run.grid,
-        out=out,
-    )
+        return join(main, world, mesh=run.grid, out=out)
+    with leave if run.transport == "threads" else nullcontext():  # signals reach the main thread alone, no rank
+        return launch(
+            main,
+            run.grid.size,
+            transport=run.transport,
+            device=run.device,
+            port=run.port,
+            mesh=run.grid,
+            out=out,
+        )
 
 
-def train_rank(run: Run, world: World) -> None:
-    """One rank, from its first breath to its last."""
+def train_rank(run: Run, leave: Leave, world: World) -> None:
+    """One rank, from its first breath to its last.
+
+    Raises:
+        SystemExit: 75 where it was asked to leave, and has saved.
+    """
     device = choose_device(run.device, local_rank=world.local_rank, local_size=world.local_size)
-    with open_comm(world, run.grid, device) as comm, open_journal(run, world) as journal:
-        journal.write("run.toml", dump(run))
-        train_on_ranks(run, comm, journal)
+    with leave, open_comm(world, run.grid, device) as comm, open_journal(run, world) as journal:
+        status = train_on_ranks(run, comm, journal, leave)
+    if status == "stopped":
+        raise SystemExit(EXIT_PREEMPTED)
 
 
 def open_journal(run: Run, world: World) -> Journal:

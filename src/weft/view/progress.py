@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from weft.view.quantity import count, memory
+from weft.view.quantity import count, memory, short_time
 
 Event = Mapping[str, Any]
 """A flat record with an "event" key; `weft.train.journal` lists the kinds."""
@@ -135,9 +135,29 @@ def words_of(event: Event) -> str:
             return f"evaluated after step {event.get('step')}: {found}, {event.get('tokens', 0):,} tokens"
         case "note":
             return str(event.get("text", ""))
+        case "save" | "save_failed" | "resume":
+            return checkpoint_words(event)
         case "sample":
             return f"the model goes on after {event.get('prompt', '')!r}:\n{event.get('prompt', '')}{event.get('text', '')}"
     return ""
+
+
+def checkpoint_words(event: Event) -> str:
+    """What happened to a checkpoint, in one line; a resume adds one for each that it passed over."""
+    step, path = event.get("step"), event.get("path")
+    match event.get("event"):
+        case "save":
+            size, stall, write = memory(event["bytes"]), short_time(event["stall_s"]), short_time(event["write_s"])
+            return f"saved step {step}: {path}, {size}, training stood still for {stall}, on the disk after {write}"
+        case "save_failed":
+            need, free = memory(event["need_bytes"]), memory(event["free_bytes"])
+            newest = f"the newest checkpoint is {event['newest']}" if event.get("newest") else "there is no checkpoint"
+            why = f"{need} needed, {free} free; {event['why']}"
+            return f"warning: step {step} is not saved ({why}). Training goes on, {newest}"
+    passed_over = [f"passed over: {words}" for words in event.get("passed_over", ())]
+    if path is None:
+        return "\n".join((*passed_over, "no checkpoint in the run folder yet: the run begins anew"))
+    return "\n".join((*passed_over, f"goes on after step {step}: {path}, written by {event.get('layout') or 'one rank'}"))
 
 
 def stages(sizes: tuple[float, ...]) -> str:
