@@ -72,7 +72,7 @@ def bring(folder: Path, out: Path, run: Run, *, compares: bool, chunk_bytes: int
         family=made.model.name,
         architecture=made.model.architecture,
         plan={},
-        run=made.model_dump(mode="json"),
+        run={"model": made.model.model_dump(mode="json"), "data": {"tokenizer": tokenizer}},
     )
     manifest = write_parameters(out, source, facts, chunk_bytes=chunk_bytes)
     keep_texts(out, texts)

@@ -47,8 +47,9 @@ def choose(file: Flat, flags: Flat, families: Families) -> tuple[Choice, tuple[F
     try:
         found = describe(Path(folder))
     except CheckpointError as error:
-        faults = (replace(fault, key=KEY, what=f"{fault.key}: {fault.what}") for fault in error.faults)
-        return NOTHING, () if _says_all(file | flags, families) else tuple(faults)
+        if _says_all(asked := file | flags, families):
+            return Choice(folder, str(asked["model.name"]), decided={"model.preset": None}), ()
+        return NOTHING, tuple(replace(fault, key=KEY, what=f"{fault.key}: {fault.what}") for fault in error.faults)
     keeps = flags.get(KEY, folder) == file.get(KEY, folder)
     return _choice(folder, found, keeps_file=keeps), ()
 
