@@ -1,8 +1,6 @@
-"""Owns filling this rank's part of a model from stored tensors: each rank reads its own boxes, and nothing twice."""
+"""Owns a model for generation: this rank's part of it, filled from stored tensors; each rank reads its own boxes."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -10,10 +8,10 @@ from torch import nn
 from weft.comm.comm import Comm
 from weft.core.model import ModelConfig
 from weft.core.plan import Plan
-from weft.errors import CheckpointError, Fault
 from weft.models import Family
 from weft.parallel.model import ParallelModel, parallelize
 from weft.save.source import Source
+from weft.train import checkpoint
 from weft.train.skeleton import skeleton
 
 
@@ -21,28 +19,13 @@ def load_model(family: Family, config: ModelConfig, source: Source, *, plan: Pla
     """This rank's part of the stored model, in the plan's `compute`; the whole model is never in memory.
 
     Raises:
-        CheckpointError: a tensor that is missing or has another shape; it names it.
+        CheckpointError: a tensor that is missing, damaged or of another shape; it names it.
     """
     blocks = skeleton(lambda: family.blocks(config))
     model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
-    if faults := tuple(_faults(model, source)):
-        raise CheckpointError(*faults[:MOST_FAULTS])
     dtype: torch.dtype = getattr(torch, plan.compute)
-    for name, piece in model.pieces.items():
-        value = source.read(piece.owner, piece.box).to(device=comm.device, dtype=dtype)
-        torch.utils.swap_tensors(model.params[name], nn.Parameter(value, requires_grad=False))
+    for param in model.params.values():
+        room = nn.Parameter(torch.empty(param.shape, device=comm.device, dtype=dtype), requires_grad=False)
+        torch.utils.swap_tensors(param, room)  # the modules that hold it keep the same object
+    checkpoint.load_model(model, source)
     return model
-
-
-MOST_FAULTS = 3
-
-
-def _faults(model: ParallelModel, source: Source) -> Iterator[Fault]:
-    for piece in model.pieces.values():
-        stored = source.shapes.get(piece.owner)
-        if stored is None:
-            yield Fault(
-                piece.owner, "is not among the stored tensors", fix="check that the model is the one that was saved"
-            )
-        elif tuple(stored) != piece.shape:
-            yield Fault(piece.owner, "has another shape in the checkpoint", str(tuple(stored)), str(piece.shape))
