@@ -21,7 +21,7 @@ from weft.models.lora import merged
 from weft.save.disk import free_bytes, refusal, sync_folder, write_whole
 from weft.save.format import Facts
 from weft.save.hf.tables import TABLES
-from weft.save.hf.write import refuse_filled
+from weft.save.hf.written import refuse_filled
 from weft.save.peft import CONFIG, WEIGHT, WEIGHTS, Target, adapter_config, targets_of
 from weft.save.source import Source
 

@@ -104,6 +104,17 @@ def adapter_config(cfg: ModelConfig, lora: Lora, *, base: str | None) -> dict[st
     }
 
 
+def strange_to_peft(cfg: ModelConfig, lora: Lora) -> tuple[str, ...]:
+    """Linears whose adapters PEFT 0.21 does not find with transformers 5, though they lie where the layout says.
+
+    In models with routed experts it takes gate_proj, up_proj, down_proj of any module for those of the experts, which
+    transformers 5 holds in one tensor a layer (`_convert_peft_config_moe`).
+    """
+    if "experts" not in cfg.axis_sizes():
+        return ()
+    return tuple(name for target in targets_of(cfg, lora) for name in target.ours if ".mlp." in name)
+
+
 def _number(value: float) -> int | float:
     """PEFT writes whole numbers as such."""
     return int(value) if value == int(value) else value
