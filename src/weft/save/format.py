@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from operator import sub
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -103,7 +105,8 @@ class Stored(Record):
 
     def num_bytes(self, piece: Piece) -> int:
         """Length of a piece in its file, bytes."""
-        return piece.box.size * DTYPES[self.dtype][1]
+        lengths: Iterator[int] = map(sub, piece.hi, piece.lo)
+        return math.prod(lengths) * DTYPES[self.dtype][1]
 
 
 class DataFile(Record):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from operator import le, lt
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,11 @@ def _place_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
     ends: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, stored in manifest.tensors.items():
         for piece in stored.pieces:
-            if what := _piece_fault(manifest, stored, piece):
+            num_bytes = stored.num_bytes(piece)
+            if what := _piece_fault(manifest, stored, piece, num_bytes=num_bytes):
                 yield Fault(str(path / MANIFEST), f"tensor {name!r} in {piece.file}: {what}", fix=OTHER)
                 return
-            ends[piece.file].append((piece.at, piece.at + stored.num_bytes(piece)))
+            ends[piece.file].append((piece.at, piece.at + num_bytes))
     for name, file in manifest.files.items():
         at = file.header_bytes
         for start, stop in sorted(ends[name]):
@@ -101,29 +103,30 @@ def _place_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
             yield Fault(str(path / MANIFEST), f"the pieces in {name} do not fill it", fix=OTHER)
 
 
-def _piece_fault(manifest: Manifest, stored: Stored, piece: Piece) -> str | None:
+def _piece_fault(manifest: Manifest, stored: Stored, piece: Piece, *, num_bytes: int) -> str | None:
     if not len(piece.lo) == len(piece.hi) == len(stored.shape):
-        return f"a piece with {len(piece.lo)} dims of a tensor with {len(stored.shape)}"
-    if any(lo >= hi or hi > size for lo, hi, size in zip(piece.lo, piece.hi, stored.shape, strict=True)):
+        return f"a piece with {len(piece.lo)} and {len(piece.hi)} dims of a tensor with {len(stored.shape)}"
+    if not (all(map(lt, piece.lo, piece.hi)) and all(map(le, piece.hi, stored.shape))):
         return f"a piece outside the tensor, {piece.lo} to {piece.hi} of {stored.shape}"
     if piece.file not in manifest.files:
         return "a file that the manifest does not list"
-    if len(piece.crc32) != -(-stored.num_bytes(piece) // manifest.block_bytes):
-        return f"{len(piece.crc32)} checksums for {stored.num_bytes(piece)} bytes"
+    if len(piece.crc32) != -(-num_bytes // manifest.block_bytes):
+        return f"{len(piece.crc32)} checksums for {num_bytes} bytes"
     return None
 
 
 def _length_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
     for name, file in sorted(manifest.files.items()):
-        where, tensor = str(path / name), _first_tensor(manifest, name)
         try:
             length = (path / name).stat().st_size
         except OSError as error:
-            yield Fault(where, f"missing: {error.strerror}; it holds {tensor}", fix=OTHER)
+            what = f"missing: {error.strerror}; it holds {_first_tensor(manifest, name)}"
+            yield Fault(str(path / name), what, fix=OTHER)
             continue
         if length != file.num_bytes:
             what = "cut short" if length < file.num_bytes else "longer than it was written"
-            yield Fault(where, f"{what}; it holds {tensor}", f"{length} bytes", f"{file.num_bytes}", OTHER)
+            what = f"{what}; it holds {_first_tensor(manifest, name)}"
+            yield Fault(str(path / name), what, f"{length} bytes", f"{file.num_bytes}", OTHER)
 
 
 def _first_tensor(manifest: Manifest, file: str) -> str:

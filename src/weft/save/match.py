@@ -25,7 +25,7 @@ def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[
         raise CheckpointError(*found)
 
 
-_MEND = "give the model as in the run.toml beside it"
+_MEND = "give the model as in the run.toml of its run"
 
 
 def _other(path: Path, key: str, got: Any, need: Any) -> Fault:
