@@ -1,0 +1,83 @@
+"""Owns the tests of mixtures: shares, the walk through each source, and that every layout reads the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.core.config import Data
+from weft.models import gpt2
+from weft.train.data import open_data
+from weft.train.feed import samples_of
+from weft.train.mixture import CYCLE, Turns, read_mix, turns_of
+from weft.train.order import layout_of
+
+
+@settings(max_examples=30)
+@given(weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=7), size=st.integers(1, 3 * CYCLE))
+def test_every_source_is_within_one_of_its_share_after_any_number_of_samples(weights, size):
+    turns = turns_of(weights)
+    sources, own = turns.at(np.arange(size))
+    for source, share in enumerate(turns.shares):
+        counted = np.cumsum(sources == source)
+        assert np.abs(counted - share * np.arange(1, size + 1)).max() < 1
+        assert own[sources == source].tolist() == list(range(int(counted[-1])))
+
+
+@given(weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=7))
+def test_shares_are_the_weights_to_a_thousandth(weights):
+    shares = turns_of(weights).shares
+    assert sum(shares) == pytest.approx(1)
+    assert np.abs(np.array(shares) - np.array(weights) / sum(weights)).max() < 1 / CYCLE + 1e-9
+
+
+def test_the_order_of_sources_is_written_down():
+    """A run that is resumed years later must go on with the sources with which it began."""
+    sources, own = Turns((5, 3, 2)).at(np.arange(12))
+    assert sources.tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1]
+    assert own.tolist() == [0, 0, 1, 0, 2, 1, 3, 2, 4, 1, 5, 3]
+
+
+def test_weights_are_read_from_words_whatever_the_path():
+    assert read_mix(("a=b/c=0.5", "d=2")) == {"a=b/c": 0.5, "d": 2.0}
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two sources: 30 samples of the letter a, 9 of b."""
+    (tmp_path / "a.txt").write_text("a" * 121)
+    (tmp_path / "b.txt").write_text("b" * 37)
+    return open_data(Data(mix=(f"{tmp_path}/a.txt=3", f"{tmp_path}/b.txt=1"), seq_len=4), gpt2.Config())
+
+
+def test_each_source_walks_through_its_own_epochs(mixed):
+    walk = np.concatenate([samples_of(mixed, step, global_size=12, seed=7) for step in range(12)])
+    first, second = walk[walk < 30], walk[walk >= 30] - 30
+    assert (len(first), len(second)) == (108, 36)
+    for own, size in ((first, 30), (second, 9)):
+        epochs = [own[start : start + size].tolist() for start in range(0, len(own) - size + 1, size)]
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert epochs[0] != epochs[1]
+
+
+def test_samples_of_several_sources_come_in_the_order_in_which_they_are_asked_for(mixed):
+    chosen = samples_of(mixed, 0, global_size=16, seed=7)
+    letters = mixed.read(chosen).inputs[:, 0]
+    assert letters.tolist() == [ord("a") if number < 30 else ord("b") for number in chosen]
+    assert (letters == ord("b")).sum() == 4
+
+
+def test_every_layout_reads_the_same_mixture(mixed):
+    chosen = samples_of(mixed, 5, global_size=24, seed=7)
+    for degree, micro in ((1, 4), (3, 2), (2, 6)):
+        parts = [layout_of(chosen, index=index, degree=degree, micro_size=micro) for index in range(degree)]
+        assert sorted(np.concatenate([part.ravel() for part in parts])) == sorted(chosen)
+
+
+def test_exact_shares_are_told(mixed):
+    facts = mixed.facts()
+    assert list(facts["shares"].values()) == [0.75, 0.25]
+    assert (facts["samples"], facts["tokens"]) == (39, 158)
+    assert "75.0%" in facts["source"]

@@ -1,0 +1,165 @@
+"""Owns the tests of evaluation: the whole source counts once, alike under every layout, and training does not notice."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from weft.cli import main
+from weft.comm.comm import Comm
+from weft.core.load import load
+from weft.models import FAMILIES
+from weft.models.batch import IGNORE, chain
+from weft.parallel.forward import forwards_of
+from weft.prove.oracle import plain_model
+from weft.testing import run_ranks
+from weft.train.build import build_evaluation, build_feed, build_step
+from weft.train.data import open_data, open_valid
+from weft.train.evaluate import NO_SAMPLE, batches_of
+from weft.train.feed import whole_batch
+from weft.train.journal import read_events
+
+SIZES = "--batch.global_size 6 --batch.micro_size 1 --data.seq_len 16 --eval.every 1 --steps 4"
+FLOAT64 = "--precision.params float64 --precision.compute float64 --precision.reduce float64"
+MODEL = {
+    "llama3": "--model.layers 4 --model.dim 32 --model.heads 4 --model.kv_heads 2 --model.ffn 48",
+    "deepseek": (
+        "--model.name deepseek --model.layers 3 --model.first_k_dense 1 --model.dim 32 --model.heads 4 --model.q_lora_rank 12"
+        " --model.kv_lora_rank 10 --model.qk_nope_head_dim 6 --model.qk_rope_head_dim 4 --model.v_head_dim 8 --model.ffn 48"
+        " --model.experts 8 --model.top_k 2 --model.expert_ffn 16 --model.n_group 4 --model.topk_group 2 --model.mtp_depth 1"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Two text files: to train on, and 413 tokens to evaluate on, 25 samples: four batches of 6 and one left."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "train.txt").write_text("some text to train on, over and over. " * 40)
+    (folder / "valid.txt").write_text("other words, which nobody has seen before; " * 9 + "and some that end it so.\n")
+    return folder
+
+
+def run_of(source, words, family="llama3"):
+    data = ["--data.source", f"{source}/train.txt", "--eval.source", f"{source}/valid.txt"]
+    return load([*data, *SIZES.split(), *FLOAT64.split(), *MODEL[family].split(), *words.split()], FAMILIES)
+
+
+def losses(run):
+    """Loss before the first step, after it, and after the second; with the loss of the steps between."""
+
+    def rank(comm: Comm):
+        step = build_step(run, comm)
+        evaluation, feed = build_evaluation(run, step.model), build_feed(run, comm, open_data(run.data, run.model))
+        found = [evaluation().loss]
+        for number in range(2):
+            found += [step(feed.batches(number), lr=0.01).loss, evaluation().loss]
+        return (*found, evaluation().targets)
+
+    everyone = run_ranks(run.grid, rank)
+    assert len(set(everyone)) == 1, "every rank is told the same"
+    return everyone[0]
+
+
+@cache
+def alone(source, family):
+    return losses(run_of(source, "", family))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mesh dp3",
+        "--mesh pp2 tp2",
+        "--mesh pp2 dp2 --pipeline.schedule zbv --parallel.zero 2",
+        "--mesh cp2 --parallel.zero 3",
+        "--mesh pp2 --pipeline.schedule interleaved --pipeline.chunks 2 --parallel.recompute full --parallel.zero 3",
+        "--mesh tp2 --parallel.sequence True",
+    ],
+)
+def test_the_loss_is_the_same_under_any_layout(source, words):
+    expected, found = alone(source, "llama3"), losses(run_of(source, words))
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert found[-1] == expected[-1]
+
+
+@pytest.mark.parametrize("words", ["--mesh ep2", "--mesh pp2 --pipeline.schedule zero_bubble"])
+def test_experts_and_later_targets_do_not_change_that(source, words):
+    assert losses(run_of(source, words, "deepseek")) == pytest.approx(alone(source, "deepseek"), rel=1e-9)
+
+
+@pytest.mark.parametrize("family", ["llama3", "deepseek"])
+def test_it_is_the_mean_over_the_whole_source_of_the_plain_model(source, family):
+    run = run_of(source, "", family)
+    samples = open_valid(run)
+    assert samples.num_samples % run.batch.global_size
+    batch = whole_batch(samples, np.arange(samples.num_samples), later=run.model.reads_later_targets)
+    blocks = plain_model(FAMILIES[family], run.model, seed=run.seed, dtype=torch.float64)
+    with torch.no_grad():
+        mean = chain(blocks, batch.inputs, batch).x.item() / batch.num_targets().item()
+    found = alone(source, family)
+    assert found[0] == pytest.approx(mean, rel=1e-12)
+    assert found[-1] == samples.num_samples * 16
+
+
+def test_training_does_not_notice(source):
+    """The steps between evaluations are those of a run without any."""
+    run = run_of(source, "--mesh dp2 --parallel.zero 3")
+
+    def rank(comm: Comm):
+        step, feed = build_step(run, comm), build_feed(run, comm, open_data(run.data, run.model))
+        return [step(feed.batches(number), lr=0.01).loss for number in range(2)]
+
+    with_evaluations = losses(run)
+    assert run_ranks(run.grid, rank)[0] == [with_evaluations[1], with_evaluations[3]]
+
+
+def test_batches_count_every_sample_once():
+    batches = list(batches_of(25, 6, most=0))
+    assert np.concatenate(batches)[:25].tolist() == list(range(25))
+    assert batches[-1].tolist() == [24, *[NO_SAMPLE] * 5]
+    assert len(list(batches_of(25, 6, most=2))) == 2
+
+
+def test_a_sample_that_is_none_has_no_targets(source):
+    batch = whole_batch(open_valid(run_of(source, "")), np.array([3, NO_SAMPLE]), later=False)
+    assert (batch.targets[0] != IGNORE).all()
+    assert (batch.targets[1] == IGNORE).all()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "zbv", "dual_pipe_v", "interleaved"])
+def test_the_forwards_of_every_schedule_are_all_there(schedule):
+    from weft.core.lower import check_rendezvous, lower
+    from weft.core.schedules import make_table
+
+    table = forwards_of(make_table(schedule, ranks=4, microbatches=8, chunks=None))
+    acts = [act for row in table.rows for act in row]
+    assert {(act.stage, act.mb) for act in acts} == {(s, m) for s in range(table.num_stages) for m in range(8)}
+    assert len(acts) == 8 * table.num_stages
+    check_rendezvous(lower(table))
+
+
+def test_the_events_of_a_run_tell_it_and_so_do_its_lines(tmp_path, capsys):
+    rows = "".join(json.dumps({"text": f"{number} bottles of beer on the wall, " * 3}) + "\n" for number in range(60))
+    (tmp_path / "a.jsonl").write_text(rows)
+    prepared, out = str(tmp_path / "prepared"), str(tmp_path / "run")
+    assert main(["data", "prepare", f"{tmp_path}/a.jsonl", "--out", prepared, "--valid", "0.2"]) == 0
+    data = ["--data.source", prepared, "--data.packing", "documents", "--data.seq_len", "32", "--sample", "3"]
+    words = [*data, "--eval.every", "2", "--steps", "5", "--out", out, *MODEL["llama3"].split()]
+    capsys.readouterr()
+    assert main(["train", "--mesh", "dp2", "--transport", "threads", *words]) == 0
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    found = [event for event in events if event["event"] == "eval"]
+    assert [event["step"] for event in found] == [2, 4, 5]
+    assert found[0]["loss"] > found[2]["loss"]
+    assert all(event["perplexity"] == pytest.approx(np.exp(event["loss"])) for event in found)
+    assert len({event["tokens"] for event in found}) == 1
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluated after step")]
+    assert len(told) == 3
+    assert (
+        f"loss {found[2]['loss']:.4f} nats, perplexity {found[2]['perplexity']:.2f}, {found[2]['tokens']:,}" in told[2]
+    )

@@ -1,0 +1,125 @@
+"""Owns the tests of document packing: which token belongs to which document, and that no layout changes what is computed."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.config import Data
+from weft.core.load import load
+from weft.models import FAMILIES, gpt2
+from weft.prove.config import prove
+from weft.train.data import open_data
+from weft.train.packing import longest, pack
+from weft.train.prepare import Recipe, prepare
+from weft.train.samples import IGNORE
+
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+
+
+@given(lengths=LENGTHS, window=st.tuples(st.integers(0, 60), st.integers(1, 16)))
+def test_a_window_is_packed_as_a_look_at_every_token_says(lengths, window):
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    start, length = window
+    if start + length >= len(owner):
+        return
+    found = pack(np.cumsum([0, *lengths]), start, length)
+    mine, after = owner[start : start + length], owner[start + 1 : start + length + 1]
+    assert (np.diff(found.documents) == (np.diff(mine) > 0)).all()
+    assert found.documents[0] == 0
+    assert found.positions.tolist() == [sum(mine[:place] == mine[place]) for place in range(length)]
+    assert found.leaves.tolist() == (mine != after).tolist()
+
+
+@given(lengths=LENGTHS)
+def test_the_longest_document_is_found(lengths):
+    number, length = longest(np.cumsum([0, *lengths]))
+    assert length == max(lengths) == lengths[number]
+
+
+def test_the_drawing_of_the_note_is_what_is_made():
+    """documents   a a a a a a b b c c c c c c c d d d      windows of 6"""
+    bounds = np.array([0, 6, 8, 15, 18])
+    windows = [pack(bounds, start, 6) for start in (0, 6)]
+    assert [window.documents.tolist() for window in windows] == [[0] * 6, [0, 0, 1, 1, 1, 1]]
+    assert [window.positions.tolist() for window in windows] == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]]
+    assert [window.leaves.tolist() for window in windows] == [[False] * 5 + [True], [False, True] + [False] * 4]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Documents of 1 to 40 bytes."""
+    texts = ["abcdefgh"[number % 8] * (1 + number * 7 % 40) for number in range(60)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepare(Recipe((f"{tmp_path}/a.jsonl",), valid=0.2), tmp_path / "folder")
+    return str(tmp_path / "folder")
+
+
+def test_samples_of_packed_documents_have_the_tokens_of_the_stream(folder):
+    plain = open_data(Data(source=folder, seq_len=16), gpt2.Config())
+    packed = open_data(Data(source=folder, seq_len=16, packing="documents"), gpt2.Config())
+    numbers = np.arange(plain.num_samples)
+    whole, found = plain.read(numbers), packed.read(numbers)
+    assert packed.num_samples == plain.num_samples
+    assert np.array_equal(found.inputs, whole.inputs)
+    stays = found.targets != IGNORE
+    assert np.array_equal(found.targets[stays], whole.targets[stays])
+    assert whole.documents is None
+    assert 0 < found.documents.max() < 16
+    assert found.positions.max() == 15
+    # every document is one letter repeated, and its neighbours are others: a target across a border would show
+    assert np.array_equal(found.targets[stays], found.inputs[stays])
+
+
+def test_text_files_are_documents_without_being_prepared(tmp_path):
+    for name, text in {"a": "aaaaa", "b": "", "c": "ccc"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    found = open_data(Data(source=str(tmp_path), seq_len=7, packing="documents"), gpt2.Config()).read(np.array([0]))
+    assert found.documents.tolist() == [[0, 0, 0, 0, 0, 1, 1]]
+    assert found.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+    assert found.targets.tolist() == [[97, 97, 97, 97, IGNORE, 99, 99]]
+
+
+MODEL = ["--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "48"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mesh cp2",
+        "--mesh cp2 --parallel.context allgather",
+        "--mesh cp2 --parallel.context ulysses",
+        "--mesh pp2",
+    ],
+)
+def test_packed_documents_train_alike_on_one_device_and_on_many(folder, words):
+    packed = ["--data.source", folder, "--data.packing", "documents", "--data.seq_len", "16"]
+    sizes = ["--batch.global_size", "8", "--batch.micro_size", "2"]
+    verdict = prove(load([*words.split(), *packed, *sizes, *MODEL], FAMILIES), steps=2)
+    assert not verdict.wrong, verdict.wrong[0]
+    assert not verdict.missing
+
+
+def test_a_document_is_computed_as_if_it_stood_alone(folder):
+    """The loss of packed documents is the loss of each piece by itself."""
+    torch = pytest.importorskip("torch")
+    from weft.models.batch import Batch, chain, token_batch
+    from weft.prove.oracle import plain_model
+
+    run = load([*MODEL, "--data.source", folder, "--data.packing", "documents", "--data.seq_len", "16"], FAMILIES)
+    arrays = open_data(run.data, run.model).read(np.arange(6))
+    blocks = plain_model(FAMILIES["llama3"], run.model, seed=1, dtype=torch.float64)
+    batch = Batch(**{name: torch.from_numpy(array) for name, array in vars(arrays).items()})
+    together = chain(blocks, batch.inputs, batch).x
+    alone = torch.zeros((), dtype=torch.float64)
+    for row in range(6):
+        for document in range(int(arrays.documents[row].max()) + 1):
+            mine = torch.from_numpy(arrays.documents[row] == document)
+            piece = token_batch(batch.inputs[row, mine][None], batch.targets[row, mine][None])
+            assert piece.positions.equal(batch.positions[row, mine][None])
+            alone += chain(blocks, piece.inputs, piece).x
+    assert abs(together - alone) < 1e-9 * abs(alone)
