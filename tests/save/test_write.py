@@ -53,6 +53,24 @@ def test_a_checkpoint_is_never_overwritten_and_stays_as_it_was(tmp_path):
     assert list(path.parent.iterdir()) == [path], "what was not to be is gone"
 
 
+def test_a_checkpoint_that_comes_there_during_the_commit_is_not_overwritten_either(tmp_path, monkeypatch):
+    final = checkpoint_path(tmp_path, 1)
+    written(temporary_path(final), [held()])
+    real = write.sync_folder
+
+    def late(path):
+        if path == temporary_path(final):
+            final.mkdir()
+            (final / MANIFEST).write_text("another's")
+        real(path)
+
+    monkeypatch.setattr(write, "sync_folder", late)
+    with refused(f"{final}: the checkpoint is not saved: Directory not empty"):
+        commit(temporary_path(final), final, facts_of(), ranks=1)
+    assert (final / MANIFEST).read_text() == "another's"
+    assert os.listdir(final.parent) == [final.name]
+
+
 def test_a_rank_that_has_not_written_is_named(tmp_path):
     final = checkpoint_path(tmp_path, 1)
     tmp = temporary_path(final)
