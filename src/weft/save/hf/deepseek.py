@@ -39,16 +39,15 @@ def _places(cfg: Any) -> Places:
     """Sets for the layers of the chain, and the same sets with `mtp_` for the layer beside it, which is a mixed one."""
     beside = ((0, cfg.layers),) if cfg.mtp_depth else ()
     mixed = some(cfg.first_k_dense, cfg.layers)
-    chain = _sets(cfg, same(cfg.layers), dense=same(cfg.first_k_dense), mixed=mixed)
-    return chain | {f"mtp_{name}": pairs for name, pairs in _sets(cfg, beside, dense=(), mixed=beside).items()}
+    chain = _sets(cfg, same(cfg.layers), mixed=mixed) | {"dense": same(cfg.first_k_dense)}
+    return chain | {f"mtp_{name}": pairs for name, pairs in _sets(cfg, beside, mixed=beside).items()}
 
 
-def _sets(cfg: Any, every: Pairs, *, dense: Pairs, mixed: Pairs) -> dict[str, Pairs]:
+def _sets(cfg: Any, every: Pairs, *, mixed: Pairs) -> dict[str, Pairs]:
     return {
         "layer": every,
         "whole_q": () if cfg.q_lora_rank else every,
         "low_rank_q": every if cfg.q_lora_rank else (),
-        "dense": dense,
         "mixed": mixed,
         "sharing": mixed if cfg.shared_experts else (),
         "biased": mixed if cfg.scoring == "sigmoid" else (),
@@ -56,12 +55,11 @@ def _sets(cfg: Any, every: Pairs, *, dense: Pairs, mixed: Pairs) -> dict[str, Pa
 
 
 def _layer(block: str, head: str) -> tuple[Row, ...]:
-    """All rows of a layer, whatever it holds; `block` and `head` have `{}` where the name of a set belongs."""
+    """All rows of a mixed layer, whatever it holds; `block` and `head` have `{}` where the name of a set belongs."""
     groups = {
         "layer": NORMS | _ATTENTION,
         "whole_q": _WHOLE_Q,
         "low_rank_q": _LOW_RANK_Q,
-        "dense": MLP,
         "mixed": _ROUTER,
         "sharing": _SHARED,
     }
@@ -80,6 +78,7 @@ TABLE = WeightTable(
     rows=(
         *ENDS,
         *_layer(*_CHAIN),
+        *rows(_CHAIN[0].format("dense"), _CHAIN[1].format("dense"), MLP),
         *_layer(*_BESIDE),
         *rows(*_OWN, _SECOND_NEXT),
         *(Row(f"{_OWN[0]}.{our}", f"{_OWN[1]}.{their}", is_copied=True) for our, their in _SECOND_NEXT_COPIES.items()),

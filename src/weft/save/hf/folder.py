@@ -97,11 +97,13 @@ class HfFolder:
 
 
 def slabs(shape: tuple[int, ...]) -> Iterator[Box]:
-    """A tensor cut along its first dim into boxes of `BLOCK_ENTRIES` or so; one box where it has no dims."""
+    """A tensor cut into boxes of `BLOCK_ENTRIES` or fewer, in the order in which it lies in a file."""
     whole = Box.whole(shape)
     if not shape or whole.size <= BLOCK_ENTRIES:
         yield whole
         return
-    rows = max(1, BLOCK_ENTRIES * shape[0] // whole.size)
-    for first in range(0, shape[0], rows):
-        yield Box((first, *whole.lo[1:]), (min(first + rows, shape[0]), *whole.hi[1:]))
+    inner = Box.whole(shape[1:])
+    rows = BLOCK_ENTRIES // inner.size
+    for first in range(0, shape[0], max(1, rows)):
+        for below in slabs(inner.hi) if rows == 0 else (inner,):
+            yield Box((first, *below.lo), (min(first + max(1, rows), shape[0]), *below.hi))

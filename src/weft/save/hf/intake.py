@@ -29,6 +29,7 @@ def write_parameters(run_folder: Path, source: Source, facts: Facts, *, chunk_by
     try:
         for ranks, chunk in enumerate(_chunks(source, chunk_bytes), start=1):
             start_write(tmp, ranks - 1, chunk).wait()
+            chunk.clear()
     except BaseException:
         discard(tmp)
         raise

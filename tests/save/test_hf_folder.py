@@ -1,0 +1,416 @@
+"""Hugging Face folders as files: each tensor exactly once, any box of any parameter, damage told by name, bounded memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.save.hf_folders import (
+    CONFIGS,
+    DEEPSEEK,
+    Memory,
+    config_of,
+    edit,
+    edit_config,
+    pack_experts,
+    random_values,
+    shapes_of,
+    write,
+)
+from weft.core.axes import Box
+from weft.core.hf.files import Entry
+from weft.core.model import ModelConfig
+from weft.errors import CheckpointError
+from weft.models import FAMILIES
+from weft.save.folder import checkpoint_path
+from weft.save.format import Facts
+from weft.save.hf import folder as hf_folder
+from weft.save.hf.folder import HfFolder, slabs
+from weft.save.hf.intake import write_parameters
+from weft.save.hf.recipe import match
+from weft.save.hf.tables import TABLES, match_folder
+from weft.save.read import open_checkpoint
+
+pytestmark = pytest.mark.usefixtures("fast_disk")
+
+GPT2, LLAMA, TIED, MOE = (CONFIGS[name] for name in ("gpt2", "llama3", "llama3 tied", "qwen3-moe"))
+
+
+def equal(source: HfFolder | Memory, values: Memory) -> bool:
+    return source.shapes == values.shapes and all(
+        torch.equal(source.read(name, Box.whole(tensor.shape)), tensor) for name, tensor in values.tensors.items()
+    )
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 5000], ids=["one file", "shards"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_written_is_read_bit_by_bit(tmp_path: Path, name: str, max_shard_bytes: int):
+    cfg = CONFIGS[name]
+    values = random_values(cfg)
+    folder = write(tmp_path / "hf", cfg, values, max_shard_bytes=max_shard_bytes)
+    assert equal(HfFolder(folder, cfg), values)
+    assert {field: getattr(config_of(folder), field) for field in ("layers", "dim")} == {
+        "layers": cfg.layers,
+        "dim": cfg.dim,
+    }
+    is_cut = (folder / "model.safetensors.index.json").is_file()
+    assert is_cut == (max_shard_bytes == 5000)
+    if is_cut:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        sizes = [sum(t.nbytes for t in load_file(folder / file).values()) for file in set(index["weight_map"].values())]
+        assert sum(sizes) == index["metadata"]["total_size"]
+        assert len(sizes) > 2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-moe", "qwen3-moe, packed", "deepseek"])
+def test_any_box_is_what_lies_there(tmp_path_factory: pytest.TempPathFactory, name: str):
+    cfg = CONFIGS[name.partition(",")[0]]
+    values = random_values(cfg)
+    folder = write(tmp_path_factory.mktemp("hf") / "x", cfg, values)
+    if "packed" in name:
+        pack_experts(folder, 4)
+    source = HfFolder(folder, cfg)
+
+    @settings(max_examples=60)
+    @given(st.data())
+    def holds(data: st.DataObject) -> None:
+        chosen = data.draw(st.sampled_from(sorted(values.tensors)))
+        spans = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in values.shapes[chosen]]
+        box = Box(tuple(lo for lo, _ in spans), tuple(hi for _, hi in spans))
+        found = source.read(chosen, box)
+        assert torch.equal(found, values.tensors[chosen][box.slices])
+        assert found.is_contiguous()
+        assert found.untyped_storage().nbytes() == found.nbytes, "memory of its own"
+
+    holds()
+
+
+def test_published_and_packed_experts_are_the_same_model(tmp_path: Path):
+    for name in ("qwen3-moe", "deepseek", "deepseek, second next"):
+        cfg = CONFIGS[name]
+        values = random_values(cfg)
+        folder = write(tmp_path / name, cfg, values)
+        pack_experts(folder, 4)
+        assert equal(HfFolder(folder, cfg), values), name
+
+
+def test_every_row_of_every_table_is_used(tmp_path: Path):
+    used: dict[str, set[str]] = {name: set() for name in TABLES}
+    for name, cfg in CONFIGS.items():
+        for is_packed in (False, True) if "experts" in cfg.axis_sizes() else (False,):
+            folder = write(tmp_path / f"{name}{is_packed}", cfg, random_values(cfg))
+            if is_packed:
+                pack_experts(folder, 4)
+            matched = match_folder(folder, cfg)
+            table, places = TABLES[cfg.family], TABLES[cfg.family].places(cfg)
+            whole = {recipe.row for recipe in (*matched.recipes.values(), *matched.repeated.values())}
+            used[cfg.family] |= {row for row in (*table.rows, *table.packed) if whole & set(row.at(places))}
+    for name, table in TABLES.items():
+        head = next(row for row in table.rows if row.theirs == "lm_head.weight")
+        ties_always = name == "gpt2"  # there the head is never a tensor of its own
+        assert {*table.rows, *table.packed} - used[name] == ({head} if ties_always else set())
+
+
+def drop(name: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def put(name: str, value: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({name: value(tensors)})
+
+
+WRONG: dict[str, tuple[ModelConfig, Callable[[dict[str, Tensor]], None], str]] = {
+    "a tensor is missing": (LLAMA, drop("model.norm.weight"), "1 tensor is missing (need model.norm.weight)"),
+    "an expert is missing": (
+        MOE,
+        drop("model.layers.1.mlp.experts.2.up_proj.weight"),
+        "1 tensor is missing (need model.layers.1.mlp.experts.2.up_proj.weight)",
+    ),
+    "a tensor is left over": (
+        LLAMA,
+        put("model.layers.0.self_attn.q_proj.bias", lambda t: t["model.norm.weight"].clone()),
+        "no place for (got model.layers.0.self_attn.q_proj.bias)",
+    ),
+    "a layer is left over": (
+        LLAMA,
+        put("model.layers.2.input_layernorm.weight", lambda t: t["model.norm.weight"].clone()),
+        "no place for (got model.layers.2.input_layernorm.weight)",
+    ),
+    "an expert is left over": (
+        MOE,
+        put("model.layers.1.mlp.experts.4.up_proj.weight", lambda t: t["model.norm.weight"].clone()),
+        "no place for (got model.layers.1.mlp.experts.4.up_proj.weight)",
+    ),
+    "experts differ": (
+        MOE,
+        put("model.layers.1.mlp.experts.2.up_proj.weight", lambda t: torch.ones(3, 32)),
+        "model.layers.1.mlp.experts.2.up_proj.weight differs from model.layers.1.mlp.experts.0.up_proj.weight "
+        "(got F32 [3, 32]; need F32 [12, 32])",
+    ),
+    "one type differs": (
+        MOE,
+        put("model.layers.1.mlp.experts.2.up_proj.weight", lambda t: torch.ones(12, 32).double()),
+        "(got F64 [12, 32]; need F32 [12, 32])",
+    ),
+    "fused by another number": (
+        GPT2,
+        put("transformer.h.0.attn.c_attn.bias", lambda t: torch.ones(71)),
+        "transformer.h.0.attn.c_attn.bias does not divide by 3 (got [71])",
+    ),
+    "no matrix": (
+        GPT2,
+        put("transformer.h.0.mlp.c_fc.weight", lambda t: torch.ones(40)),
+        "transformer.h.0.mlp.c_fc.weight is no matrix (got [40])",
+    ),
+    "quantized": (
+        LLAMA,
+        put("model.norm.weight", lambda t: torch.ones(32).to(torch.float8_e4m3fn)),
+        "model.norm.weight is of a type that parameters cannot have (got F8_E4M3)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_folder_that_is_not_the_model_is_refused_by_tensor(tmp_path: Path, name: str):
+    cfg, change, told = WRONG[name]
+    folder = write(tmp_path / "hf", cfg, random_values(cfg))
+    edit(folder, change)
+    with pytest.raises(CheckpointError, match=re.escape(told)):
+        HfFolder(folder, cfg)
+
+
+def test_another_shape_than_config_makes_is_told(tmp_path: Path):
+    folder = write(tmp_path / "hf", LLAMA, random_values(LLAMA))
+    edit_config(folder, intermediate_size=48)
+    source = HfFolder(folder, config_of(folder))
+    told = re.escape(
+        "model.layers.0.mlp.down_proj.weight: config.json makes another shape of it (got [32, 44]; need [32, 48])"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        source.check_shapes(shapes_of(config_of(folder)))
+
+
+def test_what_holds_no_weight_is_passed_over(tmp_path: Path):
+    folder = write(tmp_path / "hf", LLAMA, values := random_values(LLAMA))
+    edit(folder, put("model.layers.1.self_attn.rotary_emb.inv_freq", lambda t: torch.ones(4)))
+    assert equal(HfFolder(folder, LLAMA), values)
+
+
+def test_the_oldest_files_of_gpt2_are_read(tmp_path: Path):
+    """They leave `transformer.` out and hold the causal masks; some of them repeat the embedding as the head."""
+    folder = write(tmp_path / "hf", GPT2, values := random_values(GPT2))
+
+    def as_first_published(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)
+        tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+        tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+
+    edit(folder, as_first_published)
+    source = HfFolder(folder, GPT2)
+    source.check_copies()
+    assert equal(source, values)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_head_that_is_tied_may_stand_in_the_files_if_it_is_the_embedding(tmp_path: Path, is_equal: bool):
+    folder = write(tmp_path / "hf", TIED, random_values(TIED))
+    edit(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"] + (0 if is_equal else 1e-3)))
+    source = HfFolder(folder, TIED)
+    if is_equal:
+        source.check_copies()
+        return
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight, and the model ties"
+    ):
+        source.check_copies()
+
+
+def test_the_layer_that_predicts_the_second_next_token_is_found_by_its_tensors_and_may_be_left_out(tmp_path: Path):
+    cfg = CONFIGS["deepseek, second next"]
+    folder = write(tmp_path / "hf", cfg, values := random_values(cfg))
+    names = set(load_file(folder / "model.safetensors"))
+    assert {f"model.layers.3.{name}.weight" for name in ("embed_tokens", "shared_head.head", "eh_proj")} <= names
+    assert config_of(folder).mtp_depth == 1
+    HfFolder(folder, cfg).check_copies()
+    without = HfFolder(folder, DEEPSEEK)
+    assert equal(without, Memory({n: t for n, t in values.tensors.items() if not n.startswith("mtp")}))
+    edit(folder, put("model.layers.3.embed_tokens.weight", lambda t: t["model.embed_tokens.weight"] + 1))
+    with pytest.raises(CheckpointError, match=r"model.layers.3.embed_tokens.weight differs from model.embed_tokens"):
+        HfFolder(folder, cfg).check_copies()
+
+
+def test_a_row_that_is_dropped_or_doubled_is_found(tmp_path: Path):
+    for name, cfg in CONFIGS.items():
+        folder, table = write(tmp_path / name, cfg, random_values(cfg)), TABLES[cfg.family]
+        listed = HfFolder(folder, cfg).entries
+        ties = FAMILIES[cfg.family].ties(cfg)
+        places = table.places(cfg)
+        for row in table.rows:
+            if any(each.theirs.replace("{expert}", "0") in listed for each in row.at(places)):
+                less = replace(table, rows=tuple(each for each in table.rows if each is not row))
+                with pytest.raises(CheckpointError, match=r"no place for|not used exactly once"):
+                    match(less, cfg, listed, ties=ties, folder="hf")
+                if row.ours.format_map(_First()) not in ties:
+                    more = replace(table, rows=(*table.rows, replace(row, ours=f"{row.ours}.again")))
+                    with pytest.raises(CheckpointError, match="not used exactly once"):
+                        match(more, cfg, listed, ties=ties, folder="hf")
+
+
+class _First(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+def damaged(folder: Path, name: str) -> None:
+    """One kind of damage to a folder of shards."""
+    shards = sorted(folder.glob("model-*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    second = shards[1]
+    match name:
+        case "missing shard":
+            second.unlink()
+        case "truncated":
+            second.write_bytes(second.read_bytes()[:-10])
+        case "empty":
+            second.write_bytes(b"")
+        case "a page of HTML":
+            second.write_bytes(b"<!DOCTYPE html>" * 10)
+        case "another file":
+            second.write_bytes(shards[0].read_bytes())
+        case "index is no JSON":
+            index.write_text("{")
+        case "index without map":
+            index.write_text("{}")
+        case "index that leads out":
+            index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+        case "pickled":
+            for path in (*shards, index):
+                path.unlink()
+            (folder / "pytorch_model.bin").write_bytes(b"x")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("missing shard", "00002-of-000.*missing shard"),
+        ("truncated", "00002-of-000.*is cut short"),
+        ("empty", "00002-of-000.*no safetensors file"),
+        ("a page of HTML", "00002-of-000.*no safetensors file"),
+        ("another file", "stands in model-00001.* too"),
+        ("index is no JSON", "index.json: is no JSON"),
+        ("index without map", "index.json: has no weight_map"),
+        ("index that leads out", "index.json: has no weight_map"),
+        ("pickled", "holds no weights.*Fix: save it as safetensors"),
+    ],
+)
+def test_damage_is_told_with_its_file(tmp_path: Path, name: str, told: str):
+    folder = write(tmp_path / "hf", LLAMA, random_values(LLAMA), max_shard_bytes=5000)
+    damaged(folder, name)
+    with pytest.raises(CheckpointError, match=told):
+        HfFolder(folder, LLAMA)
+
+
+def test_a_header_of_odd_length_is_no_matter(tmp_path: Path):
+    folder = write(tmp_path / "hf", LLAMA, values := random_values(LLAMA))
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    path.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
+    assert equal(HfFolder(folder, LLAMA), values)
+
+
+def test_nothing_is_written_over(tmp_path: Path):
+    folder = write(tmp_path / "hf", LLAMA, random_values(LLAMA))
+    with pytest.raises(CheckpointError, match="is there already"):
+        write(folder, LLAMA, random_values(LLAMA))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"], "and nothing half written stays"
+
+
+def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuses(tensors: Memory, name: str, box: Box) -> Tensor:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Memory, "read", refuses)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        write(tmp_path / "hf", LLAMA, random_values(LLAMA))
+    assert not list(tmp_path.iterdir())
+
+
+class Watched:
+    """A Source that counts how many bytes of what it has handed out are still alive."""
+
+    def __init__(self, inner: Memory) -> None:
+        self.inner, self.alive, self.most = inner, 0, 0
+        self.shapes, self.dtype = inner.shapes, inner.dtype
+
+    def read(self, name: str, box: Box) -> Tensor:
+        tensor = self.inner.read(name, box)
+        self.alive += tensor.nbytes
+        self.most = max(self.most, self.alive)
+        weakref.finalize(tensor, self._gone, tensor.nbytes)
+        return tensor
+
+    def _gone(self, size: int) -> None:
+        self.alive -= size
+
+
+def test_tensors_are_written_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a model of 140 kB with 18 kB matrices two slabs of 1 kB are in memory, or a chunk where chunks are written."""
+    monkeypatch.setattr(hf_folder, "BLOCK_ENTRIES", 256)
+    for name in ("llama3", "gpt2", "qwen3-moe"):
+        cfg = CONFIGS[name].model_copy(update={"ffn": 140} if name != "qwen3-moe" else {"expert_ffn": 70})
+        values = random_values(cfg)
+        watched = Watched(values)
+        folder = write(tmp_path / name, cfg, watched)  # type: ignore[arg-type]
+        assert 0 < watched.most <= 2 * 4 * 256
+        assert equal(HfFolder(folder, cfg), values)
+
+        again = Watched(values)
+        facts = Facts(step=0, seed=1, family=cfg.family, architecture=cfg.model_dump(), plan={})
+        manifest = write_parameters(tmp_path / f"run {name}", again, facts, chunk_bytes=8192)
+        assert 0 < again.most <= 8192 + 4 * 256
+        assert len(manifest.files) > 4
+        stored = open_checkpoint(checkpoint_path(tmp_path / f"run {name}", 0))
+        stored.verify()
+        assert stored.manifest.sections == ("model",)
+        section = stored.section("model")
+        assert all(torch.equal(section.read(n, Box.whole(t.shape)), t) for n, t in values.tensors.items())
+
+
+def test_slabs_make_up_a_tensor(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hf_folder, "BLOCK_ENTRIES", 20)
+    for shape in ((), (0,), (0, 7), (64,), (9, 7), (3, 50), (5, 2, 3), (2, 3, 50), (2, 30, 2)):
+        count, entries = torch.zeros(shape), torch.arange(torch.Size(shape).numel()).view(shape)
+        for box in slabs(shape):
+            count[box.slices] += 1
+            assert box.size <= 20
+        assert torch.equal(count, torch.ones(shape))
+        in_order = torch.cat([entries[box.slices].flatten() for box in slabs(shape)])
+        assert torch.equal(in_order, entries.flatten()), "as it lies in a file"
+
+
+def test_a_folder_reads_only_what_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = write(tmp_path / "hf", GPT2, random_values(GPT2))
+    source, read = HfFolder(folder, GPT2), []
+    mapped = type(source._files).read
+
+    def watch(self: object, entry: Entry, box: Box) -> Tensor:
+        read.append(box)
+        return mapped(self, entry, box)
+
+    monkeypatch.setattr(type(source._files), "read", watch)
+    source.read("layer1.attn.k.weight", Box((6, 0), (12, 24)))
+    assert read == [Box((0, 24 + 6), (24, 24 + 12))], "six columns of the keys' third"
