@@ -76,6 +76,10 @@ class Cache:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
+    def clear(self) -> None:
+        """Let go of all."""
+        self.keys = self.values = None
+
     @property
     def num_bytes(self) -> int:
         """Memory that is held."""

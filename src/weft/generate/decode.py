@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.core.axes import span_sizes
+from weft.generate.angles import share_angles
 from weft.generate.cache import look_at, remember
 from weft.models.batch import Batch, chain
 from weft.parallel.model import ParallelModel
@@ -23,6 +24,7 @@ class Decoder:
     def __init__(self, model: ParallelModel, *, vocab: int) -> None:
         self.model, self.vocab = model, vocab
         self.caches = remember(model.stages)
+        share_angles(model.stages)
         self.lengths: tuple[int, ...] = ()
 
     @property
@@ -48,6 +50,12 @@ class Decoder:
         for cache in self.caches:
             cache.keep(index)
         self.lengths = tuple(self.lengths[row] for row in rows)
+
+    def forget(self) -> None:
+        """Begin anew; the memory of the caches goes."""
+        for cache in self.caches:
+            cache.clear()
+        self.lengths = ()
 
     def _forward(self, batch: Batch, lasts: Sequence[int]) -> Tensor | None:
         plan, comm = self.model.plan, self.model.comm
