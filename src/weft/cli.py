@@ -36,7 +36,7 @@ from weft.errors import (
     did_you_mean,
 )
 from weft.models import FAMILIES
-from weft.train import data, door, resume
+from weft.train import base, data, door, resume
 from weft.view.colour import paint
 from weft.view.text import draw
 
@@ -96,7 +96,7 @@ def train(words: Sequence[str]) -> int:
     """Check everything that can be checked, then train."""
     if wants_help(words):
         return _help_of_run("train", words)
-    run = checked_run(words, (*data.CHECKS, *door.CHECKS, *resume.CHECKS))
+    run = checked_run(words, (*data.CHECKS, *door.CHECKS, *resume.CHECKS, *base.CHECKS))
     if not run.out:
         run = run.model_copy(update={"out": str(door.fresh_out(run, datetime.now()))})
     tell(f"note: {note}" for note in door.notes(run))

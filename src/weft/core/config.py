@@ -122,6 +122,9 @@ class Lora(Table):
         (),
         description="linears with adapters, by name or pattern: q v, or layer1.attn.*; nothing: all of attention and MLPs",
     )
+    base: str | None = Field(
+        None, description="run or checkpoint whose parameters are frozen; None: model.from_hf, or drawn ones"
+    )
 
 
 class Save(Table):

@@ -25,7 +25,10 @@ from weft.save.match import check_model
 
 KEY, AUTO = "resume", "auto"
 
-SAME_KEYS = ("seed", "batch.global_size", "data.seq_len", "optim.name", "precision.params")
+SAME_KEYS = (
+    *("seed", "batch.global_size", "data.seq_len", "optim.name", "precision.params"),
+    *("lora.rank", "lora.alpha", "lora.targets"),
+)
 """Keys that must be as they were. Another seed or batch would not go on with the data where it stopped."""
 
 SAME_DATA = ("sha256", "samples", "shares")
@@ -94,7 +97,8 @@ def changes(run: Run, facts: Facts, path: Path) -> Iterator[Fault]:
     for key in SAME_KEYS:
         then, now = _value(facts.run, key), _value(run.model_dump(mode="json"), key)
         if then is not None and then != now:
-            yield Fault(key, f"is not that of the checkpoint {path}", str(now), str(then), f"--{key} {then}")
+            word = " ".join(map(str, then)) if isinstance(then, list) else then
+            yield Fault(key, f"is not that of the checkpoint {path}", str(now), str(then), f"--{key} {word}")
 
 
 def data_changes(stored: dict[str, Any], now: dict[str, Any]) -> Iterator[Fault]:
@@ -118,4 +122,4 @@ def _as_ours(fault: Fault) -> Fault:
     return Fault(KEY, f"{fault.key}: {fault.what}", fault.got, fault.need, fault.fix)
 
 
-CHECKS = (Check((KEY, "out", "model", "seed", "batch", "data", "optim", "precision"), resume_faults),)
+CHECKS = (Check((KEY, "out", "model", "seed", "batch", "data", "optim", "precision", "lora"), resume_faults),)

@@ -1,4 +1,5 @@
-"""Owns parameters that start from stored values: a Hugging Face folder, of which each rank reads what it holds."""
+"""Owns parameters that start from stored values, of which each rank reads what it holds: a Hugging Face folder, or what
+adapters stand beside."""
 
 from __future__ import annotations
 
@@ -9,23 +10,39 @@ import torch
 from torch import nn
 
 from weft.core.config import Run
+from weft.errors import CheckpointError, Fault
 from weft.models import FAMILIES
 from weft.models.init import named_parameters
 from weft.parallel.model import ParallelModel
 from weft.save.hf.folder import HfFolder
+from weft.save.lora import lora_of, plain
+from weft.save.read import open_checkpoint
 from weft.save.source import Source
+from weft.train.base import base_of_run
 from weft.train.skeleton import skeleton
 
 
-def source_of(run: Run) -> HfFolder | None:
-    """Where a new run takes its values from; None where they are drawn, or come from a checkpoint.
+def source_of(run: Run) -> Source | None:
+    """Where a new run takes its values from; None where they are drawn, or come from a checkpoint to go on from.
 
     Raises:
         CheckpointError: the folder does not hold this model.
     """
-    if run.model.from_hf is None or run.resume is not None:
+    if run.resume is not None:
         return None
-    return HfFolder(Path(run.model.from_hf), run.model)
+    return _base(run) if run.lora.base is not None else _folder(run)
+
+
+def _folder(run: Run) -> HfFolder | None:
+    return None if run.model.from_hf is None else HfFolder(Path(run.model.from_hf), run.model)
+
+
+def _base(run: Run) -> Source:
+    path = base_of_run(run).path
+    if path is None:
+        raise CheckpointError(Fault("lora.base", "holds no whole checkpoint", repr(run.lora.base)))
+    checkpoint = open_checkpoint(path)
+    return plain(checkpoint.section("model"), lora_of(checkpoint.manifest.facts))
 
 
 def check_start(run: Run) -> None:
@@ -34,7 +51,7 @@ def check_start(run: Run) -> None:
     Raises:
         CheckpointError: with every tensor that has another shape.
     """
-    source = source_of(run)
+    source = None if run.resume is not None else _folder(run)
     if source is not None:
         family = FAMILIES[run.model.name]
         whole, ties = named_parameters(skeleton(lambda: family.blocks(run.model))), family.ties(run.model)
