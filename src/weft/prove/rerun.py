@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from weft.errors import DataError, Fault
 from weft.models import FAMILIES
 from weft.train.build import build_feed, build_step
 from weft.train.data import open_data
-from weft.train.journal import EVENTS, read_events
+from weft.train.journal import EVENTS, course, read_events
 from weft.train.loop import step_events
 
 BOUNDS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-3, "float16": 5e-4}
@@ -56,7 +57,7 @@ class StepPair:
 
 
 def recorded_run(out: Path) -> Run:
-    """The config of the run in this folder.
+    """The config that the first steps of the run in this folder were trained by, also where later ones had another.
 
     Raises:
         DataError: the folder holds no run.
@@ -66,19 +67,33 @@ def recorded_run(out: Path) -> Run:
             raise DataError(
                 Fault("weft prove", "no run in this folder", f"{str(out)!r} without {name}", fix="name a run folder")
             )
-    return load([str(out / "run.toml")], FAMILIES)
+    first = out / "run-1.toml"
+    return load([str(first if first.is_file() else out / "run.toml")], FAMILIES)
+
+
+def recorded_steps(out: Path) -> list[dict[str, Any]]:
+    """The step events up to the first resume: what comes behind it may have another learning rate.
+
+    Raises:
+        DataError: the run began in another folder.
+    """
+    events = list(read_events(out / EVENTS))
+    steps, resumed = course(events), [event["step"] for event in events if event["event"] == "resume" and event["step"]]
+    if steps and steps[0]["step"] > 1:
+        what = f"the run in {out} begins after step {steps[0]['step'] - 1}, from a checkpoint of another folder"
+        raise DataError(Fault("weft prove", what, fix="prove the run that it goes on from"))
+    return [step for step in steps if not resumed or step["step"] <= min(resumed)]
 
 
 def on_one_process(run: Run) -> Run:
     """The same run on one rank: same model, data, batch and optimizer, nothing cut."""
-    return run.model_copy(
-        update={"mesh": "", "nproc": None, "parallel": Parallel(), "pipeline": Pipeline(), "sample": 0, "out": None}
-    )
+    alone = {"mesh": "", "nproc": None, "parallel": Parallel(), "pipeline": Pipeline()}
+    return run.model_copy(update={**alone, "sample": 0, "out": None, "resume": None})
 
 
 def rerun(out: Path, steps: int) -> Iterator[StepPair]:
     """Play the first `steps` steps of the run in `out` again on one process; yields each as it is done."""
-    recorded = (event for event in read_events(out / EVENTS) if event["event"] == "step")
+    recorded = recorded_steps(out)
     alone = on_one_process(recorded_run(out))
     torch.set_flush_denormal(True)
     comm = Comm(Mesh.parse(""), 0, ThreadWorld(1).transport(0))

@@ -30,12 +30,17 @@ class PlainView:
         self.progress.take(event)
         if event.get("event") == "run":
             self._say("".join(f"{label:<10}{text}\n" for label, text in facts(event)))
+        if event.get("event") == "end":
+            self._say_last()
         if words := words_of(event):
             self._say(f"{words}\n")
         if event.get("event") == "step" and self._is_due():
             self._say_step()
 
     def close(self) -> None:
+        self._say_last()
+
+    def _say_last(self) -> None:
         if self.progress.step and self.progress.num_done > self._told:
             self._say_step()
 

@@ -1,0 +1,143 @@
+"""`weft train` in real processes: killed, asked to leave, started again, out of disk; and the numbers as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.errors import EXIT_OK, EXIT_PREEMPTED
+from weft.save.folder import checkpoints
+from weft.save.read import open_checkpoint
+from weft.train.journal import EVENTS, course, read_events
+
+WORDS = (
+    *("--mesh", "dp3", "--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2"),
+    *("--model.ffn", "32", "--data.seq_len", "8", "--batch.global_size", "6", "--batch.micro_size", "1"),
+    *("--optim.decay", "constant", "--optim.warmup", "2"),
+)
+FOREVER = ("--steps", "1000000")
+PATIENCE_S = 90
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    program = "import sys; from weft.cli import main; sys.exit(main())"
+    source = ("--data.source", str(folder / "text.txt"))
+    return [sys.executable, "-c", program, "train", *WORDS, *source, *words]
+
+
+@contextmanager
+def running(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(command(folder, *words), text=True, stdout=-1, stderr=-1, process_group=0) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def finished(folder: Path, *words: str) -> str:
+    ran = subprocess.run(command(folder, *words), capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert (ran.returncode, ran.stderr) == (EXIT_OK, ""), ran.stderr
+    return ran.stdout
+
+
+def wait_until(out: Path, seen: Callable[[list[dict[str, Any]]], bool]) -> None:
+    """Until the events of a run that goes on for ever show something."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not ((out / EVENTS).exists() and seen(list(read_events(out / EVENTS)))):
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
+def count(events: list[dict[str, Any]], kind: str) -> int:
+    return sum(event["event"] == kind for event in events)
+
+
+def numbers(out: Path) -> list[tuple[int, float, float]]:
+    return [(step["step"], step["loss"], step["grad_norm"]) for step in course(read_events(out / EVENTS))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("runs")
+    (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return place
+
+
+def test_asked_to_leave_then_killed_then_started_again_it_ends_with_the_same_numbers(folder):
+    out = folder / "broken"
+    again = ("--out", str(out), "--save.every", "3", "--resume", "auto")
+    with running(folder, *again, *FOREVER) as process:
+        wait_until(out, lambda events: count(events, "save") > 0)
+        process.send_signal(signal.SIGUSR1)
+        shown, told = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, told) == (EXIT_PREEMPTED, "")
+    stopped_at = next(checkpoints(out))[0]
+    assert shown.rstrip().endswith(
+        f"stopped after step {stopped_at} and saved. To go on: weft train {out}/run.toml --resume auto"
+    )
+    with running(folder, *again, *FOREVER) as process:
+        wait_until(
+            out,
+            lambda events: max((event["step"] for event in events if event["event"] == "save"), default=0) > stopped_at,
+        )
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=PATIENCE_S)
+    newest = next(checkpoints(out))[0]
+    assert newest > stopped_at
+    last = ("--steps", str(newest + 2))
+    assert f"goes on after step {newest}: {out}/ckpt/step-{newest:06d}, written by dp3" in finished(
+        folder, *again, *last
+    )
+    finished(folder, "--out", str(folder / "straight"), *last)
+    assert numbers(out) == numbers(folder / "straight")
+    assert [step for step, _, _ in numbers(out)] == list(range(1, newest + 3))
+
+
+def test_sigterm_in_threads_saves_without_being_told_to_beforehand(folder):
+    out = folder / "threads"
+    with running(folder, "--out", str(out), "--transport", "threads", *FOREVER) as process:
+        wait_until(out, lambda events: count(events, "step") > 1)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == EXIT_PREEMPTED
+    step, path = next(checkpoints(out))
+    open_checkpoint(path).verify()
+    assert numbers(out)[-1][0] == step
+    assert json.loads((path / "manifest.json").read_text())["facts"]["step"] == step
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of its own, with room for one checkpoint and no second one."""
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=280k", "weft", tmp_path], check=False).returncode
+    ):
+        pytest.skip("only root can mount a small disk")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_full_disk_costs_a_warning_and_not_the_run(folder, small_disk):
+    out = small_disk / "run"
+    shown = finished(folder, "--out", str(out), "--steps", "5", "--save.every", "2", "--save.keep", "9")
+    events = list(read_events(out / EVENTS))
+    assert [event["step"] for event in events if event["event"] == "save"] == [2]
+    (path,) = [path for _, path in checkpoints(out)]
+    open_checkpoint(path).verify()
+    assert [step for step, _, _ in numbers(out)] == [1, 2, 3, 4, 5]
+    (warning,) = [line for line in shown.splitlines() if line.startswith("warning: step 4 ")]
+    assert "KiB needed" in warning
+    assert "KiB free" in warning
+    assert warning.endswith(f"Training goes on, the newest checkpoint is {path}")
