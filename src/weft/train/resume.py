@@ -31,6 +31,9 @@ SAME_KEYS = (
 )
 """Keys that must be as they were. Another seed or batch would not go on with the data where it stopped."""
 
+BASE_KEYS = ("precision.compute",)
+"""Those of runs with adapters besides: what is frozen is held in this type."""
+
 SAME_DATA = ("sha256", "samples", "shares")
 """What the source says of itself and must say again; where it lies may change."""
 
@@ -94,7 +97,7 @@ def changes(run: Run, facts: Facts, path: Path) -> Iterator[Fault]:
         check_model(path, facts, family=run.model.name, architecture=run.model.architecture)
     except CheckpointError as error:
         yield from map(_as_ours, error.faults)
-    for key in SAME_KEYS:
+    for key in (*SAME_KEYS, *BASE_KEYS) if run.lora.rank else SAME_KEYS:
         then, now = _value(facts.run, key), _value(run.model_dump(mode="json"), key)
         if then is not None and then != now:
             word = " ".join(map(str, then)) if isinstance(then, list) else then

@@ -97,7 +97,8 @@ def parts_of_model(model: ParallelModel, kept: Gradients | None = None) -> Itera
     for name, param in model.params.items():
         if name in tensors:
             lo, hi = ranges[name]
-            yield _part(model, name, tensors[name], lo=lo, hi=hi, spread=spread.get(name, ()))
+            if lo < hi:
+                yield _part(model, name, tensors[name], lo=lo, hi=hi, spread=spread.get(name, ()))
         elif not (param.requires_grad and kept):
             yield _part(model, name, param, lo=0, hi=param.numel())
 
