@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.cli import main
 from weft.core.config import Data
 from weft.models import gpt2
 from weft.train.data import open_data
 from weft.train.feed import samples_of
+from weft.train.journal import read_events
 from weft.train.mixture import CYCLE, Turns, read_mix, turns_of
 from weft.train.order import layout_of
 
@@ -81,3 +83,35 @@ def test_exact_shares_are_told(mixed):
     assert list(facts["shares"].values()) == [0.75, 0.25]
     assert (facts["samples"], facts["tokens"]) == (39, 158)
     assert "75.0%" in facts["source"]
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_same_mixture(tmp_path):
+    """Packed documents of two sources, read ahead: four steps at once, and two and two."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(40):
+            (tmp_path / name / f"{number}.txt").write_text(f"{name}{number} " * (3 + number % 7))
+    model = [
+        "--model.layers",
+        "1",
+        "--model.dim",
+        "16",
+        "--model.heads",
+        "2",
+        "--model.kv_heads",
+        "2",
+        "--model.ffn",
+        "16",
+    ]
+    mix = ["--data.mix", f"{tmp_path}/a=2", f"{tmp_path}/b=1", "--data.packing", "documents", "--data.seq_len", "16"]
+    words = ["train", "--transport", "threads", "--optim.decay", "constant", "--batch.global_size", "4", *model, *mix]
+
+    def losses(out):
+        return [event["loss"] for event in read_events(tmp_path / out / "events.jsonl") if event["event"] == "step"]
+
+    assert main([*words, "--steps", "4", "--out", f"{tmp_path}/straight"]) == 0
+    assert main([*words, "--steps", "2", "--out", f"{tmp_path}/broken", "--save.every", "2"]) == 0
+    assert main([*words, "--steps", "4", "--out", f"{tmp_path}/broken", "--resume", "auto", "--mesh", "dp2"]) == 0
+    straight, broken = losses("straight"), losses("broken")
+    assert len(set(straight)) == 4
+    assert broken == pytest.approx(straight, rel=1e-5)

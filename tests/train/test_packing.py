@@ -75,6 +75,15 @@ def test_samples_of_packed_documents_have_the_tokens_of_the_stream(folder):
     assert np.array_equal(found.targets[stays], found.inputs[stays])
 
 
+def test_samples_read_one_by_one_are_those_read_together(folder):
+    samples = open_data(Data(source=folder, seq_len=16, packing="documents"), gpt2.Config())
+    together = samples.read(np.arange(20))
+    for number in range(20):
+        alone = samples.read(np.array([number]))
+        for name in ("inputs", "targets", "positions", "documents"):
+            assert np.array_equal(getattr(alone, name)[0], getattr(together, name)[number])
+
+
 def test_text_files_are_documents_without_being_prepared(tmp_path):
     for name, text in {"a": "aaaaa", "b": "", "c": "ccc"}.items():
         (tmp_path / f"{name}.txt").write_text(text)

@@ -48,7 +48,6 @@ def pack(bounds: Ints, start: int, length: int) -> Packed:
     low, high = np.searchsorted(bounds, (start + 1, start + length + 1))
     begins = np.zeros(length + 1, dtype=bool)
     begins[np.asarray(bounds[low:high]) - start] = True
-    begins[0] = False
     places = np.arange(length, dtype=np.int64)
     inside = begins[:length]
     return Packed(

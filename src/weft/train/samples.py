@@ -77,7 +77,7 @@ class Sequences:
         """Sequences of tokens with their targets; [any shape] counts as flat."""
         length, starts = self.seq_len, (samples.ravel() * self.seq_len).tolist()
         tokens = np.stack([self.stream.read(start, start + length + 1) for start in starts])
-        inputs, targets = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+        inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # of one row both would be one memory
         if self.packing == "stream":
             return Arrays(inputs, targets, np.tile(np.arange(length, dtype=np.int64), (len(tokens), 1)))
         packed = [pack(self.stream.document_bounds, start, length) for start in starts]
