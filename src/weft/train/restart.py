@@ -16,9 +16,10 @@ from weft.save.manifest import read_manifest
 from weft.save.read import Checkpoint, open_checkpoint
 from weft.train.agree import agree, words_of_first
 from weft.train.build import build_step
-from weft.train.checkpoint import restore
+from weft.train.checkpoint import load_parameters, restore
 from weft.train.resume import data_changes, find
 from weft.train.samples import Samples
+from weft.train.state import MODEL
 from weft.train.step import TrainStep
 
 ASIDE = "aside-"
@@ -76,7 +77,10 @@ def begin(run: Run, comm: Comm, samples: Samples) -> Begun:
     if faults := tuple(data_changes(facts.data, samples.facts())):
         raise DataError(*faults)
     step = build_step(run, comm)
-    restore(step, chosen)
+    if chosen.manifest.sections == (MODEL,):  # nobody has trained it here: it was imported
+        load_parameters(step, chosen.section(MODEL))
+    else:
+        restore(step, chosen)
     return Begun(step, facts.step, chosen.path, str(facts.plan.get("mesh", "")), tuple(map(str, passed_over)))
 
 
