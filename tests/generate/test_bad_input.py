@@ -94,3 +94,17 @@ def test_every_fault_is_told_before_torch_is_imported(tmp: Path):
     assert [line[:9] for line in done.stderr.splitlines()] == ["error: me", "error: me", "error: pr"]
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < LIMIT_S
+
+
+def test_another_number_of_ranks_than_the_mesh_has(tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["generate", str(tmp / "llama3"), "--prompt", "x", "--mesh", "tp2"]) == EXIT_USER
+    told = "error: mesh: differs from the world size (got 4 ranks started; need 2 for 'tp2'). Fix: start 2 ranks, or choose"
+    assert told in capsys.readouterr().err
+
+
+def test_nothing_has_to_be_written_anywhere(tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.chdir("/proc")
+    assert main(["generate", str(tmp / "llama3"), "--prompt", "x", "--tokens", "1", "--transport", "threads"]) == 0
+    assert capsys.readouterr().out.startswith("x")
