@@ -71,10 +71,10 @@ def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return y if first is None else y + second(first(x))
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
-    """W + scale B A, computed in float32 at least, in the type of W."""
-    wide = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
-    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+def added(weight: Tensor, product: Tensor, *, scale: float) -> Tensor:
+    """W + scale B A from W and B A, computed in the wider type, in the type of W."""
+    wide = torch.promote_types(weight.dtype, product.dtype)
+    return (weight.to(wide) + scale * product.to(wide)).to(weight.dtype)
 
 
 @dataclass(frozen=True)

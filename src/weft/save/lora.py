@@ -17,13 +17,16 @@ from weft.core.config import Lora
 from weft.core.lora import LORA_A, LORA_B, base_of
 from weft.core.model import ModelConfig
 from weft.errors import CheckpointError, Fault
-from weft.models.lora import merged
+from weft.models.lora import added
 from weft.save.disk import free_bytes, refusal, sync_folder, write_whole
 from weft.save.format import Facts
 from weft.save.hf.tables import TABLES
 from weft.save.hf.written import refuse_filled
 from weft.save.peft import CONFIG, WEIGHT, WEIGHTS, Target, adapter_config, targets_of
 from weft.save.source import Source
+
+BAND = 256
+"""Rows of B A that are computed at a time."""
 
 
 def lora_of(facts: Facts) -> Lora:
@@ -37,7 +40,12 @@ def plain(source: Source, lora: Lora) -> Source:
 
 
 class Merged:
-    """A model with its adapters merged, as a `Source`: W + (alpha / rank) B A, of any box just the rows and columns it needs."""
+    """A model with its adapters merged, as a `Source`: W + (alpha / rank) B A, of any box little more than it needs.
+
+    Note [The same bits in every box]
+        A matrix product of other sizes may add in another order. So that every layout starts from the same bits, B A is
+        computed in bands of `BAND` whole rows, counted from the tensor's first, of which a box then takes its part.
+    """
 
     def __init__(self, source: Source, lora: Lora) -> None:
         self._source, self._scale = source, lora.alpha / lora.rank
@@ -55,12 +63,22 @@ class Merged:
     def read(self, name: str, box: Box) -> Tensor:
         """Entries of `box`, computed in float32 at least."""
         weight, linear = self._source.read(name, box), name.removesuffix(WEIGHT)
-        if linear not in self.adapted or linear == name:
+        if linear not in self.adapted or linear == name or not box.size:
             return weight
-        rank = self._source.shapes[linear + LORA_A][0]
-        a = self._source.read(linear + LORA_A, Box((0, box.lo[1]), (rank, box.hi[1])))
-        b = self._source.read(linear + LORA_B, Box((box.lo[0], 0), (box.hi[0], rank)))
-        return merged(weight, a, b, scale=self._scale)
+        a = _whole(self._source, linear + LORA_A)
+        for lo in range(box.lo[0] // BAND * BAND, box.hi[0], BAND):
+            rows = slice(max(lo, box.lo[0]), min(lo + BAND, box.hi[0]))
+            here = slice(rows.start - box.lo[0], rows.stop - box.lo[0])
+            delta = self._band(linear, a, lo)[rows.start - lo : rows.stop - lo, box.slices[1]]
+            weight[here] = added(weight[here], delta, scale=self._scale)
+        return weight
+
+    def _band(self, linear: str, a: Tensor, lo: int) -> Tensor:
+        """Whole rows of B A from `lo` on."""
+        height, rank = self._source.shapes[linear + LORA_B]
+        b = self._source.read(linear + LORA_B, Box((lo, 0), (min(lo + BAND, height), rank)))
+        wide = torch.promote_types(b.dtype, torch.float32)
+        return b.to(wide) @ a.to(wide)
 
 
 def write_adapters(folder: Path, source: Source, *, cfg: ModelConfig, lora: Lora, base: str | None) -> None:
