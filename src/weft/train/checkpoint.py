@@ -94,11 +94,11 @@ def load_model(model: ParallelModel, source: Source) -> None:
 def _take_in(parts: Iterable[Part], section: Callable[[str], Source]) -> None:
     opened = cache(lambda name: _Opened(name, section(name)))
     for part in parts:
-        owner = part.piece.owner
+        owner, boxes = part.piece.owner, part.boxes
         for name, tensor in part.tensors.items():
             source = opened(name)
             source.check_shape(owner, part.piece.shape)
-            entries = [source.source.read(owner, box).reshape(-1) for box in part.boxes]
+            entries = [source.source.read(owner, box).reshape(-1) for box in boxes]
             tensor.copy_((entries[0] if len(entries) == 1 else torch.cat(entries)).view(tensor.shape))
         for name, number in part.numbers.items():
             opened(name).check_shape(owner, ())

@@ -33,7 +33,7 @@ class Begun:
     Attributes:
         steps: optimizer steps that are done.
         path: the checkpoint; None: starting values.
-        layout: mesh of who wrote it.
+        layout: who wrote it, in words.
         passed_over: newer checkpoints that are broken, and how.
     """
 
@@ -77,11 +77,12 @@ def begin(run: Run, comm: Comm, samples: Samples) -> Begun:
     if faults := tuple(data_changes(facts.data, samples.facts())):
         raise DataError(*faults)
     step = build_step(run, comm)
-    if chosen.manifest.sections == (MODEL,):  # nobody has trained it here: it was imported
+    if not facts.plan:  # nobody has trained it here: it was imported
         load_parameters(step, chosen.section(MODEL))
     else:
         restore(step, chosen)
-    return Begun(step, facts.step, chosen.path, str(facts.plan.get("mesh", "")), tuple(map(str, passed_over)))
+    layout = (str(facts.plan["mesh"]) or "one rank") if facts.plan else "an import"
+    return Begun(step, facts.step, chosen.path, layout, tuple(map(str, passed_over)))
 
 
 def clear(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ...]:

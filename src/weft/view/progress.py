@@ -157,7 +157,7 @@ def checkpoint_words(event: Event) -> str:
     passed_over = [f"passed over: {words}" for words in event.get("passed_over", ())]
     if path is None:
         return "\n".join((*passed_over, "no checkpoint in the run folder yet: the run begins anew"))
-    return "\n".join((*passed_over, f"goes on after step {step}: {path}, written by {event.get('layout') or 'one rank'}"))
+    return "\n".join((*passed_over, f"goes on after step {step}: {path}, written by {event.get('layout')}"))
 
 
 def stages(sizes: tuple[float, ...]) -> str:
