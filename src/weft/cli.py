@@ -89,7 +89,8 @@ def overview() -> str:
     """All commands, one line each."""
     lines = [f"  weft {name:<9} {command.usage:<32} {command.line}" for name, command in COMMANDS.items()]
     head = ["weft trains one model on many devices.", "", *lines, ""]
-    return "\n".join([*head, "weft NAME --help tells a command's keys. Exit code 0: ok, 1: failed, 2: yours to mend, 75: stopped and saved."])
+    codes = "Exit code 0: ok, 1: failed, 2: yours to mend, 75: stopped and saved."
+    return "\n".join([*head, f"weft NAME --help tells a command's keys. {codes}"])
 
 
 def train(words: Sequence[str]) -> int:
