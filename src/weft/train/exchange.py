@@ -14,6 +14,7 @@ from weft.core.axes import Box
 from weft.core.config import Run
 from weft.core.hf.compose import config_json, unwritable
 from weft.core.hf.describe import CONFIG
+from weft.core.lora import chosen
 from weft.core.model import ModelConfig
 from weft.core.toml import dump
 from weft.errors import CheckpointError
@@ -29,6 +30,7 @@ from weft.save.hf.target import targets
 from weft.save.hf.write import Planned, plan, write_folder
 from weft.save.hf.written import refuse_filled
 from weft.save.lora import lora_of, plain, write_adapters
+from weft.save.peft import strange_to_peft
 from weft.save.read import open_checkpoint
 from weft.save.source import Source
 from weft.train.start import check_start
@@ -127,8 +129,15 @@ def send_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
     refuse_filled(folder)
     _, config, facts = _opened(checkpoint)
     stored = open_checkpoint(checkpoint).section("model")
-    write_adapters(folder, stored, cfg=config, lora=lora_of(facts), base=base)
-    return f"{folder}: adapters of rank {lora_of(facts).rank}"
+    lora = lora_of(facts)
+    write_adapters(folder, stored, cfg=config, lora=lora, base=base)
+    told = f"{folder}: adapters of rank {lora.rank} beside {len(chosen(lora.targets, config.linears()))} linears"
+    if strange := strange_to_peft(config, lora):
+        told += (
+            f"\nPEFT 0.21 with transformers 5 does not find {len(strange)} of them ({strange[0]}, ...): it takes their names for"
+            " those of routed experts. To have them there, export the merged model"
+        )
+    return told
 
 
 def _opened(path: Path) -> tuple[Source, ModelConfig, Facts]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from weft.comm.comm import Comm
 from weft.core.config import Run
+from weft.core.lora import chosen
 from weft.core.lr import learning_rate
 from weft.core.plan import Plan
 from weft.core.toml import dump
@@ -131,13 +132,22 @@ def run_event(run: Run, step: TrainStep, samples: Samples) -> dict[str, Any]:
         "ranks": plan.mesh.size,
         "device": str(step.model.comm.device),
         "data": samples.facts(),
-        "optimizer": f"{run.optim.name}, lr {run.optim.lr:g} {run.optim.decay}, warm-up {run.optim.warmup} steps",
+        "optimizer": optimizer_text(run),
         "seed": run.seed,
         "steps": run.steps,
         "seq_len": run.data.seq_len,
         "batch_size": run.batch.global_size,
         "out": run.out,
     }
+
+
+def optimizer_text(run: Run) -> str:
+    """What moves, and how, in a few words."""
+    optim, lora = run.optim, run.lora
+    text = f"{optim.name}, lr {optim.lr:g} {optim.decay}, warm-up {optim.warmup} steps"
+    if not lora.rank:
+        return text
+    return f"{text}; moves adapters of rank {lora.rank} beside {len(chosen(lora.targets, run.model.linears()))} linears alone"
 
 
 def schedule_text(plan: Plan) -> str:
