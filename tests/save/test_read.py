@@ -195,6 +195,20 @@ def test_one_damaged_rank_file_is_found_by_one_of_the_shares_only_and_told_once(
     assert found == 1
 
 
+def test_damage_to_the_header_of_a_file_without_pieces_is_found_by_one_of_the_shares(tmp_path):
+    path = save(tmp_path, {"model/a": torch.ones(())}, ranks=2)
+    manifest = open_checkpoint(path).manifest
+    (empty,) = (name for name, file in manifest.files.items() if file.num_bytes == file.header_bytes)
+    flip(path / empty, 8 * 30)
+    faults = []
+    for index in range(3):
+        try:
+            open_checkpoint(path).verify(index, 3)
+        except CheckpointError as error:
+            faults += map(str, error.faults)
+    assert [text.split(" (")[0] for text in faults] == [f"{path}/{empty}: the header is damaged on the disk"]
+
+
 def test_a_hole_is_named_with_tensor_and_entries(path):
     checkpoint = open_checkpoint(path)
     stored = checkpoint.manifest.tensors["model/head.weight"]
