@@ -257,6 +257,15 @@ def test_a_run_that_says_everything_does_not_need_its_folder(tmp_path: Path):
     assert [fault.key for fault in look(["--model.from_hf", str(folder)], FAMILIES).faults] == ["model.from_hf"]
 
 
+def test_text_is_read_with_the_tokenizer_of_the_folder_unless_another_is_named(tmp_path: Path):
+    folder = folder_with(tmp_path / "a", LLAMA)
+    assert look(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == "bytes"
+    (folder / "tokenizer.json").write_text("{}")
+    assert look(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == str(folder / "tokenizer.json")
+    named = ["--model.from_hf", str(folder), "--data.tokenizer", "bytes"]
+    assert look(named, FAMILIES).run.data.tokenizer == "bytes"
+
+
 def test_another_folder_on_the_command_line_takes_the_place_of_that_in_the_file(tmp_path: Path):
     first, second = folder_with(tmp_path / "a", LLAMA), folder_with(tmp_path / "b", {**GPT2, "n_layer": 3})
     (tmp_path / "run.toml").write_text(f'[model]\nfrom_hf = "{first}"\nlayers = 2\n')

@@ -1,4 +1,7 @@
-"""Owns what `model.from_hf` does to a config: family and fields come from the folder, and nobody may say otherwise."""
+"""Owns what `model.from_hf` does to a config: family and fields come from the folder, and nobody may say otherwise.
+
+Text is read with the folder's tokenizer, unless another is named.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from weft.core.keys import Flat
 from weft.errors import CheckpointError, Fault
 
 KEY = "model.from_hf"
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,12 @@ def contradictions(choice: Choice, asked: Mapping[str, object]) -> Iterator[Faul
 def _choice(folder: str, found: Described, *, keeps_file: bool) -> Choice:
     decided = {f"model.{name}": value for name, value in found.fields.items()}
     names = {"model.name": found.family, "model.preset": None}
+    tokenizer = Path(folder) / TOKENIZER
+    own = {"data.tokenizer": str(tokenizer)} if tokenizer.is_file() else {}
     return Choice(
         folder=folder,
         family=found.family,
-        fields=decided | {f"model.{name}": value for name, value in found.open.items()},
+        fields=own | decided | {f"model.{name}": value for name, value in found.open.items()},
         decided=names | decided,
         keeps_file=keeps_file,
     )
