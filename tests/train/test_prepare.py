@@ -422,6 +422,19 @@ def test_what_cannot_be_trained_on_is_told_in_one_line(case, tmp_path, bpe, caps
     assert refused(["train", "--out", f"{tmp_path}/run", *words], capsys).startswith(line)
 
 
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 2)])
+def test_what_is_cut_short_leaves_nothing(tmp_path, monkeypatch, capsys, error, code):
+    def end(_self):
+        raise error
+
+    monkeypatch.setattr(prepare.SplitFile, "end_document", end)
+    assert main(["data", "prepare", write_lines(tmp_path / "a.jsonl"), "--out", f"{tmp_path}/x"]) == code
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    if code == EXIT_USER:
+        assert "out: cannot be written (got '" in (told := capsys.readouterr().err)
+        assert "No space left on device" in told
+
+
 def test_libraries_that_are_missing_are_named(tmp_path, monkeypatch, capsys):
     words = ["data", "prepare", "stdlib", "--out", str(tmp_path / "x"), "--tokenizer", "train"]
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)

@@ -60,7 +60,7 @@ def _tokenized(files: tuple[Path, ...], data: Data, tokenizer: Tokenizer, *, voc
     """Documents made into tokens here and now."""
     reading = Reading(text_field=data.text_field, takes_any_bytes=tokenizer.name == BYTES)
     pieces = list(_few(files, reading))
-    tokens = tokenizer.encode_batch([piece.text for piece in pieces])
+    tokens = [tokenizer.encode(piece.text) for piece in pieces]  # not as a batch: no threads before ranks are forked
     ends = [[tokenizer.end] if piece.ends and tokenizer.end is not None else [] for piece in pieces]
     ids = np.array([id for own, end in zip(tokens, ends, strict=True) for id in (*own, *end)], dtype=np.uint32)
     if not len(ids):
