@@ -19,8 +19,8 @@ class Terminal(io.StringIO):
 def test_a_log_gets_a_line_every_tenth():
     file, total = io.StringIO(), 10 * SILENT_BYTES
     with Bar(file) as bar:
-        for done in range(0, total + 1, total // 1000):
-            bar.show("tokens", done, total)
+        for thousandth in range(1001):
+            bar.show("tokens", total * thousandth // 1000, total)
     lines = file.getvalue().splitlines()
     assert lines == [f"tokens: {percent}% of 167.8 MB" for percent in range(100 // LINES, 101, 100 // LINES)]
 
