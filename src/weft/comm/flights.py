@@ -153,6 +153,6 @@ def _landed(work: BackendWork, timeout_s: float) -> bool:
     try:
         return work.wait(timedelta(seconds=timeout_s))
     except RuntimeError:
-        if work.is_completed():
-            raise  # it failed; otherwise only this wait ran out
-        return False
+        if not work.is_completed():
+            return False  # only this wait ran out
+    return work.wait(timedelta(seconds=timeout_s))  # it failed, or it came since then: this says which
