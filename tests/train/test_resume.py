@@ -75,12 +75,12 @@ def run_of(case: Case, **updates: object) -> Run:
 HALF = Precision(params="float32", compute="bfloat16", reduce="float32")
 SCALED = Precision(params="float32", compute="float16", reduce="float32")
 SAME = {
-    "dp3": (Case("dp3", family="gpt2"), {}),
-    "pp2 tp2 dp2": (Case("pp2 tp2 dp2", grouped=True, sequence=True, microbatches=2), {}),
-    "dp4 zero 3": (Case("dp4", zero=3, microbatches=2), {}),
-    "bfloat16": (Case("dp3", zero=1, microbatches=2), {"precision": HALF}),
-    "float16": (Case("dp2", family="gpt2", microbatches=2), {"precision": SCALED}),
-    "sgd": (Case("dp3", microbatches=2), {"optim": Optim(name="sgd")}),
+    "dp3": (Case("dp3", family="gpt2", layers=2, microbatches=2), {}),
+    "pp2 tp2 dp2": (Case("pp2 tp2 dp2", grouped=True, sequence=True, layers=2, microbatches=2), {}),
+    "dp4 zero 3": (Case("dp4", zero=3, layers=2, microbatches=1), {}),
+    "bfloat16": (Case("dp3", zero=1, layers=2, microbatches=1), {"precision": HALF}),
+    "float16": (Case("dp2", family="gpt2", layers=2, microbatches=1), {"precision": SCALED}),
+    "sgd": (Case("dp3", layers=2, microbatches=1), {"optim": Optim(name="sgd")}),
 }
 
 
@@ -102,9 +102,9 @@ def test_ten_steps_are_five_and_five_to_the_last_bit(name, tmp_path):
 
 def test_another_layout_goes_on_within_rounding(tmp_path):
     legs = (
-        Case("dp4", grouped=True, microbatches=2),
-        Case("pp2 tp2", grouped=True, microbatches=8),
-        Case("dp2", grouped=True, microbatches=4, zero=3),
+        Case("dp4", grouped=True, layers=2, microbatches=1, micro_size=2),
+        Case("pp2 tp2", grouped=True, layers=2, microbatches=4, micro_size=2),
+        Case("dp2", grouped=True, layers=2, microbatches=2, micro_size=2, zero=3),
     )
     told: list[tuple[float, float]] = []
     for number, case in enumerate(legs):
