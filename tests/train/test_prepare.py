@@ -15,15 +15,17 @@ from hypothesis import strategies as st
 
 from weft.cli import main
 from weft.core.config import Data
+from weft.core.load import load
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER, DataError
-from weft.models import gpt2
+from weft.models import FAMILIES, gpt2
 from weft.train import documents, prepare, prepared
 from weft.train.bpe import train_bpe
-from weft.train.data import open_data
+from weft.train.data import open_data, open_valid
 from weft.train.documents import Reading, cut, read_documents
 from weft.train.files import stdlib_files
 from weft.train.prepare import Recipe, is_valid
 from weft.train.prepared import open_prepared, tokenizer_of
+from weft.train.sources import open_source
 from weft.train.tokenizer import FileTokenizer, open_tokenizer
 
 TEXTS = [f"document {number}: " + "lorem ipsum " * (number % 7) + "\n" for number in range(60)]
@@ -213,6 +215,16 @@ def test_small_texts_are_made_into_tokens_when_a_run_starts(tmp_path, bpe):
     assert np.array_equal(here.stream.document_bounds, there.stream.document_bounds)
 
 
+def test_raw_text_beside_a_prepared_folder_is_read_by_its_tokenizer(tmp_path, bpe):
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
+    sizes = ["--model.vocab", str(VOCAB), "--data.seq_len", "8"]
+    mixed = load(["--data.mix", f"{folder}=1", f"{tmp_path}/a.jsonl=1", *sizes], FAMILIES)
+    whole = open_source(f"{tmp_path}/a.jsonl", Data(tokenizer=str(bpe)), vocab=VOCAB)
+    assert len(open_data(mixed.data, mixed.model).parts[1].stream) == len(whole)
+    run = load(["--data.source", str(folder), "--eval.source", f"{tmp_path}/a.jsonl", *sizes], FAMILIES)
+    assert len(open_valid(run).stream) == len(whole)
+
+
 # ---- what is refused
 
 
@@ -369,6 +381,11 @@ RUNS = {
     "no validation": (
         ["--data.source", "{folder}", "--model.vocab", "300", "--data.seq_len", "8", "--eval.every", "5"],
         "eval.source: is empty (got 0 tokens in {folder}/valid.bin",
+    ),
+    "evaluation by another tokenizer": (
+        ["--eval.every", "5", "--eval.source", "{folder}"],
+        "eval.source: {folder} was prepared by another tokenizer than what is trained on (got {folder}/tokenizer.json;"
+        " need bytes). Fix: weft data prepare it with --tokenizer bytes",
     ),
     "missing evaluation": (["--eval.every", "5", "--eval.source", "{tmp}/no"], "eval.source: no such file or folder"),
     "broken line": (["--data.source", "{tmp}/broken.jsonl"], "data.source: {tmp}/broken.jsonl:1 is no JSON"),

@@ -15,9 +15,10 @@ from weft.train.mixture import KEY as MIX_KEY
 from weft.train.mixture import read_mix, turns_of
 from weft.train.order import layout_of, samples_of_step
 from weft.train.packing import longest
-from weft.train.prepared import Split, prepared_of
+from weft.train.prepared import Split, prepared_of, tokenizer_of
 from weft.train.samples import Arrays, Mixture, Pictures, Samples, Sequences
 from weft.train.sources import has_documents, open_source
+from weft.train.tokenizer import Tokenizer
 from weft.train.tokens import TokenStream, names
 
 __all__ = ["CHECKS", "Arrays", "Samples", "layout_of", "open_data", "open_valid", "samples_of_step"]
@@ -34,8 +35,9 @@ def open_data(data: Data, model: ModelConfig) -> Samples:
     if not data.mix:
         return _open(data, model)
     weights = read_mix(data.mix)
-    parts = tuple(_open(data.model_copy(update={"source": source}), model) for source in weights)
     _check_tokenizers(tuple(weights))
+    shared = data.model_copy(update={"tokenizer": tokenizer_of(data).name})
+    parts = tuple(_open(shared.model_copy(update={"source": source}), model) for source in weights)
     return Mixture(parts, turns_of(tuple(weights.values())))
 
 
@@ -50,8 +52,11 @@ def open_valid(run: Run) -> Samples:
         got = "several sources" if run.data.mix else repr(run.data.source)
         fix = "--eval.source FILE, or weft data prepare, which keeps documents for it"
         raise DataError(Fault(EVAL_KEY, "there is nothing to evaluate on", got, "a prepared data.source", fix))
-    data = run.data.model_copy(update={"source": source or run.data.source, "mix": ()})
+    source = source or run.data.source
+    own = tokenizer_of(run.data)
+    data = run.data.model_copy(update={"source": source, "mix": (), "tokenizer": own.name})
     try:
+        _check_valid_tokenizer(source, own)
         return _open(data, run.model, split="valid")
     except DataError as error:
         keys = {KEY: EVAL_KEY}
@@ -96,6 +101,15 @@ def _check_tokenizers(sources: tuple[str, ...]) -> None:
             what, got = "its sources were prepared by different tokenizers", f"{known[0][0]} and {source}"
             fix = f"weft data prepare one of them with --tokenizer {known[0][0]}/tokenizer.json"
             raise DataError(Fault(MIX_KEY, what, got, "one tokenizer", fix))
+
+
+def _check_valid_tokenizer(source: str, own: Tokenizer) -> None:
+    """A prepared folder to evaluate on was made by the tokenizer of what is trained on."""
+    found = prepared_of(source)
+    if found is not None and found.meta.tokenizer_sha256 != own.sha256:
+        what, need = f"{source} was prepared by another tokenizer than what is trained on", own.name
+        fix = f"weft data prepare it with --tokenizer {own.name}"
+        raise DataError(Fault(EVAL_KEY, what, found.tokenizer().name, need, fix))
 
 
 def _open_images(data: Data, model: ModelConfig) -> Pictures:
