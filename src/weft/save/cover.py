@@ -31,6 +31,8 @@ def first_flaw(whole: Box, boxes: Sequence[Box]) -> Flaw | None:
     if whole.size == 0:
         return None
     boxes = [box for box in boxes if box.size]
+    if len(boxes) == 1 and boxes[0] == whole:
+        return None
     if not whole.lo:
         return None if len(boxes) == 1 else Flaw("doubled" if boxes else "hole", whole)
     bounds = sorted({whole.lo[0], whole.hi[0], *(box.lo[0] for box in boxes), *(box.hi[0] for box in boxes)})
