@@ -101,6 +101,55 @@ TABLE = {
         *("--precision.params", "float16", "--precision.compute", "float16"),
         "error: precision.params: float16 has no numbers as small as an optimizer's",
     ),
+    "heads for ulysses": (
+        *("--mesh", "cp4", "--parallel.context", "ulysses"),
+        "which does not divide kv_heads (got 4 heads, 2 kv_heads; need a divisor of each). Fix: --parallel.context ring",
+    ),
+    "experts for ep": (
+        *("--model.name", "deepseek", "--mesh", "ep3", "--batch.global_size", "24"),
+        "error: mesh: ep3 does not divide the model's experts (got 8 experts; need a divisor of each). Fix: --mesh ep",
+    ),
+    "ep without experts": (
+        "--mesh",
+        "ep2",
+        "error: mesh: ep2 spreads experts, and llama3 has none (got 'ep2'; need a mix",
+    ),
+    "chunks for zbv": (
+        *("--mesh", "pp2", "--pipeline.schedule", "zbv", "--pipeline.chunks", "1"),
+        "error: pipeline.chunks: zbv does not cut a rank's layers into 1 chunks (need 2). Fix: --pipeline.chunks 2",
+    ),
+    "layers for dual_pipe_v": (
+        *("--mesh", "pp3", "--pipeline.schedule", "dual_pipe_v"),
+        "more stages than layers (got 6 stages, 4 layers; need at most 4 stages). Fix: --mesh pp2",
+    ),
+    "chunks for zero_bubble": (
+        *("--mesh", "pp2", "--pipeline.schedule", "zero_bubble_h2", "--pipeline.chunks", "2"),
+        "error: pipeline.chunks: zero_bubble_h2 does not cut a rank's layers into 2 chunks (need 1). Fix: --pipeline.ch",
+    ),
+    "length for cp": (
+        *("--mesh", "cp4", "--data.seq_len", "100"),
+        "error: data.seq_len: does not divide by cp4 (got 100; need a multiple of 8: two chunks for each of cp4). Fix: ",
+    ),
+    "length for cp under sequence parallelism": (
+        *("--mesh", "cp2 tp2", "--data.seq_len", "66", "--parallel.sequence", "True"),
+        "error: data.seq_len: does not divide by cp2 x tp2 (got 66; need a multiple of 4",
+    ),
+    "cp for images": (
+        "--model.name",
+        "mnist",
+        "--mesh",
+        "cp2",
+        "error: mesh: cp cuts sequences, and mnist reads images",
+    ),
+    "sequence parallelism for images": (
+        *("--model.name", "mnist", "--mesh", "tp2", "--parallel.sequence", "True"),
+        "error: parallel.sequence: cuts activations along the sequence, and mnist reads images (got True; need False)",
+    ),
+    "recompute unknown": (
+        *("--parallel.recompute", "some"),
+        "error: parallel.recompute: unknown value (got 'some'; need one of none, selective, full)",
+    ),
+    "zero unknown": ("--parallel.zero", "4", "error: parallel.zero: unknown value (got '4'; need one of 0, 1, 2, 3)"),
     "missing config": ("{tmp}/no.toml", "error: config: no such file (got '{tmp}/no.toml'"),
     "config is no TOML": ("{tmp}/bad.toml", "error: config: {tmp}/bad.toml is no TOML"),
     "unknown key in the config": ("{tmp}/typo.toml", "error: optim.lerning_rate: unknown key"),

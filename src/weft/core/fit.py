@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
+from weft.core import mends
 from weft.core.axes import EXPERT_RULE, TENSOR_RULE, Rule
-from weft.core.checks import Check
+from weft.core.checks import Check, nothing
 from weft.core.config import Run
 from weft.core.precision import dtype_faults
 from weft.core.schedules import SCHEDULES, find
@@ -25,15 +25,32 @@ BYTES = 256
 
 def axes_divide(run: Run) -> Iterable[Fault]:
     """Every logical axis of the model divides by the degree of the mesh axis that cuts it."""
-    sizes = {axis: size for axis, size in run.model.axis_sizes().items() if axis in RULE and axis not in UNEVEN_AXES}
-    for mesh_axis in dict.fromkeys(RULE.values()):
-        degree = run.grid.degree(mesh_axis)
-        own = {axis: size for axis, size in sizes.items() if RULE[axis] == mesh_axis}
-        if uneven := [axis for axis, size in own.items() if size % degree]:
-            works = " or ".join(f"{mesh_axis}{number}" for number in divisors(*own.values())[-4:])
-            got = ", ".join(f"{size} {axis}" for axis, size in own.items())
-            what = f"{mesh_axis}{degree} does not divide the model's {', '.join(uneven)}"
-            yield Fault("mesh", what, got, "a divisor of each", f"use {works}")
+    return (*heads_divide(run), *experts_divide(run))
+
+
+def heads_divide(run: Run) -> Iterable[Fault]:
+    """Heads and feed-forward features divide over tp."""
+    return _axis_divides(run, "tp")
+
+
+def experts_divide(run: Run) -> Iterable[Fault]:
+    """Experts divide over ep."""
+    return _axis_divides(run, "ep")
+
+
+def _axis_divides(run: Run, mesh_axis: str) -> Iterable[Fault]:
+    degree, own = run.grid.degree(mesh_axis), _cut_sizes(run, mesh_axis)
+    if uneven := [axis for axis, size in own.items() if size % degree]:
+        works = " or ".join(f"{mesh_axis}{number}" for number in divisors(*own.values())[-4:])
+        got = ", ".join(f"{size} {axis}" for axis, size in own.items())
+        what = f"{mesh_axis}{degree} does not divide the model's {', '.join(uneven)}"
+        yield Fault("mesh", what, got, "a divisor of each", f"use {works}")
+
+
+def _cut_sizes(run: Run, mesh_axis: str) -> dict[str, int]:
+    """Units of the logical axes that a mesh axis cuts into even parts."""
+    sizes = run.model.axis_sizes()
+    return {axis: size for axis, size in sizes.items() if RULE.get(axis) == mesh_axis and axis not in UNEVEN_AXES}
 
 
 def experts_exist(run: Run) -> Iterable[Fault]:
@@ -41,25 +58,18 @@ def experts_exist(run: Run) -> Iterable[Fault]:
     degree = run.grid.degree("ep")
     if degree > 1 and "experts" not in run.model.axis_sizes():
         what = f"ep{degree} spreads experts, and {run.model.name} has none"
-        yield Fault(
-            "mesh", what, repr(run.mesh), "a mixture of experts", f"dp{degree} instead, or --model.name deepseek"
-        )
+        yield Fault("mesh", what, repr(run.mesh), "a mixture of experts such as deepseek", f"dp{degree} instead")
 
 
 def batch_divides(run: Run) -> Iterable[Fault]:
     """The global batch is a whole number of micro-batches on every data rank."""
     ranks, micro, size = run.num_data_ranks, run.batch.micro_size, run.batch.global_size
     if size % (ranks * micro):
-        below = size // (ranks * micro) * ranks * micro
-        above = below + ranks * micro
-        sizes = " or ".join(f"--batch.global_size {each}" for each in (below, above) if each)
-        smaller = [number for number in divisors(size // ranks) if number <= micro] if size % ranks == 0 else []
-        fix = sizes + (f", or --batch.micro_size {smaller[-1]}" if smaller else "")
         need = f"a multiple of {ranks * micro} = {ranks} data rank{'s' * (ranks > 1)} x micro_size {micro}"
-        yield Fault("batch.global_size", "does not divide into micro-batches", str(size), need, fix)
+        yield Fault("batch.global_size", "does not divide into micro-batches", str(size), need)
     elif size // (ranks * micro) > MOST_MICRO:
         got = f"{size // (ranks * micro)} on each of {ranks} data ranks"
-        yield Fault("batch.micro_size", "makes too many micro-batches", got, f"at most {MOST_MICRO}", "raise it")
+        yield Fault("batch.micro_size", "makes too many micro-batches", got, f"at most {MOST_MICRO}")
 
 
 def layers_make_stages(run: Run) -> Iterable[Fault]:
@@ -67,9 +77,8 @@ def layers_make_stages(run: Run) -> Iterable[Fault]:
     blocks, split = run.model.block_specs(run.data.seq_len), run.pipeline.split
     if split and len(split) != run.num_stages:
         need = f"{run.num_stages} = pp{run.grid.degree('pp')} x {run.pipeline.chunks} chunks"
-        yield Fault(
-            "pipeline.split", "names another number of stages", f"{len(split)}: {words(split)}", need, _even(run)
-        )
+        got = f"{len(split)}: {words(split)}"
+        yield Fault("pipeline.split", "names another number of stages", got, need, "leave pipeline.split out")
         return
     try:
         if split:
@@ -77,14 +86,7 @@ def layers_make_stages(run: Run) -> Iterable[Fault]:
         else:
             cut_by_cost(blocks, run.num_stages)
     except UserError as error:
-        yield from (replace(fault, fix=_even(run) if split else fault.fix) for fault in error.faults)
-
-
-def _even(run: Run) -> str:
-    layers, stages = sum(block.is_layer for block in run.model.block_specs(run.data.seq_len)), run.num_stages
-    if stages > layers:
-        return "leave pipeline.split out"
-    return f"--pipeline.split {words([(layers + stages - 1 - place) // stages for place in range(stages)])}"
+        yield from error.faults
 
 
 def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
@@ -98,16 +100,11 @@ def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
         return (
             Fault("pipeline.schedule", "cannot read a table there", f"{run.pipeline.schedule!r}: {error}", fix=fix),
         )
-    if any(batch_divides(run)):
-        return ()
-    ranks, chunks = run.grid.degree("pp"), run.pipeline.chunks
-    faults = schedule.faults(ranks=ranks, chunks=chunks, microbatches=run.num_micro)
-    near = range(run.num_micro + 1, run.num_micro + ranks + 1)
-    works = next((m for m in near if faults and not schedule.faults(ranks=ranks, chunks=chunks, microbatches=m)), None)
-    if works is None:
-        return faults
-    size = works * run.num_data_ranks * run.batch.micro_size
-    return tuple(replace(fault, fix=f"--batch.global_size {size}: {fault.fix}") for fault in faults)
+    faults = schedule.faults(
+        ranks=run.grid.degree("pp"), chunks=run.pipeline.chunks, microbatches=max(run.num_micro, 1)
+    )
+    is_whole = not any(batch_divides(run))
+    return tuple(fault for fault in faults if is_whole or fault.key == "pipeline.chunks")
 
 
 def sequence_divides(run: Run) -> Iterable[Fault]:
@@ -115,21 +112,26 @@ def sequence_divides(run: Run) -> Iterable[Fault]:
     cp, tp, length = run.grid.degree("cp"), run.grid.degree("tp"), run.data.seq_len
     unit = length_unit(run.grid, sequence_parallel=run.parallel.sequence)
     if run.model.kind == "tokens" and length % unit:
-        below, above = length // unit * unit, (length // unit + 1) * unit
-        near = " or ".join(str(each) for each in (below, above) if each)
         why = [f"two chunks for each of cp{cp}"] * (cp > 1) + [
             f"tp{tp} under parallel.sequence"
         ] * run.parallel.sequence
         what = f"does not divide by {' x '.join([f'cp{cp}'] * (cp > 1) + [f'tp{tp}'] * run.parallel.sequence)}"
         need = f"a multiple of {unit}: {', '.join(why)}"
-        yield Fault("data.seq_len", what, str(length), need, f"--data.seq_len {near}")
+        yield Fault("data.seq_len", what, str(length), need)
+
+
+def parts_are_of_sequences(run: Run) -> Iterable[Fault]:
+    """Sequence parallelism cuts activations of sequences."""
+    if run.parallel.sequence and run.model.kind != "tokens":
+        what = f"cuts activations along the sequence, and {run.model.name} reads {run.model.kind}"
+        yield Fault("parallel.sequence", what, "True", "False")
 
 
 def context_has_sequences(run: Run) -> Iterable[Fault]:
     """Only sequences can be cut along their length."""
     if (degree := run.grid.degree("cp")) > 1 and run.model.kind != "tokens":
         what = f"cp cuts sequences, and {run.model.name} reads {run.model.kind}"
-        yield Fault("mesh", what, f"cp{degree}", "no cp", f"give its ranks to dp: dp{degree * run.grid.degree('dp')}")
+        yield Fault("mesh", what, f"cp{degree}", "no cp")
 
 
 def heads_change_for_columns(run: Run) -> Iterable[Fault]:
@@ -141,9 +143,7 @@ def heads_change_for_columns(run: Run) -> Iterable[Fault]:
         return
     got = ", ".join(f"{size} {axis}" for axis, size in own.items()) + (f" on each of tp{tp}" if tp > 1 else "")
     what = f"ulysses deals heads out over cp{cp}, which does not divide {', '.join(a for a in own if own[a] % cp)}"
-    works = max(each for each in divisors(*own.values()) if each < cp)
-    fewer = f", or cp{works} in the mesh" if works > 1 else ""
-    yield Fault("parallel.context", what, got, "a divisor of each", f"--parallel.context ring or allgather{fewer}")
+    yield Fault("parallel.context", what, got, "a divisor of each")
 
 
 def sequence_fits_model(run: Run) -> Iterable[Fault]:
@@ -178,15 +178,24 @@ def words(counts: Sequence[int]) -> str:
 
 
 CHECKS = (
-    Check(("mesh", "model"), axes_divide),
-    Check(("mesh", "model"), experts_exist),
-    Check(("mesh", "batch"), batch_divides),
-    Check(("mesh", "model", "pipeline"), layers_make_stages),
-    Check(("mesh", "batch", "pipeline"), schedule_takes_sizes),
-    Check(("mesh", "data.seq_len", "parallel.sequence"), sequence_divides),
-    Check(("mesh", "model"), context_has_sequences),
-    Check(("mesh", "model", "parallel.context"), heads_change_for_columns),
-    Check(("model", "data.seq_len"), sequence_fits_model),
-    Check(("model.vocab", "data.source", "data.tokenizer"), vocabulary_holds_bytes),
-    Check(("precision",), number_types_fit),
+    Check(
+        ("mesh", "model"), heads_divide, lambda run: mends.meshes(run, "tp", divisors(*_cut_sizes(run, "tp").values()))
+    ),
+    Check(
+        ("mesh", "model"),
+        experts_divide,
+        lambda run: mends.meshes(run, "ep", divisors(*_cut_sizes(run, "ep").values())),
+    ),
+    Check(("mesh", "model"), experts_exist, lambda run: mends.meshes(run, "ep", [1])),
+    Check(("mesh", "batch"), batch_divides, mends.batches),
+    Check(("mesh", "model", "pipeline"), layers_make_stages, mends.stages),
+    Check(("mesh", "batch", "pipeline"), schedule_takes_sizes, mends.schedules),
+    Check(("mesh", "data.seq_len", "parallel.sequence"), sequence_divides, mends.lengths),
+    Check(("model", "parallel.sequence"), parts_are_of_sequences, mends.whole_activations),
+    Check(("mesh", "model"), context_has_sequences, lambda run: mends.meshes(run, "cp", [1])),
+    Check(("mesh", "model", "parallel.context"), heads_change_for_columns, mends.contexts),
+    Check(("model", "data.seq_len"), sequence_fits_model, mends.lengths),
+    Check(("model.vocab", "data.source", "data.tokenizer"), vocabulary_holds_bytes, nothing),
+    Check(("precision",), number_types_fit, nothing),
 )
+"""A fault's own fix stands where none of the mends passes."""
