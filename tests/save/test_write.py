@@ -143,6 +143,18 @@ def test_a_snapshot_does_not_see_what_training_does_next():
     assert taken[0].box == pieces[0].box
 
 
+@pytest.mark.gpu
+def test_a_snapshot_of_a_device_is_on_the_cpu_and_complete_when_it_returns(tmp_path):
+    tensors = [torch.full((1 << 20,), float(index), device="cuda") for index in range(8)]
+    pieces = [Held(f"model/t{i}", (1 << 20,), Box((0,), (1 << 20,)), tensor) for i, tensor in enumerate(tensors)]
+    taken = snapshot(pieces)
+    for tensor in tensors:
+        tensor.zero_()
+    assert all(bool((piece.tensor == index).all()) for index, piece in enumerate(taken))
+    assert {piece.tensor.device.type for piece in taken} == {"cpu"}
+    written(tmp_path / "tmp", taken)
+
+
 def test_pieces_are_written_from_where_they_lie_and_let_go_of_one_by_one(tmp_path, monkeypatch):
     seen: list[tuple[int, int]] = []
     real = write.block_crcs
