@@ -13,8 +13,10 @@ from weft.core.config import Data
 from weft.core.load import load
 from weft.models import FAMILIES, gpt2
 from weft.prove.config import prove
+from weft.train import bounds as bounds_module
+from weft.train.bounds import BoundsFile, between, longest
 from weft.train.data import open_data
-from weft.train.packing import longest, pack
+from weft.train.packing import pack
 from weft.train.prepare import Recipe, prepare
 from weft.train.samples import IGNORE
 
@@ -33,6 +35,19 @@ def test_a_window_is_packed_as_a_look_at_every_token_says(lengths, window):
     assert found.documents[0] == 0
     assert found.positions.tolist() == [sum(mine[:place] == mine[place]) for place in range(length)]
     assert found.leaves.tolist() == (mine != after).tolist()
+
+
+@pytest.mark.parametrize("block", [1, 3, 512])
+def test_bounds_on_the_disk_are_found_as_in_memory(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(bounds_module, "BLOCK", block)
+    inside = np.cumsum(np.random.default_rng(3).integers(0, 4, 200))
+    inside.astype("<i8").tofile(tmp_path / "a.idx")
+    on_disk = BoundsFile(tmp_path / "a.idx", 200)
+    assert np.array_equal(on_disk[:], inside)
+    for low in range(-1, int(inside[-1]) + 2, 3):
+        expected = inside[(inside > low) & (inside <= low + 7)]
+        assert between(on_disk, low, low + 7).tolist() == between(inside, low, low + 7).tolist() == expected.tolist()
+    assert longest(on_disk) == longest(inside)
 
 
 @given(lengths=LENGTHS)

@@ -10,11 +10,11 @@ from weft.core.config import Data, Run
 from weft.core.model import ModelConfig
 from weft.errors import DataError, Fault
 from weft.train import images
+from weft.train.bounds import longest
 from weft.train.files import KEY
 from weft.train.mixture import KEY as MIX_KEY
 from weft.train.mixture import read_mix, turns_of
 from weft.train.order import layout_of, samples_of_step
-from weft.train.packing import longest
 from weft.train.prepared import Split, prepared_of, tokenizer_of
 from weft.train.samples import Arrays, Mixture, Pictures, Samples, Sequences
 from weft.train.sources import has_documents, open_source

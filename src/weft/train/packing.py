@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from weft.train.bounds import Bounds, Ints, between
 
 
 @dataclass(frozen=True)
@@ -39,29 +39,17 @@ class Packed:
     leaves: NDArray[np.bool_]
 
 
-def pack(bounds: Ints, start: int, length: int) -> Packed:
+def pack(bounds: Bounds, start: int, length: int) -> Packed:
     """The documents in the window of `length` tokens at `start`; see Note [Windows].
 
     Args:
         bounds: place of every document's first token, and the end of the last; documents may be empty.
     """
-    low, high = np.searchsorted(bounds, (start + 1, start + length + 1))
     begins = np.zeros(length + 1, dtype=bool)
-    begins[np.asarray(bounds[low:high]) - start] = True
-    places = np.arange(length, dtype=np.int64)
-    inside = begins[:length]
+    begins[between(bounds, start, start + length) - start] = True
+    places, inside = np.arange(length, dtype=np.int64), begins[:length]
     return Packed(
         documents=np.cumsum(inside, dtype=np.int64),
         positions=places - np.maximum.accumulate(np.where(inside, places, 0)),
         leaves=begins[1:],
     )
-
-
-def longest(bounds: Ints) -> tuple[int, int]:
-    """The longest document: its number and its length in tokens; looked for a part at a time."""
-    best, block = (0, 0), 2**20
-    for low in range(0, len(bounds) - 1, block):
-        sizes = np.diff(bounds[low : low + block + 1])
-        at = int(sizes.argmax())
-        best = max(best, (low + at, int(sizes[at])), key=lambda found: found[1])
-    return best

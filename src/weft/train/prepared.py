@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import ConfigDict, ValidationError
 
 from weft.core.config import Data, Table
 from weft.errors import DataError, Fault
+from weft.train.bounds import BOUND, BoundsFile
 from weft.train.files import KEY, TOKEN_SUFFIX
 from weft.train.tokenizer import BYTES, FILE, Tokenizer, open_tokenizer
 from weft.train.tokenizer import KEY as TOKENIZER_KEY
@@ -31,7 +31,6 @@ FORMAT = 1
 Split = Literal["train", "valid"]
 TokenDtype = Literal["uint16", "uint32"]
 SPLITS: tuple[Split, Split] = ("train", "valid")
-BOUND = np.dtype("<i8")
 PREPARE = "weft data prepare it again"
 
 
@@ -93,9 +92,9 @@ class Prepared:
         tokens = open_tokens(file, np.dtype(self.meta.dtype).newbyteorder("<"))
         return TokenStream((file,), (tokens,), vocab, documents=self.bounds(split), known_sha256=part.sha256)
 
-    def bounds(self, split: Split) -> NDArray[np.int64]:
-        """Place of every document of a split, and its length; stays on the disk."""
-        return open_bounds(self.folder / f"{split}.idx")
+    def bounds(self, split: Split) -> BoundsFile:
+        """Place of every document of a split, and its length."""
+        return BoundsFile(self.folder / f"{split}.idx", self.meta.splits[split].documents + 1)
 
     def damage(self) -> Iterator[str]:
         """What is not as it was written, by reading everything."""
@@ -125,11 +124,6 @@ def open_prepared(folder: Path) -> Prepared:
     if faults:
         raise DataError(*faults)
     return Prepared(folder, meta)
-
-
-def open_bounds(file: Path) -> NDArray[np.int64]:
-    """The bounds in an .idx file, mapped: only the pages that a search touches are read."""
-    return np.memmap(file, BOUND, mode="r")
 
 
 def tokenizer_of(data: Data) -> Tokenizer:

@@ -11,7 +11,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from weft.train.prepared import BOUND, Part
+from weft.train.bounds import BOUND
+from weft.train.prepared import Part
 
 BUFFER_BYTES = 2**20
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import DataError, Fault
+from weft.train.bounds import Bounds
 from weft.train.files import KEY, TOKEN_SUFFIX
 
 Array = NDArray[Any]
@@ -85,7 +86,7 @@ class TokenStream:
     files: tuple[Path, ...]
     pieces: tuple[Tokens, ...]
     vocab: int
-    documents: NDArray[np.int64] | None = None
+    documents: Bounds | None = None
     known_sha256: str | None = None
 
     @cached_property
@@ -94,7 +95,7 @@ class TokenStream:
         return np.cumsum([0, *(len(piece) for piece in self.pieces)], dtype=np.int64)
 
     @property
-    def document_bounds(self) -> NDArray[np.int64]:
+    def document_bounds(self) -> Bounds:
         """Place of every document's first token, and the length of the whole."""
         return self.bounds if self.documents is None else self.documents
 
