@@ -96,6 +96,24 @@ def test_a_type_and_files_of_a_size_may_be_asked_for(life: Path, tmp_path: Path,
     assert "float16" in capsys.readouterr().out
 
 
+def test_adapters_beside_the_values_of_a_folder_are_merged_on_export_or_written_alone(
+    life: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run, merged, alone = str(tmp_path / "run"), tmp_path / "merged", tmp_path / "alone"
+    data = ("--data.source", str(life / "text.txt"), "--model.from_hf", str(life / "hf"), "--out", run)
+    assert main(["train", *data, *TRAIN, "--lora.rank", "2", "--lora.targets", "q"]) == 0
+    assert main(["export", run, str(merged), "--compare", "False"]) == 0
+    before, after = HfFolder(life / "hf", LLAMA), HfFolder(merged, LLAMA)
+    for name, shape in before.shapes.items():
+        values = (each.read(name, Box.whole(shape)).float() for each in (before, after))
+        assert torch.equal(*values) != name.endswith("attn.q.weight"), name
+    assert main(["export", run, str(alone), "--adapters", "True"]) == 0
+    assert {path.name for path in alone.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    capsys.readouterr()
+    assert main(["export", str(life / "run"), str(tmp_path / "none"), "--adapters", "True"]) == 2
+    assert "the model has no adapters to write" in capsys.readouterr().err
+
+
 def nothing(base: Path) -> None:
     """The folder as it is."""
 
