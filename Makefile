@@ -38,10 +38,11 @@ test: $(STAMP)  ## all tests, under 10 minutes on 2 cores
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 check: $(STAMP)  ## style, types, layers
-	@$(BIN)/ruff format --check src tests
-	@$(BIN)/ruff check src tests
+	@$(BIN)/ruff format --check src tests examples
+	@$(BIN)/ruff check src tests examples benchmarks
 	@$(BIN)/lint-imports
 	@$(BIN)/mypy
+	@MYPYPATH=src:examples $(BIN)/mypy --explicit-package-bases examples
 
 bench: $(STAMP)  ## speed against torch's own, and seconds to the first step
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rivals

@@ -1,13 +1,19 @@
-"""Handwritten digits with data parallelism: one line more than one process, and the same numbers.
+"""Handwritten digits with data parallelism, two ways: one line more than one process, and the same numbers.
 
     .venv/bin/python examples/mnist_data_parallel.py                    # scikit-learn's 1,797 digits
     .venv/bin/python examples/mnist_data_parallel.py path/to/mnist      # a folder with MNIST's IDX files, gzipped or not
+
+weft.DistributedDataParallel: one process a device, every one with the whole script and a replica of its own
 
                ┌─ rows 0 2 4 ... ─> net on rank 0 ─┐ gradients travel in buckets
     a batch ───┤                                   ├─ and become their mean ─> the same update on both
                └─ rows 1 3 5 ... ─> net on rank 1 ─┘ while the backward runs
 
-weft.DistributedDataParallel has one process a device. Around any module; beside it stands the loop that everybody knows.
+weft.DataParallel: one process, a thread a device; the input is cut, the outputs are joined, the loss is one
+
+               ┌─ first half ─> replica on device 0 ─┐
+    a batch ───┤                                     ├─> outputs ─> loss ─> gradients are summed onto the one net
+               └─ second half ─> replica on device 1 ─┘
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from torch import Tensor, nn
 import weft
 from weft.train.images import digits, read_pair
 
-RANKS, BATCH, EPOCHS, LR, HELD_OUT, MOST = 2, 64, 6, 0.3, 360, 4_000
+RANKS, DEVICES, BATCH, EPOCHS, LR, HELD_OUT, MOST = 2, ("cpu", "cpu"), 64, 6, 0.3, 360, 4_000
 ALLOWED = 1e-9
 """Some hundred updates in float64, each rounded at 1e-16, and each a little further from the other."""
 
@@ -56,29 +62,42 @@ def train(net: nn.Module, data: Iterator[tuple[Tensor, Tensor]], after_backward:
         optimizer.step()
 
 
+def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Share of digits that are told right; it learned something."""
+    with torch.no_grad():
+        right: float = (net(images).argmax(1) == labels).double().mean().item()
+    assert right > 0.9, f"it learned less than it should: accuracy {right:.3f}"
+    return right
+
+
 def main() -> None:
     images, labels = load(sys.argv[1:])  # once, before there are ranks: they share this memory
     comm = weft.init(f"dp{RANKS}", device="cpu")
     me = comm.index("dp")
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(images.shape[1], 32), nn.Tanh(), nn.Linear(32, 10)).double()
-    several = copy.deepcopy(alone)
+    on_ranks, on_devices = copy.deepcopy(alone), copy.deepcopy(alone)
     known, unknown = (images[HELD_OUT:], labels[HELD_OUT:]), (images[:HELD_OUT], labels[:HELD_OUT])
+    say(comm, f"{EPOCHS} epochs of {len(known[0])} digits, {HELD_OUT} held out")
 
     train(alone, batches(*known), lambda: None)
 
-    ddp = weft.DistributedDataParallel(several, comm)
+    ddp = weft.DistributedDataParallel(on_ranks, comm)
     own = ((x[me::RANKS], y[me::RANKS]) for x, y in batches(*known))
     train(ddp, own, ddp.finish_gradient_synchronization)
-
-    accuracy = (ddp(unknown[0]).argmax(1) == unknown[1]).double().mean().item()
-    say(comm, f"accuracy {accuracy:.3f} on {HELD_OUT} digits held out, after {EPOCHS} epochs of {len(known[0])}")
+    say(comm, f"DistributedDataParallel, {RANKS} processes: accuracy {accuracy(ddp, *unknown):.3f}")
     for name, param in alone.named_parameters():
-        same(f"DistributedDataParallel: {name}", several.get_parameter(name), param, allowed=ALLOWED)
-    assert accuracy > 0.9, f"it learned less than it should: accuracy {accuracy:.3f}"
+        same(f"DistributedDataParallel: {name}", on_ranks.get_parameter(name), param, allowed=ALLOWED)
+
+    if comm.rank == 0:  # the other process has nothing to do with it
+        dp = weft.DataParallel(on_devices, DEVICES)
+        train(dp, batches(*known), lambda: None)
+        say(comm, f"DataParallel, one process, {len(DEVICES)} devices: accuracy {accuracy(dp, *unknown):.3f}")
+        for name, param in alone.named_parameters():
+            same(f"DataParallel: {name}", on_devices.get_parameter(name), param, allowed=ALLOWED)
 
     comm.barrier("dp")
-    say(comm, f"\nequal: after {EPOCHS} epochs all weights of {RANKS} ranks are those of one process")
+    say(comm, f"\nequal: after {EPOCHS} epochs all weights are those of one process, on {RANKS} ranks and on devices")
 
 
 if __name__ == "__main__":

@@ -84,9 +84,11 @@ def one_chunk(run: Run) -> Iterator[Mend]:
 
 def schedules(run: Run) -> Iterator[Mend]:
     """Chunks that the schedule takes, micro-batches that it takes, another schedule."""
-    if schedule := SCHEDULES.get(run.pipeline.schedule):
-        near = sorted(schedule.chunks[:FARTHEST], key=lambda chunks: abs(chunks - run.pipeline.chunks))
-        yield from ({"pipeline.chunks": chunks} for chunks in near if chunks != run.pipeline.chunks)
+    schedule = SCHEDULES.get(run.pipeline.schedule)
+    if schedule is None:  # a slip, or a table in a file: which one was meant is nobody's guess
+        return
+    near = sorted(schedule.chunks[:FARTHEST], key=lambda chunks: abs(chunks - run.pipeline.chunks))
+    yield from ({"pipeline.chunks": chunks} for chunks in near if chunks != run.pipeline.chunks)
     unit, size = run.num_data_ranks * run.batch.micro_size, run.batch.global_size
     for number in range(1, run.grid.degree("pp") + 1):
         yield from ({"batch.global_size": near} for near in around(size, unit, number) if near > 0)
