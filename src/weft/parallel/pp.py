@@ -150,9 +150,7 @@ class Player:
         source = self.table.source(act)
         seeds = [play.seed.to(output.dtype) for output in kept.outputs]
         seeds = seeds if source is None else [self._take(play, source), *seeds[1:]]
-        outputs, gradients = _that_flow(kept.outputs, seeds)
-        if outputs:  # the first stage has none where all of it is frozen
-            torch.autograd.backward(outputs, gradients)
+        torch.autograd.backward(*_that_flow(kept.outputs, seeds))
         if kept.split is not None:
             play.owed[act.stage, act.mb] = kept.split
         if act.stage > 0:
@@ -185,6 +183,7 @@ class Player:
 
 
 def _that_flow(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Without those that nothing flows back from: an extra loss may be a constant where its parameters are frozen."""
+    """Without those that nothing flows back from: an extra loss may be a constant where its parameters are frozen, and so is
+    all that comes out of a first stage which is frozen whole."""
     flowing = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
     return [output for output, _ in flowing], [gradient for _, gradient in flowing]

@@ -54,7 +54,7 @@ class Target:
 
 
 def targets_of(cfg: ModelConfig, lora: Lora) -> tuple[Target, ...]:
-    """Their linears that have adapters, in the order of our layers."""
+    """Their linears that have adapters, in the order of the family's table."""
     adapted = set(chosen(lora.targets, cfg.linears()))
     rows = [row for row in rows_of(cfg) if row.ours.removesuffix(WEIGHT) in adapted]
     order = {row.theirs: place for place, row in reversed(list(enumerate(rows)))}
