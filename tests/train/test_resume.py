@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -161,15 +162,22 @@ def test_checkpoints_come_while_training_goes_on_and_the_oldest_go(tmp_path):
     assert all(event["stall_s"] > 0 and event["write_s"] > 0 and event["bytes"] > 10_000 for event in first)
 
 
-def test_what_is_saved_is_the_end_of_the_step_whatever_training_does_meanwhile(tmp_path):
-    case = Case("dp2", zero=1)
+def test_what_is_saved_is_the_end_of_the_step_whatever_training_does_meanwhile(tmp_path, monkeypatch):
+    case, may_write, right = Case("dp2", zero=1), Event(), save_write._write_rank
+
+    def later(*args: Any) -> None:
+        assert may_write.wait(30)
+        right(*args)
+
+    monkeypatch.setattr(save_write, "_write_rank", later)
 
     def rank(comm: Comm) -> list[Entries]:
         step = build_step(case.run, comm)
         saver = saver_of(step, tmp_path, case.run, every=3)
         play(step, case, saver, range(3))
         then = parameters(step) + moments(step)
-        play(step, case, saver, (3, 4))
+        assert play(step, case, saver, (3, 4)) == []
+        may_write.set()
         list(saver.finish(5, save=False))
         return then
 
@@ -297,6 +305,7 @@ def test_the_same_command_can_be_started_for_ever(place, capsys):
     events = events_of(place[0] / "ever")
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
     assert [event["step"] for event in events if event["event"] == "resume"] == [0, 3]
+    assert [event["step"] for event in events if event["event"].startswith("save")] == [1, 2, 3]
 
 
 def test_auto_falls_back_past_broken_checkpoints_and_says_so(place, capsys):
