@@ -123,6 +123,12 @@ def test_the_same_recipe_makes_the_same_bytes(tmp_path):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
 
+def test_the_meta_file_counts_what_is_there(tmp_path):
+    texts = ["four", "", "seven 7", "one"]
+    part = open_prepared(made(tmp_path, write_lines(tmp_path / "a.jsonl", texts))).meta.splits["train"]
+    assert (part.documents, part.tokens, part.longest) == (3, 14, 7)
+
+
 def test_large_vocabularies_are_kept_in_32_bits(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.ByteTokenizer, "vocab", 2**16 + 1)
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"))
@@ -143,6 +149,13 @@ def test_a_text_that_is_cut_is_the_same_text(text, limit):
 def test_the_tokens_of_pieces_are_those_of_the_whole(bpe, lines):
     text, tokenizer = "\n".join(lines), open_tokenizer(str(bpe))
     parts = list(cut(text, limit=40))
+    assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
+
+
+@given(words=st.lists(st.sampled_from(["a", " ", "  ", "über", "42", "!?"]), min_size=20, max_size=60))
+def test_the_tokens_of_one_long_line_are_those_of_the_whole(bpe, words):
+    text, tokenizer = " ".join(words), open_tokenizer(str(bpe))
+    parts = list(cut(text, limit=17))
     assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
@@ -173,7 +186,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
 # ---- validation
 
 
-def test_the_split_is_a_function_of_seed_and_number_alone(tmp_path):
+@pytest.mark.parametrize("batch_chars", [1, 100, 10**6])
+def test_the_split_is_a_function_of_seed_and_number_alone(tmp_path, monkeypatch, batch_chars):
+    monkeypatch.setattr(prepare, "BATCH_CHARS", batch_chars)
     valid = is_valid(range(60), share=0.2, seed=3)
     assert valid == is_valid(range(30), share=0.2, seed=3) + is_valid(range(30, 60), share=0.2, seed=3)
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), valid=0.2, seed=3)
@@ -206,7 +221,8 @@ def test_a_prepared_folder_brings_its_tokenizer_and_its_facts(tmp_path, bpe):
 
 
 def test_small_texts_are_made_into_tokens_when_a_run_starts(tmp_path, bpe):
-    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe))
+    texts = [*TEXTS, "long " * documents.PIECE_CHARS, "", "the end"]
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl", texts), tokenizer=str(bpe))
     model, data = gpt2.Config(vocab=VOCAB), Data(source=f"{tmp_path}/a.jsonl", tokenizer=str(bpe), seq_len=8)
     here, there = open_data(data, model), open_data(data.model_copy(update={"source": str(folder)}), model)
     numbers = np.arange(here.num_samples)

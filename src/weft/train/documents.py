@@ -73,7 +73,8 @@ def cut(text: str, *, limit: int = PIECE_CHARS) -> Iterator[str]:
     """A long text in parts of at most `limit` characters, at the start of a line if there is one, or before a word.
 
     Tokenizers that split text into words before they look for tokens (all byte-level BPE) make the same tokens of the
-    parts as of the whole: a line break before a character that is no space is a border of words to all of them.
+    parts as of the whole: a line break before a character that is no space is a border of words to all of them, and so is
+    the place before a space that a word follows.
     """
     start = 0
     while len(text) - start > limit:
@@ -88,7 +89,7 @@ def _border(text: str, start: int, stop: int) -> int:
     for mark, offset in (("\n", 1), (" ", 0)):
         at = text.rfind(mark, start + 1, stop)
         while at > start:
-            if not text[at + 1].isspace() and (offset or not text[at - 1].isspace()):
+            if not text[at + 1].isspace():
                 return at + offset
             at = text.rfind(mark, start + 1, at)
     return stop
