@@ -17,7 +17,7 @@ from weft.core.checks import Check
 from weft.core.config import Run
 from weft.errors import CheckpointError, Fault, LaunchError
 from weft.run.world import detect
-from weft.save.folder import FOLDER
+from weft.save.folder import FOLDER, checkpoints
 from weft.save.hf.tables import match_folder
 from weft.train.resume import AUTO
 
@@ -126,9 +126,14 @@ def device_faults(run: Run) -> Iterable[Fault]:
         yield Fault("device", "there is no GPU", "cuda", "cpu", fix)
 
 
+def starts_anew(run: Run) -> bool:
+    """Whether no checkpoint gives the starting values; `auto` may find none yet."""
+    return run.resume is None or (run.resume == AUTO and not any(checkpoints(Path(run.out or ""))))
+
+
 def start_faults(run: Run) -> Iterable[Fault]:
     """The folder that a new run starts from holds the tensors of its model, as far as their names tell."""
-    if run.model.from_hf is None or run.resume is not None:
+    if run.model.from_hf is None or not starts_anew(run):
         return
     try:
         match_folder(Path(run.model.from_hf), run.model)

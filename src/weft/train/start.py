@@ -19,6 +19,7 @@ from weft.save.lora import lora_of, plain
 from weft.save.read import open_checkpoint
 from weft.save.source import Source
 from weft.train.base import base_of_run
+from weft.train.door import starts_anew
 from weft.train.skeleton import skeleton
 
 
@@ -51,7 +52,7 @@ def check_start(run: Run) -> None:
     Raises:
         CheckpointError: with every tensor that has another shape.
     """
-    source = None if run.resume is not None else _folder(run)
+    source = _folder(run) if starts_anew(run) else None
     if source is not None:
         family = FAMILIES[run.model.name]
         whole, ties = named_parameters(skeleton(lambda: family.blocks(run.model))), family.ties(run.model)
@@ -62,8 +63,16 @@ def check_start(run: Run) -> None:
 def start_from(
     source: Source, model: ParallelModel, names: Iterable[str], *, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Give parameters on the meta device memory and their stored values, which are rounded to `dtype` once."""
+    """Give parameters on the meta device memory and their stored values, which are rounded to `dtype` once.
+
+    Raises:
+        CheckpointError: one is stored in another shape.
+    """
+    shapes = source.shapes
     for name in names:
         piece, param = model.pieces[name], model.params[name]
+        if shapes[piece.owner] != piece.shape:
+            got, need = str(list(shapes[piece.owner])), str(list(piece.shape))
+            raise CheckpointError(Fault(piece.owner, "is stored with another shape", got, need))
         value = source.read(piece.owner, piece.box).to(device=device, dtype=dtype)
         torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
