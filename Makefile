@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 MESH ?= pp2 dp2 tp2
+RESULTS := $(CURDIR)/runs/matrix.jsonl
 
-.PHONY: help setup train test check matrix bench clean
+.PHONY: help setup train test check matrix support bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -49,8 +50,13 @@ bench: $(STAMP)  ## speed against torch's own, and seconds to the first step
 	@$(BIN)/python benchmarks/throughput.py
 	@$(BIN)/python benchmarks/startup.py
 
-matrix: $(STAMP)  ## the whole sweep of layouts x schedules x models against one device
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow tests/matrix $(ARGS)
+matrix: $(STAMP)  ## the whole sweep of layouts x schedules x models against one device; writes docs/support.md (hours)
+	@mkdir -p runs && rm -f $(RESULTS)
+	@OMP_NUM_THREADS=1 WEFT_MATRIX_RESULTS=$(RESULTS) $(BIN)/python -m pytest -n 2 -m slow tests/matrix $(ARGS); \
+		code=$$?; $(MAKE) --no-print-directory support; exit $$code
+
+support: $(STAMP)  ## docs/support.md from the last results of make matrix
+	@PYTHONPATH=. $(BIN)/python -m tests.matrix.support $(RESULTS)
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -27,7 +27,7 @@ NO_COMMAND = {"blackboard.py"}
 def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     command = [sys.executable, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=110, check=False)
 
 
 @pytest.mark.parametrize("name", SHOWS)

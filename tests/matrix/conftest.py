@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +36,24 @@ def check(record_property: Callable[[str, object], None]) -> Callable[[Case], No
     return checked
 
 
+@cache
+def _commit() -> str:
+    """What is checked out; with a plus where files were changed."""
+    told = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    return told.stdout.strip() or "no commit"
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     """Write down what a layout's test found; where tests run on several workers, the first process hears of all."""
     if RESULTS and report.when == "call" and "PYTEST_XDIST_WORKER" not in os.environ:
         found = dict(report.user_properties)
         if "case" in found:
-            line = json.dumps({"outcome": report.outcome, **found})
+            line = json.dumps({"outcome": report.outcome, "commit": _commit(), **found})
             with Path(RESULTS).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from weft.core import mends
 from weft.core.axes import EXPERT_RULE, TENSOR_RULE, Rule
@@ -86,7 +87,8 @@ def layers_make_stages(run: Run) -> Iterable[Fault]:
         else:
             cut_by_cost(blocks, run.num_stages)
     except UserError as error:
-        yield from error.faults
+        key = "pipeline.split" if split else "pipeline.chunks" if run.pipeline.chunks > 1 else "mesh"
+        yield from (replace(fault, key=key) for fault in error.faults)
 
 
 def schedule_takes_sizes(run: Run) -> Iterable[Fault]:

@@ -1,0 +1,197 @@
+"""Owns docs/support.md: written from the results of `make matrix` and from what the door says, never by hand.
+
+PYTHONPATH=. .venv/bin/python -m tests.matrix.support runs/matrix.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.matrix.layouts import CLIP, NUM_STEPS, TOLERANCE, Case
+from tests.matrix.sweep import every_case
+from weft.core import fit
+from weft.core.checks import ask
+from weft.core.load import look
+from weft.core.schedules import SCHEDULES
+from weft.models import FAMILIES
+
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+REFUSALS = "## Refused at the door"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the test of one layout found; `relative` is the largest difference of its `compared` numbers and tensors."""
+
+    case: Case
+    held: bool
+    commit: str
+    relative: float = 0.0
+    compared: int = 0
+
+
+def read_results(path: Path) -> tuple[Result, ...]:
+    """The last result of every layout in a file that the matrix has written."""
+    last: dict[Case, Result] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        case, held = Case(**found["case"]), found["outcome"] == "passed"
+        last[case] = Result(case, held, found["commit"], found.get("relative", 0.0), found.get("compared", 0))
+    return tuple(last.values())
+
+
+Has = Callable[[Case], bool]
+
+
+def _axis(name: str) -> Has:
+    return lambda case: case.grid.degree(name) > 1
+
+
+def _is(name: str, value: object) -> Has:
+    return lambda case: getattr(case, name) == value
+
+
+def _crosses(way: str) -> Has:
+    return lambda case: case.grid.degree("cp") > 1 and case.context == way
+
+
+LAYOUT: Mapping[str, Has] = {
+    **{axis: _axis(axis) for axis in ("pp", "dp", "ep", "cp", "tp")},
+    "sp": _is("sequence", True),
+    **{f"zero {stage}": _is("zero", stage) for stage in (1, 2, 3)},
+    "select": _is("recompute", "selective"),
+    "full": _is("recompute", "full"),
+    **{way: _crosses(way) for way in ("ring", "allgather", "ulysses")},
+    "docs": _is("documents", True),
+}
+"""What the columns count; `select` and `full` are recomputation, `docs` packed documents."""
+
+FEATURES: Mapping[str, Has] = {
+    **{name: lambda case, name=name: case.family == name and not case.grouped for name in ("gpt2", "llama3")},
+    "llama3, tied, grouped": _is("grouped", True),
+    **{name: _is("family", name) for name in ("qwen3", "qwen3-moe", "deepseek")},
+    **{name: _is("schedule", name) for name in SCHEDULES},
+    **LAYOUT,
+    "1 micro-batch": _is("microbatches", 1),
+    "accumulation": lambda case: case.microbatches > 1,
+    "no clipping": lambda case: case.clip != CLIP,
+    "other nesting": lambda case: [axis for axis, _ in case.grid.axes] != [a for a in LAYOUT if _axis(a)(case)],
+    "16 to 32 ranks": lambda case: case.grid.size >= 16,
+}  # fmt: skip
+
+REFUSED = (
+    '--mesh tp3',
+    '--mesh tp4',
+    '--model.name gpt2 --mesh "dp2 tp3"',
+    '--model.name deepseek --mesh ep3 --batch.global_size 24',
+    '--mesh ep2',
+    '--mesh cp3',
+    '--mesh cp4 --data.seq_len 100',
+    '--mesh tp2 --parallel.sequence True --data.seq_len 33',
+    '--mesh "cp2 tp2" --parallel.sequence True --data.seq_len 66',
+    '--mesh cp4 --parallel.context ulysses',
+    '--mesh "cp2 tp2" --parallel.context ulysses',
+    '--model.name mnist --mesh cp2',
+    '--model.name mnist --mesh tp2 --parallel.sequence True',
+    '--model.name mnist --mesh ep2',
+    '--mesh pp8',
+    '--mesh pp3 --pipeline.schedule zbv',
+    '--mesh pp2 --pipeline.schedule zbv --pipeline.chunks 1',
+    '--mesh pp2 --pipeline.schedule dual_pipe_v --pipeline.chunks 3',
+    '--mesh pp2 --pipeline.schedule zero_bubble --pipeline.chunks 2',
+    '--mesh pp2 --pipeline.schedule interleaved --batch.global_size 6',
+    '--mesh pp2 --pipeline.split 1 2',
+    '--mesh dp3',
+    '--batch.global_size 7',
+    '--model.name gpt2 --data.seq_len 999',
+    '--model.vocab 99',
+    '--precision.params bfloat16',
+    '--precision.params float16 --precision.compute float16',
+    '--precision.compute float16 --precision.reduce bfloat16',
+)  # fmt: skip
+"""One of each kind that is refused; the tests ask whether the kinds are all."""
+
+
+def page(results: Sequence[Result]) -> str:
+    """The whole page."""
+    return "\n".join((*_head(results), *_features(results), *_pairs(results), *refusals()))
+
+
+def _head(results: Sequence[Result]) -> Iterator[str]:
+    held, whole = [result for result in results if result.held], len(every_case())
+    commits = ", ".join(sorted({result.commit for result in results}))
+    yield "# What goes with what"
+    yield ""
+    yield "Written by `make matrix` (`tests/matrix/support.py`) from its results; do not edit."
+    yield ""
+    yield f"Of the {whole:,} layouts of the sweep {len(results):,} were run (at {commits}) and {len(held):,} held: in float64"
+    yield f"every loss, gradient norm, gradient and updated parameter of {NUM_STEPS} steps is that of one device within"
+    yield f"{TOLERANCE:.0e}. {sum(result.compared for result in held):,} numbers and tensors were compared; the largest relative"
+    yield f"difference was {max((result.relative for result in held), default=0.0):.0e}. Targets are masked unevenly in all."
+    yield ""
+    yield "The sweep: rows in which every three choices that can meet do meet (`tests/matrix/cover.py`), and every mesh of up to"
+    yield "16 ranks over pp, dp, cp and tp by every schedule (`tests/matrix/sweep.py`). 16-bit types have a test of their own:"
+    yield "[precision](precision.md)."
+    yield ""
+    if failed := [f"- FAILED: {result.case}" for result in results if not result.held]:
+        yield from (*failed, "")
+
+
+def _features(results: Sequence[Result]) -> Iterator[str]:
+    yield "## Features"
+    yield ""
+    yield "| | layouts that held | failed | largest difference |"
+    yield "|---|---|---|---|"
+    for name, has in FEATURES.items():
+        mine = [result for result in results if has(result.case)]
+        held = [result for result in mine if result.held]
+        largest = f"{max(result.relative for result in held):.0e}" if held else ""
+        yield f"| {name} | {len(held)} | {len(mine) - len(held)} | {largest} |"
+    yield ""
+
+
+def _pairs(results: Sequence[Result]) -> Iterator[str]:
+    width = max(map(len, FEATURES)) + 2
+    yield "## Pairs"
+    yield ""
+    yield "Layouts that held with both; `-`: the two cannot meet in one layout, or have not been run."
+    yield ""
+    yield "```"
+    yield " " * width + "".join(f"{name:>10}" for name in LAYOUT)
+    held = [result.case for result in results if result.held]
+    for name, has in FEATURES.items():
+        counts = (sum(has(case) and other(case) for case in held) for other in LAYOUT.values())
+        yield f"{name:<{width}}" + "".join(f"{count or '-':>10}" for count in counts)
+    yield "```"
+    yield ""
+
+
+def refusals() -> Iterator[str]:
+    """What the door says to layouts that cannot be, with the nearest that can."""
+    yield REFUSALS
+    yield ""
+    yield "Everything else runs. One of each kind, as `weft train` answers before any rank starts; each way that a fix names was"
+    yield "tried and passes (`core/checks.py`)."
+    yield ""
+    yield "```"
+    for words in REFUSED:
+        yield f"$ weft train {words}"
+        yield from (f"error: {line}" for line in told(shlex.split(words)))
+    yield "```"
+    yield ""
+
+
+def told(words: Iterable[str]) -> list[str]:
+    """The faults of a config, one line each."""
+    loaded = look(list(words), FAMILIES)
+    return [str(fault) for fault in ask(loaded.run, fit.CHECKS, known=loaded.faults)]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(read_results(Path(sys.argv[1]))), encoding="utf-8")
+    sys.stdout.write(f"wrote {PAGE}\n")

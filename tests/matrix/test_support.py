@@ -1,0 +1,56 @@
+"""docs/support.md: its refusals are what the door says, its counts what the results hold."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.matrix.layouts import Case
+from tests.matrix.support import FEATURES, PAGE, REFUSALS, REFUSED, Result, page, read_results, refusals, told
+from weft.core import fit
+from weft.core.load import look
+from weft.models import FAMILIES
+
+
+def test_refusals_of_the_page_are_what_the_door_says() -> None:
+    _, _, after = PAGE.read_text(encoding="utf-8").partition(REFUSALS)
+    assert (REFUSALS + after).splitlines() == "\n".join(refusals()).splitlines(), "run `make support`"
+
+
+def test_every_check_of_the_door_refuses_something_on_the_page() -> None:
+    runs = [look(shlex.split(words), FAMILIES).run for words in REFUSED]
+    idle = [check.find.__name__ for check in fit.CHECKS if not any(list(check.find(run)) for run in runs)]
+    assert not idle, f"add a command to REFUSED for each of {idle}"
+    assert all(told(shlex.split(words)) for words in REFUSED)
+
+
+def test_the_last_result_of_a_layout_counts(tmp_path: Path) -> None:
+    case, other = Case("dp2", zero=1), Case("tp2", sequence=True)
+    lines = [
+        {"outcome": "failed", "case": asdict(case), "commit": "a"},
+        {"outcome": "passed", "case": asdict(other), "commit": "a", "relative": 2e-13, "compared": 5},
+        {"outcome": "passed", "case": asdict(case), "commit": "b", "relative": 3e-12, "compared": 7},
+    ]
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    results = read_results(file)
+    assert results == (Result(case, True, "b", 3e-12, 7), Result(other, True, "a", 2e-13, 5))
+    text = page(results)
+    assert "2 were run (at a, b) and 2 held" in text
+    assert "12 numbers and tensors were compared" in text
+    assert "| zero 1 | 1 | 0 | 3e-12 |" in text
+    assert "| sp | 1 | 0 | 2e-13 |" in text
+
+
+def test_a_layout_that_failed_is_named() -> None:
+    text = page([Result(Case("dp2", zero=1), False, "a")])
+    assert f"- FAILED: {Case('dp2', zero=1)}" in text
+    assert "| zero 1 | 0 | 1 |  |" in text
+
+
+def test_features_tell_cases_apart() -> None:
+    case = Case("tp2 cp2", context="ulysses", documents=True, schedule="zbv", chunks=2, recompute="full")
+    has = {name for name, feature in FEATURES.items() if feature(case)}
+    assert has == {"llama3", "zbv", "cp", "tp", "full", "ulysses", "docs", "accumulation", "other nesting"}
