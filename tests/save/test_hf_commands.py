@@ -212,7 +212,7 @@ def test_a_slip_is_told_in_one_line(fresh: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_shape_that_does_not_fit_is_told_before_anything_is_made(fresh: Path, capsys: pytest.CaptureFixture[str]):
     edit_config(fresh / "hf", intermediate_size=48)
-    for words in (IMPORT, FROM_HF):
+    for words in (IMPORT, FROM_HF, (*FROM_HF, "--resume", "auto")):
         assert main([word.format_map({"hf": fresh / "hf", "base": fresh}) for word in words]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 2 * 3, "up, gate and down of both layers"
@@ -221,6 +221,16 @@ def test_a_shape_that_does_not_fit_is_told_before_anything_is_made(fresh: Path, 
             in lines[1]
         )
         assert not (fresh / "run").exists()
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_does_not_look_at_its_folder(life: Path, tmp_path: Path):
+    write(tmp_path / "hf", LLAMA, small(LLAMA))
+    run, data = str(tmp_path / "run"), ("--data.source", str(life / "text.txt"))
+    anew = ("train", "--model.from_hf", str(tmp_path / "hf"), "--out", run, "--resume", "auto", *data, *TRAIN)
+    assert main(anew) == 0
+    (tmp_path / "hf").rename(tmp_path / "gone")
+    assert main(["train", f"{run}/run.toml", "--resume", "auto", "--steps", "3"]) == 0
+    assert len(losses(tmp_path / "run")) == 3
 
 
 def test_nothing_is_imported_or_exported_over_something(life: Path, capsys: pytest.CaptureFixture[str]):

@@ -332,6 +332,17 @@ def test_a_header_of_odd_length_is_no_matter(tmp_path: Path):
     assert equal(HfFolder(folder, LLAMA), values)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "qwen3-moe"])
+def test_parameters_that_no_folder_has_a_place_for_are_not_left_out_in_silence(tmp_path: Path, name: str):
+    values = random_values(CONFIGS[name])
+    more = Memory({**values.tensors, "layer0.attn.q.lora_a.weight": torch.ones(2, 2)})
+    with pytest.raises(CheckpointError, match=r"has no place for .got layer0.attn.q.lora_a.weight"):
+        write(tmp_path / "hf", CONFIGS[name], more)
+    less = Memory({key: tensor for key, tensor in values.tensors.items() if key != "head.norm.weight"})
+    with pytest.raises(CheckpointError, match=r"holds no tensor of these names .got head.norm.weight"):
+        write(tmp_path / "hf", CONFIGS[name], less)
+
+
 def test_nothing_is_written_over(tmp_path: Path):
     folder = write(tmp_path / "hf", LLAMA, random_values(LLAMA))
     with pytest.raises(CheckpointError, match="is there already"):

@@ -188,7 +188,7 @@ def ours_after_steps(run: Run, start: Path, folder: Path, batches: list[Batch]) 
             step(micro_batches(batch, plan, comm.rank), lr=learning_rate(index, run.optim, run.steps))
         save(step, final, run)
 
-    run_ranks(plan.mesh, rank)
+    run_ranks(plan.mesh, rank, timeout_s=100)
     return exported(final, folder)
 
 
@@ -254,22 +254,24 @@ def test_each_rank_starts_from_its_own_boxes_under_zero_3(tmp_path: Path, monkey
     run = run_of(folder, *words, "--precision.params", "float64", "--precision.compute", "float64")
     run = run.model_copy(update={"precision": run.precision.model_copy(update={"reduce": "float64"})})
     whole, plain = HfFolder(folder, run.model), HfFolder.read
-    read: dict[int, int] = {}
+    read: dict[str, int] = {}
 
     def counted(self: HfFolder, name: str, box: Box) -> Tensor:
-        read[threading.get_ident()] = read.get(threading.get_ident(), 0) + box.size
+        rank = threading.current_thread().name
+        read[rank] = read.get(rank, 0) + box.size
         return plain(self, name, box)
 
     monkeypatch.setattr(HfFolder, "read", counted)
 
     def rank(comm: Comm) -> None:
         step = build_step(run, comm)
-        assert read[threading.get_ident()] == sum(piece.box.size for piece in step.model.pieces.values())
+        assert read[threading.current_thread().name] == sum(piece.box.size for piece in step.model.pieces.values())
         for name, value in step.kept.parameters().items():
             piece = step.model.pieces[name]
             assert torch.equal(value, plain(whole, piece.owner, piece.box).to(torch.float64)), name
 
-    run_ranks(plan_of(run).mesh, rank)
+    run_ranks(plan_of(run).mesh, rank, timeout_s=100)
+    assert len(read) == 8
     total = sum(Box.whole(shape).size for shape in whole.shapes.values())
     assert max(read.values()) < 0.4 * total
 
