@@ -39,9 +39,10 @@ CONFIGS: dict[str, dict[str, object]] = {
         "layers": 3, "first_k_dense": 1, "dim": 32, "heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10,
         "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "ffn": 48,
         "experts": 8, "top_k": 2, "expert_ffn": 16, "n_group": 4, "topk_group": 2, "mtp_depth": 1,
+        "rope_scaling_factor": 4.0, "rope_scaling_original_context": 16,
     },
 }  # fmt: skip
-"""Vocabulary 53 is cut unevenly, and two query heads share a head of keys in three of them."""
+"""Vocabulary 53 is cut unevenly, two query heads share a head of keys in three of them, YaRN scales the scores of one."""
 
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7), (9,), (50, 3, 50, 3), (8, 30, 31, 2))
 GREEDY = Sampling(temperature=0)

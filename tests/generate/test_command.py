@@ -12,6 +12,9 @@ import pytest
 from tests.generate.stored import write_checkpoint, write_run
 from weft.cli import main
 from weft.errors import EXIT_OK
+from weft.generate.job import make_job
+from weft.generate.request import Request
+from weft.generate.subject import find_subject
 
 FAST = ("--transport", "threads", "--dtype", "float64", "--tokens", "8", "--seed", "4")
 
@@ -117,3 +120,13 @@ def test_the_end_of_learned_positions_is_said(folder: Path, capsys: pytest.Captu
 def test_rotary_models_go_on_behind_the_length_they_were_trained_on(folder: Path, capsys: pytest.CaptureFixture[str]):
     (told,) = objects(capsys, folder / "llama3", "--prompt", "a" * 200)
     assert told["end"] == "length"
+
+
+def test_a_run_writes_in_the_type_it_computes_in_and_without_what_only_training_reads(tmp_path: Path):
+    words = ("--model.name", "deepseek", "--model.mtp_depth", "1", "--precision.compute", "bfloat16")
+    write_checkpoint(tmp_path / "run", write_run(tmp_path / "run", *words))
+    job = make_job(Request(prompt="x"), find_subject(str(tmp_path / "run")))
+    assert (job.plan.compute, job.plan.params) == ("bfloat16", "bfloat16")
+    assert not any(block.startswith("mtp") for stage in job.plan.stages for block in stage.blocks)
+    asked = make_job(Request(prompt="x", dtype="float32"), find_subject(str(tmp_path / "run")))
+    assert asked.plan.compute == "float32"
