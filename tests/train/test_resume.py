@@ -190,6 +190,26 @@ def test_what_is_saved_is_the_end_of_the_step_whatever_training_does_meanwhile(t
         assert torch.equal(source.read(owner, Box.whole(shape)), values), name
 
 
+def test_nothing_is_committed_before_all_ranks_have_written(tmp_path, monkeypatch):
+    case, may_write, right = Case("dp2", family="gpt2", layers=2), Event(), save_write._write_rank
+
+    def later(tmp: Path, rank: int, held: Any) -> None:
+        assert rank == 0 or may_write.wait(30)
+        right(tmp, rank, held)
+
+    monkeypatch.setattr(save_write, "_write_rank", later)
+
+    def rank(comm: Comm) -> tuple[list[Path], list[tuple[str, int]]]:
+        step = build_step(case.run, comm)
+        saver = saver_of(step, tmp_path, case.run, every=5)
+        assert play(step, case, saver, range(9)) == []
+        before = [path for _, path in checkpoints(tmp_path)]
+        may_write.set()
+        return before, [(event["event"], event["step"]) for event in saver.finish(9, save=False)]
+
+    assert run_ranks(case.mesh, rank) == [([], [("save", 5)]), ([], [])]
+
+
 def test_a_rank_whose_disk_refuses_fails_the_save_and_nothing_else(tmp_path, monkeypatch):
     case = Case("dp3", family="gpt2", microbatches=2)
     right = save_write._write_piece
