@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.oracle.hugging_face import make_batch, shaken, widened
-from tests.save.hf_folders import pack_experts
+from tests.save.hf_folders import edit, pack_experts
 from tests.train.saving import save
 from weft.cli import main
 from weft.comm.comm import Comm
@@ -31,12 +31,12 @@ from weft.core.layout import plan_of
 from weft.core.load import load
 from weft.core.lr import learning_rate
 from weft.models import FAMILIES
-from weft.models.batch import Batch
+from weft.models.batch import Batch, forward, with_later_targets
 from weft.prove.layout import micro_batches
 from weft.save.folder import checkpoint_path
 from weft.save.hf import gpt2, llama3, tables
 from weft.save.hf.folder import HfFolder
-from weft.save.hf.logits import compare
+from weft.save.hf.logits import compare, stored_model
 from weft.save.hf.table import Row, WeightTable
 from weft.save.read import open_checkpoint
 from weft.testing import run_ranks
@@ -304,6 +304,45 @@ def test_transformers_loads_both_layouts_of_experts(tmp_path: Path):
     plain, stacked = HfFolder(folder, run.model), HfFolder(packed, run.model)
     assert compare(folder, stacked, run.model).holds
     assert compare(packed, plain, run.model).holds
+
+
+def test_the_layer_that_predicts_the_second_next_token_computes_what_transformers_does(tmp_path: Path):
+    layers = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(layers, "MtpLayer"):
+        pytest.skip("this transformers has no multi-token prediction")
+    main = loaded(written("deepseek", tmp_path / "theirs"))
+    last = main.model.layers[-1]
+    side = layers.MtpLayer(main.config, type(last), type(last.input_layernorm), 1)
+    side.apply(main._init_weights)
+    shaken(side)
+    folder, head = tmp_path / "theirs", "model.layers.2."
+    published = {"post_norm.": "shared_head.norm.", "mtp_block.": ""}
+    own = {head + _renamed(name, published): tensor for name, tensor in side.state_dict().items()}
+    own |= {
+        f"{head}embed_tokens.weight": main.model.embed_tokens.weight,
+        f"{head}shared_head.head.weight": main.lm_head.weight,
+    }
+    edit(folder, lambda tensors: tensors.update({name: tensor.detach().clone() for name, tensor in own.items()}))
+    run = run_of(folder, "--model.balance_loss", "0")
+    assert (run.model.architecture["mtp_depth"], run.model.architecture["mtp_loss"]) == (1, 0.3)
+
+    source, batch = HfFolder(folder, run.model), with_later_targets(make_batch(61))
+    source.check_copies()
+    with torch.no_grad():
+        ours = forward(stored_model(source, run.model, types={}), batch)
+        hidden = main.model(input_ids=batch.inputs, use_cache=False).last_hidden_state
+        turns = main.model.rotary_emb(hidden, batch.positions)
+        joined = side(main.model.embed_tokens(batch.next_inputs), hidden, turns, None, batch.positions, None)
+        theirs = _summed(main.lm_head(hidden), batch.targets) + 0.3 * _summed(main.lm_head(joined), batch.later_targets)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5), "float32"
+
+
+def _renamed(name: str, heads: dict[str, str]) -> str:
+    return next((new + name.removeprefix(old) for old, new in heads.items() if name.startswith(old)), name)
+
+
+def _summed(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
 
 
 def exchanged(table: WeightTable, first: str, second: str) -> WeightTable:
