@@ -1,11 +1,12 @@
 """Memory of preparing and training on texts of growing size, and what reading ahead brings.
 
     python benchmarks/data.py memory [--mb 100 1000] [--tokenizer bytes] [--folder /tmp/x]
-    python benchmarks/data.py prefetch [--steps 10 --rounds 6]
+    python benchmarks/data.py prefetch [--steps 10 --rounds 6 --slow-ms 0]
 
 `memory` writes a text of so many megabytes, runs `weft data prepare` and `weft train` on it as processes of their own and
 tells the peak resident set of each, as the kernel counted it. `prefetch` trains the same steps with and without a reader
-turn by turn (A B A B ...), and tells how long reading takes by itself.
+turn by turn (A B A B ...), and tells how long reading takes by itself; `--slow-ms` lets every step's reading wait so long, as
+a far disk would.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ def main() -> None:
     parser.add_argument("--folder", default=None)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--slow-ms", type=float, default=0.0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         if args.what == "memory":
             for size in args.mb:
                 memory(Path(folder), size, args.tokenizer)
         else:
-            prefetch(Path(folder), args.steps, args.rounds)
+            prefetch(Path(folder), args.steps, args.rounds, slow_s=args.slow_ms / 1e3)
 
 
 def memory(folder: Path, size: int, tokenizer: str) -> None:
@@ -85,17 +87,18 @@ def run_alone(words: Sequence[str]) -> tuple[float, int]:
     return time.perf_counter() - start, usage.ru_maxrss * 1024
 
 
-def prefetch(folder: Path, steps: int, rounds: int) -> None:
+def prefetch(folder: Path, steps: int, rounds: int, *, slow_s: float) -> None:
     from weft.comm.comm import Comm
     from weft.core.load import load
     from weft.models import FAMILIES
+    from weft.models.batch import Batch
     from weft.testing import run_ranks
     from weft.train.build import build_feed, build_step
     from weft.train.data import open_data
     from weft.train.prefetch import ahead
 
     text, prepared = folder / "text.txt", folder / "prepared"
-    write_text(text, 50 * 10**6)
+    write_text(text, 5 * 10**6)
     run_alone(["data", "prepare", str(text), "--out", str(prepared), "--split_on", "blank"])
     words = ["--data.source", str(prepared), "--data.packing", "documents", "--model.layers", "1", "--model.dim", "64"]
     run = load([*words, "--data.seq_len", "256", "--batch.global_size", "32", "--batch.micro_size", "8"], FAMILIES)
@@ -103,17 +106,22 @@ def prefetch(folder: Path, steps: int, rounds: int) -> None:
     def rank(comm: Comm) -> None:
         step, feed = build_step(run, comm), build_feed(run, comm, open_data(run.data, run.model))
         times: dict[int, list[float]] = {0: [], 2: []}
+
+        def read(number: int) -> list[Batch]:
+            time.sleep(slow_s)
+            return feed.batches(number)
+
         step(feed.batches(0), lr=1e-3)
         for turn in range(2 * rounds):
             most = (0, 2)[turn % 2]
-            with ahead(feed.batches, range(turn * steps, (turn + 1) * steps), most=most) as batches:
+            with ahead(read, range(turn * steps, (turn + 1) * steps), most=most) as batches:
                 start = time.perf_counter()
                 for batch in batches:
                     step(batch, lr=1e-3)
                 times[most].append((time.perf_counter() - start) / steps)
         start = time.perf_counter()
         for number in range(steps):
-            feed.batches(number)
+            read(number)
         reading = (time.perf_counter() - start) / steps
         alone, beside = (1e3 * statistics.median(times[most]) for most in (0, 2))
         ratio = statistics.median(b / a for a, b in zip(times[0], times[2], strict=True))
