@@ -38,6 +38,7 @@ from weft.train.journal import EVENTS, Journal, course, read_events
 from weft.train.restart import set_aside
 from weft.train.saver import Saver, Word
 from weft.train.step import TrainStep
+from weft.view.progress import Progress, words_of
 
 FLOAT32 = Precision()
 
@@ -270,6 +271,32 @@ def test_steps_that_a_resume_went_back_behind_are_left_out():
     events = [*steps, {"event": "resume", "step": 2}, {"event": "step", "step": 3, "loss": 9}]
     assert [(event["step"], event["loss"]) for event in course(events)] == [(1, 0), (2, 1), (3, 9)]
     assert course([*events, {"event": "resume", "step": 0}]) == []
+
+
+def test_views_count_on_from_the_checkpoint():
+    progress = Progress()
+    progress.take({"event": "run", "steps": 100, "start_step": 50})
+    assert progress.num_done == 50
+    progress.take({"event": "step", "step": 51, "loss": 1.0, "step_s": 2.0})
+    assert (progress.num_done, progress.left_s) == (51, 98.0)
+
+
+def test_what_happens_to_checkpoints_is_one_line_each():
+    done = {"event": "save", "step": 8, "path": "x/ckpt/step-000008", "bytes": 2**21, "stall_s": 0.004, "write_s": 1.5}
+    assert words_of(done) == (
+        "saved step 8: x/ckpt/step-000008, 2 MiB, training stood still for 4 ms, on the disk after 1.5 s"
+    )
+    failed = {
+        "event": "save_failed",
+        "step": 9,
+        "why": "full",
+        "need_bytes": 2**21,
+        "free_bytes": 2**20,
+        "newest": None,
+    }
+    assert words_of(failed) == (
+        "warning: step 9 is not saved (2 MiB needed, 1 MiB free; full). Training goes on, there is no checkpoint"
+    )
 
 
 # the command, in this process
