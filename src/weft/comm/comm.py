@@ -87,6 +87,13 @@ class Comm:
     def start_all_gather(self, x: Tensor, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Work:
         return self._start(orders.all_gather(x, self._group(axis), dim, sizes))
 
+    def all_gather_(self, whole: Tensor, axis: Axis) -> Tensor:
+        """`whole` is one line of equal pieces, of which this member has its own: every other one is written into it."""
+        return self.start_all_gather_(whole, axis).wait()
+
+    def start_all_gather_(self, whole: Tensor, axis: Axis) -> Work:
+        return self._start(orders.all_gather_(whole, self._group(axis)))
+
     def reduce_scatter(
         self, x: Tensor, axis: Axis, *, dim: int = 0, op: Reduce = "sum", sizes: Sequence[int] | None = None
     ) -> Tensor:
@@ -97,6 +104,16 @@ class Comm:
         self, x: Tensor, axis: Axis, *, dim: int = 0, op: Reduce = "sum", sizes: Sequence[int] | None = None
     ) -> Work:
         return self._start(orders.reduce_scatter(x, self._group(axis), dim, op, sizes))
+
+    def reduce_scatter_(self, whole: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
+        """`whole` is one line of equal pieces: the reduction of every member's is written into this member's own.
+
+        Returns that piece, a view; the others stay as they were.
+        """
+        return self.start_reduce_scatter_(whole, axis, op=op).wait()
+
+    def start_reduce_scatter_(self, whole: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
+        return self._start(orders.reduce_scatter_(whole, self._group(axis), op))
 
     def all_to_all(
         self,

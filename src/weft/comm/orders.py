@@ -85,6 +85,41 @@ def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -
     return Order(call, lambda: pieces.unpack(take, shapes, dim))
 
 
+def all_gather_(whole: Tensor, group: Group) -> Order[Tensor]:
+    """Equal pieces of one line, each member's own into everybody's, in place."""
+    own, counts = _own_piece(whole, group, "all_gather")
+    if group.degree == 1:
+        return Order(None, lambda: whole)
+    text = brings("all_gather(in place)", whole.dtype, whole.shape)
+    given = (own.numel(),) * group.degree
+    call = group.call("all_gather", text, give=own, take=whole.detach(), give_counts=given, take_counts=counts)
+    return Order(call, lambda: whole)
+
+
+def reduce_scatter_(whole: Tensor, group: Group, op: Reduce) -> Order[Tensor]:
+    """Equal pieces of one line, the sum (or other reduction) of everybody's own into it, in place."""
+    _averages_only_floats(whole, op)
+    own, counts = _own_piece(whole, group, "reduce_scatter")
+    if group.degree == 1:
+        return Order(None, lambda: own)
+    text = brings(f"reduce_scatter({op}, in place)", whole.dtype, whole.shape)
+    taken = (own.numel(),) * group.degree
+    call = group.call(
+        "reduce_scatter", text, give=whole.detach(), take=own, give_counts=counts, take_counts=taken, reduce=op
+    )
+    return Order(call, lambda: own)
+
+
+def _own_piece(whole: Tensor, group: Group, what: str) -> tuple[Tensor, tuple[int, ...]]:
+    if whole.dim() != 1 or not whole.is_contiguous() or whole.numel() % group.degree:
+        shape = list(whole.shape)
+        raise CommError(
+            f"{what} in place over {group.axis} needs one contiguous line that {group.degree} divides, not {shape}"
+        )
+    length = whole.numel() // group.degree
+    return whole.detach().narrow(0, group.index * length, length), (length,) * group.degree
+
+
 def reduce_scatter(x: Tensor, group: Group, dim: int, op: Reduce, sizes: Sequence[int] | None) -> Order[Tensor]:
     """This member's piece, along `dim`, of the sum (or other reduction) of every member's x."""
     _averages_only_floats(x, op)

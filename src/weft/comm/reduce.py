@@ -32,5 +32,15 @@ def combine(pieces: Sequence[Tensor], op: Reduce) -> Tensor:
     return total.to(first.dtype)
 
 
+def fold(total: Tensor, piece: Tensor, op: Reduce) -> None:
+    """The reduction of two, into the first; the same bits as `combine`, whichever of them stands first."""
+    if _accumulator(total.dtype) != total.dtype:
+        total.copy_(combine((total, piece), op))
+        return
+    _INTO[op](total, piece)
+    if op == "avg":
+        total.div_(2)
+
+
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype

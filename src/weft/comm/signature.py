@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -14,11 +15,14 @@ _FREE = re.compile(r"\d+\*")
 _ENDS = re.compile(r"^(send|recv) ")
 
 
-def brings(what: str, dtype: torch.dtype, shape: Sequence[int], free: int | None = None) -> str:
+@lru_cache(maxsize=1024)
+def brings(what: str, dtype: torch.dtype, shape: tuple[int, ...], free: int | None = None) -> str:
     """`all_gather float32[3*, 8]`: the star marks the dimension that may differ among members.
 
     >>> brings("all_gather", torch.float32, (3, 8), free=0)
     'all_gather float32[3*, 8]'
+
+    Remembered: every step asks for the same few.
     """
     lengths = [f"{length}*" if dim == free else str(length) for dim, length in enumerate(shape)]
     return f"{what} {str(dtype).removeprefix('torch.')}[{', '.join(lengths)}]"

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from weft.comm import swap
 from weft.comm.flights import BackendWork, Collective, Flight, Message, Nothing, Streamed
 from weft.comm.reduce import combine
 from weft.comm.signature import Brought, check
@@ -88,7 +89,10 @@ class Line:
 
 def _all_reduce(line: Line, call: Call) -> Flight:
     take, size = _present(call.take), len(call.ranks)
-    if size * _bytes(take) <= SMALL_BYTES or take.dtype not in NATIVE_REDUCE:
+    is_native = take.dtype in NATIVE_REDUCE
+    if _are_two(call, take) and (_bytes(take) <= swap.MOST_BYTES or not is_native):
+        return swap.all_reduce(line.backend(take), call, take)
+    if size * _bytes(take) <= SMALL_BYTES or not is_native:
         everyone = take.new_empty(size * take.numel())
         works = _gathered(line.backend(take), take, everyone, size)
         return _under_way(take, works, lambda: take.copy_(combine(everyone.chunk(size), call.reduce)))
@@ -99,17 +103,21 @@ def _all_reduce(line: Line, call: Call) -> Flight:
 
 def _all_gather(line: Line, call: Call) -> Flight:
     give, take, backend = _present(call.give), _present(call.take), line.backend(_present(call.take))
+    if _are_two(call, take):
+        return swap.all_gather(backend, call, give, take)
     if _bytes(take) <= SMALL_BYTES:
         return _all_to_all_of(line, call, give.repeat(len(call.ranks)))
     if take.is_cuda and len(set(call.take_counts)) == 1:
         return _under_way(take, [backend._allgather_base(_raw(take), _raw(give))])
     slots = torch.split(take, list(call.take_counts))  # gloo: several broadcasts are three times as fast as a gather
-    slots[call.index].copy_(give)
+    swap.put(give, slots[call.index])
     return _under_way(take, [backend.broadcast(_raw(slot), root) for root, slot in enumerate(slots) if slot.numel()])
 
 
 def _reduce_scatter(line: Line, call: Call) -> Flight:
     give, take, size = _present(call.give), _present(call.take), len(call.ranks)
+    if _are_two(call, take):
+        return swap.reduce_scatter(line.backend(take), call, give, take)
     pieces = take.new_empty(size * take.numel())
     own, given = _bytes(take), [give.element_size() * n for n in call.give_counts]
     work = line.backend(take).alltoall_base(_raw(pieces), _raw(give), [own] * size, given)
@@ -149,6 +157,11 @@ def _send(line: Line, call: Call) -> Flight:
 def _recv(line: Line, call: Call) -> Flight:
     take = _present(call.take)
     return _message(take, line.backend(take).recv([_raw(take)], 0, DATA_TAG))
+
+
+def _are_two(call: Call, x: Tensor) -> bool:
+    """See Note [Two members] in swap.py."""
+    return len(call.ranks) == 2 and not x.is_cuda
 
 
 def _under_way(x: Tensor, works: Sequence[BackendWork], finish: Callable[[], object] | None = None) -> Flight:

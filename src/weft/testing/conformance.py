@@ -86,6 +86,10 @@ def all_reduces_of_odd_tensors(comm: Comm) -> Iterator[Finding]:
                 comm.all_reduce(large[comm.index(axis)].to(comm.device), axis, op=op),
                 (reduced(large, op)),
             )
+        if len(group) == 2:
+            huge = [brought(rank, 16 * LARGE) for rank in group]
+            got = comm.all_reduce(huge[comm.index(axis)].to(comm.device), axis)
+            yield f"huge {axis}", got, reduced(huge, "sum")
 
 
 def all_gathers(comm: Comm) -> Iterator[Finding]:
@@ -102,6 +106,24 @@ def all_gathers(comm: Comm) -> Iterator[Finding]:
             ]
             got = comm.all_gather(pieces[comm.index(axis)].to(comm.device), axis, dim=dim, sizes=sizes)
             yield f"uneven all_gather x{rows} dim {dim} {axis}", got, torch.cat(pieces, dim)
+
+
+def in_place(comm: Comm) -> Iterator[Finding]:
+    """Gathered and scattered within one line; what was not asked for stays as it was."""
+    for axis, length in itertools.product(axes_of(comm), (0, 3, LARGE)):
+        group, index = comm.group(axis), comm.index(axis)
+        own = slice(index * length, (index + 1) * length)
+        for dtype in DTYPES if length < LARGE else (torch.float32,):
+            wholes = [brought(rank, len(group) * length, dtype=dtype) for rank in group]
+            pieces = [whole[place * length :][:length] for place, whole in enumerate(wholes)]
+            line = wholes[index].to(comm.device, copy=True)
+            yield f"all_gather_ {length} {dtype} {axis}", comm.all_gather_(line, axis), torch.cat(pieces)
+            for op in SUMS if dtype.is_floating_point else ("sum",):
+                line = wholes[index].to(comm.device, copy=True)
+                expected = wholes[index].clone()
+                expected[own] = reduced(wholes, op)[own]
+                yield f"reduce_scatter_ {op} {length} {axis}", comm.reduce_scatter_(line, axis, op=op), expected[own]
+                yield f"line of reduce_scatter_ {op} {length} {axis}", line, expected
 
 
 def reduce_scatters(comm: Comm) -> Iterator[Finding]:
@@ -215,6 +237,7 @@ CHECKS: dict[str, Callable[[Comm], Iterator[Finding]]] = {
         all_reduces_of_odd_tensors,
         all_gathers,
         reduce_scatters,
+        in_place,
         all_to_alls,
         one_to_many,
         messages,

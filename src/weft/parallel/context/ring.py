@@ -55,26 +55,42 @@ class Ring:
 
 
 class Hop:
-    """A message to the next rank and one from the rank before, under way from now on."""
+    """A message to the next rank and one from the rank before, under way from now on.
+
+    Of two ranks the next one is the one before: one exchange does for both messages, and does not wait until the other
+    side is ready to receive.
+    """
 
     def __init__(self, ring: Ring, pair: Pair) -> None:
-        comm, axis, index, degree = ring.comm, ring.axis, ring.index, ring.comm.degree(ring.axis)
-        self.leaving, self.coming = pair, pair.shaped(torch.empty_like(pair.line))
-
-        def send() -> Work:
-            return comm.start_send(self.leaving.line, axis, to=(index + 1) % degree)
-
-        def recv() -> Work:
-            return comm.start_recv(self.coming.line, axis, source=(index - 1) % degree)
-
-        # neighbours in opposite order: nothing deadlocks where both directions of a pair share one line without tags
-        self.works = (send(), recv()) if index % 2 == 0 else (recv(), send())
+        self.pair = pair
+        self.works = _exchange(ring, pair) if ring.comm.degree(ring.axis) == 2 else _messages(ring, pair)
 
     def wait(self) -> Pair:
         """What came."""
-        for work in self.works:
-            work.wait()
-        return self.coming
+        line = [work.wait() for work in self.works][-1]
+        return self.pair.shaped(line)
+
+
+def _exchange(ring: Ring, pair: Pair) -> tuple[Work, ...]:
+    entries = pair.line.numel()
+    sizes = (0, entries) if ring.index == 0 else (entries, 0)
+    return (ring.comm.start_all_to_all(pair.line, ring.axis, send_sizes=sizes, recv_sizes=sizes),)
+
+
+def _messages(ring: Ring, pair: Pair) -> tuple[Work, ...]:
+    """Neighbours in opposite order: nothing deadlocks where both directions of a pair share one line without tags."""
+    comm, axis, index, degree = ring.comm, ring.axis, ring.index, ring.comm.degree(ring.axis)
+
+    def send() -> Work:
+        return comm.start_send(pair.line, axis, to=(index + 1) % degree)
+
+    def recv() -> Work:
+        return comm.start_recv(torch.empty_like(pair.line), axis, source=(index - 1) % degree)
+
+    if index % 2 == 0:
+        return send(), recv()
+    coming = recv()
+    return send(), coming
 
 
 class RingSum:
