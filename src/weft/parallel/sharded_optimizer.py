@@ -82,9 +82,9 @@ class ShardedOptimizer(Optimizer):
         for flat in self._flats:
             flat.lend_gradients()
         self.inner.step()
-        works = [self.comm.start_all_gather(flat.own, self.axis) for flat in self._flats]
+        works = [self.comm.start_all_gather_(flat.whole.alias(), self.axis) for flat in self._flats]
         for flat, work in zip(self._flats, works, strict=True):
-            flat.whole.alias().copy_(work.wait())
+            work.wait()
             for shard in flat.shards:
                 shard.grad = None
         return loss

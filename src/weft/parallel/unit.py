@@ -93,6 +93,12 @@ class Unit:
         """Whether the whole values are here only while they are needed."""
         return self.policy.zero == 3 and self.is_spread
 
+    @property
+    def _is_kept_there(self) -> bool:
+        """Whether the finished gradient lies in the memory of the whole one."""
+        policy = self.policy
+        return policy.keeps_full and policy.keeps_grad and policy.reduce == policy.params
+
     def _take_parameters(self) -> Tensor:
         """Move the parameters into flat memory; returns this rank's shard."""
         policy, mine = self.policy, self.layout.shard_range(self.index)
@@ -113,8 +119,7 @@ class Unit:
         if self.full is not None and self.is_direct:
             for name, view in self.layout.views(self.full).items():
                 self.params[name].grad = view
-        is_kept = self.full is not None and policy.reduce == policy.params
-        self.grad = self.full[mine] if self.full is not None and is_kept else torch.zeros_like(self.shard)
+        self.grad = self.full[mine] if self.full is not None and self._is_kept_there else torch.zeros_like(self.shard)
 
     # gradients on their way
 
@@ -147,7 +152,8 @@ class Unit:
             self.full if self.full is not None else self.shard.new_zeros(self.layout.length, dtype=self.policy.reduce)
         )
         if self.is_spread:
-            self._reducing = self.comm.start_reduce_scatter(full, self.axes)
+            start = self.comm.start_reduce_scatter_ if self._is_kept_there else self.comm.start_reduce_scatter
+            self._reducing = start(full, self.axes)
         else:
             self._reducing = self.comm.start_all_reduce_(full, self.axes) if self.axes else Work.done(full)
         self.is_reduced = True
@@ -186,20 +192,21 @@ class Unit:
 
     def start_refresh(self) -> None:
         """Begin to bring the values of all ranks here, whatever is here now."""
-        if self._gathering is None:
-            values = self.shard.to(self.policy.compute)
-            self._gathering = self.comm.start_all_gather(values, self.axes) if self.is_spread else Work.done(values)
+        if self._gathering is not None:
+            return
+        self.whole.restore()
+        whole = self.whole.alias()
+        own = whole[self.layout.shard_range(self.index)]
+        if own.data_ptr() != self.shard.data_ptr():
+            own.copy_(self.shard)
+        self._gathering = self.comm.start_all_gather_(whole, self.axes) if self.is_spread else Work.done(whole)
 
     def finish_gather(self) -> None:
         """Have the values of all ranks here."""
         self.start_gather()
-        if self._gathering is None:
-            return
-        values, self._gathering = self._gathering.wait(), None
-        self.whole.restore()
-        whole = self.whole.alias()
-        if whole.data_ptr() != values.data_ptr():
-            whole.copy_(values)
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
 
     def release(self) -> None:
         """Give the memory of the whole values away where they come on demand; a gather under way is waited for and forgotten."""
