@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(shell cat constraints.txt | grep -v '^#') 2>&1 | grep -v "is ignored: it is neither" || true
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" 2>&1 | grep -v "is ignored: it is neither" || true
-	@$(BIN)/python -c "import torch, weft" && $(BIN)/python -m compileall -q $(VENV)/lib || true
+	@$(BIN)/python -c "import torch, weft" && $(BIN)/python -m compileall -qq $(VENV)/lib || true
 	@$(BIN)/python -c "import torch, weft, pytest" && touch $@
 
 train: OUT := runs/train-$(shell date +%Y%m%d-%H%M%S)

@@ -71,3 +71,18 @@ def test_explanation_says_how_attention_crosses_cp(plan: Plan, context: Context,
     layout = {"mesh": Mesh.parse("pp2 cp2 tp2"), "context": context}
     assert said in plan.model_copy(update=layout).explain()
     assert said not in plan.model_copy(update={"context": context}).explain()
+
+
+@pytest.mark.parametrize(
+    ("zero", "line"),
+    [
+        (1, "ZeRO 1 over dp x cp: optimizer states are spread"),
+        (2, "ZeRO 2 over dp x cp: gradients too are spread"),
+        (3, "ZeRO 3 over dp x cp: parameters too are spread"),
+    ],
+)
+def test_an_explanation_says_what_zero_spreads_and_over_which_ranks(zero, line):
+    told = Case("dp2 cp2 tp2", zero=zero).plan.explain()
+    assert line in told
+    assert ("every micro-batch" in told) == (zero > 1)
+    assert "ZeRO" not in Case("tp2", zero=zero).plan.explain(), "nothing to spread over"

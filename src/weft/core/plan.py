@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
 from weft.core.axes import EXPERT_RULE, TENSOR_RULE, Rule
-from weft.core.mesh import AXIS_MEANING, Mesh
+from weft.core.mesh import AXIS_MEANING, DATA_AXES, Mesh
 from weft.core.model import BlockSpec
 from weft.core.precision import Dtype, dtype_faults
 from weft.core.schedule import Table
@@ -151,7 +151,7 @@ def _explain_batch(plan: Plan) -> list[str]:
     return [
         f"batch: {plan.global_size} sequences of {plan.seq_len} a step = {data} data rank{'s' * (data > 1)}"
         f" x {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} of {plan.micro_size};"
-        f" gradients are reduced once, during the backward of the last micro-batch"
+        f" gradients are reduced {_WHEN[plan.zero > 1]}"
     ]
 
 
@@ -198,6 +198,9 @@ def _explain_traffic(plan: Plan) -> list[str]:
     for name, degree in plan.mesh.axes:
         if degree > 1:
             lines.append(f"  {name}{degree}: {AXIS_MEANING[name]}; {traffic[name]}")
+    spread = [name for name, degree in plan.mesh.axes if degree > 1 and name in DATA_AXES]
+    if plan.zero and spread:
+        lines.append(f"  ZeRO {plan.zero} over {' x '.join(spread)}: {_ZERO[plan.zero]}")
     if plan.sequence_parallel:
         lines.append(
             "  sequence parallel: between the tensor-parallel regions each tp rank holds its part of every sequence"
@@ -207,10 +210,19 @@ def _explain_traffic(plan: Plan) -> list[str]:
 
 _TRAFFIC = {
     "pp": "activations forward, their gradients back, between neighbours",
-    "dp": "one reduction of all gradients a step, overlapped with the backward",
+    "dp": "sums of gradients, overlapped with the backward",
     "ep": "tokens to their experts and back",
     "tp": "two reductions a layer and direction, on the critical path: keep it inside a node",
 }
+
+_WHEN = ("once, during the backward of the last micro-batch", "during the backward of every micro-batch")
+
+_ZERO = {
+    1: "optimizer states are spread; gradients are reduce-scattered and values gathered once a step",
+    2: "gradients too are spread; they are reduce-scattered every micro-batch, values gathered once a step",
+    3: "parameters too are spread; each block's are gathered before its forward and its backward, its gradients reduce-scattered",
+}
+"""What travels in place of an all-reduce of gradients."""
 
 _CONTEXT: dict[Context, str] = {
     "ring": "keys and values from rank to rank, while each attends to those in hand",
