@@ -58,7 +58,12 @@ class Journal:
             view.handle(event)
 
     def write(self, name: str, text: str) -> None:
-        """Put the file `name` into the run folder: whole or not at all. Another text that was there stays as `name-1`."""
+        """Put the file `name` into the run folder: whole or not at all."""
+        if self.out is not None:
+            _write_whole(self.out / name, text)
+
+    def supersede(self, name: str, text: str) -> None:
+        """As `write`, but another text that was there stays: run.toml as run-1.toml."""
         if self.out is not None:
             _keep_older(self.out / name, text)
             _write_whole(self.out / name, text)

@@ -47,8 +47,8 @@ def train_on_ranks(run: Run, comm: Comm, journal: Journal, leave: Leave) -> Lite
     samples = open_data(run.data, run.model)
     begun = begin(run, comm, samples)
     step, folder = begun.step, Path(run.out or "")
-    journal.write("run.toml", dump(run))
-    journal.write("plan.json", step.model.plan.to_json() + "\n")
+    journal.supersede("run.toml", dump(run))
+    journal.supersede("plan.json", step.model.plan.to_json() + "\n")
     moved = clear(folder, comm, above=begun.steps)
     saver = Saver(step, folder, save=run.save, facts=facts_of(run, step, samples), leave=leave, last=begun.steps)
     for event in (run_event(run, step, samples) | {"start_step": begun.steps}, *begun.events(run, moved)):
