@@ -223,6 +223,16 @@ def test_a_shape_that_does_not_fit_is_told_before_anything_is_made(fresh: Path, 
         assert not (fresh / "run").exists()
 
 
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    tied = CONFIGS["llama3 tied"].model_copy(update={"vocab": 256})
+    write(tmp_path / "hf", tied, small(tied))
+    edit(tmp_path / "hf", lambda tensors: tensors.update({"lm_head.weight": torch.ones(256, 32)}))
+    for words in (IMPORT, FROM_HF):
+        assert main([word.format_map({"hf": tmp_path / "hf", "base": tmp_path}) for word in words]) == 2
+        assert "lm_head.weight differs from model.embed_tokens.weight" in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
+
+
 def test_a_run_that_goes_on_from_a_checkpoint_does_not_look_at_its_folder(life: Path, tmp_path: Path):
     write(tmp_path / "hf", LLAMA, small(LLAMA))
     run, data = str(tmp_path / "run"), ("--data.source", str(life / "text.txt"))

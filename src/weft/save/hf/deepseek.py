@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.save.hf.experts import packed, published
 from weft.save.hf.llama3 import ENDS, MLP, NORMS, REDUNDANT
-from weft.save.hf.table import Pairs, Places, Row, WeightTable, rows, same, some
+from weft.save.hf.table import Pairs, Places, Row, WeightTable, between, rows, same
 
 _WHOLE_Q = {"attn.q.weight": "self_attn.q_proj.weight"}
 _LOW_RANK_Q = {
@@ -38,7 +38,7 @@ _SECOND_NEXT_COPIES = {"tok.weight": "embed_tokens.weight", "proj.weight": "shar
 def _places(cfg: Any) -> Places:
     """Sets for the layers of the chain, and the same sets with `mtp_` for the layer beside it, which is a mixed one."""
     beside = ((0, cfg.layers),) if cfg.mtp_depth else ()
-    mixed = some(cfg.first_k_dense, cfg.layers)
+    mixed = between(cfg.first_k_dense, cfg.layers)
     chain = _sets(cfg, same(cfg.layers), mixed=mixed) | {"dense": same(cfg.first_k_dense)}
     return chain | {f"mtp_{name}": pairs for name, pairs in _sets(cfg, beside, mixed=beside).items()}
 

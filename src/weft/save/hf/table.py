@@ -91,7 +91,7 @@ def same(count: int) -> Pairs:
     return tuple((i, i) for i in range(count))
 
 
-def some(first: int, stop: int) -> Pairs:
+def between(first: int, stop: int) -> Pairs:
     """Places `first` to `stop`, with one index for both."""
     return tuple((i, i) for i in range(first, stop))
 

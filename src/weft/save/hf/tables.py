@@ -9,7 +9,7 @@ from weft.core.hf.files import list_tensors
 from weft.core.model import ModelConfig
 from weft.models import FAMILIES
 from weft.save.hf import deepseek, gpt2, llama3, qwen3, qwen3_moe
-from weft.save.hf.recipe import Matched, match
+from weft.save.hf.match import Matched, match
 from weft.save.hf.table import WeightTable
 
 TABLES: Mapping[str, WeightTable] = {
