@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from benchmarks.rivals.course import CLIP, Chain, Course, Step, torch_adamw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -87,8 +86,8 @@ def _clip(sharded: list[DTensor], whole: list[Tensor]) -> None:
     if not whole:
         nn.utils.clip_grad_norm_(sharded, CLIP)
         return
-    own, same = [param.grad.to_local() for param in sharded], [param.grad for param in whole]
-    squares = torch.stack(torch._foreach_norm(own)).square().sum()
-    dist.all_reduce(squares)
+    gradients, same = [param.grad for param in sharded], [param.grad for param in whole]
+    squares = nn.utils.get_total_norm(gradients).full_tensor().square()  # their placements need not be the parameters'
     norm = (squares + torch.stack(torch._foreach_norm(same)).square().sum()).sqrt()
+    own = [gradient.to_local() for gradient in gradients]
     torch._foreach_mul_([*own, *same], (CLIP / (norm + 1e-6)).clamp(max=1.0))
