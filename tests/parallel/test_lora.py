@@ -116,6 +116,7 @@ LAYOUTS = (
     Case("dp2 tp2", zero=3, sequence=True, **TINY),
     Case("cp2", **TINY),
     Case("pp2", schedule="zero_bubble", **TINY),
+    Case("pp2 dp2", zero=3, recompute="selective", schedule="zero_bubble", **TINY),
     Case("pp2 tp2", schedule="zbv", chunks=2, family="gpt2", sequence=True, layers=4, microbatches=2),
     Case("tp2", family="deepseek", sequence=True, **TINY),
     Case("ep2", family="deepseek", **TINY),

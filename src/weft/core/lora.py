@@ -69,19 +69,7 @@ def rank_is_low(run: Run) -> Iterable[Fault]:
         )
 
 
-SPLIT = ("zero_bubble", "zero_bubble_h2", "zbv", "dual_pipe_v")
-"""Schedules whose backward comes in two parts."""
-
-
-def recomputation_is_safe(run: Run) -> Iterable[Fault]:
-    """Selective recomputation under a split backward is not trusted beside frozen parameters: docs/LOG.md, Adapters."""
-    if run.lora.rank and run.parallel.recompute == "selective" and run.pipeline.schedule in SPLIT:
-        what = f"selective does not work yet with adapters under {run.pipeline.schedule}"
-        yield Fault("parallel.recompute", what, "selective", "none or full", "--parallel.recompute full")
-
-
 CHECKS = (
     Check(("lora", "model"), targets_exist),
     Check(("lora", "model"), rank_is_low),
-    Check(("lora.rank", "parallel.recompute", "pipeline.schedule"), recomputation_is_safe),
 )

@@ -79,7 +79,7 @@ class Thrift(TorchFunctionMode):
     ) -> Any:
         """Called by torch in place of `func`, for every function of torch."""
         kwargs = kwargs or {}
-        if not (torch.is_grad_enabled() and self._is_cheap(func, args, kwargs)):
+        if not (torch.is_grad_enabled() and self._is_cheap(func, args, kwargs) and _flows((args, kwargs))):
             return func(*args, **kwargs)
         given = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}
         promise = Promise(func, map_leaves(args, Tensor, self._argument), map_leaves(kwargs, Tensor, self._argument))
@@ -120,6 +120,12 @@ class Thrift(TorchFunctionMode):
 
 def _unpack(packed: Slot | Kept) -> Tensor:
     return packed.get()
+
+
+def _flows(given: Any) -> bool:
+    """Whether the result has a gradient. One without is asked for late where a backward is split, in its second part, when
+    the frozen parameters that it is made of have been given away."""
+    return any(tensor.requires_grad for tensor in tensors_in(given))
 
 
 def _is_dense(result: Tensor) -> bool:
