@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from weft.core import fit, support
+from weft.core import fit
 from weft.core.checks import Check, ask
 from weft.core.config import Run
-from weft.core.keys import choices, keys_of
+from weft.core.keys import keys_of
 from weft.core.load import load
 from weft.errors import Fault
 from weft.models import FAMILIES
 
-ALL = (*support.CHECKS, *fit.CHECKS)
+ALL = fit.CHECKS
 
 
 def read(*words):
@@ -151,20 +151,6 @@ def test_faults_of_independent_parts_are_told_together():
         "pipeline.schedule",
         "model.vocab",
     }
-
-
-@pytest.mark.parametrize("key", support.WORKS)
-def test_a_key_to_come_works_at_its_default_and_is_refused_in_one_line_elsewhere(key):
-    run, field = read(), keys_of(type(read()))[key]
-    assert support.value_at(run, key) in support.WORKS[key]
-    for value in choices(field.annotation) or ["7"]:
-        other = read(f"--{key}", value)
-        told = [str(fault) for fault in support.unsupported(other)]
-        if support.value_at(other, key) in support.WORKS[key]:
-            assert told == []
-        else:
-            assert told[0].startswith(f"{key}: is not there yet with this value (got ")
-            assert len(told) == 1
 
 
 @given(st.sampled_from(["optim", "optim.lr", "mesh", "mesh.x"]), st.sampled_from(["optim", "optim.lr", "mesh", "mes"]))

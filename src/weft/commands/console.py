@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import tyro
 from pydantic import BaseModel
 
-from weft.core import fit, lora, support
+from weft.core import fit, lora
 from weft.core.checks import Check, ask
 from weft.core.config import Run
 from weft.core.load import look
@@ -30,7 +30,7 @@ def checked_run(words: Sequence[str], surroundings: Iterable[Check] = ()) -> Run
         UserError: with every fault of its keys, of how they fit together, and of the surroundings.
     """
     loaded = look(words, FAMILIES)
-    if faults := ask(loaded.run, (*support.CHECKS, *fit.CHECKS, *lora.CHECKS, *surroundings), known=loaded.faults):
+    if faults := ask(loaded.run, (*fit.CHECKS, *lora.CHECKS, *surroundings), known=loaded.faults):
         raise UserError(*faults)
     return loaded.run
 
