@@ -23,7 +23,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from weft.train.files import stdlib_files
+from weft.data.files import stdlib_files
 
 STEPS = 5
 
@@ -90,11 +90,11 @@ def run_alone(words: Sequence[str]) -> tuple[float, int]:
 def prefetch(folder: Path, steps: int, rounds: int, *, slow_s: float) -> None:
     from weft.comm.comm import Comm
     from weft.core.load import load
+    from weft.data.opened import open_data
     from weft.models import FAMILIES
     from weft.models.batch import Batch
     from weft.testing import run_ranks
     from weft.train.build import build_feed, build_step
-    from weft.train.data import open_data
     from weft.train.prefetch import ahead
 
     text, prepared = folder / "text.txt", folder / "prepared"

@@ -28,7 +28,7 @@ from blackboard import same, say
 from torch import Tensor, nn
 
 import weft
-from weft.train.images import digits, read_pair
+from weft.data.images import digits, read_pair
 
 RANKS, DEVICES, BATCH, EPOCHS, LR, HELD_OUT, MOST = 2, ("cpu", "cpu"), 64, 6, 0.3, 360, 4_000
 ALLOWED = 1e-9

@@ -24,6 +24,7 @@ from weft.core.schedule import Act
 from weft.core.schedules import SCHEDULES, find, make_table
 from weft.core.simulate import TEXTBOOK, simulate
 from weft.core.timeline import Timeline
+from weft.data import opened
 from weft.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -36,7 +37,7 @@ from weft.errors import (
     did_you_mean,
 )
 from weft.models import FAMILIES
-from weft.train import base, data, door, resume
+from weft.train import base, door, resume
 from weft.view.colour import paint
 from weft.view.text import draw
 
@@ -97,7 +98,7 @@ def train(words: Sequence[str]) -> int:
     """Check everything that can be checked, then train."""
     if wants_help(words):
         return _help_of_run("train", words)
-    run = checked_run(words, (*data.CHECKS, *door.CHECKS, *resume.CHECKS, *base.CHECKS))
+    run = checked_run(words, (*opened.CHECKS, *door.CHECKS, *resume.CHECKS, *base.CHECKS))
     if not run.out:
         run = run.model_copy(update={"out": str(door.fresh_out(run, datetime.now()))})
     tell(f"note: {note}" for note in door.notes(run))
@@ -168,7 +169,7 @@ def prove(words: Sequence[str]) -> int:
     folder = Path(rest[0]) if rest and Path(rest[0]).is_dir() else None
     if folder is not None and len(rest) > 1:
         raise UserError(Fault("weft prove", "a run folder takes no keys: it has its own", got=" ".join(rest[1:])))
-    subject = folder or checked_run(rest, data.CHECKS)
+    subject = folder or checked_run(rest, opened.CHECKS)
     settle_threads()
     from weft.prove.command import Proof  # imports torch, and so comes after all checks
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from weft.data.tokenizer import ByteTokenizer
 from weft.generate import show
 from weft.generate.show import BOLD, PLAIN, Objects, Screen, Shown
 from weft.generate.text import Writing
-from weft.train.tokenizer import ByteTokenizer
 
 
 def shown(prompt: str) -> Shown:

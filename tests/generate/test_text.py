@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from weft.data.tokenizer import ByteTokenizer
 from weft.generate.text import Spelling, Writing, overlap
-from weft.train.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 

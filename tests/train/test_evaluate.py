@@ -12,13 +12,13 @@ import torch
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.core.load import load
+from weft.data.opened import open_data, open_valid
 from weft.models import FAMILIES
 from weft.models.batch import IGNORE, chain
 from weft.parallel.forward import forwards_of
 from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
 from weft.train.build import build_evaluation, build_feed, build_step
-from weft.train.data import open_data, open_valid
 from weft.train.evaluate import NO_SAMPLE, batches_of
 from weft.train.feed import whole_batch
 from weft.train.journal import read_events

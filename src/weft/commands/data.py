@@ -12,9 +12,9 @@ from pydantic import Field
 from weft.commands.console import say, show_help, wants_help
 from weft.core import flags
 from weft.core.config import Table
+from weft.data.prepare import Recipe, prepare
+from weft.data.prepared import SPLITS, Meta, Prepared, is_prepared, open_prepared
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, DataError, Fault, UserError, did_you_mean
-from weft.train.prepare import Recipe, prepare
-from weft.train.prepared import SPLITS, Meta, Prepared, is_prepared, open_prepared
 from weft.view.bar import Bar
 from weft.view.quantity import count, memory
 

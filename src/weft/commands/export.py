@@ -12,12 +12,12 @@ from weft.commands.console import say, settle_threads, show_help, tell, wants_he
 from weft.core import flags
 from weft.core.config import Table
 from weft.core.hf.compose import unwritable
+from weft.data.tokenizer import BYTES
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, Fault, UserError
 from weft.generate.subject import Subject, find_subject
 from weft.save.folder import FOLDER
 from weft.save.hf.kept import KEPT
 from weft.save.hf.written import refuse_filled
-from weft.train.tokenizer import BYTES
 
 USAGE = "RUN | CHECKPOINT DIR [--dtype bfloat16] [--key value ...]"
 LINE = "make a Hugging Face folder of a checkpoint: config.json and safetensors"

@@ -155,9 +155,9 @@ def sequence_fits_model(run: Run) -> Iterable[Fault]:
 
 
 def vocabulary_holds_bytes(run: Run) -> Iterable[Fault]:
-    """Where text is read as bytes, the model knows all of them."""
+    """Where the default text is read as bytes, the model knows all of them; other sources are looked at when they are opened."""
     size = run.model.axis_sizes().get("vocab", BYTES)
-    is_text = run.model.kind == "tokens" and not run.data.source.endswith(".bin")
+    is_text = run.model.kind == "tokens" and run.data.source == "stdlib" and not run.data.mix
     if run.data.tokenizer == "bytes" and is_text and size < BYTES:
         fix = f"--model.vocab {BYTES}"
         yield Fault("model.vocab", "is smaller than the tokenizer's", str(size), f"at least {BYTES} for bytes", fix)

@@ -11,10 +11,10 @@ from weft.core.config import Batch, Parallel, Pipeline, Precision, Run
 from weft.core.mesh import Mesh
 from weft.core.model import ModelConfig
 from weft.core.plan import Plan, canonical, make_stages
+from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import ConfigError, Fault, UserError
 from weft.generate.request import Request, read_prompts
 from weft.generate.subject import Subject
-from weft.train.tokenizer import Tokenizer, open_tokenizer
 
 SERVED = ("pp", "ep", "tp")
 WHY_NOT = {

@@ -18,14 +18,14 @@ from weft.core.hf.files import DTYPES, list_tensors
 from weft.core.keys import nest
 from weft.core.load import load
 from weft.core.precision import Dtype
+from weft.data.files import TOKEN_SUFFIX
+from weft.data.prepared import sources_of, tokenizer_of
+from weft.data.tokenizer import BYTES, FILE, KEY, Tokenizer, open_tokenizer
 from weft.errors import CheckpointError, DataError, Fault
 from weft.models import FAMILIES
 from weft.save.folder import FOLDER, find_newest
 from weft.save.format import MANIFEST, Facts
 from weft.save.manifest import read_manifest
-from weft.train.files import TOKEN_SUFFIX
-from weft.train.prepared import sources_of, tokenizer_of
-from weft.train.tokenizer import BYTES, FILE, KEY, Tokenizer, open_tokenizer
 
 RUN = "run.toml"
 ENDS = ("generation_config.json", CONFIG)

@@ -12,13 +12,13 @@ from weft.comm.comm import Comm
 from weft.core.config import Precision, Run
 from weft.core.layout import plan_of
 from weft.core.lr import learning_rate
+from weft.data.opened import open_data
 from weft.models.batch import Batch
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
 from weft.prove.trace import Difference, Held, differences, uncovered
 from weft.testing import run_ranks
 from weft.train.build import family_of
-from weft.train.data import open_data
 from weft.train.feed import samples_of, whole_batch
 from weft.train.optim import NamedOptimizer, make_optimizer
 

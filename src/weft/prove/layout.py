@@ -10,13 +10,13 @@ import torch
 from weft.comm.comm import Comm
 from weft.core.model import ModelConfig
 from weft.core.plan import Plan
+from weft.data.order import layout_of
 from weft.models import Family
 from weft.models.batch import Batch
 from weft.prove.oracle import OptimizerOf
 from weft.prove.trace import Held, StepTrace
 from weft.train.build import build_model
 from weft.train.optim import matrices
-from weft.train.order import layout_of
 from weft.train.step import StepReport, TrainStep
 
 

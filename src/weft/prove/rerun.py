@@ -15,10 +15,10 @@ from weft.comm.threads import ThreadWorld
 from weft.core.config import Parallel, Pipeline, Run
 from weft.core.load import load
 from weft.core.mesh import Mesh
+from weft.data.opened import open_data
 from weft.errors import DataError, Fault
 from weft.models import FAMILIES
 from weft.train.build import build_feed, build_step
-from weft.train.data import open_data
 from weft.train.journal import EVENTS, course, read_events
 from weft.train.loop import step_events
 

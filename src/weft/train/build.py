@@ -13,11 +13,11 @@ from weft.core.config import Run
 from weft.core.layout import plan_of
 from weft.core.model import ModelConfig
 from weft.core.plan import Plan
+from weft.data.opened import Samples, open_valid
 from weft.models import FAMILIES, Family
 from weft.models.lora import adapted
 from weft.parallel.model import ParallelModel, materialise, parallelize
 from weft.save.source import Source
-from weft.train.data import Samples, open_valid
 from weft.train.evaluate import Evaluation
 from weft.train.feed import Feed
 from weft.train.optim import Optimizer, make_optimizer, matrices

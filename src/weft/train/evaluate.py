@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.data.order import Ints
 from weft.models.batch import Batch
 from weft.parallel.forward import ForwardPlayer
 from weft.parallel.model import ParallelModel
 from weft.train.feed import Feed
-from weft.train.order import Ints
 
 NO_SAMPLE = -1
 """Stands where the last batch has no sample left: it is fed one without targets, so that every batch is as large."""

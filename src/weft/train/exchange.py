@@ -17,6 +17,7 @@ from weft.core.hf.describe import CONFIG
 from weft.core.lora import chosen
 from weft.core.model import ModelConfig
 from weft.core.toml import dump
+from weft.data.tokenizer import FILE
 from weft.errors import CheckpointError
 from weft.models import FAMILIES
 from weft.save.folder import FOLDER
@@ -34,7 +35,6 @@ from weft.save.peft import strange_to_peft
 from weft.save.read import open_checkpoint
 from weft.save.source import Source
 from weft.train.start import check_start
-from weft.train.tokenizer import FILE
 from weft.view.quantity import count
 
 NOT_ASKED = Compared(reason="as asked")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.core.config import Run
+from weft.data.samples import Samples
 from weft.save.format import Facts
-from weft.train.samples import Samples
 from weft.train.step import TrainStep
 
 # Note [There is no random state]

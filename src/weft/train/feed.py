@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.data.opened import Samples
+from weft.data.order import Ints, layout_of, places_of_step
 from weft.models.batch import IGNORE, Batch, with_later_targets
-from weft.train.data import Samples
-from weft.train.order import Ints, layout_of, places_of_step
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,17 @@ from weft.core.lora import chosen
 from weft.core.lr import learning_rate
 from weft.core.plan import Plan
 from weft.core.toml import dump
+from weft.data.opened import Samples, open_data
+from weft.data.prepared import tokenizer_of
 from weft.errors import WeftError
 from weft.run.signals import Leave
 from weft.train.agree import words_of_first
 from weft.train.build import build_evaluation, build_feed
-from weft.train.data import Samples, open_data
 from weft.train.evaluate import Evaluation, eval_event
 from weft.train.facts import facts_of
 from weft.train.feed import Feed
 from weft.train.journal import Journal
 from weft.train.prefetch import ahead
-from weft.train.prepared import tokenizer_of
 from weft.train.restart import begin, clear
 from weft.train.sample import sample
 from weft.train.saver import Saver

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.comm.comm import Comm
 from weft.core.config import Run
+from weft.data.samples import Samples
 from weft.errors import CheckpointError, DataError, Fault
 from weft.save.folder import Found, checkpoints, remove_leftovers
 from weft.save.manifest import read_manifest
@@ -18,7 +19,6 @@ from weft.train.agree import agree, words_of_first
 from weft.train.build import build_step
 from weft.train.checkpoint import load_parameters, restore
 from weft.train.resume import data_changes, find
-from weft.train.samples import Samples
 from weft.train.state import MODEL
 from weft.train.step import TrainStep
 

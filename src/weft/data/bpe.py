@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from weft.data.tokenizer import END_NAMES, KEY, library
 from weft.errors import DataError, Fault
-from weft.train.tokenizer import END_NAMES, KEY, library
 
 NUM_BYTES = 256
 END = END_NAMES[0]

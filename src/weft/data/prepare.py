@@ -18,14 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.data.bpe import train_bpe
+from weft.data.documents import Piece, Reading, SplitOn, read_documents
+from weft.data.files import KEY, TOKEN_SUFFIX, find_files
+from weft.data.order import draws
+from weft.data.prepared import FORMAT, META, SPLITS, Meta, Part, Split, TokenDtype
+from weft.data.split_file import SplitFile
+from weft.data.tokenizer import BYTES, FILE, ByteTokenizer, Tokenizer, open_tokenizer
 from weft.errors import DataError, Fault
-from weft.train.bpe import train_bpe
-from weft.train.documents import Piece, Reading, SplitOn, read_documents
-from weft.train.files import KEY, TOKEN_SUFFIX, find_files
-from weft.train.order import draws
-from weft.train.prepared import FORMAT, META, SPLITS, Meta, Part, Split, TokenDtype
-from weft.train.split_file import SplitFile
-from weft.train.tokenizer import BYTES, FILE, ByteTokenizer, Tokenizer, open_tokenizer
 
 TRAIN = "train"
 BATCH_CHARS = 2**20

@@ -19,12 +19,12 @@ import numpy as np
 from pydantic import ConfigDict, ValidationError
 
 from weft.core.config import Data, Table
+from weft.data.bounds import BOUND, BoundsFile
+from weft.data.files import KEY, TOKEN_SUFFIX
+from weft.data.tokenizer import BYTES, FILE, Tokenizer, open_tokenizer
+from weft.data.tokenizer import KEY as TOKENIZER_KEY
+from weft.data.tokens import BLOCK_TOKENS, TokenStream, open_tokens
 from weft.errors import DataError, Fault
-from weft.train.bounds import BOUND, BoundsFile
-from weft.train.files import KEY, TOKEN_SUFFIX
-from weft.train.tokenizer import BYTES, FILE, Tokenizer, open_tokenizer
-from weft.train.tokenizer import KEY as TOKENIZER_KEY
-from weft.train.tokens import BLOCK_TOKENS, TokenStream, open_tokens
 
 META = "meta.json"
 FORMAT = 1

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from weft.data.files import GZIP_SUFFIX, KEY, LINES_SUFFIX, TABLE_SUFFIX, kind_of
 from weft.errors import DataError, Fault, did_you_mean
-from weft.train.files import GZIP_SUFFIX, KEY, LINES_SUFFIX, TABLE_SUFFIX, kind_of
 
 FIELD_KEY = "data.text_field"
 PIECE_CHARS = 2**16

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.files import KEY
 from weft.errors import DataError, Fault
-from weft.train.files import KEY
 
 Bytes = NDArray[np.uint8]
 

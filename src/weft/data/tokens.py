@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.bounds import Bounds
+from weft.data.files import KEY, TOKEN_SUFFIX
 from weft.errors import DataError, Fault
-from weft.train.bounds import Bounds
-from weft.train.files import KEY, TOKEN_SUFFIX
 
 Array = NDArray[Any]
 

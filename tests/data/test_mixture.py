@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from weft.cli import main
 from weft.core.config import Data
+from weft.data.mixture import CYCLE, Turns, read_mix, turns_of
+from weft.data.opened import open_data
+from weft.data.order import layout_of
 from weft.models import gpt2
-from weft.train.data import open_data
 from weft.train.feed import samples_of
 from weft.train.journal import read_events
-from weft.train.mixture import CYCLE, Turns, read_mix, turns_of
-from weft.train.order import layout_of
 
 
 @settings(max_examples=30)

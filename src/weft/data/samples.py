@@ -10,11 +10,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.train.images import LabelledImages
-from weft.train.mixture import Turns
-from weft.train.order import Ints, mix, walk
-from weft.train.packing import pack
-from weft.train.tokens import TokenStream
+from weft.data.images import LabelledImages
+from weft.data.mixture import Turns
+from weft.data.order import Ints, mix, walk
+from weft.data.packing import pack
+from weft.data.tokens import TokenStream
 
 HASH_DIGITS = 12
 IGNORE = -100

@@ -11,8 +11,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from weft.train.bounds import BOUND
-from weft.train.prepared import Part
+from weft.data.bounds import BOUND
+from weft.data.prepared import Part
 
 BUFFER_BYTES = 2**20
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from weft.core.config import Data
+from weft.data.documents import Piece, Reading, read_documents
+from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_plain_text
+from weft.data.prepared import SPLITS, Split, agreed_tokenizer, prepared_of
+from weft.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from weft.data.tokens import TokenStream, names, open_stream
 from weft.errors import DataError, Fault
-from weft.train.documents import Piece, Reading, read_documents
-from weft.train.files import KEY, TOKEN_SUFFIX, find_files, is_plain_text
-from weft.train.prepared import SPLITS, Split, agreed_tokenizer, prepared_of
-from weft.train.tokenizer import BYTES, Tokenizer, open_tokenizer
-from weft.train.tokens import TokenStream, names, open_stream
 
 MOST_IN_MEMORY = 2 * 2**20
 """Characters that are made into tokens whenever a run starts, on every rank; more is prepared once."""

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from weft.core.config import Data
 from weft.core.load import load
+from weft.data import bounds as bounds_module
+from weft.data.bounds import BoundsFile, between, longest
+from weft.data.opened import open_data
+from weft.data.packing import pack
+from weft.data.prepare import Recipe, prepare
+from weft.data.samples import IGNORE
 from weft.models import FAMILIES, gpt2
 from weft.prove.config import prove
-from weft.train import bounds as bounds_module
-from weft.train.bounds import BoundsFile, between, longest
-from weft.train.data import open_data
-from weft.train.packing import pack
-from weft.train.prepare import Recipe, prepare
-from weft.train.samples import IGNORE
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 

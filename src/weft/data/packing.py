@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.train.bounds import Bounds, Ints, between
+from weft.data.bounds import Bounds, Ints, between
 
 
 @dataclass(frozen=True)

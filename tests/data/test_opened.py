@@ -13,12 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.core import fit
+from weft.core.checks import ask
 from weft.core.config import Data
+from weft.core.load import load
+from weft.data import files, images, opened, tokens
+from weft.data.opened import layout_of, open_data, samples_of_step
+from weft.data.order import permuted
 from weft.errors import DataError
-from weft.models import gpt2, mnist
-from weft.train import files, images, tokens
-from weft.train.data import layout_of, open_data, samples_of_step
-from weft.train.order import permuted
+from weft.models import FAMILIES, gpt2, mnist
 
 BYTES_MODEL = gpt2.Config()
 IMAGES_MODEL = mnist.Config()
@@ -371,3 +374,37 @@ def test_a_folder_without_a_pair_is_refused(tmp_path):
 def test_text_and_images_are_not_mistaken_for_each_other():
     assert "'stdlib' is text, the model reads images" in complaint("stdlib", IMAGES_MODEL)
     assert "'digits' are images, the model reads tokens" in complaint("digits")
+
+
+# ---- vocabularies
+
+
+def faults_of_run(*argv, from_hf=None):
+    run = load(argv, FAMILIES)
+    return [str(fault) for fault in opened.source_faults(with_folder(run, from_hf))]
+
+
+def with_folder(run, from_hf):
+    return run.model_copy(update={"model": run.model.model_copy(update={"from_hf": from_hf})})
+
+
+def test_token_files_may_have_fewer_ids_than_bytes_have_alone_in_a_folder_and_mixed(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        np.arange(60, dtype="<u2").tofile(tmp_path / name / "x.bin")
+    small = ("--model.vocab", "60", "--data.seq_len", "8", "--batch.global_size", "2", "--batch.micro_size", "2")
+    for source in (
+        ("--data.source", f"{tmp_path}/a/x.bin"),
+        ("--data.source", f"{tmp_path}/a"),
+        ("--data.mix", f"{tmp_path}/a=1", f"{tmp_path}/b/x.bin=2"),
+    ):
+        assert ask(load((*source, *small), FAMILIES), (*fit.CHECKS, *opened.CHECKS)) == ()
+
+
+def test_the_vocabulary_of_a_model_from_a_folder_is_not_to_be_changed(tmp_path):
+    (tmp_path / "a.txt").write_text("hello " * 100)
+    argv = ("--data.source", f"{tmp_path}/a.txt", "--model.vocab", "99")
+    line = "model.vocab: is smaller than the tokenizer's (got 99; need at least 256 for bytes). Fix: "
+    assert faults_of_run(*argv) == [f"{line}--model.vocab 256"]
+    own = "weft data prepare the text with --tokenizer Qwen3-0.6B/tokenizer.json"
+    assert faults_of_run(*argv, from_hf="Qwen3-0.6B") == [f"{line}{own}"]

@@ -8,18 +8,18 @@ from dataclasses import replace
 from weft.core.checks import Check
 from weft.core.config import Data, Run
 from weft.core.model import ModelConfig
+from weft.data import images
+from weft.data.bounds import longest
+from weft.data.files import KEY
+from weft.data.mixture import KEY as MIX_KEY
+from weft.data.mixture import read_mix, turns_of
+from weft.data.order import layout_of, samples_of_step
+from weft.data.prepared import Split, prepared_of, tokenizer_of
+from weft.data.samples import Arrays, Mixture, Pictures, Samples, Sequences
+from weft.data.sources import has_documents, open_source
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokens import TokenStream, names
 from weft.errors import DataError, Fault
-from weft.train import images
-from weft.train.bounds import longest
-from weft.train.files import KEY
-from weft.train.mixture import KEY as MIX_KEY
-from weft.train.mixture import read_mix, turns_of
-from weft.train.order import layout_of, samples_of_step
-from weft.train.prepared import Split, prepared_of, tokenizer_of
-from weft.train.samples import Arrays, Mixture, Pictures, Samples, Sequences
-from weft.train.sources import has_documents, open_source
-from weft.train.tokenizer import Tokenizer
-from weft.train.tokens import TokenStream, names
 
 __all__ = ["CHECKS", "Arrays", "Samples", "layout_of", "open_data", "open_valid", "samples_of_step"]
 
@@ -129,8 +129,15 @@ def source_faults(run: Run) -> Iterable[Fault]:
         else:
             open_data(run.data, run.model)
     except DataError as error:
-        return error.faults
+        return tuple(_mended(fault, run) for fault in error.faults)
     return ()
+
+
+def _mended(fault: Fault, run: Run) -> Fault:
+    """The vocabulary of a model that comes from a folder is not for choosing: the data has to speak its language."""
+    if fault.key != "model.vocab" or run.model.from_hf is None:
+        return fault
+    return replace(fault, fix=f"weft data prepare the text with --tokenizer {run.model.from_hf}/tokenizer.json")
 
 
 def eval_faults(run: Run) -> Iterable[Fault]:

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from weft.cli import main
 from weft.core.config import Data
 from weft.core.load import load
+from weft.data import documents, prepare, prepared
+from weft.data.bpe import train_bpe
+from weft.data.documents import Reading, cut, read_documents
+from weft.data.files import stdlib_files
+from weft.data.opened import open_data, open_valid
+from weft.data.prepare import Recipe, is_valid
+from weft.data.prepared import open_prepared, tokenizer_of
+from weft.data.sources import open_source
+from weft.data.tokenizer import FileTokenizer, open_tokenizer
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER, DataError
 from weft.models import FAMILIES, gpt2
-from weft.train import documents, prepare, prepared
-from weft.train.bpe import train_bpe
-from weft.train.data import open_data, open_valid
-from weft.train.documents import Reading, cut, read_documents
-from weft.train.files import stdlib_files
-from weft.train.prepare import Recipe, is_valid
-from weft.train.prepared import open_prepared, tokenizer_of
-from weft.train.sources import open_source
-from weft.train.tokenizer import FileTokenizer, open_tokenizer
 
 TEXTS = [f"document {number}: " + "lorem ipsum " * (number % 7) + "\n" for number in range(60)]
 VOCAB = 300
