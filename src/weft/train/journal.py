@@ -15,7 +15,8 @@ An event is a flat dict with an "event" key; the ones there are:
             steps above `step` that stand before this line are of a run that was killed; `course` leaves them out
     end     status (finished, stopped), steps, seconds
 
-One line is one event, written by a single call, so a crash leaves whole lines. Numbers keep full precision. JSON has no
+One line is one event, written by a single call. A kill can cut that call short where a line crosses a page: readers leave
+the part of a last line out, and whoever goes on writing removes it. Numbers keep full precision. JSON has no
 word for the numbers that are none: they are the strings "NaN", "Infinity" and "-Infinity", which `float()` in Python
 and `Number()` in JavaScript read, and `read_events` turns back.
 """
