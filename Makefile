@@ -24,15 +24,17 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: OUT := runs/train-$(shell date +%Y%m%d-%H%M%S)
 train: $(STAMP)  ## the main job: a small LLaMA 3 on 8 ranks (or MESH="cp2 dp2"), then the proof, then what it writes
-	@$(BIN)/weft train --mesh "$(MESH)" --sample 400 --out $(OUT) $(ARGS)
+	@$(BIN)/weft train --mesh "$(MESH)" --sample 400 --save.every 100 --out $(OUT) $(ARGS)
 	@echo
 	@$(BIN)/weft prove $(OUT) --first 20
 	@echo
 	@echo "Try next:"
-	@echo "  make train MESH=\"dp2 tp2\" ARGS=\"--parallel.sequence True\"     another layout, the same numbers"
+	@echo "  $(BIN)/weft generate $(OUT) --prompt 'def '                  more of what it has learned"
+	@echo "  $(BIN)/weft train --out $(OUT) --resume auto --mesh \"dp2\" --steps 300   go on, on another layout"
+	@echo "  $(BIN)/weft export $(OUT) llama-py/                          for transformers"
+	@echo "  make train MESH=\"cp2 tp2 dp2\"                               another layout, the same numbers"
 	@echo "  $(BIN)/weft explain --mesh \"pp4 dp2\"                        who does what, and why, without starting it"
 	@echo "  $(BIN)/weft prove --mesh \"pp2 dp2 tp2\"                      every gradient against one device, in float64"
-	@echo "  $(BIN)/weft train --mesh dp2 --data.source README.md --steps 50 --data.seq_len 64   your own text"
 	@echo "  $(BIN)/weft train --help                                     every key"
 
 test: $(STAMP)  ## all tests, under 10 minutes on 2 cores
