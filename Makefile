@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 MESH ?= pp2 dp2 tp2
 RESULTS := $(CURDIR)/runs/matrix.jsonl
 
-.PHONY: help setup train test check matrix support bench clean
+.PHONY: help setup train test slow check matrix support bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -56,6 +56,9 @@ matrix: $(STAMP)  ## the whole sweep of layouts x schedules x models against one
 	@mkdir -p runs && rm -f $(RESULTS)
 	@OMP_NUM_THREADS=1 WEFT_MATRIX_RESULTS=$(RESULTS) $(BIN)/python -m pytest -n 2 -m slow tests/matrix $(ARGS); \
 		code=$$?; $(MAKE) --no-print-directory support; exit $$code
+
+slow: $(STAMP)  ## the slow tests besides the matrix: 200 kills in the middle of a save, random cuts, adapters on 120 layouts
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --ignore tests/matrix tests $(ARGS)
 
 support: $(STAMP)  ## docs/support.md from the last results of make matrix
 	@PYTHONPATH=. $(BIN)/python -m tests.matrix.support $(RESULTS)
