@@ -26,7 +26,7 @@ class Preparing(Table):
     """What `weft data prepare` makes of what."""
 
     inputs: tuple[str, ...] = Field(
-        (), description="files, folders, globs: text, .jsonl, .parquet, .gz of the first two"
+        (), description="files, folders, globs: text, .jsonl, .parquet, .gz of the first two; hf:PATH[,CONFIG][:SPLIT]"
     )
     out: str = Field("", description="folder to make")
     tokenizer: str = Field(

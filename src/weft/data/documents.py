@@ -121,13 +121,13 @@ def _paragraphs(file: Path, reading: Reading) -> Iterator[Piece]:
                     *whole, held = cut(held)
                     yield from (Piece(part, False, at) for part in whole)
             elif held:
-                yield from _document(held, at)
+                yield from document(held, at)
                 held = ""
     if held + rest.strip():
-        yield from _document(held + rest, file.stat().st_size)
+        yield from document(held + rest, file.stat().st_size)
 
 
-def _document(text: str, at: int) -> Iterator[Piece]:
+def document(text: str, at: int) -> Iterator[Piece]:
     """A whole text that is in memory."""
     *whole, last = cut(text)
     yield from (Piece(part, False, at) for part in whole)
@@ -167,7 +167,7 @@ def _lines(file: Path, reading: Reading) -> Iterator[Piece]:
             if not line.strip():
                 continue
             if text := _text_of(line, reading.text_field, f"{file}:{number}"):
-                yield from _document(text, raw.tell())
+                yield from document(text, raw.tell())
 
 
 def _text_of(line: bytes, field: str, where: str) -> str:
@@ -178,13 +178,14 @@ def _text_of(line: bytes, field: str, where: str) -> str:
     if not isinstance(row, dict):
         raise DataError(Fault(KEY, f"{where} is no JSON object", type(row).__name__, '{"text": "..."}'))
     if field not in row:
-        raise DataError(Fault(FIELD_KEY, f"{where} has no such field", repr(field), fix=_other_field(field, row)))
+        raise DataError(Fault(FIELD_KEY, f"{where} has no such field", repr(field), fix=other_field(field, row)))
     if not isinstance(row[field], str):
         raise DataError(Fault(FIELD_KEY, f"{where}: the field {field!r} is no text", type(row[field]).__name__, "text"))
     return str(row[field]).encode("utf-8", "replace").decode()  # JSON may spell half a character
 
 
-def _other_field(field: str, known: Any) -> str:
+def other_field(field: str, known: Any) -> str:
+    """What to do about a field that is not there."""
     return did_you_mean(field, map(str, known)) if known else "name another, or mend the file"
 
 
@@ -200,7 +201,7 @@ def _rows(file: Path, reading: Reading) -> Iterator[Piece]:
         names, field = table.schema_arrow.names, reading.text_field
         if field not in names:
             got, need = repr(field), f"one of {', '.join(names)}"
-            raise DataError(Fault(FIELD_KEY, f"{file} has no such column", got, need, _other_field(field, names)))
+            raise DataError(Fault(FIELD_KEY, f"{file} has no such column", got, need, other_field(field, names)))
         if str(table.schema_arrow.field(field).type) not in ("string", "large_string", "string_view"):
             kind = str(table.schema_arrow.field(field).type)
             raise DataError(Fault(FIELD_KEY, f"{file}: the column {field!r} is no text", kind, "strings"))
@@ -209,7 +210,7 @@ def _rows(file: Path, reading: Reading) -> Iterator[Piece]:
             done += len(batch)
             for text in batch.column(0).to_pylist():
                 if text:
-                    yield from _document(text, size * done // total)
+                    yield from document(text, size * done // total)
 
 
 def _pyarrow() -> Any:

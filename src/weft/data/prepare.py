@@ -21,6 +21,7 @@ import numpy as np
 from weft.data.bpe import train_bpe
 from weft.data.documents import Piece, Reading, SplitOn, read_documents
 from weft.data.files import KEY, TOKEN_SUFFIX, find_files
+from weft.data.hub import SCHEME, HubSet
 from weft.data.order import draws
 from weft.data.prepared import FORMAT, META, SPLITS, Meta, Part, Split, TokenDtype
 from weft.data.split_file import SplitFile
@@ -32,6 +33,7 @@ BATCH_CHARS = 2**20
 LEARNT_CHARS = 2**26
 """Characters at most that a BPE is trained on, taken evenly from all of them."""
 
+Input = Path | HubSet
 Progress = Callable[[str, int, int], None]
 """Called with what is done, and bytes done of all bytes."""
 
@@ -41,7 +43,7 @@ class Recipe:
     """What is made of what.
 
     Attributes:
-        inputs: files, folders, globs, or stdlib.
+        inputs: files, folders, globs, stdlib, or data sets (`hf:PATH[,CONFIG][:SPLIT]`).
         tokenizer: `bytes`, a tokenizer.json, or `train` for a BPE of `vocab` ids trained on the inputs.
         valid: share of the documents that are kept for validation, 0 to 1.
         seed: which ones those are.
@@ -80,16 +82,24 @@ def prepare(recipe: Recipe, out: Path, progress: Progress = lambda what, done, t
     return meta
 
 
-def input_files(inputs: Sequence[str]) -> tuple[Path, ...]:
-    """All files that the inputs name, each once, in their order.
+def input_files(inputs: Sequence[str]) -> tuple[Input, ...]:
+    """All files and data sets that the inputs name, each once, in their order.
 
     Raises:
         DataError: an input that names none, or token files.
     """
-    files = tuple(dict.fromkeys(file for source in inputs for file in find_files(source)))
-    if tokens := [file for file in files if file.suffix == TOKEN_SUFFIX]:
+    files = tuple(dict.fromkeys(file for source in inputs for file in _inputs_of(source)))
+    if tokens := [file for file in files if isinstance(file, Path) and file.suffix == TOKEN_SUFFIX]:
         raise DataError(Fault(KEY, "holds tokens already", str(tokens[0]), "text, JSONL or parquet"))
     return files
+
+
+def _inputs_of(source: str) -> tuple[Input, ...]:
+    return (HubSet.parse(source),) if source.startswith(SCHEME) else find_files(source)
+
+
+def _num_bytes(file: Input) -> int:
+    return file.num_bytes if isinstance(file, HubSet) else file.stat().st_size
 
 
 def is_valid(numbers: Iterable[int], *, share: float, seed: int) -> list[bool]:
@@ -98,8 +108,8 @@ def is_valid(numbers: Iterable[int], *, share: float, seed: int) -> list[bool]:
     return [bool(drawn) for drawn in (draws(found, seed=seed) < share) & (found > 0)]
 
 
-def _fill(folder: Path, recipe: Recipe, files: Sequence[Path], progress: Progress) -> Meta:
-    total = sum(file.stat().st_size for file in files)
+def _fill(folder: Path, recipe: Recipe, files: Sequence[Input], progress: Progress) -> Meta:
+    total = sum(map(_num_bytes, files))
     tokenizer = _tokenizer(folder, recipe, files, progress)
     reading = Reading(recipe.text_field, recipe.split_on, takes_any_bytes=isinstance(tokenizer, ByteTokenizer))
     dtype: TokenDtype = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
@@ -129,13 +139,13 @@ def _fill(folder: Path, recipe: Recipe, files: Sequence[Path], progress: Progres
     return meta
 
 
-def read_all(files: Iterable[Path], reading: Reading) -> Iterator[Piece]:
+def read_all(files: Iterable[Input], reading: Reading) -> Iterator[Piece]:
     """The pieces of all files; `at` counts from the beginning of the first."""
     before = 0
     for file in files:
-        for piece in read_documents(file, reading):
+        for piece in file.documents(reading) if isinstance(file, HubSet) else read_documents(file, reading):
             yield Piece(piece.text, piece.ends, before + piece.at)
-        before += file.stat().st_size
+        before += _num_bytes(file)
 
 
 def _encode(
@@ -174,7 +184,7 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _tokenizer(folder: Path, recipe: Recipe, files: Sequence[Path], progress: Progress) -> Tokenizer:
+def _tokenizer(folder: Path, recipe: Recipe, files: Sequence[Input], progress: Progress) -> Tokenizer:
     """The tokenizer of the recipe, trained if it says so, and a copy of its file in the folder."""
     if recipe.tokenizer == BYTES:
         return open_tokenizer(BYTES)
@@ -186,9 +196,9 @@ def _tokenizer(folder: Path, recipe: Recipe, files: Sequence[Path], progress: Pr
     return open_tokenizer(str(folder / FILE))
 
 
-def _sample(recipe: Recipe, files: Sequence[Path], progress: Progress) -> Iterator[str]:
+def _sample(recipe: Recipe, files: Sequence[Input], progress: Progress) -> Iterator[str]:
     """Every piece, or an even choice of them where they are many; a function of the recipe."""
-    total = max(sum(file.stat().st_size for file in files), 1)
+    total = max(sum(map(_num_bytes, files)), 1)
     share = LEARNT_CHARS / total
     for number, piece in enumerate(read_all(files, Reading(recipe.text_field, recipe.split_on))):
         if share >= 1 or draws(np.array([number]), seed=recipe.seed)[0] < share:
