@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from tests.memory import Memory
 from weft.comm.comm import Comm
-from weft.core.axes import Box
 from weft.core.mesh import Mesh
 from weft.core.model import ModelConfig
 from weft.core.plan import Plan, canonical, make_stages
@@ -62,23 +62,6 @@ def plain(config: ModelConfig) -> dict[str, nn.Module]:
         for param in {id(param): param for param in named_parameters(blocks).values()}.values():
             param.add_(torch.randn(param.shape, generator=generator, dtype=param.dtype) * 0.15)
     return blocks
-
-
-@dataclass(frozen=True)
-class Memory:
-    """A `Source` that holds its tensors."""
-
-    tensors: Mapping[str, Tensor]
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name].dtype
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self.tensors[name][box.slices].clone()
 
 
 def stored(config: ModelConfig, blocks: Mapping[str, nn.Module]) -> Memory:

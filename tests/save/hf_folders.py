@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from weft.core.axes import Box
+from tests.memory import Memory
 from weft.core.hf.compose import config_json
 from weft.core.hf.describe import describe
 from weft.core.model import ModelConfig
@@ -52,23 +51,6 @@ CONFIGS: dict[str, ModelConfig] = {
     "deepseek, second next, q whole": DEEPSEEK.model_copy(update={"mtp_depth": 1, "q_lora_rank": 0}),
     "deepseek, q whole": DEEPSEEK.model_copy(update={"q_lora_rank": 0, "shared_experts": 0}),
 }
-
-
-@dataclass(frozen=True)
-class Memory:
-    """A Source of tensors in memory."""
-
-    tensors: Mapping[str, Tensor]
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name].dtype
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self.tensors[name][box.slices].clone()
 
 
 def shapes_of(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from tests.memory import Memory
 from weft.core.axes import Box
 from weft.core.config import Lora
 from weft.core.hf.compose import config_json
@@ -42,23 +43,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4, "v_head_dim": 4, "ffn": 24, "vocab": 31, "experts": 4, "top_k": 2, "expert_ffn": 8,
     },
 }  # fmt: skip
-
-
-class Memory:
-    """Parameters in memory, as a `Source`."""
-
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.tensors[name].dtype
-
-    def read(self, name: str, box: Box) -> Tensor:
-        return self.tensors[name][box.slices].clone()
 
 
 def config_of(name: str) -> ModelConfig:

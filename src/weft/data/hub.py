@@ -80,8 +80,6 @@ class HubSet:
     def _guarded(self, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         try:
             yield from rows
-        except DataError:
-            raise
         except Exception as error:  # noqa: BLE001 - as above
             raise self._unreachable(error) from None
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.core.axes import span_sizes
 from weft.generate.angles import share_angles
 from weft.generate.cache import look_at, remember
 from weft.models.batch import Batch, chain
+from weft.parallel.forward import play_in_turn, whole_vocabulary
 from weft.parallel.model import ParallelModel
 from weft.train.sample import written_with
 
@@ -58,27 +58,15 @@ class Decoder:
         self.lengths = ()
 
     def _forward(self, batch: Batch, lasts: Sequence[int]) -> Tensor | None:
-        plan, comm = self.model.plan, self.model.comm
-        home, here = plan.table.home, comm.index("pp")
-        x = batch.inputs
-        for stage in range(len(home)):
-            if home[stage] != here:
-                continue
-            if stage and home[stage - 1] != here:
-                x = self._receive(stage - 1, batch)
-            x = self._play(stage, x, batch, lasts)
-            if stage + 1 < len(home) and home[stage + 1] != here and x.numel():
-                comm.send(x.contiguous(), "pp", to=home[stage + 1])
-        if not self.is_last:
-            return None
-        cut = "vocab" in plan.cuts
-        return comm.all_gather(x, "tp", dim=-1, sizes=span_sizes(self.vocab, comm.degree("tp"))) if cut else x
+        def shape_of(stage: int) -> tuple[int, ...]:
+            _, _, *width = self.model.plan.stages[stage].out
+            return (*batch.inputs.shape, *(int(entry) for entry in width))
 
-    def _receive(self, stage: int, batch: Batch) -> Tensor:
-        plan, comm = self.model.plan, self.model.comm
-        shape = (*batch.inputs.shape, *plan.stages[stage].out[2:])
-        x = torch.empty(shape, dtype=getattr(torch, plan.compute), device=comm.device)
-        return comm.recv(x, "pp", source=plan.table.home[stage]) if x.numel() else x
+        def play(stage: int, x: Tensor) -> Tensor:
+            return self._play(stage, x, batch, lasts)
+
+        x = play_in_turn(self.model, batch.inputs, play=play, shape_of=shape_of)
+        return whole_vocabulary(x, self.model, vocab=self.vocab) if self.is_last else None
 
     def _play(self, stage: int, x: Tensor, batch: Batch, lasts: Sequence[int]) -> Tensor:
         """x_BSD through a stage's blocks; the head sees each row's last token alone, and yields logits_BV."""

@@ -50,7 +50,7 @@ class _Kept:
 
 
 @dataclass
-class _Play:
+class Play:
     """What is on the table during one step.
 
     Attributes:
@@ -106,8 +106,8 @@ class Player:
             batches: this rank's micro-batches, as many as the plan says.
             seed: gradient of the step's loss by the summed loss, scalar: 1 / global number of target tokens.
         """
-        play = _Play(batches, seed, loss=torch.zeros((), dtype=torch.float64, device=self.model.comm.device))
-        act: dict[Kind, Callable[[_Play, Act], None]] = {
+        play = Play(batches, seed, loss=torch.zeros((), dtype=torch.float64, device=self.model.comm.device))
+        act: dict[Kind, Callable[[Play, Act], None]] = {
             "F": self._forward, "B": self._backward, "I": self._backward, "W": self._backward_weights
         }  # fmt: skip
         for instruction in self.row:
@@ -126,7 +126,7 @@ class Player:
         assert not left, f"the table left {left[:3]} behind"
         return Played(play.loss, play.loads)
 
-    def _forward(self, play: _Play, act: Act) -> None:
+    def _forward(self, play: Play, act: Act) -> None:
         batch, blocks = play.batches[act.mb], self.model.stages[act.stage]
         source = self.table.source(act)
         x = batch.inputs if source is None else self._take(play, source).requires_grad_()
@@ -143,7 +143,7 @@ class Player:
         if not is_last:
             play.made[act] = out.x.detach()
 
-    def _backward(self, play: _Play, act: Act) -> None:
+    def _backward(self, play: Play, act: Act) -> None:
         """B, or I where the forward was split: then weight gradients stay owed."""
         self._announce(act)
         kept = play.kept.pop((act.stage, act.mb))
@@ -157,7 +157,7 @@ class Player:
             assert kept.x.grad is not None, f"{act}: nothing flowed back to the stage's input"
             play.made[act] = kept.x.grad
 
-    def _backward_weights(self, play: _Play, act: Act) -> None:
+    def _backward_weights(self, play: Play, act: Act) -> None:
         self._announce(act)
         play.owed.pop((act.stage, act.mb)).backward_weights()
 
@@ -165,17 +165,17 @@ class Player:
         if self.last_backward[act.stage] == act:
             self.before_last_backward(act.stage)
 
-    def _take(self, play: _Play, source: Act) -> Tensor:
+    def _take(self, play: Play, source: Act) -> Tensor:
         """The tensor that `source` made, here or on another rank."""
         return play.posted.pop(source).wait() if source in play.posted else play.made.pop(source)
 
-    def _send(self, play: _Play, send: Send) -> None:
+    def _send(self, play: Play, send: Send) -> None:
         tensor = play.made.pop(send.act).contiguous()
         play.leaving.append((self.model.comm.start_send(tensor, "pp", to=send.peer), tensor))
         if len(play.leaving) > MOST_LEAVING:
             play.leaving.popleft()[0].wait()
 
-    def _post(self, play: _Play, recv: Recv) -> None:
+    def _post(self, play: Play, recv: Recv) -> None:
         comm, boundary = self.model.comm, recv.stage if recv.kind == "activation" else recv.stage - 1
         dtype = getattr(torch, self.model.plan.compute)
         buffer = torch.empty(self.model.plan.boundary_shape(boundary), dtype=dtype, device=comm.device)

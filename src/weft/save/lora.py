@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from weft.core.lora import LORA_A, LORA_B, base_of
 from weft.core.model import ModelConfig
 from weft.errors import CheckpointError, Fault
 from weft.models.lora import added
-from weft.save.disk import free_bytes, refusal, sync_folder, write_whole
+from weft.save.disk import new_folder, write_whole
 from weft.save.format import Facts
 from weft.save.hf.tables import TABLES
 from weft.save.hf.written import refuse_filled
@@ -103,20 +101,9 @@ def write_adapters(folder: Path, source: Source, *, cfg: ModelConfig, lora: Lora
     refuse_filled(folder)
     weights = save(adapter_tensors(source, cfg=cfg, lora=lora), metadata={"format": "pt"})
     text = json.dumps(adapter_config(cfg, lora, base=base), indent=2, sort_keys=True) + "\n"
-    beside, free = folder.with_name(f".{folder.name}.{os.getpid()}"), free_bytes(folder)
-    try:
-        beside.mkdir(parents=True)
+    with new_folder(folder, need_bytes=len(weights)) as beside:
         write_whole(beside / WEIGHTS, weights)
         write_whole(beside / CONFIG, text.encode())
-        sync_folder(beside)
-        if folder.is_dir():
-            folder.rmdir()
-        beside.rename(folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise refusal(error, folder, need_bytes=len(weights), free=free) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def adapter_tensors(source: Source, *, cfg: ModelConfig, lora: Lora) -> dict[str, Tensor]:

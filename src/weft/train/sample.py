@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from weft.comm.comm import Comm
-from weft.core.axes import span_sizes
 from weft.core.sequence import home_of
 from weft.models.batch import Batch, chain, token_batch
 from weft.models.init import name_seed
+from weft.parallel.forward import play_in_turn, whole_vocabulary
 from weft.parallel.model import ParallelModel
 
 LEFT_OUT = ("loss", "mtp")
@@ -47,27 +46,16 @@ def _last_logits(model: ParallelModel, window: Sequence[int], *, vocab: int) -> 
     """logits_V after the window's last token, on the ranks of the last stage; None elsewhere."""
     comm, plan = model.comm, model.plan.model_copy(update={"micro_size": 1})
     batch = _padded(window, plan.seq_len, comm.device).columns(index=comm.index("cp"), degree=comm.degree("cp"))
-    home, here = plan.table.home, comm.index("pp")
-    x = batch.inputs
-    for stage in range(len(home)):
-        if home[stage] == here:
-            if stage and home[stage - 1] != here:
-                empty = torch.empty(
-                    plan.boundary_shape(stage - 1), dtype=getattr(torch, plan.compute), device=comm.device
-                )
-                x = comm.recv(empty, "pp", source=home[stage - 1])
-            x = chain(written_with(model.stages[stage]), x, batch).x
-            if stage + 1 < len(home) and home[stage + 1] != here:
-                comm.send(x.contiguous(), "pp", to=home[stage + 1])
-    if home[-1] != here:
+
+    def play(stage: int, x: Tensor) -> Tensor:
+        return chain(written_with(model.stages[stage]), x, batch).x
+
+    x = play_in_turn(model, batch.inputs, play=play, shape_of=plan.boundary_shape)
+    if plan.table.home[-1] != comm.index("pp"):
         return None
     owner, place = home_of(len(window) - 1, plan.seq_len, comm.degree("cp"))
     last = comm.broadcast_(x[0, place].contiguous(), "cp", root=owner)
-    return _whole_vocabulary(last, comm, cut="vocab" in plan.cuts, vocab=vocab)
-
-
-def _whole_vocabulary(logits: Tensor, comm: Comm, *, cut: bool, vocab: int) -> Tensor:
-    return comm.all_gather(logits, "tp", dim=0, sizes=span_sizes(vocab, comm.degree("tp"))) if cut else logits
+    return whole_vocabulary(last, model, vocab=vocab)
 
 
 def _padded(window: Sequence[int], seq_len: int, device: torch.device) -> Batch:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor
 from weft.core.axes import Box
 from weft.core.hf.describe import CONFIG
 from weft.core.hf.files import DTYPES, INDEX, WHOLE
-from weft.save.disk import free_bytes, refusal, sync_folder, write_whole
+from weft.save.disk import new_folder, write_whole
 from weft.save.hf.folder import slabs
 from weft.save.hf.target import Target
 from weft.save.hf.written import refuse_filled
@@ -86,22 +85,10 @@ def write_folder(
         CheckpointError: the folder is not empty, or the disk refuses; what was written is gone then.
     """
     refuse_filled(folder)
-    beside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    total, free = sum(tensor.num_bytes for tensor in planned), free_bytes(folder)
-    try:
-        beside.mkdir(parents=True)
+    with new_folder(folder, need_bytes=sum(tensor.num_bytes for tensor in planned)) as beside:
         _write_weights(beside, planned, source, max_shard_bytes=max_shard_bytes)
         for name, text in (*texts.items(), (CONFIG, json.dumps(config, indent=2) + "\n")):
             write_whole(beside / name, text.encode())
-        sync_folder(beside)
-        if folder.is_dir():
-            folder.rmdir()
-        beside.rename(folder)
-        sync_folder(folder.parent)
-    except OSError as error:
-        raise refusal(error, folder, need_bytes=total, free=free) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
 
 
 def _write_weights(folder: Path, planned: Sequence[Planned], source: Source, *, max_shard_bytes: int) -> None:
