@@ -21,12 +21,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from weft.checkpoint.folder import checkpoint_path, temporary_path
+from weft.checkpoint.format import Facts
+from weft.checkpoint.held import Held, snapshot
+from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.write import commit, start_write
 from weft.core.axes import Box, span
-from weft.save.folder import checkpoint_path, temporary_path
-from weft.save.format import Facts
-from weft.save.held import Held, snapshot
-from weft.save.read import open_checkpoint
-from weft.save.write import commit, start_write
 
 RANKS = 2
 ROWS, COLUMNS = 1024, 2048

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.sequence import zigzag
-from weft.models.batch import Batch
-from weft.models.layers import Attend
-from weft.parallel.cp import VARIANTS
+from weft.models.common.batch import Batch
+from weft.models.common.layers import Attend
+from weft.parallel.context.attend import VARIANTS
 from weft.testing import run_ranks
 
 HEADS, KV_HEADS, HEAD_SIZE = 8, 4, 64

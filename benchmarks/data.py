@@ -89,10 +89,10 @@ def run_alone(words: Sequence[str]) -> tuple[float, int]:
 
 def prefetch(folder: Path, steps: int, rounds: int, *, slow_s: float) -> None:
     from weft.comm.comm import Comm
-    from weft.core.load import load
+    from weft.config.load import load
     from weft.data.opened import open_data
     from weft.models import FAMILIES
-    from weft.models.batch import Batch
+    from weft.models.common.batch import Batch
     from weft.testing import run_ranks
     from weft.train.build import build_feed, build_step
     from weft.train.prefetch import ahead

@@ -19,13 +19,13 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
-from weft.core.plan import Plan, canonical, make_stages
 from weft.generate.decode import Decoder
 from weft.generate.draw import Sampling, draw
 from weft.generate.rows import Row, grow
+from weft.layout.plan import Plan, canonical, make_stages
 from weft.models import FAMILIES, preset
-from weft.models.batch import chain, token_batch
-from weft.models.init import initialise, named_parameters, tie
+from weft.models.common.batch import chain, token_batch
+from weft.models.common.init import initialise, named_parameters, tie
 from weft.run.rank import prepare
 from weft.train.build import build_model
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tests.live import Live
 from weft.comm.comm import Comm
-from weft.core.config import Optim
+from weft.config.schema import Optim
 from weft.core.mesh import Mesh
-from weft.core.plan import Plan, Recompute, canonical, make_stages
+from weft.layout.plan import Plan, Recompute, canonical, make_stages
 from weft.models import FAMILIES
-from weft.models.batch import Batch, token_batch
+from weft.models.common.batch import Batch, token_batch
 from weft.testing import run_ranks
 from weft.train.build import build_model
 from weft.train.optim import make_optimizer, matrices

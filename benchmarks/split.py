@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 
 from weft.models import FAMILIES
-from weft.models.batch import chain, token_batch
-from weft.parallel.split import Split
+from weft.models.common.batch import chain, token_batch
+from weft.parallel.pipeline.split_backward import Split
 from weft.run.rank import keep_memory
 
 SIZES = ((128, 352, 128), (256, 704, 256), (512, 1408, 256), (1024, 2816, 256))

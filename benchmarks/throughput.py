@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.core.config import Optim
+from weft.config.schema import Optim
 from weft.core.mesh import Mesh
-from weft.core.plan import Plan, canonical, make_stages
+from weft.layout.plan import Plan, canonical, make_stages
 from weft.models import llama3
-from weft.models.batch import Batch, forward, token_batch
+from weft.models.common.batch import Batch, forward, token_batch
 from weft.prove.layout import micro_batches
 from weft.prove.oracle import plain_model
 from weft.run.comm import open_comm

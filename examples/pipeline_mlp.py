@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 import weft
 from weft import Comm, Work
-from weft.core.schedules import make_table
-from weft.core.simulate import simulate
+from weft.schedule.catalog import make_table
+from weft.schedule.simulate import simulate
 from weft.view.text import draw
 
 RANKS, MICROBATCHES, ROWS, WIDTH = 4, 6, 24, 5

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft.cli import main
-from weft.core.keys import keys_of
-from weft.core.load import load
+from weft.config.keys import keys_of
+from weft.config.load import load
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.models import FAMILIES
-from weft.train.door import out_faults
+from weft.train.preflight import out_faults
 
 LIMIT_S = 2.0
 
@@ -238,7 +238,7 @@ def test_bad_input_ends_a_real_process_before_torch_is_there(case, env, place):
     assert line in told[0]
     assert len(told) == 1
     assert "torch" not in imported
-    assert "weft.core.config" in imported
+    assert "weft.config.schema" in imported
     assert seconds < LIMIT_S
 
 
@@ -312,7 +312,7 @@ def test_other_ranks_do_not_mind_the_folder_that_the_first_one_writes(place, mon
 
 
 def test_cuda_without_a_gpu_is_refused(place, capsys, monkeypatch):
-    monkeypatch.setattr("weft.train.door.GPU_FILES", ("/nowhere/gpu*",))
+    monkeypatch.setattr("weft.train.preflight.GPU_FILES", ("/nowhere/gpu*",))
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["train", "--device", "cuda"]) == EXIT_USER

@@ -11,12 +11,12 @@ import pytest
 
 from weft import cli
 from weft.cli import COMMANDS, main
-from weft.core.keys import keys_of
-from weft.core.load import load
-from weft.core.schedules import SCHEDULES
+from weft.config.keys import keys_of
+from weft.config.load import load
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, CommError, RankError
 from weft.models import FAMILIES
-from weft.train import door
+from weft.schedule.catalog import SCHEDULES
+from weft.train import preflight
 
 
 def test_help_lists_the_commands_that_exist(capsys):
@@ -139,10 +139,10 @@ def test_train_hands_the_checked_run_over_with_a_fresh_folder(trained, capsys):
 
 def test_a_fresh_folder_is_fresh_within_a_second(trained, tmp_path):
     run, now = load([], FAMILIES), datetime(2031, 1, 2, 3, 4, 5)
-    first = door.fresh_out(run, now)
+    first = preflight.fresh_out(run, now)
     assert str(first) == "runs/llama3-tiny-20310102-030405"
     first.mkdir(parents=True)
-    assert str(door.fresh_out(run, now)) == "runs/llama3-tiny-20310102-030405-2"
+    assert str(preflight.fresh_out(run, now)) == "runs/llama3-tiny-20310102-030405-2"
 
 
 def raiser(error):

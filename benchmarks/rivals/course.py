@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.core.config import Optim
-from weft.core.plan import Plan, canonical, make_stages
+from weft.config.schema import Optim
+from weft.layout.plan import Plan, canonical, make_stages
 from weft.models import llama3
-from weft.models.batch import Batch, forward, token_batch
+from weft.models.common.batch import Batch, forward, token_batch
 from weft.prove.layout import micro_batches
 from weft.prove.oracle import plain_model
 from weft.train.build import build_model

@@ -9,8 +9,8 @@ from benchmarks.rivals.course import CLIP, Course, Step, torch_adamw
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from weft.core.plan import make_stages
-from weft.models.batch import Batch, chain
+from weft.layout.plan import make_stages
+from weft.models.common.batch import Batch, chain
 
 MESH = "pp2"
 MICROBATCHES = 8

@@ -13,37 +13,37 @@ if TYPE_CHECKING:
     from weft.comm.comm import Comm
     from weft.comm.transport import Work
     from weft.core.mesh import Mesh
-    from weft.core.plan import Plan
     from weft.errors import WeftError
+    from weft.layout.plan import Plan
     from weft.parallel.context.ring import ring_attention
-    from weft.parallel.data_parallel import DataParallel
-    from weft.parallel.ddp import DistributedDataParallel
-    from weft.parallel.fsdp import FullyShardedDataParallel
-    from weft.parallel.model import parallelize
-    from weft.parallel.pipeline import PipelineParallel
-    from weft.parallel.sharded_optimizer import ShardedOptimizer
-    from weft.parallel.tp import ColumnParallelLinear, RowParallelLinear
-    from weft.parallel.vocab import VocabParallelEmbedding
+    from weft.parallel.data_parallel.ddp import DistributedDataParallel
+    from weft.parallel.data_parallel.replicas import DataParallel
+    from weft.parallel.model.parallelize import parallelize
+    from weft.parallel.pipeline.module import PipelineParallel
+    from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+    from weft.parallel.tensor.vocab import VocabParallelEmbedding
+    from weft.parallel.zero.fsdp import FullyShardedDataParallel
+    from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
     from weft.run.start import init
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ColumnParallelLinear": "weft.parallel.tp",
+    "ColumnParallelLinear": "weft.parallel.tensor.linear",
     "Comm": "weft.comm.comm",
-    "DataParallel": "weft.parallel.data_parallel",
-    "DistributedDataParallel": "weft.parallel.ddp",
-    "FullyShardedDataParallel": "weft.parallel.fsdp",
+    "DataParallel": "weft.parallel.data_parallel.replicas",
+    "DistributedDataParallel": "weft.parallel.data_parallel.ddp",
+    "FullyShardedDataParallel": "weft.parallel.zero.fsdp",
     "Mesh": "weft.core.mesh",
-    "PipelineParallel": "weft.parallel.pipeline",
-    "Plan": "weft.core.plan",
-    "RowParallelLinear": "weft.parallel.tp",
-    "ShardedOptimizer": "weft.parallel.sharded_optimizer",
-    "VocabParallelEmbedding": "weft.parallel.vocab",
+    "PipelineParallel": "weft.parallel.pipeline.module",
+    "Plan": "weft.layout.plan",
+    "RowParallelLinear": "weft.parallel.tensor.linear",
+    "ShardedOptimizer": "weft.parallel.zero.sharded_optimizer",
+    "VocabParallelEmbedding": "weft.parallel.tensor.vocab",
     "WeftError": "weft.errors",
     "Work": "weft.comm.transport",
     "init": "weft.run.start",
-    "parallelize": "weft.parallel.model",
+    "parallelize": "weft.parallel.model.parallelize",
     "ring_attention": "weft.parallel.context.ring",
 }
 

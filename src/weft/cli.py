@@ -15,15 +15,10 @@ from pydantic import Field
 from rich.console import Console
 
 from weft.commands.console import HELP, checked_run, say, settle_threads, show_help, take_flag, tell, wants_help
-from weft.core import flags
-from weft.core.config import Table
-from weft.core.layout import plan_of
-from weft.core.load import look
-from weft.core.plan import Plan
-from weft.core.schedule import Act
-from weft.core.schedules import SCHEDULES, find, make_table
-from weft.core.simulate import TEXTBOOK, simulate
-from weft.core.timeline import Timeline
+from weft.config import flags
+from weft.config.load import look
+from weft.config.schema import Table
+from weft.config.to_plan import plan_of
 from weft.data import opened
 from weft.errors import (
     EXIT_FAILED,
@@ -36,8 +31,13 @@ from weft.errors import (
     WeftError,
     did_you_mean,
 )
+from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.train import base, door, resume
+from weft.schedule.actions import Act
+from weft.schedule.catalog import SCHEDULES, find, make_table
+from weft.schedule.simulate import TEXTBOOK, simulate
+from weft.schedule.timeline import Timeline
+from weft.train import adapter_base, preflight, resume
 from weft.view.colour import paint
 from weft.view.text import draw
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
     except UserError as error:
         tell(f"error: {fault}" for fault in error.faults)
-        if not door.is_first(os.environ, door.LOCAL_RANKS):
+        if not preflight.is_first(os.environ, preflight.LOCAL_RANKS):
             time.sleep(PATIENCE_S)
         return EXIT_USER
     except RankError as error:
@@ -98,10 +98,10 @@ def train(words: Sequence[str]) -> int:
     """Check everything that can be checked, then train."""
     if wants_help(words):
         return _help_of_run("train", words)
-    run = checked_run(words, (*opened.CHECKS, *door.CHECKS, *resume.CHECKS, *base.CHECKS))
+    run = checked_run(words, (*opened.CHECKS, *preflight.CHECKS, *resume.CHECKS, *adapter_base.CHECKS))
     if not run.out:
-        run = run.model_copy(update={"out": str(door.fresh_out(run, datetime.now()))})
-    tell(f"note: {note}" for note in door.notes(run))
+        run = run.model_copy(update={"out": str(preflight.fresh_out(run, datetime.now()))})
+    tell(f"note: {note}" for note in preflight.notes(run))
     settle_threads()
     from weft.train.main import train as train_run  # imports torch, and so comes after all checks
 

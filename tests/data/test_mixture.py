@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cli import main
-from weft.core.config import Data
+from weft.config.schema import Data
 from weft.data.mixture import CYCLE, Turns, read_mix, turns_of
 from weft.data.opened import open_data
 from weft.data.order import layout_of
 from weft.models import gpt2
+from weft.train.event_log import read_events
 from weft.train.feed import samples_of
-from weft.train.journal import read_events
 
 
 @settings(max_examples=30)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core import fit
-from weft.core.checks import ask
-from weft.core.config import Data
-from weft.core.load import load
+from weft.config import validate
+from weft.config.checks import ask
+from weft.config.load import load
+from weft.config.schema import Data
 from weft.data import files, images, opened, tokens
 from weft.data.opened import layout_of, open_data, samples_of_step
 from weft.data.order import permuted
@@ -398,7 +398,7 @@ def test_token_files_may_have_fewer_ids_than_bytes_have_alone_in_a_folder_and_mi
         ("--data.source", f"{tmp_path}/a"),
         ("--data.mix", f"{tmp_path}/a=1", f"{tmp_path}/b/x.bin=2"),
     ):
-        assert ask(load((*source, *small), FAMILIES), (*fit.CHECKS, *opened.CHECKS)) == ()
+        assert ask(load((*source, *small), FAMILIES), (*validate.CHECKS, *opened.CHECKS)) == ()
 
 
 def test_the_vocabulary_of_a_model_from_a_folder_is_not_to_be_changed(tmp_path):

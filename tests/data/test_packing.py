@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.config import Data
-from weft.core.load import load
+from weft.config.load import load
+from weft.config.schema import Data
 from weft.data import bounds as bounds_module
 from weft.data.bounds import BoundsFile, between, longest
 from weft.data.opened import open_data
@@ -131,7 +131,7 @@ def test_packed_documents_train_alike_on_one_device_and_on_many(folder, words):
 def test_a_document_is_computed_as_if_it_stood_alone(folder):
     """The loss of packed documents is the loss of each piece by itself."""
     torch = pytest.importorskip("torch")
-    from weft.models.batch import Batch, chain, token_batch
+    from weft.models.common.batch import Batch, chain, token_batch
     from weft.prove.oracle import plain_model
 
     run = load([*MODEL, "--data.source", folder, "--data.packing", "documents", "--data.seq_len", "16"], FAMILIES)

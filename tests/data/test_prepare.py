@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.cli import main
-from weft.core.config import Data
-from weft.core.load import load
+from weft.config.load import load
+from weft.config.schema import Data
 from weft.data import documents, prepare, prepared
 from weft.data.bpe import train_bpe
 from weft.data.documents import Reading, cut, read_documents

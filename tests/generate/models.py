@@ -10,18 +10,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from tests.memory import Memory
+from tests.memory_source import Memory
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
-from weft.core.model import ModelConfig
-from weft.core.plan import Plan, canonical, make_stages
+from weft.core.model_config import ModelConfig
 from weft.generate.decode import Decoder
 from weft.generate.draw import Place, Sampling, draw
 from weft.generate.fill import load_model
 from weft.generate.rows import Row, grow
+from weft.layout.plan import Plan, canonical, make_stages
 from weft.models import FAMILIES
-from weft.models.batch import chain, token_batch
-from weft.models.init import named_parameters
+from weft.models.common.batch import chain, token_batch
+from weft.models.common.init import named_parameters
 from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 
 from tests.generate.models import stored
+from weft.checkpoint.folder import checkpoint_path, temporary_path
+from weft.checkpoint.format import Facts
+from weft.checkpoint.held import Held
+from weft.checkpoint.write import commit, start_write
+from weft.config.load import load
+from weft.config.schema import Run
+from weft.config.to_plan import plan_of
+from weft.config.toml import dump
 from weft.core.axes import Box
-from weft.core.config import Run
-from weft.core.layout import plan_of
-from weft.core.load import load
-from weft.core.toml import dump
 from weft.models import FAMILIES
 from weft.prove.oracle import plain_model
-from weft.save.folder import checkpoint_path, temporary_path
-from weft.save.format import Facts
-from weft.save.held import Held
-from weft.save.write import commit, start_write
 
 STEP = 3
 TINY = ("--model.layers", "2", "--model.dim", "32")

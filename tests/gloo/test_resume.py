@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.read import open_checkpoint
 from weft.errors import EXIT_OK, EXIT_PREEMPTED
-from weft.save.folder import checkpoints
-from weft.save.read import open_checkpoint
-from weft.train.journal import EVENTS, course, read_events
+from weft.train.event_log import EVENTS, course, read_events
 
 WORDS = (
     *("--mesh", "dp3", "--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2"),

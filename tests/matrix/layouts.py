@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.core import fit
-from weft.core.checks import ask
-from weft.core.config import Batch as BatchSizes
-from weft.core.config import Data, Optim, Parallel, Pipeline, Precision, Run
-from weft.core.families import run_type
-from weft.core.layout import plan_of
+from weft.config import validate
+from weft.config.checks import ask
+from weft.config.families import run_type
+from weft.config.schema import Batch as BatchSizes
+from weft.config.schema import Data, Optim, Parallel, Pipeline, Precision, Run
+from weft.config.to_plan import plan_of
 from weft.core.mesh import Mesh
-from weft.core.model import ModelConfig
-from weft.core.plan import Plan, Recompute
+from weft.core.model_config import ModelConfig
 from weft.core.sequence import Context
+from weft.layout.plan import Plan, Recompute
 from weft.models import FAMILIES
-from weft.models.batch import IGNORE, Batch, token_batch, with_later_targets
+from weft.models.common.batch import IGNORE, Batch, token_batch, with_later_targets
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
 from weft.prove.trace import Difference, Held, StepTrace, differences, uncovered
@@ -134,7 +134,7 @@ class Case:
 
 def fits(case: Case) -> bool:
     """Whether the layout is one that weft promises: the door lets it through."""
-    return not ask(case.run, fit.CHECKS)
+    return not ask(case.run, validate.CHECKS)
 
 
 def batches(case: Case, *, vocab: int = 53) -> tuple[Batch, ...]:

@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from tests.matrix.layouts import CLIP, SEED, Case, adamw
 from weft.models import FAMILIES
-from weft.models.batch import Batch, forward
-from weft.models.init import initialise, named_parameters, tie
+from weft.models.common.batch import Batch, forward
+from weft.models.common.init import initialise, named_parameters, tie
 from weft.train.optim import matrices
 
 

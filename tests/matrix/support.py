@@ -14,11 +14,11 @@ from pathlib import Path
 
 from tests.matrix.layouts import CLIP, NUM_STEPS, TOLERANCE, Case
 from tests.matrix.sweep import every_case
-from weft.core import fit
-from weft.core.checks import ask
-from weft.core.load import look
-from weft.core.schedules import SCHEDULES
+from weft.config import validate
+from weft.config.checks import ask
+from weft.config.load import look
 from weft.models import FAMILIES
+from weft.schedule.catalog import SCHEDULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 REFUSALS = "## Refused at the door"
@@ -189,7 +189,7 @@ def refusals() -> Iterator[str]:
 def told(words: Iterable[str]) -> list[str]:
     """The faults of a config, one line each."""
     loaded = look(list(words), FAMILIES)
-    return [str(fault) for fault in ask(loaded.run, fit.CHECKS, known=loaded.faults)]
+    return [str(fault) for fault in ask(loaded.run, validate.CHECKS, known=loaded.faults)]
 
 
 if __name__ == "__main__":

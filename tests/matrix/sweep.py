@@ -11,8 +11,8 @@ from functools import cache
 from tests.matrix.cover import LIST, read_rows
 from tests.matrix.layouts import SEQ_LEN, Case, fits
 from weft.core.mesh import every_mesh
-from weft.core.schedules import SCHEDULES
 from weft.core.sequence import Context
+from weft.schedule.catalog import SCHEDULES
 
 CONTEXTS: tuple[Context, ...] = ("ring", "allgather", "ulysses")
 GRID_FAMILIES = ("gpt2", "llama3")

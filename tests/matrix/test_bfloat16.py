@@ -19,8 +19,8 @@ from tests.matrix.layouts import SEED, Case, adamw, batches
 from tests.matrix.plain import MIXED, ORDERS, PLAIN, PURE, Dtypes, train
 from weft.comm.comm import Comm
 from weft.models import FAMILIES
-from weft.models.batch import Batch
-from weft.parallel.unit import Unit
+from weft.models.common.batch import Batch
+from weft.parallel.zero.param_group import Unit
 from weft.prove.layout import run_layout
 from weft.testing import run_ranks
 

@@ -10,7 +10,7 @@ from tests.matrix import cover
 from tests.matrix.cover import CHOICES, LIST, NAMES, case_of, complete, every_part, is_valid, parts, read_rows
 from tests.matrix.layouts import Case, fits
 from tests.matrix.sweep import every_case
-from weft.core.schedules import SCHEDULES
+from weft.schedule.catalog import SCHEDULES
 
 
 def rows() -> list[dict[str, object]]:

@@ -18,10 +18,15 @@ from tests.matrix.layouts import Case, check
 from weft.comm import ops
 from weft.comm.transport import Work
 from weft.core.axes import Box
-from weft.models import init
-from weft.models.batch import Batch
-from weft.parallel import cp, dp, grads, model, pp, region, tp, vocab
-from weft.parallel.context import ring
+from weft.models.common import init
+from weft.models.common.batch import Batch
+from weft.parallel.context import attend, ring
+from weft.parallel.data_parallel import buckets
+from weft.parallel.model import grads
+from weft.parallel.model import parallelize as parallelize_module
+from weft.parallel.pipeline import player
+from weft.parallel.tensor import linear as tensor_linear
+from weft.parallel.tensor import region, vocab
 from weft.train import step
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -37,8 +42,10 @@ def mutant(case: Case) -> Callable[[Patch], Patch]:
     return register
 
 
-def start_of_bucket(change: Callable[[Any, dp.Bucket], None]) -> Callable[[dp.GradientBuckets, dp.Bucket], None]:
-    def start(self: dp.GradientBuckets, bucket: dp.Bucket) -> None:
+def start_of_bucket(
+    change: Callable[[Any, buckets.Bucket], None],
+) -> Callable[[buckets.GradientBuckets, buckets.Bucket], None]:
+    def start(self: buckets.GradientBuckets, bucket: buckets.Bucket) -> None:
         if not bucket.started:
             bucket.started = True
             change(self, bucket)
@@ -49,25 +56,25 @@ def start_of_bucket(change: Callable[[Any, dp.Bucket], None]) -> Callable[[dp.Gr
 @mutant(Case("dp2", microbatches=2))
 def gradients_are_never_reduced(patch: pytest.MonkeyPatch) -> None:
     """Data ranks drift apart."""
-    patch.setattr(dp.GradientBuckets, "_start", start_of_bucket(lambda self, bucket: None))
+    patch.setattr(buckets.GradientBuckets, "_start", start_of_bucket(lambda self, bucket: None))
 
 
 @mutant(Case("dp2", microbatches=2))
 def gradients_are_averaged_although_the_loss_is_normalised_globally(patch: pytest.MonkeyPatch) -> None:
     """Gradients come out 1 / dp too small; AdamW hides it from the loss."""
 
-    def average(self: dp.GradientBuckets, bucket: dp.Bucket) -> None:
+    def average(self: buckets.GradientBuckets, bucket: buckets.Bucket) -> None:
         bucket.work = self.comm.start_all_reduce_(bucket.flat, bucket.axes, op="avg")
 
-    patch.setattr(dp.GradientBuckets, "_start", start_of_bucket(average))
+    patch.setattr(buckets.GradientBuckets, "_start", start_of_bucket(average))
 
 
 @mutant(Case("dp2", microbatches=2, bucket_bytes=2**20))
 def two_parameters_are_swapped_in_one_ranks_bucket(patch: pytest.MonkeyPatch) -> None:
     """Two gradients of equal shape are summed crosswise."""
-    right = dp._make_bucket
+    right = buckets._make_bucket
 
-    def swapped(names: tuple[str, ...], params: Any, **rest: Any) -> dp.Bucket:
+    def swapped(names: tuple[str, ...], params: Any, **rest: Any) -> buckets.Bucket:
         bucket = right(names, params, **rest)
         if {"layer0.attn_norm.weight", "layer0.mlp_norm.weight"} <= set(names) and next(calls) == 0:
             one, other = params["layer0.attn_norm.weight"], params["layer0.mlp_norm.weight"]
@@ -75,31 +82,31 @@ def two_parameters_are_swapped_in_one_ranks_bucket(patch: pytest.MonkeyPatch) ->
         return bucket
 
     calls = count()
-    patch.setattr(dp, "_make_bucket", swapped)
+    patch.setattr(buckets, "_make_bucket", swapped)
 
 
 @mutant(Case("dp2", microbatches=3))
 def gradients_are_reduced_after_the_first_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """The later micro-batches stay local."""
-    right = pp.Player.__init__
+    right = player.Player.__init__
 
-    def early(self: pp.Player, *args: Any, **kwargs: Any) -> None:
+    def early(self: player.Player, *args: Any, **kwargs: Any) -> None:
         right(self, *args, **kwargs)
         self.last_backward = {stage: act._replace(mb=0) for stage, act in self.last_backward.items()}
 
-    patch.setattr(pp.Player, "__init__", early)
+    patch.setattr(player.Player, "__init__", early)
 
 
 @mutant(Case("dp2 tp2", microbatches=2))
 def the_gradient_rule_names_the_wrong_axis(patch: pytest.MonkeyPatch) -> None:
     """Replicated parameters are summed over tp instead of dp."""
-    patch.setattr(model, "gradient_axes", lambda mesh, *, varies, cut: ("tp",) if not cut else ())
+    patch.setattr(parallelize_module, "gradient_axes", lambda mesh, *, varies, cut: ("tp",) if not cut else ())
 
 
 @mutant(Case("tp2", sequence=True))
 def norms_under_sequence_parallelism_are_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
     """Each rank's norm sees the gradient of its own tokens only."""
-    patch.setattr(model, "gradient_axes", lambda mesh, *, varies, cut: ())
+    patch.setattr(parallelize_module, "gradient_axes", lambda mesh, *, varies, cut: ())
 
 
 @mutant(Case("tp2"))
@@ -114,7 +121,7 @@ def tensor_ranks_start_with_identical_shards(patch: pytest.MonkeyPatch) -> None:
 
         right(params, table, piece=first, **rest)
 
-    patch.setattr(model, "initialise", same)
+    patch.setattr(parallelize_module, "initialise", same)
 
 
 @mutant(Case("tp2", family="gpt2"))
@@ -145,10 +152,10 @@ class _Deaf:
 def the_bias_of_a_row_linear_is_added_on_every_rank(patch: pytest.MonkeyPatch) -> None:
     """tp times the bias."""
 
-    def forward(self: tp.RowParallelLinear, x: Tensor) -> Tensor:
+    def forward(self: tensor_linear.RowParallelLinear, x: Tensor) -> Tensor:
         return ops.leave(torch.nn.functional.linear(x, self.weight, self.bias), self.region.comm, self.region.axis)
 
-    patch.setattr(tp.RowParallelLinear, "forward", forward)
+    patch.setattr(tensor_linear.RowParallelLinear, "forward", forward)
 
 
 @mutant(Case("tp2", sequence=True, family="gpt2"))
@@ -235,20 +242,20 @@ def every_data_rank_trains_on_the_same_samples(patch: pytest.MonkeyPatch) -> Non
 @mutant(Case("pp2", microbatches=2))
 def the_last_micro_batch_is_dropped(patch: pytest.MonkeyPatch) -> None:
     """Its gradients never come."""
-    right = pp.Player._backward
+    right = player.Player._backward
 
-    def drop(self: pp.Player, play: Any, act: Any) -> None:
+    def drop(self: player.Player, play: Any, act: Any) -> None:
         if act.mb == 1:
             play.seed = play.seed * 0
         right(self, play, act)
 
-    patch.setattr(pp.Player, "_backward", drop)
+    patch.setattr(player.Player, "_backward", drop)
 
 
 @mutant(Case("cp2", microbatches=2))
 def gradients_are_not_reduced_over_cp(patch: pytest.MonkeyPatch) -> None:
     """Each rank learns from its own columns: picotron's and ScaleTorch's where dp is 1."""
-    patch.setattr(model, "gradient_axes", lambda mesh, *, varies, cut: ())
+    patch.setattr(parallelize_module, "gradient_axes", lambda mesh, *, varies, cut: ())
 
 
 @mutant(Case("cp2", microbatches=2))
@@ -266,7 +273,7 @@ def every_cp_rank_counts_positions_from_zero(patch: pytest.MonkeyPatch) -> None:
 @mutant(Case("cp2", microbatches=2))
 def attention_never_leaves_the_rank(patch: pytest.MonkeyPatch) -> None:
     """Ring attention silently not used: ScaleTorch read its flag too early."""
-    patch.setattr(cp, "apply", lambda block, *, comm, variant: None)
+    patch.setattr(attend, "apply", lambda block, *, comm, variant: None)
 
 
 @mutant(Case("cp2", grouped=True, microbatches=2))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.models.batch import IGNORE, Batch, Extra, chain, forward, token_batch, with_later_targets
+from weft.models.common.batch import IGNORE, Batch, Extra, chain, forward, token_batch, with_later_targets
 
 
 class Add(nn.Module):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from weft.core.model import check_divides
+from weft.core.model_config import check_divides
 from weft.models import FAMILIES, PRESETS
 from weft.models.deepseek import Config as Deepseek
 from weft.models.gpt2 import Config as Gpt2

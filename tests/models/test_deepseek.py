@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from weft.models import PRESETS, deepseek
-from weft.models.batch import IGNORE, Batch, chain, forward, token_batch, with_later_targets
-from weft.models.init import initialise, named_parameters, tie
-from weft.models.layers import Attend
-from weft.models.mla import LatentAttention
-from weft.models.moe import rebalance
-from weft.models.rope import Rope, YarnScaling, rotate
+from weft.models.common.batch import IGNORE, Batch, chain, forward, token_batch, with_later_targets
+from weft.models.common.init import initialise, named_parameters, tie
+from weft.models.common.layers import Attend
+from weft.models.common.mla import LatentAttention
+from weft.models.common.moe import rebalance
+from weft.models.common.rope import Rope, YarnScaling, rotate
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 """Sums of some 100 terms near 1 in float64, where one operation rounds by 1e-16."""

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft.core.model import ModelConfig, causal_attention_flops
+from weft.core.model_config import ModelConfig, causal_attention_flops
 from weft.models import PRESETS, deepseek, family, qwen3
-from weft.models.batch import chain, image_batch, token_batch, with_later_targets
+from weft.models.common.batch import chain, image_batch, token_batch, with_later_targets
 
 NUM, SEQ = 3, 10
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.models import PRESETS, family
-from weft.models.init import draw, initialise, name_seed, named_parameters, tie
+from weft.models.common.init import draw, initialise, name_seed, named_parameters, tie
 
 SMALL = ("gpt2-tiny", "llama3-tiny", "mnist-mlp", "mnist-conv", "qwen3-tiny", "qwen3-moe-tiny", "deepseek-tiny")
 

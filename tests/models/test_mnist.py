@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from weft.models import family
-from weft.models.batch import forward, image_batch
-from weft.models.init import initialise, named_parameters
+from weft.models.common.batch import forward, image_batch
+from weft.models.common.init import initialise, named_parameters
 from weft.models.mnist import Config
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.models.batch import IGNORE, Batch, Extra, token_batch
-from weft.models.experts import Dispatch, Experts, sort_by_expert
-from weft.models.layers import SwiGLU
-from weft.models.moe import Balance, Choice, MoE, Router, rebalance
+from weft.models.common.batch import IGNORE, Batch, Extra, token_batch
+from weft.models.common.experts import Dispatch, Experts, sort_by_expert
+from weft.models.common.layers import SwiGLU
+from weft.models.common.moe import Balance, Choice, MoE, Router, rebalance
 
 DIM, FFN = 6, 10
 

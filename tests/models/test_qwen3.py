@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from weft.models import PRESETS, qwen3, qwen3_moe
-from weft.models.batch import forward, token_batch
-from weft.models.init import named_parameters, tie
+from weft.models.common.batch import forward, token_batch
+from weft.models.common.init import named_parameters, tie
 
 RELEASED = {  # layers, hidden_size, heads, kv_heads, tie_word_embeddings
     "qwen3-0.6b": (28, 1024, 16, 8, True),

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from weft.core.model import ModelConfig, axes_of, row_of
+from weft.core.model_config import ModelConfig, axes_of, row_of
 from weft.errors import ConfigError, PlanError
 from weft.models import FAMILIES, PRESETS, family, llama3, preset
-from weft.models.batch import chain, forward, image_batch, token_batch
-from weft.models.init import named_parameters, tie
+from weft.models.common.batch import chain, forward, image_batch, token_batch
+from weft.models.common.init import named_parameters, tie
 
 PUBLISHED = {
     "gpt2-124m": 124_439_808,

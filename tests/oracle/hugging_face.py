@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.core.model import ModelConfig
+from weft.core.model_config import ModelConfig
 from weft.models import family
-from weft.models.batch import IGNORE, Batch, forward, token_batch
-from weft.models.init import named_parameters, tie
+from weft.models.common.batch import IGNORE, Batch, forward, token_batch
+from weft.models.common.init import named_parameters, tie
 
 EXACT = 1e-10
 NUM, SEQ = 2, 48

@@ -13,11 +13,11 @@ from tests.generate.models import Grow, Memory, plan_of
 from tests.oracle.hugging_face import ViewsOf, copy_into, our_blocks, shaken, tensors_of
 from tests.oracle.test_huggingface import GPT2, LLAMAS, gpt2_views, llama3_views, their_gpt2, their_llama3
 from weft.cli import main
-from weft.core.model import ModelConfig
+from weft.core.model_config import ModelConfig
 from weft.generate.decode import Decoder
 from weft.generate.fill import load_model
 from weft.models import FAMILIES
-from weft.models.init import named_parameters
+from weft.models.common.init import named_parameters
 from weft.testing import run_ranks
 
 PROMPTS = ((5, 17, 3, 99, 4), (8,), tuple(range(20)))

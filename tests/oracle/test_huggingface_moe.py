@@ -36,10 +36,10 @@ from tests.oracle.hugging_face import (
     tensors_of,
     widened,
 )
-from weft.core.model import ModelConfig
+from weft.core.model_config import ModelConfig
 from weft.models import PRESETS, deepseek, qwen3, qwen3_moe
-from weft.models.batch import IGNORE, forward, with_later_targets
-from weft.models.init import named_parameters
+from weft.models.common.batch import IGNORE, forward, with_later_targets
+from weft.models.common.init import named_parameters
 
 transformers = pytest.importorskip("transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)")
 

@@ -13,9 +13,9 @@ from torch import Tensor
 import weft
 from weft.comm.comm import Comm
 from weft.core.sequence import Context, zigzag
-from weft.models.batch import Batch, token_batch
-from weft.models.layers import Attend
-from weft.parallel.cp import VARIANTS
+from weft.models.common.batch import Batch, token_batch
+from weft.models.common.layers import Attend
+from weft.parallel.context.attend import VARIANTS
 from weft.testing import run_ranks
 
 TOLERANCE = 1e-11

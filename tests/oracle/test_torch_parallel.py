@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.axes import span
-from weft.parallel.ddp import DistributedDataParallel
-from weft.parallel.tp import ColumnParallelLinear, RowParallelLinear
+from weft.parallel.data_parallel.ddp import DistributedDataParallel
+from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.testing import run_ranks
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}

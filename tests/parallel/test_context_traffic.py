@@ -15,12 +15,12 @@ from weft.comm.observe import Counter, Operation
 from weft.comm.transport import Work
 from weft.core.mesh import Mesh
 from weft.core.sequence import Context
-from weft.models.batch import Batch
-from weft.models.layers import Attend
+from weft.models.common.batch import Batch
+from weft.models.common.layers import Attend
 from weft.parallel.context import block
+from weft.parallel.context.attend import VARIANTS
 from weft.parallel.context.pair import Pair
 from weft.parallel.context.ring import Hop, Ring
-from weft.parallel.cp import VARIANTS
 from weft.testing import run_ranks
 
 B, S, H, G, K = 2, 24, 24, 12, 8

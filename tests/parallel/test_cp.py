@@ -8,12 +8,12 @@ import torch
 import weft
 from tests.matrix.layouts import Case, batches, check
 from weft.comm.comm import Comm
-from weft.core.load import load
+from weft.config.load import load
 from weft.core.mesh import Mesh
 from weft.core.sequence import Context
 from weft.data.opened import open_data
 from weft.models import FAMILIES
-from weft.models.batch import Batch
+from weft.models.common.batch import Batch
 from weft.prove.config import prove
 from weft.testing import run_ranks
 from weft.train.build import build_feed, build_model

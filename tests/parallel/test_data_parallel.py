@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.errors import PlanError
-from weft.parallel.data_parallel import DataParallel
+from weft.parallel.data_parallel.replicas import DataParallel
 
 CPUS = ["cpu"] * 3
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}

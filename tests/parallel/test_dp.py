@@ -13,7 +13,7 @@ from tests.parallel.test_tp import Log
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.models import FAMILIES
-from weft.parallel.ddp import DistributedDataParallel
+from weft.parallel.data_parallel.ddp import DistributedDataParallel
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model

@@ -14,7 +14,7 @@ from tests.live import Live
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.errors import DataError, PlanError
-from weft.parallel.fsdp import FullyShardedDataParallel
+from weft.parallel.zero.fsdp import FullyShardedDataParallel
 from weft.testing import run_ranks
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}

@@ -17,14 +17,15 @@ from tests.matrix.layouts import CLIP, LR, SEED, TOLERANCE, Case, adamw, batches
 from tests.matrix.sweep import sample
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
+from weft.config.lora import LORA_A, LORA_B, base_of, chosen
+from weft.config.schema import Lora, Optim
 from weft.core.axes import Box
-from weft.core.config import Lora, Optim
-from weft.core.lora import LORA_A, LORA_B, base_of, chosen
 from weft.models import FAMILIES, Family
-from weft.models.batch import chain
-from weft.models.init import named_parameters
-from weft.models.lora import AdaptedFamily, Factor, adapted
-from weft.parallel import model, tp
+from weft.models.common.batch import chain
+from weft.models.common.init import named_parameters
+from weft.models.common.lora import AdaptedFamily, Factor, adapted
+from weft.parallel.model import parallelize as parallelize_module
+from weft.parallel.tensor import linear as tensor_linear
 from weft.prove.layout import micro_batches, run_layout
 from weft.prove.oracle import one_device, plain_model
 from weft.prove.trace import Held, StepTrace, differences, uncovered
@@ -310,14 +311,14 @@ def mutant(case: Case) -> Callable[[Patch], Patch]:
 
 @mutant(Case("tp2", **TINY))
 def the_gradient_of_a_whole_a_is_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
-    right = tp._inside
-    patch.setattr(tp, "_inside", lambda *args: {name for name in right(*args) if not name.endswith(LORA_A)})
+    right = tensor_linear._inside
+    patch.setattr(tensor_linear, "_inside", lambda *args: {name for name in right(*args) if not name.endswith(LORA_A)})
 
 
 @mutant(Case("tp2", **TINY))
 def the_gradient_of_a_whole_b_is_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
-    right = tp._inside
-    patch.setattr(tp, "_inside", lambda *args: {name for name in right(*args) if not name.endswith(LORA_B)})
+    right = tensor_linear._inside
+    patch.setattr(tensor_linear, "_inside", lambda *args: {name for name in right(*args) if not name.endswith(LORA_B)})
 
 
 @mutant(Case("dp2", zero=3, **TINY))
@@ -328,7 +329,7 @@ def adapters_are_scaled_twice(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(Case("tp2", **TINY))
 def every_rank_holds_the_same_rows_of_b(patch: pytest.MonkeyPatch) -> None:
-    right = model.initialise
+    right = parallelize_module.initialise
 
     def same(params: Any, table: Any, *, piece: Any, **rest: Any) -> None:
         def first(name: str, whole: Tensor) -> Tensor:
@@ -336,7 +337,7 @@ def every_rank_holds_the_same_rows_of_b(patch: pytest.MonkeyPatch) -> None:
 
         right(params, table, piece=first, **rest)
 
-    patch.setattr(model, "initialise", same)
+    patch.setattr(parallelize_module, "initialise", same)
 
 
 @mutant(Case("tp2", **TINY))
@@ -352,11 +353,11 @@ def the_rank_is_cut_instead_of_the_features(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(Case("tp2", family="gpt2", **TINY))
 def a_row_linears_adapter_is_added_behind_the_sum(patch: pytest.MonkeyPatch) -> None:
-    def forward(self: tp.RowParallelLinear, x: Tensor) -> Tensor:
-        y = tp.plus_adapter(self, x, self.region.leave(nn.functional.linear(x, self.weight)))
+    def forward(self: tensor_linear.RowParallelLinear, x: Tensor) -> Tensor:
+        y = tensor_linear.plus_adapter(self, x, self.region.leave(nn.functional.linear(x, self.weight)))
         return y if self.bias is None else y + self.bias
 
-    patch.setattr(tp.RowParallelLinear, "forward", forward)
+    patch.setattr(tensor_linear.RowParallelLinear, "forward", forward)
 
 
 @mutant(Case("pp2", **TINY))

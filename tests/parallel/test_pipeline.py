@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.parallel.pipeline import PipelineParallel
+from weft.parallel.pipeline.module import PipelineParallel
 from weft.testing import run_ranks
 
 

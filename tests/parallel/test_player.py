@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.matrix.layouts import Case, check
+from tests.schedule.random_table import random_table
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
-from weft.core.plan import Plan, Stage
-from weft.core.random_table import random_table
-from weft.core.schedule import Act, Table, validate
-from weft.core.schedules import SCHEDULES, make_table
-from weft.models.batch import Batch, Extra, forward
-from weft.parallel.dp import GradientBuckets
-from weft.parallel.model import parallelize
-from weft.parallel.pp import Played, Player
+from weft.layout.plan import Plan, Stage
+from weft.models.common.batch import Batch, Extra, forward
+from weft.parallel.data_parallel.buckets import GradientBuckets
+from weft.parallel.model.parallelize import parallelize
+from weft.parallel.pipeline.player import Played, Player
+from weft.schedule.actions import Act, Table, validate
+from weft.schedule.catalog import SCHEDULES, make_table
 from weft.testing import run_ranks
 
 SPLIT = (

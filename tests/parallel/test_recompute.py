@@ -17,12 +17,12 @@ from tests.live import Live
 from tests.matrix.layouts import LR, SEED, Case, adamw, batches
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
-from weft.core.plan import Recompute
+from weft.layout.plan import Recompute
 from weft.models import FAMILIES
-from weft.models.batch import Batch, token_batch
-from weft.parallel.cheap import Thrift
-from weft.parallel.recompute import Replay, recomputed
-from weft.parallel.split import Split
+from weft.models.common.batch import Batch, token_batch
+from weft.parallel.pipeline.split_backward import Split
+from weft.parallel.recompute.blocks import Replay, recomputed
+from weft.parallel.recompute.selective import Thrift
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.errors import DataError, PlanError
-from weft.parallel.sharded_optimizer import ShardedOptimizer
+from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
 from weft.testing import run_ranks
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.models import FAMILIES
-from weft.models.batch import Batch, chain, token_batch, with_later_targets
-from weft.parallel.split import PRODUCTS, Split
-from weft.parallel.tp import ColumnParallelLinear, RowParallelLinear
+from weft.models.common.batch import Batch, chain, token_batch, with_later_targets
+from weft.parallel.pipeline.split_backward import PRODUCTS, Split
+from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.testing import run_ranks
 
 Halves = tuple[list[Tensor | None], list[Tensor | None]]

@@ -14,10 +14,10 @@ from weft.comm.comm import Comm
 from weft.comm.observe import Counter, Operation
 from weft.core.axes import span
 from weft.models import FAMILIES
-from weft.models.batch import forward
-from weft.parallel.dp import GradientBuckets
-from weft.parallel.pp import Player
-from weft.parallel.tp import ColumnParallelLinear, RowParallelLinear
+from weft.models.common.batch import forward
+from weft.parallel.data_parallel.buckets import GradientBuckets
+from weft.parallel.pipeline.player import Player
+from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model

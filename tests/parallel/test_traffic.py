@@ -18,9 +18,9 @@ from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.core.axes import data_axes, span
 from weft.models import FAMILIES
-from weft.models.batch import Batch, forward
-from weft.models.moe import Router
-from weft.parallel.model import ParallelModel
+from weft.models.common.batch import Batch, forward
+from weft.models.common.moe import Router
+from weft.parallel.model.parallelize import ParallelModel
 from weft.prove.layout import micro_batches
 from weft.prove.oracle import plain_model
 from weft.testing import run_ranks

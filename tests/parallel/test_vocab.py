@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.core.axes import span
-from weft.models.batch import IGNORE
-from weft.parallel.vocab import VocabParallelEmbedding, vocab_cross_entropy
+from weft.models.common.batch import IGNORE
+from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_cross_entropy
 from weft.testing import run_ranks
 
 

@@ -15,9 +15,9 @@ from tests.parallel.test_tp import Log
 from weft.comm.comm import Comm
 from weft.errors import CommError
 from weft.models import FAMILIES
-from weft.parallel.flat import FlatLayout, FlatParams
-from weft.parallel.unit import Policy, Unit
-from weft.parallel.zero import ShardedParams
+from weft.parallel.zero.apply import ShardedParams
+from weft.parallel.zero.flat import FlatLayout, FlatParams
+from weft.parallel.zero.param_group import Policy, Unit
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model

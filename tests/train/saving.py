@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from weft.core.config import Run
-from weft.save.folder import temporary_path
-from weft.save.held import snapshot
-from weft.save.write import commit, start_write
+from weft.checkpoint.folder import temporary_path
+from weft.checkpoint.held import snapshot
+from weft.checkpoint.write import commit, start_write
+from weft.config.schema import Run
 from weft.train.checkpoint import held
 from weft.train.facts import facts_of
 from weft.train.step import TrainStep

@@ -12,14 +12,14 @@ import torch
 
 from tests.matrix.layouts import LR, Case, batches
 from tests.train.saving import save
+from weft.checkpoint.cover import first_flaw
+from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
+from weft.config.schema import Optim, Precision, Run
 from weft.core.axes import Box
-from weft.core.config import Optim, Precision, Run
 from weft.errors import CheckpointError
 from weft.models import FAMILIES
 from weft.prove.layout import micro_batches
-from weft.save.cover import first_flaw
-from weft.save.read import open_checkpoint
 from weft.testing import run_ranks
 from weft.train import state
 from weft.train.build import build_model, build_step

@@ -11,17 +11,17 @@ import torch
 
 from weft.cli import main
 from weft.comm.comm import Comm
-from weft.core.load import load
+from weft.config.load import load
 from weft.data.opened import open_data, open_valid
 from weft.models import FAMILIES
-from weft.models.batch import IGNORE, chain
-from weft.parallel.forward import forwards_of
+from weft.models.common.batch import IGNORE, chain
+from weft.parallel.pipeline.forward import forwards_of
 from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
 from weft.train.build import build_evaluation, build_feed, build_step
 from weft.train.evaluate import NO_SAMPLE, batches_of
+from weft.train.event_log import read_events
 from weft.train.feed import whole_batch
-from weft.train.journal import read_events
 
 SIZES = "--batch.global_size 6 --batch.micro_size 1 --data.seq_len 16 --eval.every 1 --steps 4"
 FLOAT64 = "--precision.params float64 --precision.compute float64 --precision.reduce float64"
@@ -133,8 +133,8 @@ def test_a_sample_that_is_none_has_no_targets(source):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "zbv", "dual_pipe_v", "interleaved"])
 def test_the_forwards_of_every_schedule_are_all_there(schedule):
-    from weft.core.lower import check_rendezvous, lower
-    from weft.core.schedules import make_table
+    from weft.schedule.catalog import make_table
+    from weft.schedule.lower import check_rendezvous, lower
 
     table = forwards_of(make_table(schedule, ranks=4, microbatches=8, chunks=None))
     acts = [act for row in table.rows for act in row]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.core.config import Optim
+from weft.config.schema import Optim
 from weft.train.optim import make_optimizer, matrices
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -126,7 +126,7 @@ def test_a_parameter_without_gradient_stays_and_keeps_its_clock():
 def test_making_and_stepping_an_optimizer_imports_no_compiler():
     script = """
 import sys, torch
-from weft.core.config import Optim
+from weft.config.schema import Optim
 from weft.train.optim import make_optimizer
 for name in ("adamw", "sgd"):
     param = torch.nn.Parameter(torch.ones(2, 2)); param.grad = torch.ones(2, 2)

@@ -13,11 +13,11 @@ from torch import Tensor
 from tests.matrix.layouts import CLIP, LR, SEED, Case, adamw, batches
 from tests.matrix.plain import HALF, MIXED, PURE, Dtypes
 from weft.comm.comm import Comm
-from weft.core.plan import Plan
 from weft.core.precision import HOLDS, Dtype, dtype_faults
 from weft.errors import PlanError, WeftError
+from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.parallel.unit import Unit
+from weft.parallel.zero.param_group import Unit
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train import precision

@@ -17,24 +17,24 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.test_layouts import Entries, assemble, moments, parameters
 from tests.matrix.layouts import LR, Case, batches
-from tests.save.test_layouts import Entries, assemble, moments, parameters
 from tests.train.saving import NoSamples, save
+from weft.checkpoint import write as save_write
+from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
 from weft.comm.comm import Comm
+from weft.config.schema import Optim, Precision, Run, Save
 from weft.core.axes import Box
-from weft.core.config import Optim, Precision, Run, Save
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.prove.layout import micro_batches
 from weft.run.signals import Leave
-from weft.save import write as save_write
-from weft.save.folder import checkpoints
-from weft.save.read import open_checkpoint
 from weft.testing import run_ranks
 from weft.train.build import build_step
 from weft.train.checkpoint import restore
+from weft.train.event_log import EVENTS, Journal, course, read_events
 from weft.train.facts import facts_of
-from weft.train.journal import EVENTS, Journal, course, read_events
 from weft.train.restart import set_aside
 from weft.train.saver import Saver, Word
 from weft.train.step import TrainStep

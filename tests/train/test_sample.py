@@ -8,7 +8,7 @@ import torch
 from tests.generate.models import CONFIGS, SEED, config_of, plan_of
 from weft.comm.comm import Comm
 from weft.models import FAMILIES
-from weft.models.batch import chain, token_batch
+from weft.models.common.batch import chain, token_batch
 from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
 from weft.train.build import build_model

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.core.random_table import random_table
-from weft.core.schedule import Act
-from weft.core.schedules import SCHEDULES, make_table
-from weft.core.simulate import simulate, textbook_cost
-from weft.core.timeline import Span, Timeline
+from tests.schedule.random_table import random_table
+from weft.schedule.actions import Act
+from weft.schedule.catalog import SCHEDULES, make_table
+from weft.schedule.simulate import simulate, textbook_cost
+from weft.schedule.timeline import Span, Timeline
 from weft.view.colour import STYLES, paint
 from weft.view.text import draw
 

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 import tyro
 from pydantic import BaseModel
 
-from weft.core import fit, lora
-from weft.core.checks import Check, ask
-from weft.core.config import Run
-from weft.core.load import look
+from weft.config import lora, validate
+from weft.config.checks import Check, ask
+from weft.config.load import look
+from weft.config.schema import Run
 from weft.errors import EXIT_OK, UserError
 from weft.models import FAMILIES
-from weft.train import door
+from weft.train import preflight
 
 HELP = ("-h", "--help")
 
@@ -30,7 +30,7 @@ def checked_run(words: Sequence[str], surroundings: Iterable[Check] = ()) -> Run
         UserError: with every fault of its keys, of how they fit together, and of the surroundings.
     """
     loaded = look(words, FAMILIES)
-    if faults := ask(loaded.run, (*fit.CHECKS, *lora.CHECKS, *surroundings), known=loaded.faults):
+    if faults := ask(loaded.run, (*validate.CHECKS, *lora.CHECKS, *surroundings), known=loaded.faults):
         raise UserError(*faults)
     return loaded.run
 
@@ -81,6 +81,6 @@ def say(text: str) -> int:
 
 def tell(lines: Iterable[str]) -> None:
     """One line each for the person, once a machine."""
-    if door.is_first(os.environ, door.LOCAL_RANKS):
+    if preflight.is_first(os.environ, preflight.LOCAL_RANKS):
         for line in lines:
             print(line, file=sys.stderr)

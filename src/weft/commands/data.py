@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from weft.commands.console import say, show_help, wants_help
-from weft.core import flags
-from weft.core.config import Table
+from weft.config import flags
+from weft.config.schema import Table
 from weft.data.prepare import Recipe, prepare
 from weft.data.prepared import SPLITS, Meta, Prepared, is_prepared, open_prepared
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, DataError, Fault, UserError, did_you_mean

@@ -8,16 +8,16 @@ from typing import Literal
 
 from pydantic import Field
 
+from weft.checkpoint.folder import FOLDER
 from weft.commands.console import say, settle_threads, show_help, tell, wants_help
-from weft.core import flags
-from weft.core.config import Table
-from weft.core.hf.compose import unwritable
+from weft.config import flags
+from weft.config.hf.compose import unwritable
+from weft.config.schema import Table
 from weft.data.tokenizer import BYTES
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, Fault, UserError
 from weft.generate.subject import Subject, find_subject
-from weft.save.folder import FOLDER
-from weft.save.hf.kept import KEPT
-from weft.save.hf.written import refuse_filled
+from weft.hf.kept import KEPT
+from weft.hf.written import refuse_filled
 
 USAGE = "RUN | CHECKPOINT DIR [--dtype bfloat16] [--key value ...]"
 LINE = "make a Hugging Face folder of a checkpoint: config.json and safetensors"

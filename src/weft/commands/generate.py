@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from weft.commands.console import settle_threads, show_help, tell, wants_help
-from weft.core import flags
-from weft.core.checks import Check
-from weft.core.config import Run
+from weft.config import flags
+from weft.config.checks import Check
+from weft.config.schema import Run
 from weft.errors import Fault, UserError
 from weft.generate.job import make_job
 from weft.generate.request import Request, short_words
 from weft.generate.subject import find_subject
-from weft.train import door
+from weft.train import preflight
 
 USAGE = "RUN | CHECKPOINT | HF-FOLDER [--prompt TEXT] [--mesh tp2] [--key value ...]"
 LINE = "write text with a trained model, on any layout of ranks"
@@ -21,11 +21,11 @@ LINE = "write text with a trained model, on any layout of ranks"
 
 def world_faults(run: Run) -> Iterator[Fault]:
     """The ranks that torchrun or Slurm has started are as many as the mesh has."""
-    for fault in door.world_faults(run):
+    for fault in preflight.world_faults(run):
         yield replace(fault, fix=f"start {run.grid.size} ranks, or choose another mesh")
 
 
-SURROUNDINGS = (Check(("mesh",), world_faults), Check(("device",), door.device_faults))
+SURROUNDINGS = (Check(("mesh",), world_faults), Check(("device",), preflight.device_faults))
 
 
 def generate(words: Sequence[str]) -> int:
@@ -39,7 +39,7 @@ def generate(words: Sequence[str]) -> int:
         )
     request = flags.read_config(short_words(list(words[1:])), Request)
     job = make_job(request, find_subject(words[0]), surroundings=SURROUNDINGS)
-    tell(f"note: {note}" for note in (*job.notes(), *door.notes(job.run)))
+    tell(f"note: {note}" for note in (*job.notes(), *preflight.notes(job.run)))
     settle_threads()
     from weft.generate.main import generate as write  # imports torch, and so comes after all checks
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from pydantic import Field
 
+from weft.checkpoint.folder import FOLDER
 from weft.commands.console import say, settle_threads, show_help, wants_help
-from weft.core import flags
-from weft.core.config import Run, Table
-from weft.core.hf.describe import CONFIG
-from weft.core.load import look
+from weft.config import flags
+from weft.config.hf.describe import CONFIG
+from weft.config.load import look
+from weft.config.schema import Run, Table
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
+from weft.hf.kept import KEPT
 from weft.models import FAMILIES
-from weft.save.folder import FOLDER
-from weft.save.hf.kept import KEPT
-from weft.train import door
+from weft.train import preflight
 
 USAGE = "DIR --out RUN [--model.key value ...]"
 LINE = "make a run of a Hugging Face folder: config.json and safetensors"
@@ -57,7 +57,7 @@ def described_run(folder: str, of_model: Sequence[str]) -> Run:
         UserError: the folder has no model of weft's, or not all of its tensors; nothing of them has been read.
     """
     loaded = look(["--model.from_hf", folder, *of_model], FAMILIES)
-    if faults := (*loaded.faults, *(() if loaded.faults else door.start_faults(loaded.run))):
+    if faults := (*loaded.faults, *(() if loaded.faults else preflight.start_faults(loaded.run))):
         raise ConfigError(*faults)
     return loaded.run
 
@@ -73,7 +73,7 @@ def check_out(out: str) -> None:
     path = Path(out)
     if path.exists() and not path.is_dir():
         raise ConfigError(Fault("out", "is no folder", repr(out), fix="choose another --out"))
-    if held := [name for name in ("run.toml", door.EVENTS, FOLDER, KEPT) if (path / name).exists()]:
+    if held := [name for name in ("run.toml", preflight.EVENTS, FOLDER, KEPT) if (path / name).exists()]:
         raise ConfigError(
             Fault("out", "holds a run already", f"{out!r} with {', '.join(held)}", fix="choose another --out")
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from weft.core.checks import Check
-from weft.core.config import Data, Run
-from weft.core.model import ModelConfig
+from weft.config.checks import Check
+from weft.config.schema import Data, Run
+from weft.core.model_config import ModelConfig
 from weft.data import images
 from weft.data.bounds import longest
 from weft.data.files import KEY

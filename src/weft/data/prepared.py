@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ConfigDict, ValidationError
 
-from weft.core.config import Data, Table
+from weft.config.schema import Data, Table
 from weft.data.bounds import BOUND, BoundsFile
 from weft.data.files import KEY, TOKEN_SUFFIX
 from weft.data.tokenizer import BYTES, FILE, Tokenizer, open_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.core.config import Data
+from weft.config.schema import Data
 from weft.data.documents import Piece, Reading, read_documents
 from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_plain_text
 from weft.data.prepared import SPLITS, Split, agreed_tokenizer, prepared_of

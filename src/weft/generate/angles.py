@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from weft.models.rope import Rope
+from weft.models.common.rope import Rope
 
 Turn = tuple[Tensor, Tensor]
 

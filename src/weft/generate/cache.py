@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models.batch import IGNORE, Batch
-from weft.models.layers import Attend
+from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.layers import Attend
 
 BLOCK = 256
 """Cells that are allocated at once; growth copies what is there."""

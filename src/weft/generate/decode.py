@@ -9,9 +9,9 @@ from torch import Tensor
 
 from weft.generate.angles import share_angles
 from weft.generate.cache import look_at, remember
-from weft.models.batch import Batch, chain
-from weft.parallel.forward import play_in_turn, whole_vocabulary
-from weft.parallel.model import ParallelModel
+from weft.models.common.batch import Batch, chain
+from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.pipeline.forward import play_in_turn, whole_vocabulary
 from weft.train.sample import written_with
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
-from weft.core.model import ModelConfig
-from weft.core.plan import Plan
+from weft.core.model_config import ModelConfig
+from weft.layout.plan import Plan
 from weft.models import Family
-from weft.parallel.model import ParallelModel, parallelize
-from weft.save.source import Source
+from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.train import checkpoint
-from weft.train.skeleton import skeleton
+from weft.train.meta_init import skeleton
 
 
 def load_model(family: Family, config: ModelConfig, source: Source, *, plan: Plan, comm: Comm) -> ParallelModel:

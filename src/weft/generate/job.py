@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from weft.core import fit
-from weft.core.checks import Check, ask
-from weft.core.config import Batch, Parallel, Pipeline, Precision, Run
+from weft.config import validate
+from weft.config.checks import Check, ask
+from weft.config.schema import Batch, Parallel, Pipeline, Precision, Run
 from weft.core.mesh import Mesh
-from weft.core.model import ModelConfig
-from weft.core.plan import Plan, canonical, make_stages
+from weft.core.model_config import ModelConfig
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import ConfigError, Fault, UserError
 from weft.generate.request import Request, read_prompts
 from weft.generate.subject import Subject
+from weft.layout.plan import Plan, canonical, make_stages
 
 SERVED = ("pp", "ep", "tp")
 WHY_NOT = {
@@ -129,13 +129,13 @@ def _mesh_faults(mesh: Mesh) -> Iterator[Fault]:
 
 
 def _experts_exist(run: Run) -> Iterator[Fault]:
-    return (replace(fault, fix="give its ranks to tp") for fault in fit.experts_exist(run))
+    return (replace(fault, fix="give its ranks to tp") for fault in validate.experts_exist(run))
 
 
 MESH_CHECKS = (
-    Check(("mesh", "model"), fit.axes_divide),
+    Check(("mesh", "model"), validate.axes_divide),
     Check(("mesh", "model"), _experts_exist),
-    Check(("mesh", "model"), fit.layers_make_stages),
+    Check(("mesh", "model"), validate.layers_make_stages),
 )
 
 

@@ -6,19 +6,19 @@ import os
 import sys
 from functools import partial
 
+from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.source import Source
 from weft.generate.decode import Decoder
 from weft.generate.fill import load_model
 from weft.generate.job import Job
 from weft.generate.show import Objects, Screen, to_stdout
 from weft.generate.subject import Subject
 from weft.generate.texts import Texts
+from weft.hf.folder import HfFolder
 from weft.run.comm import open_comm
 from weft.run.device import choose_device
 from weft.run.launch import join, launch
 from weft.run.world import World, detect
-from weft.save.hf.folder import HfFolder
-from weft.save.read import open_checkpoint
-from weft.save.source import Source
 from weft.train.build import family_of
 
 

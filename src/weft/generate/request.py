@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from weft.core.config import Table
+from weft.config.schema import Table
 from weft.core.mesh import Mesh
 from weft.core.precision import Dtype
 from weft.errors import ConfigError, Fault

@@ -11,21 +11,21 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from weft.core.config import Run
-from weft.core.families import run_type
-from weft.core.hf.describe import CONFIG, describe
-from weft.core.hf.files import DTYPES, list_tensors
-from weft.core.keys import nest
-from weft.core.load import load
+from weft.checkpoint.folder import FOLDER, find_newest
+from weft.checkpoint.format import MANIFEST, Facts
+from weft.checkpoint.manifest import read_manifest
+from weft.config.families import run_type
+from weft.config.hf.describe import CONFIG, describe
+from weft.config.hf.files import DTYPES, list_tensors
+from weft.config.keys import nest
+from weft.config.load import load
+from weft.config.schema import Run
 from weft.core.precision import Dtype
 from weft.data.files import TOKEN_SUFFIX
 from weft.data.prepared import sources_of, tokenizer_of
 from weft.data.tokenizer import BYTES, FILE, KEY, Tokenizer, open_tokenizer
 from weft.errors import CheckpointError, DataError, Fault
 from weft.models import FAMILIES
-from weft.save.folder import FOLDER, find_newest
-from weft.save.format import MANIFEST, Facts
-from weft.save.manifest import read_manifest
 
 RUN = "run.toml"
 ENDS = ("generation_config.json", CONFIG)

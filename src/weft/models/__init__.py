@@ -7,13 +7,13 @@ import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from weft.core.model import AxisTable, InitTable, ModelConfig
+from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
 
-_PARTS = ("batch", "experts", "images", "init", "layers", "lora", "mla", "moe", "mtp", "rope")
+_PARTS = ("common",)
 
 
 class Family(Protocol):

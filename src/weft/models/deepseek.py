@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from weft.core.model import (
+from weft.core.model_config import (
     AxisTable,
     BlockSpec,
     Draw,
@@ -24,8 +24,8 @@ from weft.core.model import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from weft.models.mla import LatentAttention
-    from weft.models.moe import MoE
+    from weft.models.common.mla import LatentAttention
+    from weft.models.common.moe import MoE
 
 
 class Config(ModelConfig):
@@ -271,9 +271,9 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "mtp0" if there is one, "head", "loss"; `ties` are not applied yet."""
     from torch import nn  # late: a config is read and checked without torch
 
-    from weft.models.layers import Block, Embed, Head, Loss, SwiGLU
-    from weft.models.moe import MoEBlock
-    from weft.models.mtp import SecondNext
+    from weft.models.common.layers import Block, Embed, Head, Loss, SwiGLU
+    from weft.models.common.moe import MoEBlock
+    from weft.models.common.mtp import SecondNext
 
     def norm() -> nn.Module:
         return nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -297,8 +297,8 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
 
 
 def _attention(cfg: Config) -> LatentAttention:
-    from weft.models.mla import LatentAttention
-    from weft.models.rope import Rope, YarnScaling
+    from weft.models.common.mla import LatentAttention
+    from weft.models.common.rope import Rope, YarnScaling
 
     yarn = YarnScaling(
         factor=cfg.rope_scaling_factor,
@@ -323,9 +323,9 @@ def _attention(cfg: Config) -> LatentAttention:
 
 
 def _moe(cfg: Config) -> MoE:
-    from weft.models.experts import Experts
-    from weft.models.layers import SwiGLU
-    from weft.models.moe import Choice, MoE, Router
+    from weft.models.common.experts import Experts
+    from weft.models.common.layers import SwiGLU
+    from weft.models.common.moe import Choice, MoE, Router
 
     choice = Choice(
         num_experts=cfg.experts,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from weft.core.model import (
+from weft.core.model_config import (
     BlockSpec,
     Draw,
     ModelConfig,
@@ -133,7 +133,7 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"; `ties` are not applied yet."""
     from torch import nn  # late: a config is read and checked without torch
 
-    from weft.models.layers import Attention, Block, EmbedWithPositions, GeluMLP, Head, Loss
+    from weft.models.common.layers import Attention, Block, EmbedWithPositions, GeluMLP, Head, Loss
 
     def norm() -> nn.Module:
         return nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from weft.core.model import (
+from weft.core.model_config import (
     BlockSpec,
     Draw,
     ModelConfig,
@@ -24,7 +24,7 @@ from weft.core.model import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from weft.models.rope import Rope
+    from weft.models.common.rope import Rope
 
 
 class Config(ModelConfig):
@@ -164,7 +164,7 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"; `ties` are not applied yet."""
     from torch import nn  # late: a config is read and checked without torch
 
-    from weft.models.layers import Attention, Block, Embed, Head, Loss, SwiGLU
+    from weft.models.common.layers import Attention, Block, Embed, Head, Loss, SwiGLU
 
     def norm() -> nn.Module:
         return nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
@@ -182,7 +182,7 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
 
 
 def _rope(cfg: Config) -> Rope:
-    from weft.models.rope import Llama3Scaling, Rope
+    from weft.models.common.rope import Llama3Scaling, Rope
 
     scaling = Llama3Scaling(
         factor=cfg.rope_scaling_factor,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from weft.core.model import BlockSpec, Draw, ModelConfig, linear_flops
+from weft.core.model_config import BlockSpec, Draw, ModelConfig, linear_flops
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,21 +112,21 @@ def init(cfg: Config) -> dict[str, Draw]:
 
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"."""
-    from weft.models.layers import Loss  # late: a config is read and checked without torch
+    from weft.models.common.layers import Loss  # late: a config is read and checked without torch
 
     embed, *layers, head = _mlp(cfg) if cfg.arch == "mlp" else _conv(cfg)
     return {"embed": embed, **{f"layer{i}": layer for i, layer in enumerate(layers)}, "head": head, "loss": Loss()}
 
 
 def _mlp(cfg: Config) -> tuple[nn.Module, ...]:
-    from weft.models.images import FlatEmbed, FlatHead, FlatLayer
+    from weft.models.common.images import FlatEmbed, FlatHead, FlatLayer
 
     layers = (FlatLayer(cfg.dim, cfg.ffn) for _ in range(cfg.layers))
     return FlatEmbed(cfg.image_size**2, cfg.dim), *layers, FlatHead(cfg.dim, cfg.classes)
 
 
 def _conv(cfg: Config) -> tuple[nn.Module, ...]:
-    from weft.models.images import ConvEmbed, ConvHead, ConvLayer
+    from weft.models.common.images import ConvEmbed, ConvHead, ConvLayer
 
     layers = (ConvLayer(cfg.dim) for _ in range(cfg.layers))
     head = ConvHead(cfg.dim * cfg.pooled_size**2, ffn=cfg.ffn, classes=cfg.classes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from weft.core.model import (
+from weft.core.model_config import (
     AxisTable,
     BlockSpec,
     Draw,
@@ -25,7 +25,7 @@ from weft.core.model import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from weft.models.layers import Attention
+    from weft.models.common.layers import Attention
 
 
 class Trunk(ModelConfig):
@@ -151,7 +151,7 @@ def init(cfg: Config) -> dict[str, Draw]:
 
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"; `ties` are not applied yet."""
-    from weft.models.layers import Block, SwiGLU  # late: a config is read and checked without torch
+    from weft.models.common.layers import Block, SwiGLU  # late: a config is read and checked without torch
 
     def layer() -> nn.Module:
         return Block(attn_norm=norm(cfg), attn=attention(cfg), mlp_norm=norm(cfg), mlp=SwiGLU(cfg.dim, cfg.ffn))
@@ -163,7 +163,7 @@ def chain_of(cfg: Trunk, layers: list[nn.Module]) -> dict[str, nn.Module]:
     """The chain around these layers."""
     from torch import nn
 
-    from weft.models.layers import Embed, Head, Loss
+    from weft.models.common.layers import Embed, Head, Loss
 
     return {
         "embed": Embed(cfg.vocab, cfg.dim),
@@ -182,8 +182,8 @@ def norm(cfg: Trunk) -> nn.Module:
 
 def attention(cfg: Trunk) -> Attention:
     """Attention with normalised queries and keys."""
-    from weft.models.layers import Attention
-    from weft.models.rope import Rope
+    from weft.models.common.layers import Attention
+    from weft.models.common.rope import Rope
 
     return Attention(
         cfg.dim,

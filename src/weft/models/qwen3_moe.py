@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from weft.core.model import AxisTable, BlockSpec, Draw
+from weft.core.model_config import AxisTable, BlockSpec, Draw
 from weft.models import qwen3
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def init(cfg: Config) -> dict[str, Draw]:
 
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"; `ties` are not applied yet."""
-    from weft.models.experts import Experts  # late: a config is read and checked without torch
-    from weft.models.moe import Choice, MoE, MoEBlock, Router
+    from weft.models.common.experts import Experts  # late: a config is read and checked without torch
+    from weft.models.common.moe import Choice, MoE, MoEBlock, Router
 
     choice = Choice(num_experts=cfg.experts, top_k=cfg.top_k, scoring="softmax", norm_topk_prob=cfg.norm_topk_prob)
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.core.config import Run
-from weft.core.layout import plan_of
+from weft.config.schema import Run
+from weft.config.to_plan import plan_of
 from weft.prove.config import TOLERANCE, prove
 from weft.prove.rerun import BOUNDS, DRIFT_AFTER, StepPair, recorded_run, rerun
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.core.config import Precision, Run
-from weft.core.layout import plan_of
-from weft.core.lr import learning_rate
+from weft.config.schema import Precision, Run
+from weft.config.to_plan import plan_of
 from weft.data.opened import open_data
-from weft.models.batch import Batch
+from weft.models.common.batch import Batch
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
 from weft.prove.trace import Difference, Held, differences, uncovered
 from weft.testing import run_ranks
 from weft.train.build import family_of
 from weft.train.feed import samples_of, whole_batch
+from weft.train.lr_schedule import learning_rate
 from weft.train.optim import NamedOptimizer, make_optimizer
 
 TOLERANCE = 1e-9

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from weft.comm.comm import Comm
-from weft.core.model import ModelConfig
-from weft.core.plan import Plan
+from weft.core.model_config import ModelConfig
 from weft.data.order import layout_of
+from weft.layout.plan import Plan
 from weft.models import Family
-from weft.models.batch import Batch
+from weft.models.common.batch import Batch
 from weft.prove.oracle import OptimizerOf
 from weft.prove.trace import Held, StepTrace
 from weft.train.build import build_model

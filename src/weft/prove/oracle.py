@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from weft.core.model import ModelConfig
+from weft.core.model_config import ModelConfig
 from weft.models import Family
-from weft.models.batch import Batch, chain
-from weft.models.init import initialise, named_parameters, tie
+from weft.models.common.batch import Batch, chain
+from weft.models.common.init import initialise, named_parameters, tie
 from weft.prove.trace import StepTrace
 from weft.train.balance import rebalance_routers
 from weft.train.optim import Optimizer, matrices

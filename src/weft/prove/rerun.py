@@ -12,14 +12,14 @@ import torch
 
 from weft.comm.comm import Comm
 from weft.comm.threads import ThreadWorld
-from weft.core.config import Parallel, Pipeline, Run
-from weft.core.load import load
+from weft.config.load import load
+from weft.config.schema import Parallel, Pipeline, Run
 from weft.core.mesh import Mesh
 from weft.data.opened import open_data
 from weft.errors import DataError, Fault
 from weft.models import FAMILIES
 from weft.train.build import build_feed, build_step
-from weft.train.journal import EVENTS, course, read_events
+from weft.train.event_log import EVENTS, course, read_events
 from weft.train.loop import step_events
 
 BOUNDS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-3, "float16": 5e-4}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.axes import data_axes
-from weft.models.moe import MoE, Router, rebalance
+from weft.models.common.moe import MoE, Router, rebalance
 
 
 def router_of(block: nn.Module) -> Router:

@@ -8,20 +8,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
-from weft.core.config import Run
-from weft.core.layout import plan_of
-from weft.core.model import ModelConfig
-from weft.core.plan import Plan
+from weft.config.schema import Run
+from weft.config.to_plan import plan_of
+from weft.core.model_config import ModelConfig
 from weft.data.opened import Samples, open_valid
+from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
-from weft.models.lora import adapted
-from weft.parallel.model import ParallelModel, materialise, parallelize
-from weft.save.source import Source
+from weft.models.common.lora import adapted
+from weft.parallel.model.parallelize import ParallelModel, materialise, parallelize
 from weft.train.evaluate import Evaluation
 from weft.train.feed import Feed
+from weft.train.meta_init import skeleton
 from weft.train.optim import Optimizer, make_optimizer, matrices
-from weft.train.skeleton import skeleton
 from weft.train.start import source_of, start_from
 from weft.train.step import TrainStep
 

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import torch
 
+from weft.checkpoint.format import Manifest
+from weft.checkpoint.held import Held, dtype_name
+from weft.checkpoint.source import Source
 from weft.core.axes import Box, boxes_of_range
 from weft.errors import CheckpointError, Fault
-from weft.parallel.model import ParallelModel
-from weft.save.format import Manifest
-from weft.save.held import Held, dtype_name
-from weft.save.source import Source
+from weft.parallel.model.parallelize import ParallelModel
 from weft.train.agree import agree
 from weft.train.state import Part, named, names_of_step, parts_of_model, parts_of_step
 from weft.train.step import TrainStep

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from weft.data.order import Ints
-from weft.models.batch import Batch
-from weft.parallel.forward import ForwardPlayer
-from weft.parallel.model import ParallelModel
+from weft.models.common.batch import Batch
+from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.train.feed import Feed
 
 NO_SAMPLE = -1

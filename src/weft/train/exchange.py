@@ -10,30 +10,30 @@ from pathlib import Path
 
 import torch
 
+from weft.checkpoint.folder import FOLDER
+from weft.checkpoint.format import Facts
+from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.source import Source
+from weft.config.hf.compose import config_json, unwritable
+from weft.config.hf.describe import CONFIG
+from weft.config.lora import chosen
+from weft.config.schema import Run
+from weft.config.toml import dump
 from weft.core.axes import Box
-from weft.core.config import Run
-from weft.core.hf.compose import config_json, unwritable
-from weft.core.hf.describe import CONFIG
-from weft.core.lora import chosen
-from weft.core.model import ModelConfig
-from weft.core.toml import dump
+from weft.core.model_config import ModelConfig
 from weft.data.tokenizer import FILE
 from weft.errors import CheckpointError
+from weft.hf.adapters import lora_of, plain, write_adapters
+from weft.hf.folder import HfFolder
+from weft.hf.intake import CHUNK_BYTES, write_parameters
+from weft.hf.kept import KEPT, find_texts, keep_texts
+from weft.hf.logits import Compared, compare
+from weft.hf.peft import strange_to_peft
+from weft.hf.tables import TABLES
+from weft.hf.target import targets
+from weft.hf.write import Planned, plan, write_folder
+from weft.hf.written import refuse_filled
 from weft.models import FAMILIES
-from weft.save.folder import FOLDER
-from weft.save.format import Facts
-from weft.save.hf.folder import HfFolder
-from weft.save.hf.intake import CHUNK_BYTES, write_parameters
-from weft.save.hf.kept import KEPT, find_texts, keep_texts
-from weft.save.hf.logits import Compared, compare
-from weft.save.hf.tables import TABLES
-from weft.save.hf.target import targets
-from weft.save.hf.write import Planned, plan, write_folder
-from weft.save.hf.written import refuse_filled
-from weft.save.lora import lora_of, plain, write_adapters
-from weft.save.peft import strange_to_peft
-from weft.save.read import open_checkpoint
-from weft.save.source import Source
 from weft.train.start import check_start
 from weft.view.quantity import count
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from weft.core.config import Run
+from weft.checkpoint.format import Facts
+from weft.config.schema import Run
 from weft.data.samples import Samples
-from weft.save.format import Facts
 from weft.train.step import TrainStep
 
 # Note [There is no random state]

@@ -8,7 +8,7 @@ import torch
 
 from weft.data.opened import Samples
 from weft.data.order import Ints, layout_of, places_of_step
-from weft.models.batch import IGNORE, Batch, with_later_targets
+from weft.models.common.batch import IGNORE, Batch, with_later_targets
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.comm.comm import Comm
-from weft.core.config import Run
-from weft.core.lora import chosen
-from weft.core.lr import learning_rate
-from weft.core.plan import Plan
-from weft.core.toml import dump
+from weft.config.lora import chosen
+from weft.config.schema import Run
+from weft.config.toml import dump
 from weft.data.opened import Samples, open_data
 from weft.data.prepared import tokenizer_of
 from weft.errors import WeftError
+from weft.layout.plan import Plan
 from weft.run.signals import Leave
 from weft.train.agree import words_of_first
 from weft.train.build import build_evaluation, build_feed
 from weft.train.evaluate import Evaluation, eval_event
+from weft.train.event_log import Journal
 from weft.train.facts import facts_of
 from weft.train.feed import Feed
-from weft.train.journal import Journal
+from weft.train.lr_schedule import learning_rate
 from weft.train.prefetch import ahead
 from weft.train.restart import begin, clear
 from weft.train.sample import sample

@@ -7,14 +7,14 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from weft.core.config import Run
+from weft.config.schema import Run
 from weft.errors import EXIT_PREEMPTED
 from weft.run.comm import open_comm
 from weft.run.device import choose_device
 from weft.run.launch import join, launch
 from weft.run.signals import Leave
 from weft.run.world import World, detect
-from weft.train.journal import Journal
+from weft.train.event_log import Journal
 from weft.train.loop import train_on_ranks
 from weft.train.start import check_start
 from weft.view.live import open_view

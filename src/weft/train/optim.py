@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from weft.core.config import Optim
+from weft.config.schema import Optim
 
 # Note [Why not torch.optim.AdamW itself]
 # Its constructor imports torch._dynamo: 829 modules, 0.95 s and 70 MB before the first step of every run. The functions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from weft.core.plan import Plan
 from weft.errors import WeftError
+from weft.layout.plan import Plan
 
 START = 2.0**16
 GROW_EVERY = 2000

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoint.folder import Found, checkpoints, remove_leftovers
+from weft.checkpoint.manifest import read_manifest
+from weft.checkpoint.read import Checkpoint, open_checkpoint
 from weft.comm.comm import Comm
-from weft.core.config import Run
+from weft.config.schema import Run
 from weft.data.samples import Samples
 from weft.errors import CheckpointError, DataError, Fault
-from weft.save.folder import Found, checkpoints, remove_leftovers
-from weft.save.manifest import read_manifest
-from weft.save.read import Checkpoint, open_checkpoint
 from weft.train.agree import agree, words_of_first
 from weft.train.build import build_step
 from weft.train.checkpoint import load_parameters, restore

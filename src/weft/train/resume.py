@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.core.checks import Check
-from weft.core.config import Run
+from weft.checkpoint.folder import FOLDER, Found, find_newest
+from weft.checkpoint.format import MANIFEST, Facts
+from weft.checkpoint.manifest import read_manifest
+from weft.checkpoint.match import check_model
+from weft.config.checks import Check
+from weft.config.schema import Run
 from weft.errors import CheckpointError, Fault
-from weft.save.folder import FOLDER, Found, find_newest
-from weft.save.format import MANIFEST, Facts
-from weft.save.manifest import read_manifest
-from weft.save.match import check_model
 
 KEY, AUTO = "resume", "auto"
 

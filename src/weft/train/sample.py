@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.sequence import home_of
-from weft.models.batch import Batch, chain, token_batch
-from weft.models.init import name_seed
-from weft.parallel.forward import play_in_turn, whole_vocabulary
-from weft.parallel.model import ParallelModel
+from weft.models.common.batch import Batch, chain, token_batch
+from weft.models.common.init import name_seed
+from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.pipeline.forward import play_in_turn, whole_vocabulary
 
 LEFT_OUT = ("loss", "mtp")
 """Blocks (by the beginning of their names) that only training reads."""

@@ -19,14 +19,14 @@ from enum import IntFlag
 from pathlib import Path
 from typing import Any
 
-from weft.core.config import Save
+from weft.checkpoint.disk import free_bytes
+from weft.checkpoint.folder import checkpoint_path, checkpoints, prune, temporary_path
+from weft.checkpoint.format import Facts
+from weft.checkpoint.held import snapshot
+from weft.checkpoint.write import Writing, commit, discard, start_write
+from weft.config.schema import Save
 from weft.errors import CheckpointError
 from weft.run.signals import Leave
-from weft.save.disk import free_bytes
-from weft.save.folder import checkpoint_path, checkpoints, prune, temporary_path
-from weft.save.format import Facts
-from weft.save.held import snapshot
-from weft.save.write import Writing, commit, discard, start_write
 from weft.train.agree import everyones_words, words_of_first
 from weft.train.checkpoint import held
 from weft.train.step import TrainStep

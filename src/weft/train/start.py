@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weft.core.config import Run
+from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.source import Source
+from weft.config.schema import Run
 from weft.errors import CheckpointError, Fault
+from weft.hf.adapters import lora_of, plain
+from weft.hf.folder import HfFolder
 from weft.models import FAMILIES
-from weft.models.init import named_parameters
-from weft.parallel.model import ParallelModel
-from weft.save.hf.folder import HfFolder
-from weft.save.lora import lora_of, plain
-from weft.save.read import open_checkpoint
-from weft.save.source import Source
-from weft.train.base import base_of_run
-from weft.train.door import starts_anew
-from weft.train.skeleton import skeleton
+from weft.models.common.init import named_parameters
+from weft.parallel.model.parallelize import ParallelModel
+from weft.train.adapter_base import base_of_run
+from weft.train.meta_init import skeleton
+from weft.train.preflight import starts_anew
 
 
 def source_of(run: Run) -> Source | None:

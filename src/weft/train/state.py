@@ -18,8 +18,8 @@ from torch import Tensor
 
 from weft.core.axes import Box, boxes_of_range, span
 from weft.errors import CheckpointError, Fault
-from weft.parallel.grads import Gradients
-from weft.parallel.model import ParallelModel, Piece
+from weft.parallel.model.grads import Gradients
+from weft.parallel.model.parallelize import ParallelModel, Piece
 from weft.train.optim import NamedOptimizer, Optimizer
 from weft.train.step import TrainStep
 

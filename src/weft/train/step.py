@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from weft.core.axes import data_axes
-from weft.models.batch import Batch
-from weft.parallel import grads, zero
-from weft.parallel.dp import GradientBuckets
-from weft.parallel.grads import Gradients
-from weft.parallel.model import ParallelModel
-from weft.parallel.pp import Player, Watch
-from weft.parallel.unit import Policy
+from weft.models.common.batch import Batch
+from weft.parallel.data_parallel.buckets import GradientBuckets
+from weft.parallel.model import grads
+from weft.parallel.model.grads import Gradients
+from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.pipeline.player import Player, Watch
+from weft.parallel.zero import apply
+from weft.parallel.zero.param_group import Policy
 from weft.train.balance import imbalance, rebalance_routers, sum_loads
 from weft.train.optim import Optimizer
 from weft.train.precision import LossScale
@@ -171,7 +172,7 @@ def keep_gradients(model: ParallelModel) -> Gradients:
         )
     params, compute, reduce = (getattr(torch, name) for name in (plan.params, plan.compute, plan.reduce))
     policy = Policy(plan.zero, params=params, compute=compute, reduce=reduce, keeps_full=plan.zero <= 1)
-    return zero.shard(model, policy)
+    return apply.shard(model, policy)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from weft.core.timeline import Timeline
+from weft.schedule.timeline import Timeline
 from weft.view.text import picture
 
 STYLES = {"F": "black on bright_blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow", "": "dim"}

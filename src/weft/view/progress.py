@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from weft.view.quantity import count, memory, short_time
 
 Event = Mapping[str, Any]
-"""A flat record with an "event" key; `weft.train.journal` lists the kinds."""
+"""A flat record with an "event" key; `weft.train.event_log` lists the kinds."""
 
 RECENT = 20
 """Steps over which the time of a step is averaged."""

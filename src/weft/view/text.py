@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_lowercase
 
-from weft.core.schedule import Act, Kind
-from weft.core.simulate import most_held
-from weft.core.timeline import COMPUTE, Span, Timeline, bubble, makespan
+from weft.schedule.actions import Act, Kind
+from weft.schedule.simulate import most_held
+from weft.schedule.timeline import COMPUTE, Span, Timeline, bubble, makespan
 
 LEGEND: dict[Kind, str] = {"F": "0 forward", "B": "B0 backward", "I": "I0 input gradient", "W": "W0 weight gradient"}
 IDLE = "·"

@@ -1,1 +1,1 @@
-"""Attention over sequences that are cut along their length: how keys and values meet the queries of other ranks."""
+"""Context parallelism: attention over sequences that are sharded among ranks."""

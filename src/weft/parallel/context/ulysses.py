@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.sequence import zigzag
-from weft.models.batch import Batch
+from weft.models.common.batch import Batch
 from weft.parallel.context import documents
 
 AXIS = "cp"

@@ -1,0 +1,1 @@
+"""Checkpoint format: write, read, verify; independent of the layout that wrote it."""

@@ -1,0 +1,1 @@
+"""The run config: schema, reading, validation, suggestions. No torch."""

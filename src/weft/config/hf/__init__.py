@@ -1,0 +1,1 @@
+"""Hugging Face config.json read as, and written from, weft's model fields. No torch."""

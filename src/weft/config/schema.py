@@ -1,0 +1,186 @@
+"""Owns the run config: frozen tables with a default, a range and a one-line description for every key."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from weft.core.mesh import Mesh
+from weft.core.model_config import ModelConfig
+from weft.core.precision import Dtype
+from weft.schedule.catalog import SCHEDULES
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Table(BaseModel):
+    """A table of the config: values never change, unknown keys and wrong types are faults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Model(ModelConfig):
+    """The model: its family and preset, then that family's own fields (explicit ones override the preset's).
+
+    `weft.config.load` joins this with the Config of the family at hand, so `run.model` is that family's config.
+    """
+
+    name: str = Field("llama3", description="model family")
+    preset: str | None = Field(None, description="named sizes of the family; explicit fields override them")
+    from_hf: str | None = Field(None, description="folder of a Hugging Face checkpoint to start from")
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """The family's own fields: what decides the shape of the model."""
+        return self.model_dump(exclude=set(Model.model_fields))
+
+
+class Data(Table):
+    """What the model reads."""
+
+    source: str = Field(
+        "stdlib",
+        description="stdlib (this Python's sources), digits, a prepared folder, a file, a folder or a glob; .bin holds tokens",
+    )
+    mix: tuple[str, ...] = Field((), description='instead of one source several with weights: "a/=0.7" "b/=0.3"')
+    tokenizer: str = Field("bytes", description="bytes, or a tokenizer.json; a prepared folder brings its own")
+    text_field: str = Field("text", description="field of JSONL lines, column of parquet files that holds the text")
+    token_dtype: Literal["uint16", "uint32"] = Field("uint16", description="type of the numbers in .bin token files")
+    seq_len: int = Field(128, ge=1, le=2**24, description="length of one sequence, tokens")
+    packing: Literal["stream", "documents"] = Field(
+        "stream", description="sequences of the plain stream, or attention and targets that stay within a document"
+    )
+    long: Literal["split", "error"] = Field("split", description="documents: what to do with one longer than seq_len")
+    prefetch: int = Field(2, ge=0, le=64, description="steps that are read while one trains; 0: none")
+
+
+class Eval(Table):
+    """The loss on text that is not trained on."""
+
+    every: int = Field(0, ge=0, description="steps between evaluations, and one after the last step; 0: none")
+    batches: int = Field(0, ge=0, description="batches of global_size sequences an evaluation; 0: the whole source")
+    source: str | None = Field(None, description="what to evaluate on; None: valid.bin of the prepared data.source")
+
+
+class Batch(Table):
+    """How many sequences a step takes."""
+
+    global_size: int = Field(16, ge=1, le=2**24, description="sequences a step, over all ranks")
+    micro_size: int = Field(2, ge=1, le=2**24, description="sequences a micro-batch, on one data rank")
+
+
+class Optim(Table):
+    """How the parameters move."""
+
+    name: Literal["adamw", "sgd"] = Field("adamw", description="optimizer")
+    lr: float = Field(3e-3, gt=0, description="peak learning rate, per step")
+    min_lr: float = Field(3e-4, ge=0, description="learning rate at the end of the decay, per step")
+    warmup: int = Field(20, ge=0, description="steps of linear warm-up")
+    decay: Literal["constant", "linear", "cosine", "wsd"] = Field("cosine", description="rate after the warm-up")
+    cooldown: Share = Field(0.2, description="share of all steps in the final decay of wsd, 0 to 1")
+    weight_decay: float = Field(0.1, ge=0, description="decay of matrices, per unit of learning rate")
+    betas: tuple[Share, Share] = Field((0.9, 0.95), description="adamw: memory of both moments, 0 to 1")
+    eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
+    momentum: Share = Field(0.9, description="sgd: memory of the gradient, 0 to 1")
+    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+
+
+class Parallel(Table):
+    """What the layout does besides the degrees of the mesh."""
+
+    sequence: bool = Field(False, description="cut activations along the sequence over tp between its matrix products")
+    zero: Literal[0, 1, 2, 3] = Field(0, description="cut over dp: 1 states, 2 gradients too, 3 parameters too")
+    context: Literal["ring", "allgather", "ulysses"] = Field("ring", description="how attention crosses cp")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="activations computed again")
+
+
+class Pipeline(Table):
+    """How the pipeline ranks take turns."""
+
+    schedule: str = Field("1f1b", description=f"order of the actions: {', '.join(SCHEDULES)}, or a file with a table")
+    chunks: int = Field(1, ge=1, le=256, description="model chunks a pipeline rank (stages = pp x chunks)")
+    split: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="layers of every stage, first to last; nothing: cut by cost"
+    )
+
+
+class Precision(Table):
+    """Number types."""
+
+    params: Dtype = Field("float32", description="type of the parameters that the optimizer moves")
+    compute: Dtype = Field("float32", description="type of activations and matrix products")
+    reduce: Dtype = Field("float32", description="type in which gradients are summed over ranks")
+
+
+class Lora(Table):
+    """Low-rank adapters beside linears; all else of the model is frozen."""
+
+    rank: int = Field(0, ge=0, le=2**16, description="width of every adapter; 0: none, the whole model is trained")
+    alpha: float = Field(16.0, gt=0, description="what an adapter yields counts alpha / rank")
+    targets: tuple[str, ...] = Field(
+        (),
+        description="linears with adapters, by name or pattern: q v, or layer1.attn.*; nothing: all of attention and MLPs",
+    )
+    base: str | None = Field(
+        None, description="run or checkpoint whose parameters are frozen; None: model.from_hf, or drawn ones"
+    )
+
+
+class Save(Table):
+    """Checkpoints."""
+
+    every: int = Field(0, ge=0, description="steps between checkpoints, and one at the end; 0: only when asked to stop")
+    keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
+
+
+class Run(Table):
+    """One run, whole: everything that decides what is computed and where."""
+
+    mesh: str = Field("", description='axes with degrees, outermost first: "pp2 dp2 tp2"; nothing: one rank')
+    seed: int = Field(1, ge=0, lt=2**63, description="seed of initial weights, data order and random draws")
+    steps: int = Field(200, ge=1, description="optimizer steps to train")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where ranks compute; auto: cuda if there is one"
+    )
+    transport: Literal["process", "threads"] = Field("process", description="what a rank is on this machine")
+    nproc: Annotated[int, Field(ge=1)] | None = Field(None, description="local ranks to start; None: the mesh's size")
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None, description="TCP port at which local ranks meet; None: a free one"
+    )
+    sample: int = Field(0, ge=0, description="tokens that the model writes after the last step; 0: none")
+    out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
+    resume: str | None = Field(
+        None,
+        description="auto (newest checkpoint in out, if any), a checkpoint, or a run folder; None: start anew",
+    )
+    model: Model = Field(description="the model")
+    data: Data = Field(default_factory=Data, description="what it reads")
+    batch: Batch = Field(default_factory=Batch, description="sequences a step")
+    optim: Optim = Field(default_factory=Optim, description="how the parameters move")
+    parallel: Parallel = Field(default_factory=Parallel, description="the layout besides the mesh")
+    pipeline: Pipeline = Field(default_factory=Pipeline, description="turns of the pipeline ranks")
+    precision: Precision = Field(default_factory=Precision, description="number types")
+    lora: Lora = Field(default_factory=Lora, description="low-rank adapters")
+    save: Save = Field(default_factory=Save, description="checkpoints")
+    eval: Eval = Field(default_factory=Eval, description="loss on text that is not trained on")
+
+    @property
+    def grid(self) -> Mesh:
+        """The mesh, read from its text."""
+        return Mesh.parse(self.mesh)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks whose sequences differ."""
+        return self.grid.degree(("dp", "ep"))
+
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches a step on every data rank."""
+        return self.batch.global_size // (self.num_data_ranks * self.batch.micro_size)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all ranks."""
+        return self.grid.degree("pp") * self.pipeline.chunks

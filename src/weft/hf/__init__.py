@@ -1,0 +1,1 @@
+"""Hugging Face folders: weight mapping, import, export, adapters."""

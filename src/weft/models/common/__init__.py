@@ -1,0 +1,1 @@
+"""Layers and parts that model families share: attention, MLPs, experts, rotary embeddings, batches, initialisation."""

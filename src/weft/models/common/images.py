@@ -1,0 +1,83 @@
+"""Owns the layers of the image classifiers: fully connected ones and convolutions, each with its ReLU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models.common.batch import Batch
+
+
+def brightness(images_B1HW: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pixels from 0 to 1; bytes are scaled, floats are taken as they are."""
+    pixels = images_B1HW.to(dtype)
+    return pixels if images_B1HW.is_floating_point() else pixels / 255
+
+
+class FlatEmbed(nn.Module):
+    """Images to vectors_BD."""
+
+    def __init__(self, num_pixels: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(num_pixels, dim)
+
+    def forward(self, images_B1HW: Tensor, batch: Batch) -> Tensor:
+        return F.relu(self.proj(brightness(images_B1HW, self.proj.weight.dtype).flatten(1)))
+
+
+class FlatLayer(nn.Module):
+    """relu(down(relu(up(x)))): two linears, so that tensor parallelism cuts the features between them."""
+
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, ffn), nn.Linear(ffn, dim)
+
+    def forward(self, x_BD: Tensor, batch: Batch) -> Tensor:
+        return F.relu(self.down(F.relu(self.up(x_BD))))
+
+
+class FlatHead(nn.Module):
+    """Vectors to one logit a class."""
+
+    def __init__(self, dim: int, classes: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(dim, classes)
+
+    def forward(self, x_BD: Tensor, batch: Batch) -> Tensor:
+        logits_BV: Tensor = self.proj(x_BD)
+        return logits_BV
+
+
+class ConvEmbed(nn.Module):
+    """Images to channels at half the resolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, channels, kernel_size=3, padding=1)
+
+    def forward(self, images_B1HW: Tensor, batch: Batch) -> Tensor:
+        return F.max_pool2d(F.relu(self.conv(brightness(images_B1HW, self.conv.weight.dtype))), 2)
+
+
+class ConvLayer(nn.Module):
+    """A convolution that keeps channels and resolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, kernel_size=3, padding=1)
+
+    def forward(self, x_BCHW: Tensor, batch: Batch) -> Tensor:
+        return F.relu(self.conv(x_BCHW))
+
+
+class ConvHead(nn.Module):
+    """Halves the resolution, then two linears to one logit a class."""
+
+    def __init__(self, num_features: int, *, ffn: int, classes: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(num_features, ffn), nn.Linear(ffn, classes)
+
+    def forward(self, x_BCHW: Tensor, batch: Batch) -> Tensor:
+        logits_BV: Tensor = self.down(F.relu(self.up(F.max_pool2d(x_BCHW, 2).flatten(1))))
+        return logits_BV

@@ -1,0 +1,1 @@
+"""Expert parallelism: token dispatch by all-to-all."""

@@ -1,0 +1,1 @@
+"""From a plain model to this rank's shard of it, and its gradients."""

@@ -1,0 +1,1 @@
+"""Activation recomputation: full and selective."""

@@ -1,1 +1,0 @@
-"""Owns state on disk: layout-free checkpoints, and files of other programs. Knows boxes, nothing of how a rank computes."""

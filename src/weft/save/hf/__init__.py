@@ -1,1 +1,0 @@
-"""Owns the tensors of Hugging Face folders: one table per family, a reader that is a `Source`, a writer that streams."""

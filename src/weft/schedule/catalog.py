@@ -1,0 +1,131 @@
+"""Owns the catalogue of schedules: every file of this folder is one, found by its public name; a table file is one too.
+
+A schedule file declares `NAME`, `CHUNKS` (how many chunks a rank may hold, the default first),
+`table(ranks, chunks, microbatches) -> Table`, and, where not every size works, `check(ranks, chunks, microbatches) ->
+Fault | None`. Its docstring holds its picture. Nothing else has to be touched: see docs/schedules.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+
+from weft.errors import Fault, ScheduleError, did_you_mean
+from weft.schedule.actions import KEY, Table, validate
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A way to order a pipeline's work.
+
+    Attributes:
+        name: what `pipeline.schedule` calls it.
+        doc: its docstring; the first line says what it is, a picture follows.
+        chunks: numbers of chunks (stages on one rank) that it takes, the default first.
+        table: `table(ranks, chunks, microbatches)`; sizes must have passed `faults`.
+        check: `check(ranks, chunks, microbatches)`, what stands against these sizes; they are positive.
+    """
+
+    name: str
+    doc: str
+    chunks: range
+    table: Callable[[int, int, int], Table]
+    check: Callable[[int, int, int], Fault | None]
+
+    @property
+    def default_chunks(self) -> int:
+        """Chunks a rank holds when nobody says how many."""
+        return self.chunks[0]
+
+    def faults(self, *, ranks: int, chunks: int, microbatches: int) -> tuple[Fault, ...]:
+        """Everything that stands against these sizes; empty when `table` can be made."""
+        plain = tuple(self._plain_faults(ranks=ranks, chunks=chunks, microbatches=microbatches))
+        fault = None if plain else self.check(ranks, chunks, microbatches)
+        return plain if fault is None else (fault,)
+
+    def sizes(self, *, ranks: int, chunks: int, microbatches: int) -> Iterator[tuple[int, int, int]]:
+        """Every (ranks, chunks, microbatches) up to these that it takes: what tests and matrices run over."""
+        for p, v, m in itertools.product(range(1, ranks + 1), self.chunks[:chunks], range(1, microbatches + 1)):
+            if v <= chunks and not self.faults(ranks=p, chunks=v, microbatches=m):
+                yield p, v, m
+
+    def _plain_faults(self, *, ranks: int, chunks: int, microbatches: int) -> Iterator[Fault]:
+        if ranks < 1:
+            yield Fault("mesh", f"a pipeline of {ranks} ranks", need="pp at least 1")
+        if microbatches < 1:
+            yield Fault("batch", f"a pipeline step of {microbatches} micro-batches", need="at least 1")
+        if chunks not in self.chunks:
+            low, high = self.chunks[0], self.chunks[-1]
+            need = str(low) if low == high else f"{low} to {high}"
+            what = f"{self.name} does not cut a rank's layers into {chunks} chunks"
+            yield Fault("pipeline.chunks", what, need=need, fix=f"--pipeline.chunks {low}")
+
+
+def _anything_goes(ranks: int, chunks: int, microbatches: int) -> None:
+    return None
+
+
+def _from_module(module: ModuleType) -> Schedule:
+    check = getattr(module, "check", _anything_goes)
+    return Schedule(module.NAME, module.__doc__ or "", module.CHUNKS, module.table, check)
+
+
+def _discover() -> Iterator[Schedule]:
+    package = __name__.rpartition(".")[0]
+    folder = Path(__file__).parent
+    for file in pkgutil.iter_modules([str(folder)]):
+        if f"{package}.{file.name}" == __name__:
+            continue
+        module = importlib.import_module(f"{package}.{file.name}")
+        if hasattr(module, "NAME") and hasattr(module, "table"):
+            yield _from_module(module)
+
+
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in _discover()})
+"""Every schedule by its public name."""
+
+
+def find(name: str) -> Schedule:
+    """The schedule of this public name, or the table in the file of this path.
+
+    Raises:
+        ScheduleError: when there is neither, or the file holds no valid table.
+    """
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    if not Path(name).is_file():
+        raise ScheduleError(Fault(KEY, f"no schedule or table file {name!r}", fix=did_you_mean(name, SCHEDULES)))
+    return _from_file(Path(name))
+
+
+def _from_file(path: Path) -> Schedule:
+    table = Table.parse(path.read_text(encoding="utf-8"))
+    validate(table)
+
+    def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
+        if (ranks, microbatches) == (table.num_ranks, table.microbatches):
+            return None
+        need = f"{table.num_ranks} ranks and {table.microbatches} micro-batches"
+        got = f"{ranks} ranks and {microbatches} micro-batches"
+        return Fault(KEY, f"the table in {path} is made for other sizes", got=got, need=need)
+
+    most = max(len(table.stages(rank)) for rank in range(table.num_ranks))
+    return Schedule(path.name, f"The table in {path}.", range(most, most + 1), lambda *_sizes: table, check)
+
+
+def make_table(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> Table:
+    """The table of schedule `name` (or of a file) for these sizes.
+
+    Raises:
+        ScheduleError: for an unknown name, or with every fault of the sizes.
+    """
+    schedule = find(name)
+    chunks = schedule.default_chunks if chunks is None else chunks
+    if faults := schedule.faults(ranks=ranks, chunks=chunks, microbatches=microbatches):
+        raise ScheduleError(*faults)
+    return schedule.table(ranks, chunks, microbatches)

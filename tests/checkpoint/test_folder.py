@@ -1,0 +1,100 @@
+"""Claims about a run's checkpoints: which is the newest whole one, what is removed, and in what order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.states import save, small_state
+from weft.checkpoint import folder
+from weft.checkpoint.folder import checkpoint_path, checkpoints, find_newest, prune, remove_leftovers, temporary_path
+from weft.checkpoint.format import DIGEST, MANIFEST
+from weft.checkpoint.read import open_checkpoint
+
+pytestmark = pytest.mark.usefixtures("fast_disk")
+
+
+def saved(run: Path, *steps: int) -> list[Path]:
+    return [save(run, small_state(step), step=step) for step in steps]
+
+
+def test_the_newest_is_the_one_with_most_steps_and_names_sort_in_that_order(tmp_path):
+    saved(tmp_path, 5, 100, 20)
+    save(tmp_path, small_state(), step=1_000_000)
+    found = find_newest(tmp_path)
+    assert found.path == checkpoint_path(tmp_path, 1_000_000)
+    assert found.manifest.facts.step == 1_000_000
+    assert found.faults == ()
+    assert [step for step, _ in checkpoints(tmp_path)] == [1_000_000, 100, 20, 5]
+    assert find_newest(tmp_path, below=100).path == checkpoint_path(tmp_path, 20)
+
+
+def test_no_run_no_folder_and_no_checkpoint_are_nothing_and_no_error(tmp_path):
+    for run in (tmp_path / "none", tmp_path):
+        assert find_newest(run) == folder.Found(None, None, ())
+        assert prune(run, 1) == remove_leftovers(run) == ()
+
+
+def cut_short(path: Path) -> None:
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def test_broken_ones_are_passed_over_and_told_newest_first(tmp_path):
+    whole, short, missing, flipped = saved(tmp_path, 1, 2, 3, 4)
+    cut_short(short / "rank-00001.safetensors")
+    (missing / "rank-00000.safetensors").unlink()
+    text = bytearray((flipped / MANIFEST).read_bytes())
+    text[40] ^= 1
+    (flipped / MANIFEST).write_bytes(text)
+    found = find_newest(tmp_path)
+    assert found.path == whole
+    assert [fault.key for fault in found.faults] == [
+        str(flipped / MANIFEST),
+        str(missing / "rank-00000.safetensors"),
+        str(short / "rank-00001.safetensors"),
+    ]
+
+
+def test_what_is_not_a_checkpoint_by_name_is_not_looked_at(tmp_path):
+    (path,) = saved(tmp_path, 7)
+    for name in ("step-7", "step-000009.bak", ".tmp-step-000010", "notes.txt", ".old-step-000011"):
+        (path.parent / name).mkdir()
+    assert find_newest(tmp_path).path == path
+    assert find_newest(tmp_path).faults == ()
+
+
+def test_the_newest_are_kept_and_broken_ones_do_not_count(tmp_path):
+    one, two, three, four, five = saved(tmp_path, 1, 2, 3, 4, 5)
+    (four / DIGEST).unlink()
+    assert prune(tmp_path, 2) == (two, one)
+    assert [path for _, path in checkpoints(tmp_path)] == [five, four, three]
+    assert sorted(os.listdir(five.parent)) == [path.name for path in (three, four, five)]
+    assert prune(tmp_path, 2) == ()
+
+
+def test_a_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
+    old, new = saved(tmp_path, 1, 2)
+    seen = []
+
+    def rmtree(path, **_):
+        if path.exists():
+            seen.append(([path for _, path in checkpoints(tmp_path)], path.name, len(os.listdir(path))))
+
+    files = len(os.listdir(old))
+    monkeypatch.setattr(folder.shutil, "rmtree", rmtree)
+    prune(tmp_path, 1)
+    assert seen == [([new], ".old-step-000001", files)], "removed by its own name, or not whole when it went"
+
+
+def test_leftovers_of_a_run_that_died_are_removed_and_nothing_else(tmp_path):
+    (path,) = saved(tmp_path, 7)
+    left = [temporary_path(checkpoint_path(tmp_path, 8)), path.with_name(".old-step-000003")]
+    for each in left:
+        each.mkdir()
+        (each / "rank-00000.safetensors").write_bytes(b"half")
+    assert set(remove_leftovers(tmp_path)) == set(left)
+    assert list(path.parent.iterdir()) == [path]
+    open_checkpoint(path).verify()

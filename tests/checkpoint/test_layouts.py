@@ -1,0 +1,148 @@
+"""A checkpoint has no layout: what eight layouts save, all eight load, every parameter and every moment to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.matrix.layouts import MIXTURES, Case, batches
+from tests.train.saving import save
+from weft.checkpoint.read import open_checkpoint
+from weft.comm.comm import Comm
+from weft.config.schema import Run
+from weft.core.axes import Box
+from weft.prove.layout import micro_batches
+from weft.testing import run_ranks
+from weft.train.build import build_step
+from weft.train.checkpoint import restore
+from weft.train.state import parts_of_step
+from weft.train.step import TrainStep
+
+FAMILY, LR, NUM_STEPS = "deepseek", 1e-2, 2
+
+LAYOUTS = (
+    Case("", FAMILY, layers=8, microbatches=1),
+    Case("dp4", FAMILY, layers=8, microbatches=1),
+    Case("tp4", FAMILY, layers=8, microbatches=1),
+    Case("pp4", FAMILY, schedule="interleaved", chunks=2, layers=8),
+    Case("dp2 tp2", FAMILY, zero=3, layers=8, microbatches=1),
+    Case("cp2 tp2", FAMILY, layers=8, microbatches=1),
+    Case("dp2 ep2", FAMILY, zero=1, layers=8, microbatches=1),
+    Case("pp2 dp2 tp2", FAMILY, sequence=True, layers=8, microbatches=2),
+)
+"""Of one model with everything in it: experts, routers' biases, a tied embedding that stands on two pipeline ranks."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Some entries of one stored tensor, as a rank has them."""
+
+    name: str
+    box: Box
+    values: Tensor
+
+
+def run_of(case: Case, number: int) -> Run:
+    """The run of layout `number`: a seed of its own, so that no two of them ever hold the same values."""
+    return case.run.model_copy(update={"seed": 100 + number})
+
+
+def trained(case: Case, number: int, comm: Comm) -> TrainStep:
+    step = build_step(run_of(case, number), comm)
+    for batch in batches(case)[:NUM_STEPS]:
+        step(micro_batches(batch, step.model.plan, comm.rank), lr=LR)
+    return step
+
+
+def parameters(step: TrainStep) -> list[Entries]:
+    """Whole pieces by global name: gathered by the code that `weft prove` uses, not by the one that saves."""
+    found, pieces = step.kept.parameters(), step.model.pieces
+    found |= {name: param.clone() for name, param in step.model.params.items() if name not in found}
+    return [Entries(f"model/{pieces[name].owner}", pieces[name].box, value) for name, value in found.items()]
+
+
+def moments(step: TrainStep) -> list[Entries]:
+    """What the optimizer remembers of the entries here, box by box."""
+    found = []
+    for part in parts_of_step(step):
+        for section, tensor in part.tensors.items():
+            if section != "model":
+                flat = tensor.reshape(-1).split([box.size for box in part.boxes])
+                found += [
+                    Entries(f"{section}/{part.piece.owner}", box, values.reshape(box.shape).clone())
+                    for box, values in zip(part.boxes, flat, strict=True)
+                ]
+        for section, number in part.numbers.items():
+            found.append(Entries(f"{section}/{part.piece.owner}", Box((), ()), number.clone()))
+    return found
+
+
+def assemble(ranks: list[list[Entries]]) -> dict[str, Tensor]:
+    """Whole tensors out of what the ranks hold; copies are equal, and no entry is missing."""
+    every = [entries for rank in ranks for entries in rank]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for entries in every:
+        shapes[entries.name] = tuple(map(max, shapes.get(entries.name, entries.box.hi), entries.box.hi))
+    whole = {
+        entries.name: torch.full(shapes[entries.name], float("nan"), dtype=entries.values.dtype) for entries in every
+    }
+    for entries in every:
+        there = whole[entries.name][entries.box.slices]
+        assert bool((there.isnan() | (there == entries.values)).all()), f"copies of {entries.name} differ"
+        whole[entries.name][entries.box.slices] = entries.values
+    assert not any(bool(tensor.isnan().any()) for tensor in whole.values()), "every entry lies on some rank"
+    return whole
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, list[dict[str, Tensor]]]:
+    """A checkpoint of every layout after two steps, and the tensors as they were in memory."""
+    folder = tmp_path_factory.mktemp("saved")
+    truth = []
+    for number, case in enumerate(LAYOUTS):
+
+        def rank(comm: Comm, case: Case = case, number: int = number) -> list[Entries]:
+            step = trained(case, number, comm)
+            save(step, folder / f"step-{number:06d}", run_of(case, number))
+            return parameters(step) + moments(step)
+
+        truth.append(assemble(run_ranks(case.mesh, rank)))
+    return folder, truth
+
+
+def test_the_checkpoints_differ(saved):
+    first, second = saved[1][:2]
+    assert first.keys() == second.keys()
+    assert not torch.equal(first["model/embed.tok.weight"], second["model/embed.tok.weight"])
+    assert {name.partition("/")[0] for name in first} == {"model", "optim"}
+    assert any(name.endswith("router.bias") for name in first)
+    assert len(first) > 4 * len(MIXTURES)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_what_any_layout_saved_this_one_loads_to_the_last_bit(case, saved):
+    folder, truth = saved
+    checkpoints = [open_checkpoint(folder / f"step-{number:06d}") for number in range(len(LAYOUTS))]
+
+    def rank(comm: Comm) -> tuple[list[Entries], list[str]]:
+        step, wrong = build_step(run_of(case, 99), comm), []
+        for number, right in enumerate(truth):
+            restore(step, checkpoints[number])
+            here = parameters(step) + moments(step)
+            differ = [
+                entries.name
+                for entries in here
+                if not torch.equal(right[entries.name][entries.box.slices], entries.values)
+            ]
+            wrong += [f"{LAYOUTS[number]} -> {case}: {name}" for name in differ]
+        return here, wrong
+
+    ranks = run_ranks(case.mesh, rank)
+    assert not [name for _, wrong in ranks for name in wrong]
+    last = assemble([here for here, _ in ranks])
+    assert last.keys() == truth[-1].keys()
+    assert all(torch.equal(last[name], right) for name, right in truth[-1].items()), "and nothing is left out"

@@ -1,0 +1,298 @@
+"""Claims about writing: a checkpoint is there whole or not at all, whatever happens meanwhile, and never twice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.states import bits, facts_of, held_by, raw, same_bits, save, small_state
+from weft.checkpoint import write
+from weft.checkpoint.folder import checkpoint_path, find_newest, prune, remove_leftovers, temporary_path
+from weft.checkpoint.format import DIGEST, MANIFEST
+from weft.checkpoint.held import Held, snapshot
+from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.write import commit, discard, start_write
+from weft.core.axes import Box
+from weft.errors import CheckpointError
+
+WHOLE = Box((0, 0), (4, 6))
+
+
+def held(name: str = "model/a", lo=(0, 0), hi=(4, 6), dtype=torch.float32) -> Held:
+    box = Box(tuple(lo), tuple(hi))
+    return Held(name, (4, 6), box, torch.zeros(box.shape, dtype=dtype))
+
+
+def written(tmp: Path, *ranks: list[Held]) -> None:
+    for rank, pieces in enumerate(ranks):
+        start_write(tmp, rank, pieces).wait()
+
+
+@contextmanager
+def refused(*words: str):
+    with pytest.raises(CheckpointError) as caught:
+        yield
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+# What makes up a checkpoint
+
+
+def test_a_checkpoint_is_never_overwritten_and_stays_as_it_was(tmp_path):
+    state = small_state()
+    path = save(tmp_path, state, step=5)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with refused(f"{path}: there is a checkpoint already, and none is overwritten"):
+        save(tmp_path, small_state(seed=99), step=5)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert list(path.parent.iterdir()) == [path], "what was not to be is gone"
+
+
+def test_a_checkpoint_that_comes_there_during_the_commit_is_not_overwritten_either(tmp_path, monkeypatch):
+    final = checkpoint_path(tmp_path, 1)
+    written(temporary_path(final), [held()])
+    real = write.sync_folder
+
+    def late(path):
+        if path == temporary_path(final):
+            final.mkdir()
+            (final / MANIFEST).write_text("another's")
+        real(path)
+
+    monkeypatch.setattr(write, "sync_folder", late)
+    with refused(f"{final}: the checkpoint is not saved: Directory not empty"):
+        commit(temporary_path(final), final, facts_of(), ranks=1)
+    assert (final / MANIFEST).read_text() == "another's"
+    assert os.listdir(final.parent) == [final.name]
+
+
+def test_a_rank_that_has_not_written_is_named(tmp_path):
+    final = checkpoint_path(tmp_path, 1)
+    tmp = temporary_path(final)
+    written(tmp, [held()])
+    with refused("rank 1 has written nothing here (need rank-00001.json)", "one that they share"):
+        commit(tmp, final, facts_of(), ranks=2)
+    assert not tmp.exists()
+    assert not final.exists()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([held(hi=(4, 3))], "model/a: the pieces of all ranks are not the tensor: entries [0:4, 3:6] are in no piece"),
+        ([held(), held(lo=(1, 2), hi=(2, 4))], "entries [1:2, 2:4] are in more than one piece"),
+        ([held(), held(lo=(1, 2), hi=(2, 4), dtype=torch.float16)], "model/a: pieces of different tensors under one"),
+    ],
+)
+def test_pieces_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path, pieces, words):
+    final = checkpoint_path(tmp_path, 1)
+    written(temporary_path(final), *([piece] for piece in pieces))
+    with refused(words):
+        commit(temporary_path(final), final, facts_of(), ranks=len(pieces))
+    assert not os.listdir(final.parent)
+
+
+def test_one_rank_does_not_hold_a_piece_twice(tmp_path):
+    with refused("model/a: rank 3 holds the same piece twice"):
+        start_write(tmp_path / "tmp", 3, [held(), held()])
+
+
+def test_a_piece_fits_its_box_its_tensor_and_a_type_that_can_be_stored():
+    zeros = torch.zeros(4, 6)
+    for arguments, words in (
+        (("model/a", (4, 6), Box((0, 0), (4, 7)), torch.zeros(4, 7)), "a piece outside its tensor"),
+        (("model/a", (4, 6), Box((0,), (4,)), torch.zeros(4)), "a piece outside its tensor"),
+        (("model/a", (4, 6), Box((0, 0), (3, 6)), zeros), "a piece in another shape than its box"),
+        (("model/a", (4, 6), WHOLE, zeros.to(torch.complex64)), "no type to store"),
+        (("a", (4, 6), WHOLE, zeros), "no name to store a tensor by"),
+        (("model//a", (4, 6), WHOLE, zeros), "no name to store a tensor by"),
+    ):
+        with refused(words):
+            Held(*arguments)
+
+
+def test_a_rank_with_nothing_to_write_and_strided_and_device_like_tensors_are_fine(tmp_path):
+    whole = bits((6, 8), dtype=torch.float32, seed=1)
+    final = checkpoint_path(tmp_path, 1)
+    view = whole.t().contiguous().t()  # not in row-major order
+    pieces = [
+        Held("model/a", (6, 8), Box((0, 0), (6, 3)), view[:, :3]),
+        Held("model/a", (6, 8), Box((0, 3), (6, 8)), whole[:, 3:]),
+    ]
+    parameter = torch.nn.Parameter(torch.ones(3))
+    written(temporary_path(final), pieces, [], [Held("model/p", (3,), Box((0,), (3,)), parameter)])
+    commit(temporary_path(final), final, facts_of(), ranks=3)
+    source = open_checkpoint(final).section("model")
+    assert same_bits(source.read("a", Box.whole((6, 8))), whole)
+    assert torch.equal(source.read("p", Box((0,), (3,))), torch.ones(3))
+
+
+def test_a_snapshot_does_not_see_what_training_does_next():
+    tensor = torch.arange(12.0).view(3, 4)
+    pieces = [Held("model/a", (3, 4), Box((0, 1), (3, 3)), tensor[:, 1:3])]
+    taken = snapshot(pieces)
+    before = raw(tensor[:, 1:3])
+    tensor.zero_()
+    assert raw(taken[0].tensor) == before
+    assert taken[0].tensor.is_contiguous(), "so that writing needs no second copy"
+    assert taken[0].box == pieces[0].box
+
+
+@pytest.mark.gpu
+def test_a_snapshot_of_a_device_is_on_the_cpu_and_complete_when_it_returns(tmp_path):
+    tensors = [torch.full((1 << 20,), float(index), device="cuda") for index in range(8)]
+    pieces = [Held(f"model/t{i}", (1 << 20,), Box((0,), (1 << 20,)), tensor) for i, tensor in enumerate(tensors)]
+    taken = snapshot(pieces)
+    for tensor in tensors:
+        tensor.zero_()
+    assert all(bool((piece.tensor == index).all()) for index, piece in enumerate(taken))
+    assert {piece.tensor.device.type for piece in taken} == {"cpu"}
+    written(tmp_path / "tmp", taken)
+
+
+def test_pieces_are_written_from_where_they_lie_and_let_go_of_one_by_one(tmp_path, monkeypatch):
+    seen: list[tuple[int, int]] = []
+    real = write.block_crcs
+
+    def blocks(data, *, block_bytes):
+        seen.append((torch.frombuffer(data, dtype=torch.uint8).data_ptr(), len(writing._held)))
+        return real(data, block_bytes=block_bytes)
+
+    monkeypatch.setattr(write, "block_crcs", blocks)
+    monkeypatch.setattr(write.threading.Thread, "start", lambda self: None)  # until `writing` has its name
+    pieces = [Held(f"model/{name}", (4,), Box((0,), (4,)), torch.zeros(4)) for name in "abc"]
+    writing = start_write(tmp_path / "tmp", 0, pieces)
+    writing._write()
+    assert seen == [(piece.tensor.data_ptr(), left) for piece, left in zip(pieces, (2, 1, 0), strict=True)]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    import threading
+
+    gate = threading.Event()
+    real = write._write_rank
+    monkeypatch.setattr(write, "_write_rank", lambda *given: (gate.wait(60), real(*given)))
+    writing = start_write(tmp_path / "tmp", 0, [held()])
+    assert not writing.done()
+    gate.set()
+    writing.wait()
+    assert writing.done()
+    assert writing.num_bytes == 4 * 6 * 4
+
+
+# What survives
+
+
+class Watched:
+    """Stands in for the calls that change the disk and tells `tell` before each of them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, tell) -> None:
+        for owner, name in (
+            (os, "fsync"),
+            (Path, "rename"),
+            (Path, "unlink"),
+            (Path, "mkdir"),
+            (Path, "open"),
+            (shutil, "rmtree"),
+        ):
+            patch.setattr(owner, name, self.wrapped(getattr(owner, name), name, tell))
+
+    @staticmethod
+    def wrapped(real, name, tell):
+        def call(first, *rest, **named):
+            tell(name, first, *rest)
+            return real(first, *rest, **named)
+
+        return call
+
+
+def handle_path(handle: int) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{handle}"))
+
+
+def test_everything_is_on_the_disk_before_the_rename_and_the_name_is_after_it(tmp_path, monkeypatch):
+    final = checkpoint_path(tmp_path, 7)
+    tmp, synced, at_rename = temporary_path(final), [], []
+
+    def tell(name, first, *rest):
+        if name == "fsync":
+            path = handle_path(first)
+            synced.append((path, path.stat().st_size if path.is_file() else tuple(sorted(os.listdir(path)))))
+        elif name == "rename" and rest == (final,):
+            at_rename.append({file: file.stat().st_size for file in first.iterdir()})
+            assert (tmp, tuple(sorted(file.name for file in at_rename[0]))) == synced[-1], "the names in it, last"
+            assert at_rename[0].items() <= dict(synced[:-1]).items(), "every file, at its full length"
+            synced.clear()
+
+    with monkeypatch.context() as patch:
+        Watched(patch, tell)
+        save(tmp_path, small_state(), step=7, ranks=3)
+    (files,) = at_rename
+    assert {file.name for file in files} == {MANIFEST, DIGEST, *(f"rank-0000{rank}.safetensors" for rank in range(3))}
+    assert [path for path, _ in synced] == [final.parent, tmp_path], "then its own name, and that of ckpt/"
+
+
+def test_at_every_moment_of_a_save_and_a_removal_there_is_a_whole_newest_checkpoint(tmp_path):
+    """The disk is copied before every call that changes it: each copy is what a crash there would leave."""
+    run, copies = tmp_path / "run", []
+    old, new = small_state(1), small_state(2)
+    save(run, small_state(0), step=10)
+    save(run, old, step=20)
+
+    with pytest.MonkeyPatch.context() as patch:
+        copying = []
+
+        def tell(name, first, *rest):
+            if not copying and (name != "open" or "x" in str(rest)):
+                copying.append(1)
+                shutil.copytree(run, tmp_path / f"copy-{len(copies)}", symlinks=True)
+                copies.append((name, str(first)))
+                copying.clear()
+
+        Watched(patch, tell)
+        save(run, new, step=30)
+        prune(run, 1)
+    names = [name for name, _ in copies]
+    assert len(copies) > 15
+    renamed = names.index("rename")
+    for index in range(len(copies)):
+        at = tmp_path / f"copy-{index}"
+        step, state = (20, old) if index <= renamed else (30, new)
+        found = find_newest(at)
+        assert found.path == checkpoint_path(at, step), copies[index]
+        assert found.faults == ()
+        checkpoint = open_checkpoint(found.path)
+        checkpoint.verify()
+        for name, tensor in state.items():
+            section, _, parameter = name.rpartition("/")
+            assert same_bits(checkpoint.section(section).read(parameter, Box.whole(tensor.shape)), tensor)
+        remove_leftovers(at)
+        assert all(path.name.startswith("step-") for path in (at / "ckpt").iterdir())
+
+
+def test_what_a_dead_run_left_does_not_become_part_of_a_checkpoint(tmp_path):
+    final = checkpoint_path(tmp_path, 1)
+    tmp = temporary_path(final)
+    written(tmp, [held(hi=(2, 6))], [held(lo=(2, 0))])
+    with refused("the checkpoint is not saved: File exists"):
+        written(tmp, [held()])
+    discard(tmp)
+    written(tmp, [held()])
+    commit(tmp, final, facts_of(), ranks=1)
+    assert sorted(os.listdir(final)) == [MANIFEST, DIGEST, "rank-00000.safetensors"]
+
+
+def test_an_error_in_the_background_is_kept_until_somebody_asks(tmp_path, monkeypatch):
+    def broken(*_):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(write, "_write_rank", broken)
+    writing = start_write(tmp_path / "tmp", 0, held_by(small_state(), ranks=1, seed=0)[0])
+    with pytest.raises(MemoryError, match="no more"):
+        writing.wait()
+    assert writing.done()

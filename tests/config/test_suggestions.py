@@ -1,0 +1,117 @@
+"""What a fault names as its fix is a layout that the same door lets through."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from weft.config import suggestions, validate
+from weft.config.checks import MOST_SHOWN, ask, flags_of
+from weft.config.load import load, look
+from weft.errors import Fault
+from weft.models import FAMILIES
+from weft.schedule.catalog import SCHEDULES
+
+AXES = st.sampled_from([1, 1, 1, 1, 2, 2, 3, 4, 6, 8])
+NUMBERS = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 30])
+OPTIONS = {
+    "model.name": st.sampled_from(sorted(FAMILIES)),
+    "batch.global_size": NUMBERS,
+    "batch.micro_size": st.sampled_from([1, 2, 3]),
+    "pipeline.schedule": st.sampled_from(sorted(SCHEDULES)),
+    "pipeline.chunks": st.sampled_from([1, 2, 2, 3, 4, 5]),
+    "pipeline.split": st.sampled_from(["2 2", "1 3", "4", "1 1 1 1", "2 1"]),
+    "parallel.sequence": st.booleans(),
+    "parallel.context": st.sampled_from(["ring", "allgather", "ulysses"]),
+    "data.seq_len": st.sampled_from([7, 8, 30, 32, 100, 128, 999]),
+    "model.vocab": st.sampled_from([100, 256]),
+    "precision.params": st.sampled_from(["bfloat16", "float16", "float32"]),
+    "precision.compute": st.sampled_from(["bfloat16", "float16", "float32"]),
+    "precision.reduce": st.sampled_from(["bfloat16", "float16", "float32", "float64"]),
+}
+QUICK = (Phase.explicit, Phase.generate)
+"""Each example reads several command lines: a smaller one is not worth the search."""
+wanted = st.fixed_dictionaries(dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), AXES), optional=OPTIONS)
+
+
+def words_of(choices: dict[str, object]) -> list[str]:
+    mesh = " ".join(f"{axis}{choices.pop(axis)}" for axis in ("pp", "dp", "ep", "cp", "tp"))
+    name = str(choices.get("model.name", "llama3"))
+    if name == "mnist":
+        choices.pop("model.vocab", None)
+    return ["--mesh", mesh, *(word for key, value in choices.items() for word in (f"--{key}", *str(value).split()))]
+
+
+def faults_of(words: list[str]) -> tuple[Fault, ...]:
+    loaded = look(words, FAMILIES)
+    assert not loaded.faults
+    return ask(loaded.run, validate.CHECKS)
+
+
+def alternatives(fault: Fault) -> Iterator[list[str]]:
+    """The flags of each way that a fix names, as words."""
+    for way in re.split(r",? or (?=--)", fault.fix.partition(";")[0]):
+        yield shlex.split(way)
+
+
+def key_of(fault: Fault) -> tuple[str, str]:
+    return fault.key, re.sub(r"\d+|float\d+|bfloat16", "N", fault.what)
+
+
+@settings(max_examples=60, phases=QUICK)
+@given(wanted)
+def test_every_way_that_a_fix_names_takes_its_fault_away(choices: dict[str, object]) -> None:
+    words = words_of(choices)
+    for fault in faults_of(words):
+        ways = list(alternatives(fault))
+        assert 1 <= len(ways) <= MOST_SHOWN, fault
+        for way in ways:
+            assert way, fault
+            assert way[0].startswith("--"), fault
+            assert key_of(fault) not in map(key_of, faults_of([*words, *way])), f"{fault}: {way} does not take it away"
+
+
+@settings(max_examples=40, phases=QUICK)
+@given(wanted)
+def test_who_follows_the_first_fix_again_and_again_comes_through_the_door(choices: dict[str, object]) -> None:
+    words = words_of(choices)
+    for _ in range(len(validate.CHECKS)):
+        faults = faults_of(words)
+        if not faults:
+            return
+        words += next(alternatives(faults[0]))
+    raise AssertionError(f"{words}: {faults_of(words)}")
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--mesh", "tp4"], '--mesh "dp2 tp2" or --mesh tp2'),
+        (["--mesh", "pp2 tp4"], '--mesh "pp2 dp2 tp2" or --mesh "pp2 tp2"'),
+        (["--mesh", "ep4"], '--mesh dp4 or --mesh ""'),
+        (["--mesh", "cp4", "--parallel.context", "ulysses"], "--parallel.context ring or --parallel.context allgather"),
+        (["--mesh", "pp8"], '--mesh "pp4 dp2" or --mesh pp4'),
+        (["--mesh", "pp2", "--pipeline.schedule", "zbv", "--pipeline.chunks", "3"], "--pipeline.chunks 2"),
+        (["--model.name", "mnist", "--mesh", "dp2 cp2"], "--mesh dp4 or --mesh dp2"),
+        (["--model.name", "mnist", "--parallel.sequence", "True"], "--parallel.sequence False"),
+        (["--model.name", "gpt2", "--data.seq_len", "999"], "--data.seq_len"),
+    ],
+)
+def test_the_nearest_layout_that_works_is_named(words: list[str], fix: str) -> None:
+    first = faults_of(words)[0]
+    assert first.fix.startswith(fix), first
+
+
+def test_flags_are_words_of_the_command_line() -> None:
+    assert flags_of({"mesh": "dp2 tp2", "pipeline.split": (2, 2)}) == '--mesh "dp2 tp2" --pipeline.split 2 2'
+    assert load(shlex.split(flags_of({"mesh": ""})), FAMILIES).mesh == ""
+
+
+def test_multiples_around_a_value_come_nearest_first() -> None:
+    assert suggestions.around(30, 8, 0) == (32, 24)
+    assert suggestions.around(32, 8, 1) == (24, 40)

@@ -1,0 +1,15 @@
+"""Owns what the tests of checkpoints share: no waiting for the disk where a test says nothing of crashes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def fast_disk():
+    """Flushing does nothing: the claim is about bytes, not about what survives a crash."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield

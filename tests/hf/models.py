@@ -1,0 +1,118 @@
+"""Owns tiny models of transformers with random values, and the folders that it writes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.oracle.hugging_face import shaken
+from weft.config.load import load
+from weft.config.schema import Run
+from weft.models import FAMILIES
+from weft.train.exchange import send
+
+transformers = pytest.importorskip("transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)")
+
+TRUNK = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 61,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, vocab_size=61, n_positions=64, bos_token_id=1, eos_token_id=2
+    ),
+    "llama3": lambda: transformers.LlamaConfig(
+        **TRUNK,
+        intermediate_size=48,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "llama3 tied": lambda: transformers.LlamaConfig(**TRUNK, intermediate_size=48, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**TRUNK, head_dim=12, intermediate_size=48),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **TRUNK, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
+    ),
+    "deepseek": lambda: transformers.DeepseekV3Config(
+        **{**TRUNK, "num_key_value_heads": 4},
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=20,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        rope_parameters={**YARN, "rope_theta": 1e4},
+        max_position_embeddings=2560,
+    ),
+}
+
+
+def their_model(name: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).double()
+    return shaken(model).to(dtype)
+
+
+def written(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB") -> Path:
+    """A folder as transformers writes it."""
+    their_model(name, dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def loaded(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """The folder in transformers, which finds all of its keys and no other."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype or "auto",
+        output_loading_info=True,
+        attn_implementation="sdpa",
+        experts_implementation="eager",
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    model.eval()  # drop-out, of which weft has none
+    return model
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def run_of(folder: Path, *words: str) -> Run:
+    return load(["--model.from_hf", str(folder), *words], FAMILIES)
+
+
+def exported(checkpoint: Path, folder: Path, **asked: Any) -> Path:
+    send(checkpoint, folder, **{"dtype": None, "max_shard_bytes": 10**9, "kept": (), "compares": False, **asked})
+    return folder

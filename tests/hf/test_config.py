@@ -1,0 +1,445 @@
+"""config.json both ways: what it says, what weft would compute otherwise, what a person may not contradict. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.config.hf.compose import config_json, unwritable
+from weft.config.hf.describe import describe, faults_of
+from weft.config.hf.tables import TABLES, table_of
+from weft.config.load import look
+from weft.config.toml import dump
+from weft.errors import CheckpointError
+from weft.models import FAMILIES, PRESETS
+
+COUNTERPARTS = {
+    name: config
+    for name, config in PRESETS.items()
+    if config.family in TABLES and getattr(config, "scoring", "sigmoid") == "sigmoid"
+}
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+}
+QWEN3_MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "intermediate_size": 1}
+DEEPSEEK = {
+    **LLAMA,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 256}
+
+REFUSED = {
+    "rope of a type that is not there": (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    "rope that LLaMA does not scale so": (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+    "rope that Qwen3 does not scale so": (
+        QWEN3_MOE,
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
+        "'yarn'",
+    ),
+    "rope of a part of a head": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "rope with a key more": (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "bend": 1.0}},
+        "rope: bend",
+    ),
+    "rope that is no table": (LLAMA, {"rope_scaling": "llama3"}, "rope_scaling is no table"),
+    "rope with a word": (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, "rope: factor is no number"),
+    "yarn with its own gain": (
+        DEEPSEEK,
+        {"rope_scaling": {"type": "yarn", "factor": 40, "attention_factor": 1.2}},
+        "attention_factor",
+    ),
+    "yarn with a ramp between features": (
+        DEEPSEEK,
+        {"rope_scaling": {"type": "yarn", "factor": 40, "truncate": False}},
+        "truncate",
+    ),
+    "yarn with half its mscales": (
+        DEEPSEEK,
+        {"rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0}},
+        "mscale_all_dim without mscale",
+    ),
+    "pairs of halves in DeepSeek": (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
+    "attention with biases": (LLAMA, {"attention_bias": True}, "attention_bias"),
+    "feed-forward with biases": (LLAMA, {"mlp_bias": True}, "mlp_bias"),
+    "another activation": (
+        LLAMA,
+        {"hidden_act": "gelu"},
+        'hidden_act: not what weft computes (got "gelu"; need "silu"',
+    ),
+    "another activation in GPT-2": (GPT2, {"activation_function": "relu"}, "activation_function"),
+    "heads that do not fill LLaMA's width": (
+        LLAMA,
+        {"head_dim": 32},
+        "head_dim: not what weft computes (got 32; need 16",
+    ),
+    "a window": (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+    "layers with a window": (
+        QWEN3_MOE,
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types",
+    ),
+    "layers without experts": (QWEN3_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    "every other layer with experts": (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    "softmax scores in DeepSeek": (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
+    "another choice of experts": (DEEPSEEK, {"topk_method": "greedy"}, "topk_method"),
+    "every other layer mixed": (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq"),
+    "fewer heads of keys in DeepSeek": (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads"),
+    "a tied DeepSeek": (DEEPSEEK, {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    "an untied GPT-2": (GPT2, {"tie_word_embeddings": False}, "tie_word_embeddings"),
+    "scores by layer": (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    "scores as they come": (GPT2, {"scale_attn_weights": False}, "scale_attn_weights"),
+    "cross attention": (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
+    "quantized weights": (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "a key that nobody knows": (LLAMA, {"logit_softcap": 30.0}, "logit_softcap: weft does not know what it does"),
+    "a size that is missing": (LLAMA, {"hidden_size": None}, "has no hidden_size"),
+    "a size that is a word": (LLAMA, {"hidden_size": "64"}, "hidden_size is no number"),
+}
+
+
+def folder_with(path: Path, config: dict[str, Any]) -> Path:
+    """A folder whose config.json says so, with no tensors."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    header = b"{}"
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return path
+
+
+@pytest.mark.parametrize("name", COUNTERPARTS)
+def test_config_of_each_preset_comes_back_as_it_was(tmp_path: Path, name: str):
+    config = COUNTERPARTS[name]
+    written = json.loads(json.dumps(config_json(config.family, config, dtype="bfloat16")))
+    assert not list(faults_of(written, table_of(written, key="config.json"), key="config.json"))
+    found = describe(folder_with(tmp_path, written))
+    assert found.family == config.family
+    fields = found.fields | found.open
+    assert type(config)(**fields) == config.model_copy(
+        update={name: getattr(type(config)(**fields), name) for name in set(type(config).model_fields) - set(fields)}
+    )
+    training_only = {"balance_loss", "balance_rate", "mtp_loss"}
+    scaling = {name for name in type(config).model_fields if name.startswith("rope_scaling")}
+    assert set(type(config).model_fields) - set(fields) <= training_only | scaling, "the folder decides all others"
+
+
+LLAMA3_ROPE = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gpt2-124m": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "vocab_size": 50257,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+    "llama3-1b": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 64,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 8192,
+        "model_type": "llama",
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "pretraining_tp": 1,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": LLAMA3_ROPE,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 128256,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 128,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "qwen3-moe-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "rope_scaling": None,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "deepseek-v3-671b": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "ep_size": 1,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3",
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_the_presets(tmp_path: Path, name: str):
+    preset = PRESETS[name]
+    found = describe(folder_with(tmp_path, PUBLISHED[name]))
+    assert found.family == preset.family
+    assert type(preset)(**{**preset.model_dump(), **found.fields, **found.open}) == preset
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_weft_would_compute_otherwise_is_refused_by_name(tmp_path: Path, name: str):
+    base, change, told = REFUSED[name]
+    folder = folder_with(tmp_path, {**base, **change})
+    with pytest.raises(CheckpointError, match=re.escape(told)) as caught:
+        describe(folder)
+    assert len(caught.value.faults) == 1
+    describe(folder_with(tmp_path, base))
+
+
+def test_a_key_of_the_wrong_kind_is_told_beside_all_others(tmp_path: Path):
+    folder = folder_with(tmp_path, {**LLAMA, "mlp_bias": True, "head_dim": 32, "unheard_of": 1})
+    with pytest.raises(CheckpointError) as caught:
+        describe(folder)
+    assert [fault.what.partition(":")[0] for fault in caught.value.faults] == ["head_dim", "mlp_bias", "unheard_of"]
+
+
+def test_keys_that_change_no_logit_pass(tmp_path: Path):
+    more = {"_name_or_path": "x", "torch_dtype": "bfloat16", "bos_token_id": 1, "use_cache": True, "pretraining_tp": 1}
+    assert describe(folder_with(tmp_path, {**LLAMA, **more, "sliding_window": None})).family == "llama3"
+
+
+def test_missing_keys_stand_at_what_transformers_takes(tmp_path: Path):
+    fields = describe(folder_with(tmp_path, LLAMA)).fields
+    assert (fields["kv_heads"], fields["norm_eps"], fields["rope_theta"], fields["tied"]) == (4, 1e-6, 1e4, False)
+    assert describe(folder_with(tmp_path, {**DEEPSEEK, "q_lora_rank": None})).fields["q_lora_rank"] == 0
+    assert describe(folder_with(tmp_path, DEEPSEEK)).fields["q_lora_rank"] == 1536
+    assert describe(folder_with(tmp_path, {**GPT2, "n_inner": None})).fields["ffn"] == 4 * 64
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+        },
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8, "original_max_position_embeddings": 64}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}, "max_position_embeddings": 64},
+    ],
+    ids=["published", "older", "newer"],
+)
+def test_rotary_embedding_is_read_in_every_spelling(tmp_path: Path, spelling: dict[str, Any]):
+    fields = describe(folder_with(tmp_path, {**LLAMA, **spelling})).fields
+    scaling = {name.removeprefix("rope_scaling_"): fields[name] for name in fields if name.startswith("rope_scaling")}
+    assert fields["rope_theta"] == 5e5
+    assert scaling == {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 64}
+
+
+def test_yarn_without_mscales_scales_what_it_rotates_alone(tmp_path: Path):
+    """transformers: the gain of cosine and sine is that of mscale 1, scores stay."""
+    yarn = {"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 0.7}}
+    fields = describe(folder_with(tmp_path, {**DEEPSEEK, **yarn})).fields
+    assert (fields["rope_scaling_mscale"], fields["rope_scaling_mscale_all_dim"]) == (1.0, 0.0)
+
+
+def test_what_transformers_does_not_compute_is_not_written():
+    softmax = PRESETS["deepseek-16b"]
+    assert [fault.key for fault in unwritable("deepseek", softmax)] == ["model.scoring"]
+    odd = PRESETS["deepseek-v3-671b"].model_copy(update={"rope_scaling_mscale": 0.0})
+    assert [fault.key for fault in unwritable("deepseek", odd)] == ["model.rope_scaling_mscale"]
+    assert [fault.key for fault in unwritable("mnist", PRESETS["mnist-mlp"])] == ["model.name"]
+
+
+def test_keys_that_a_model_came_with_stay_where_they_change_no_logit():
+    config = PRESETS["llama3-tiny"]
+    kept = {"eos_token_id": 7, "hidden_size": 9, "transformers_version": "4.0", "rope_scaling": {"type": "linear"}}
+    written = config_json("llama3", config, dtype="float32", kept=kept)
+    assert (written["eos_token_id"], written["hidden_size"], written["rope_scaling"]) == (7, config.dim, None)
+    assert "transformers_version" not in written
+
+
+def test_an_unknown_architecture_is_told_with_those_that_are_known(tmp_path: Path):
+    folder = folder_with(tmp_path, {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+    with pytest.raises(
+        CheckpointError, match=r"unknown architecture .got 'MambaForCausalLM'; need one of Deepseek.*Qwen3"
+    ):
+        describe(folder)
+
+
+def test_a_family_is_known_by_its_type_where_no_architecture_is_named(tmp_path: Path):
+    folder = folder_with(tmp_path, {**LLAMA, "architectures": None, "model_type": "llama"})
+    assert describe(folder).family == "llama3"
+
+
+def test_from_hf_fills_the_model_and_leaves_open_what_the_folder_does_not_decide(tmp_path: Path):
+    folder = str(folder_with(tmp_path, {**DEEPSEEK, "num_nextn_predict_layers": 1}))
+    run = look(["--model.from_hf", folder, "--model.balance_loss", "0"], FAMILIES).run
+    assert (run.model.name, run.model.preset, run.model.architecture["dim"]) == ("deepseek", None, 64)
+    assert run.model.architecture["balance_loss"] == 0
+    assert run.model.architecture["mtp_depth"] == 0, "there are no tensors for it"
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["--model.dim", "128"], ["model.dim"]),
+        (["--model.name", "gpt2"], ["model.name"]),
+        (["--model.preset", "llama3-8b"], ["model.preset"]),
+        (["--model.tied", "True", "--model.vocab", "300"], ["model.vocab", "model.tied"]),
+        (["--model.dim", "64", "--model.name", "llama3"], []),
+    ],
+)
+def test_flags_that_contradict_the_folder_are_faults(tmp_path: Path, words: list[str], keys: list[str]):
+    loaded = look(["--model.from_hf", str(folder_with(tmp_path, LLAMA)), *words], FAMILIES)
+    assert [fault.key for fault in loaded.faults] == keys
+    assert loaded.run.model.architecture["dim"] == 64
+
+
+def test_a_run_that_says_everything_does_not_need_its_folder(tmp_path: Path):
+    folder = folder_with(tmp_path / "hf", LLAMA)
+    run = look(["--model.from_hf", str(folder)], FAMILIES).run
+    (tmp_path / "run.toml").write_text(dump(run))
+    (folder / "config.json").unlink()
+    again = look([str(tmp_path / "run.toml")], FAMILIES)
+    assert not again.faults
+    assert again.run == run
+    assert [fault.key for fault in look(["--model.from_hf", str(folder)], FAMILIES).faults] == ["model.from_hf"]
+
+
+def test_text_is_read_with_the_tokenizer_of_the_folder_unless_another_is_named(tmp_path: Path):
+    folder = folder_with(tmp_path / "a", LLAMA)
+    assert look(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == "bytes"
+    (folder / "tokenizer.json").write_text("{}")
+    assert look(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == str(folder / "tokenizer.json")
+    named = ["--model.from_hf", str(folder), "--data.tokenizer", "bytes"]
+    assert look(named, FAMILIES).run.data.tokenizer == "bytes"
+
+
+def test_another_folder_on_the_command_line_takes_the_place_of_that_in_the_file(tmp_path: Path):
+    first, second = folder_with(tmp_path / "a", LLAMA), folder_with(tmp_path / "b", {**GPT2, "n_layer": 3})
+    (tmp_path / "run.toml").write_text(f'[model]\nfrom_hf = "{first}"\nlayers = 2\n')
+    loaded = look([str(tmp_path / "run.toml"), "--model.from_hf", str(second)], FAMILIES)
+    assert not loaded.faults
+    assert (loaded.run.model.name, loaded.run.model.architecture["layers"]) == ("gpt2", 3)

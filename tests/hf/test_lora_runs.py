@@ -1,0 +1,213 @@
+"""Runs with adapters: saved and gone on with under any layout, begun beside another run, exported both ways, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.matrix.layouts import LR, Case, batches
+from tests.train.saving import save
+from weft.checkpoint.read import Checkpoint, open_checkpoint
+from weft.cli import main
+from weft.comm.comm import Comm
+from weft.config.lora import base_of
+from weft.config.schema import Lora, Precision, Run
+from weft.core.axes import Box
+from weft.errors import EXIT_OK, EXIT_USER
+from weft.hf.adapters import plain
+from weft.prove.layout import micro_batches
+from weft.testing import run_ranks
+from weft.train.build import build_step
+from weft.train.checkpoint import held, restore
+from weft.train.step import TrainStep
+
+LORA = Lora(rank=2, alpha=6.0)
+MIXED = Precision(params="float32", compute="bfloat16", reduce="float32")
+TINY: dict[str, Any] = {"layers": 2, "microbatches": 1}
+WRITER = Case("dp3", zero=3, **TINY)
+READERS = (
+    WRITER,
+    Case("", layers=2, microbatches=3),
+    Case("pp2 tp2", sequence=True, layers=2, microbatches=3),
+    Case("dp3 tp2", zero=1, **TINY),
+)
+
+
+def run_of(case: Case, **updates: object) -> Run:
+    return case.run.model_copy(update={"lora": LORA, **updates})
+
+
+def train(step: TrainStep, case: Case, index: int) -> tuple[float, float]:
+    report = step(micro_batches(batches(case)[index], step.model.plan, step.model.comm.rank), lr=LR)
+    return report.loss, report.grad_norm
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[float, float]]:
+    """A checkpoint behind two steps, and what the third one yields without stopping."""
+    path = tmp_path_factory.mktemp("lora") / "ckpt" / "step-000002"
+
+    def rank(comm: Comm) -> tuple[float, float]:
+        step = build_step(run_of(WRITER), comm)
+        for index in range(2):
+            train(step, WRITER, index)
+        save(step, path, run_of(WRITER), done=2)
+        return train(step, WRITER, 2)
+
+    return path, run_ranks(WRITER.mesh, rank)[0]
+
+
+@pytest.mark.parametrize("case", READERS, ids=str)
+def test_it_goes_on_under_any_layout(case: Case, written: tuple[Path, tuple[float, float]]) -> None:
+    path, right = written
+
+    def rank(comm: Comm) -> tuple[float, float]:
+        step, checkpoint = build_step(run_of(case, seed=99), comm), open_checkpoint(path)
+        restore(step, checkpoint)
+        for piece in held(step):
+            section, _, name = piece.name.rpartition("/")
+            assert torch.equal(piece.tensor, checkpoint.section(section).read(name, piece.box)), piece.name
+        return train(step, case, 2)
+
+    for told in run_ranks(case.mesh, rank):
+        assert told == (right if case == WRITER else pytest.approx(right, rel=1e-9))
+
+
+def test_optimizer_state_is_stored_of_adapters_alone(written: tuple[Path, tuple[float, float]]) -> None:
+    tensors = open_checkpoint(written[0]).manifest.tensors
+    assert {base_of(name) is not None for name in tensors if name.startswith("optim/")} == {True}
+    assert {base_of(name) is not None for name in tensors if name.startswith("model/")} == {True, False}
+
+
+@pytest.mark.parametrize("case", [Case("dp2", layers=2), Case("tp2", layers=2), Case("dp2", zero=3, layers=2)], ids=str)
+def test_new_adapters_stand_beside_what_old_ones_made(case: Case, written: tuple[Path, tuple[float, float]]) -> None:
+    """The base is the merged model, under any layout; new adapters are nothing yet."""
+    path, _ = written
+    run = run_of(case, lora=Lora(rank=3, base=str(path)))
+
+    def rank(comm: Comm) -> None:
+        step, old = build_step(run, comm), plain(open_checkpoint(path).section("model"), LORA)
+        for piece in held(step):
+            section, _, name = piece.name.rpartition("/")
+            if section == "model" and base_of(name) is None:
+                assert torch.equal(piece.tensor, old.read(name, piece.box)), name
+            elif section == "model":
+                assert piece.tensor.any() == name.endswith("lora_a.weight")
+
+    run_ranks(case.mesh, rank)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_the_base_is_stored_in_the_type_of_compute(zero: int, tmp_path: Path) -> None:
+    case = Case("dp2", zero=zero, **TINY)  # type: ignore[arg-type]
+    run = run_of(case, precision=MIXED)
+
+    def rank(comm: Comm) -> bool:
+        step = build_step(run, comm)
+        train(step, case, 0)
+        save(step, tmp_path / "step-000001", run)
+        other = build_step(run.model_copy(update={"seed": 99}), comm)
+        restore(other, open_checkpoint(tmp_path / "step-000001"))
+        return train(step, case, 1) == train(other, case, 1)
+
+    assert run_ranks(case.mesh, rank) == [True, True]
+    for name, stored in open_checkpoint(tmp_path / "step-000001").manifest.tensors.items():
+        frozen = name.startswith("model/") and base_of(name) is None
+        assert stored.dtype == ("bfloat16" if frozen else "float32"), name
+
+
+SIZES = ("--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2", "--model.ffn", "24")
+JOB = (
+    *SIZES,
+    *("--data.seq_len", "16", "--batch.global_size", "4", "--batch.micro_size", "1", "--transport", "threads"),
+)
+
+
+def test_commands_from_a_base_to_both_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, out = str(tmp_path / "base"), str(tmp_path / "out")
+    short = (*JOB, "--steps", "2", "--save.every", "2")
+    assert main(["train", *short, "--out", base]) == EXIT_OK
+    adapters = ("--lora.rank", "2", "--lora.alpha", "4", "--lora.targets", "q", "down")
+    assert main(["train", *short, "--out", out, *adapters, "--lora.base", base, "--mesh", "tp2"]) == EXIT_OK
+    assert main(["export", out, str(tmp_path / "adapters"), "--adapters", "True"]) == EXIT_OK
+    assert main(["export", out, str(tmp_path / "merged"), "--compare", "False"]) == EXIT_OK
+    capsys.readouterr()
+    config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 4, ["down_proj", "q_proj"])
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    first, last = (newest(Path(each)) for each in (base, out))
+    for name, shape in first.section("model").shapes.items():
+        whole = Box.whole(shape)
+        assert torch.equal(last.section("model").read(name, whole), first.section("model").read(name, whole)), name
+    for words, told in (
+        (("--lora.alpha", "8"), "error: lora.alpha: is not that of the checkpoint"),
+        (("--lora.targets", "q"), "error: lora.targets: is not that of the checkpoint"),
+    ):
+        assert refused(["train", *short, *adapters, "--resume", out, *words], capsys).startswith(told)
+    for words, told in (
+        (("--lora.rank", "2", "--lora.base", base, "--model.dim", "32"), "error: lora.base: "),
+        (("--lora.base", base), "error: lora.rank: is 0, no adapters, and lora.base names what they stand beside"),
+        (("--lora.rank", "2", "--lora.base", str(tmp_path)), "error: lora.base: "),
+    ):
+        assert refused(["train", *short, *words], capsys).startswith(told)
+    assert refused(["export", base, str(tmp_path / "none"), "--adapters", "True"], capsys).endswith(
+        "has no adapters to write. Fix: export the model itself, or train with --lora.rank 8"
+    )
+
+
+def newest(out: Path) -> Checkpoint:
+    return open_checkpoint(max((out / "ckpt").glob("step-*")))
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command says on its only line."""
+    assert main(words) == EXIT_USER
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--lora.rank", "-1"), "error: lora.rank: out of range (got -1"),
+        (
+            ("--lora.rank", "17"),
+            "error: lora.rank: is larger than the smaller side of layer0.attn.q, which has 16 features",
+        ),
+        (
+            ("--lora.rank", "2", "--lora.alpha", "0"),
+            "error: lora.alpha: out of range (got 0.0; need a number, above 0)",
+        ),
+        (
+            ("--lora.rank", "2", "--lora.targets", "qq"),
+            "error: lora.targets: no linear of llama3 has this name (got 'qq')",
+        ),
+        (("--lora.rank", "2", "--lora.targets", "q", "gates"), "Fix: did you mean 'gate'?"),
+        (("--lora.targets", "q"), "error: lora.rank: is 0, no adapters, and lora.targets names some"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_told_in_one_line(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert told in refused(["train", *JOB, "--out", str(tmp_path / "out"), *words], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--model.name", "mnist"), "mnist has no attention or feed-forward projections for adapters to stand beside"),
+        (
+            ("--model.name", "deepseek", "--lora.targets", "experts"),
+            "Fix: routed experts take no adapters; these do: down",
+        ),
+    ],
+)
+def test_models_without_such_linears_are_refused(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert told in refused(["train", "--lora.rank", "2", "--out", str(tmp_path / "out"), *words], capsys)

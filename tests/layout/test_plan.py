@@ -1,0 +1,88 @@
+"""The plan as a value: JSON, digest, checks, explanation."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.matrix.layouts import Case
+from weft.core.mesh import Mesh
+from weft.core.sequence import Context
+from weft.errors import PlanError
+from weft.layout.plan import Plan
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return Case("pp2 dp2 tp2", schedule="interleaved", chunks=2, sequence=True).plan
+
+
+def test_json_reads_back_equal_and_equal_plans_share_a_digest(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert hash(again) == hash(plan)
+    assert again.digest == plan.digest
+    assert again.model_copy(update={"microbatches": 8}).digest != plan.digest
+
+
+def test_a_sound_plan_passes_its_check(plan: Plan) -> None:
+    plan.check()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"microbatches": 3}, "micro-batches"),
+        ({"chunks": 3}, "another number of stages"),
+        ({"seq_len": 7}, "does not divide"),
+        ({"rule": (("heads", "xp"),)}, "axes that no mesh has: xp"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(plan: Plan, change: dict[str, object], said: str) -> None:
+    with pytest.raises(PlanError) as error:
+        plan.model_copy(update=change).check()
+    assert said in str(error.value)
+
+
+def test_a_block_on_two_stages_is_named(plan: Plan) -> None:
+    doubled = (plan.stages[0], *plan.stages[:-1])
+    with pytest.raises(PlanError, match="more than one stage: embed"):
+        plan.model_copy(update={"stages": doubled}).check()
+
+
+def test_boundary_shape_is_what_one_rank_holds(plan: Plan) -> None:
+    assert plan.boundary_shape(0) == (1, 4, 32)
+    assert plan.model_copy(update={"sequence_parallel": False, "micro_size": 3}).boundary_shape(0) == (3, 8, 32)
+
+
+def test_explanation_names_mesh_stages_bubble_and_traffic(plan: Plan) -> None:
+    text = plan.explain()
+    for said in (
+        "mesh pp2 dp2 tp2: 8 ranks",
+        "[0 1]",
+        "stage 3 on pp1",
+        "bubble 11.1% (predicted)",
+        "8 sequences of 8",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(("context", "said"), [("ring", "from rank to rank"), ("ulysses", "columns for heads")])
+def test_explanation_says_how_attention_crosses_cp(plan: Plan, context: Context, said: str) -> None:
+    layout = {"mesh": Mesh.parse("pp2 cp2 tp2"), "context": context}
+    assert said in plan.model_copy(update=layout).explain()
+    assert said not in plan.model_copy(update={"context": context}).explain()
+
+
+@pytest.mark.parametrize(
+    ("zero", "line"),
+    [
+        (1, "ZeRO 1 over dp x cp: optimizer states are spread"),
+        (2, "ZeRO 2 over dp x cp: gradients too are spread"),
+        (3, "ZeRO 3 over dp x cp: parameters too are spread"),
+    ],
+)
+def test_an_explanation_says_what_zero_spreads_and_over_which_ranks(zero, line):
+    told = Case("dp2 cp2 tp2", zero=zero).plan.explain()
+    assert line in told
+    assert ("every micro-batch" in told) == (zero > 1)
+    assert "ZeRO" not in Case("tp2", zero=zero).plan.explain(), "nothing to spread over"

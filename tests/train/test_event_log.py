@@ -1,0 +1,164 @@
+"""Claims about the run folder: whole lines whatever happens, full precision, valid JSON, one answer to a bad folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.errors import LaunchError
+from weft.train.event_log import EVENTS, Journal, open_folder, read_events, to_line
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text().filter(lambda text: "N" not in text)
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[dict] = []
+        self.num_closed = 0
+
+    def handle(self, event) -> None:
+        self.heard.append(event)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+def same(a, b) -> bool:
+    """Equal, where a number that is none equals itself."""
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@given(st.dictionaries(st.text(), VALUES))
+def test_an_event_is_one_line_of_strict_json_and_reads_back_the_same(tmp_path_factory, event):
+    line = to_line(event)
+    assert line.count("\n") == 1
+    assert line.endswith("\n")
+    assert "\r" not in line
+    json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    path = tmp_path_factory.mktemp("events") / EVENTS
+    path.write_text(line, encoding="utf-8", newline="\n")
+    (got,) = read_events(path)
+    assert same(got, event)
+
+
+def test_no_numbers_are_words_that_float_reads():
+    event = {"loss": math.nan, "grad_norm": math.inf, "deep": [{"x": -math.inf}]}
+    line = to_line(event)
+    assert line == '{"loss":"NaN","grad_norm":"Infinity","deep":[{"x":"-Infinity"}]}\n'
+    assert math.isnan(float(json.loads(line)["loss"]))
+    assert float(json.loads(line)["grad_norm"]) == math.inf
+
+
+def test_loss_keeps_full_precision(tmp_path):
+    loss = 2.3456789012345678
+    with Journal(tmp_path) as journal:
+        journal.emit({"event": "step", "loss": loss})
+    assert (tmp_path / EVENTS).read_text() == '{"event":"step","loss":2.345678901234568}\n'
+    assert next(read_events(tmp_path / EVENTS))["loss"] == loss
+
+
+def test_every_line_is_on_disk_at_once_and_every_view_hears_it(tmp_path):
+    views = Listener(), Listener()
+    journal = Journal(tmp_path / "new" / "run", views)
+    for step in range(3):
+        journal.emit({"event": "step", "step": step})
+        assert [event["step"] for event in read_events(tmp_path / "new" / "run" / EVENTS)] == list(range(step + 1))
+    journal.close()
+    journal.close()
+    assert [event["step"] for event in views[0].heard] == [0, 1, 2]
+    assert views[0].heard == views[1].heard
+
+
+def test_without_a_folder_only_the_views_hear():
+    view = Listener()
+    with Journal(None, [view]) as journal:
+        journal.emit({"event": "note", "text": "x"})
+        journal.write("run.toml", "steps = 1\n")
+    assert (len(view.heard), view.num_closed) == (1, 1)
+
+
+def test_a_last_line_cut_short_is_left_out_and_overwritten_on_resume(tmp_path):
+    path = tmp_path / EVENTS
+    path.write_bytes(b'{"event":"step","step":0}\n{"event":"step","st')
+    assert [event["step"] for event in read_events(path)] == [0]
+    with Journal(tmp_path) as journal:
+        journal.emit({"event": "step", "step": 1})
+    assert path.read_bytes() == b'{"event":"step","step":0}\n{"event":"step","step":1}\n'
+
+
+@pytest.mark.parametrize("torn", ["x" * 200_000, '{"event":"st', ""])
+def test_whole_lines_survive_however_long_the_torn_one_is(tmp_path, torn):
+    whole = '{"step":0}\n' * 20_000
+    (tmp_path / EVENTS).write_text(whole + torn)
+    Journal(tmp_path).close()
+    assert (tmp_path / EVENTS).read_text() == whole
+
+
+def test_damage_before_the_last_line_is_an_error_that_says_where(tmp_path):
+    (tmp_path / EVENTS).write_text('{"step":0}\n{"st\n{"step":2}\n')
+    with pytest.raises(ValueError, match=r"events\.jsonl:2: damaged line"):
+        list(read_events(tmp_path / EVENTS))
+
+
+def test_a_killed_writer_leaves_whole_lines_and_at_most_a_part_of_one_that_is_never_read(tmp_path):
+    script = f"""
+from pathlib import Path
+from weft.train.event_log import Journal
+journal = Journal(Path({str(tmp_path)!r}))
+while True:
+    journal.emit({{"event": "step", "text": "y" * 3000}})
+"""
+    path = tmp_path / EVENTS
+    with subprocess.Popen([sys.executable, "-c", script]) as writer:
+        while writer.poll() is None and (not path.exists() or path.stat().st_size < 100_000):
+            time.sleep(0.001)
+        writer.kill()
+    left = list(read_events(path))
+    assert left == [{"event": "step", "text": "y" * 3000}] * path.read_bytes().count(b"\n")
+    with Journal(tmp_path) as journal:
+        journal.emit({"event": "end"})
+    assert path.read_bytes().endswith(b"\n")
+    assert list(read_events(path)) == [*left, {"event": "end"}]
+
+
+def test_files_beside_are_whole_and_leave_nothing_else(tmp_path):
+    with Journal(tmp_path) as journal:
+        journal.write("plan.json", "{}\n")
+        journal.write("plan.json", '{"mesh":"dp2"}\n')
+    assert (tmp_path / "plan.json").read_text() == '{"mesh":"dp2"}\n'
+    assert sorted(path.name for path in tmp_path.iterdir()) == [EVENTS, "plan.json"]
+
+
+@pytest.mark.parametrize("out", ["/proc/weft", "{file}", "{file}/inside"])
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, out):
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    with pytest.raises(
+        LaunchError, match=r"^out: cannot write to the run folder \(got .*\)\. Fix: choose another out$"
+    ):
+        open_folder(Path(out.format(file=file)))
+
+
+def test_an_event_is_written_by_one_call(tmp_path, monkeypatch):
+    calls = []
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: calls.append(bytes(data)) or write(file, data))
+    with Journal(tmp_path) as journal:
+        journal.emit({"event": "step", "text": "y" * 100_000})
+    assert calls == [(tmp_path / EVENTS).read_bytes()]

@@ -1,0 +1,88 @@
+"""Claims about the learning rate: exact at its corners, bounded and without jumps between them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.config.schema import Optim
+from weft.train.lr_schedule import learning_rate
+
+DECAYS = ("constant", "linear", "cosine", "wsd")
+
+
+def optim(**values) -> Optim:
+    return Optim(**{"lr": 1.0, "min_lr": 0.1, "warmup": 10, "cooldown": 0.2, **values})
+
+
+@st.composite
+def runs(draw):
+    total = draw(st.integers(1, 500))
+    chosen = optim(
+        decay=draw(st.sampled_from(DECAYS)),
+        lr=draw(st.floats(1e-6, 10)),
+        min_lr=draw(st.floats(0, 10)),
+        warmup=draw(st.integers(0, 600)),
+        cooldown=draw(st.floats(0, 0.99)),
+    )
+    return chosen, total
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize(("step", "rate"), [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0)])
+def test_warm_up_rises_by_equal_amounts_to_the_peak(decay, step, rate):
+    assert learning_rate(step, optim(decay=decay), 110) == rate
+
+
+@pytest.mark.parametrize(
+    ("decay", "step", "rate"),
+    [
+        ("constant", 109, 1.0),
+        ("linear", 60, 0.55),
+        ("linear", 110, 0.1),
+        ("cosine", 60, 0.55),
+        ("cosine", 35, 0.1 + 0.9 * (1 + 0.5**0.5) / 2),
+        ("cosine", 110, 0.1),
+        ("wsd", 87, 1.0),
+        ("wsd", 88, 1.0),
+        ("wsd", 99, 0.55),
+        ("wsd", 110, 0.1),
+        ("wsd", 5000, 0.1),
+    ],
+)
+def test_decay_passes_its_corners(decay, step, rate):
+    assert learning_rate(step, optim(decay=decay), 110) == pytest.approx(rate, rel=1e-12)
+
+
+@given(runs())
+def test_rate_is_positive_at_most_the_peak_and_falls_after_the_warm_up(run):
+    chosen, total = run
+    rates = [learning_rate(step, chosen, total) for step in range(total + 5)]
+    assert all(0 < rate <= chosen.lr * (1 + 1e-12) for rate in rates[:total])
+    warm, cold = rates[: chosen.warmup], rates[chosen.warmup :]
+    assert warm == sorted(warm)
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(cold))
+
+
+@given(runs())
+def test_decay_ends_at_the_least_rate_and_stays(run):
+    chosen, total = run
+    end = chosen.lr if chosen.decay == "constant" else min(chosen.min_lr, chosen.lr)
+    after = max(total, chosen.warmup)
+    assert [learning_rate(after + late, chosen, total) for late in (0, 1, 1000)] == pytest.approx([end] * 3, abs=1e-12)
+
+
+def test_one_step_runs_at_the_peak():
+    assert learning_rate(0, optim(warmup=0, decay="cosine"), 1) == 1.0
+
+
+def test_least_rate_above_the_peak_does_not_heat_the_run():
+    assert learning_rate(99, optim(lr=0.01, warmup=0, decay="linear"), 100) == pytest.approx(0.01)
+
+
+def test_cooldown_that_begins_within_the_warm_up_begins_at_its_end():
+    late = optim(decay="wsd", warmup=100)
+    assert [learning_rate(step, late, 110) for step in (99, 100, 105, 110)] == pytest.approx([1.0, 1.0, 0.55, 0.1])

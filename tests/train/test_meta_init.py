@@ -1,0 +1,49 @@
+"""Claims about modules without values: their shapes are the real ones, nothing is drawn, nothing dear is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from weft.models import FAMILIES
+from weft.train.meta_init import skeleton
+
+SCRIPT = """
+import sys
+from weft.models import FAMILIES
+from weft.train.meta_init import skeleton
+for family in FAMILIES.values():
+    skeleton(lambda: family.blocks(family.Config()))
+assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
+"""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_skeleton_has_the_shapes_of_the_model_and_no_memory(name):
+    family = FAMILIES[name]
+    bones = torch.nn.ModuleDict(skeleton(lambda: family.blocks(family.Config())))
+    model = torch.nn.ModuleDict(family.blocks(family.Config()))
+    assert {n: p.shape for n, p in bones.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    assert all(param.is_meta for param in bones.parameters())
+
+
+def test_a_skeleton_draws_nothing():
+    before = torch.get_rng_state()
+    layer = skeleton(lambda: torch.nn.Linear(3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert layer.weight.shape == (4, 3)
+
+
+def test_values_are_drawn_again_afterwards():
+    skeleton(lambda: torch.nn.Linear(3, 4))
+    weight = torch.full((3, 3), 7.0)
+    torch.nn.init.normal_(weight)
+    assert not (weight == 7.0).any()
+
+
+def test_making_skeletons_imports_no_compiler():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
