@@ -362,7 +362,7 @@ def a_row_linears_adapter_is_added_behind_the_sum(patch: pytest.MonkeyPatch) -> 
 
 @mutant(Case("pp2", **TINY))
 def the_base_moves_too(patch: pytest.MonkeyPatch) -> None:
-    from weft.models import lora
+    from weft.models.common import lora
 
     patch.setattr(lora, "freeze", lambda block: None)
 
