@@ -38,7 +38,7 @@ FAULTY = {
         "reduce_scatter over dp: dim 0 has 5 entries, not divisible by 2",
     ),
     "sum": (lambda c, x: c.reduce_scatter(x, "dp", sizes=[1, 2]), "has 5 entries, sizes [1, 2] add up to 3"),
-    "count": (lambda c, x: c.reduce_scatter(x, "dp", sizes=[5]), "must be 2 lengths, one for each member"),
+    "count": (lambda c, x: c.reduce_scatter(x, "dp", sizes=[5]), "must be 2 lengths, one per member"),
     "negative": (lambda c, x: c.all_to_all(x, "dp", send_sizes=[6, -1]), "none negative"),
     "own size": (lambda c, x: c.all_gather(x, "dp", sizes=[4, 5]), "dim 0 is 5 long here, `sizes` say 4"),
     "dimension": (lambda c, x: c.all_gather(x, "dp", dim=1), "dimension 1 is outside shape [5]"),

@@ -9,26 +9,26 @@ from weft.testing import run_ranks
 UNEVEN = {"dp2": [3, 1], "dp3": [1, 0, 3], "pp2 dp2 tp2": [2, 1]}
 AXIS = {"dp2": "dp", "dp3": "dp", "pp2 dp2 tp2": "dp"}
 
-# name: (kind of the argument along the axis, kind of the result, op); kinds as in Note [Adjoint pairs]
+# name: (kind of the argument along the axis, kind of the result, op); placements as in Note [Adjoint pairs]
 PAIRS = {
-    "enter": ("kept", "partial", ops.enter),
-    "leave": ("partial", "kept", ops.leave),
-    "gather": ("cut", "partial", ops.gather),
-    "scatter": ("partial", "cut", ops.scatter),
-    "split": ("kept", "cut", ops.split),
-    "join": ("cut", "kept", ops.join),
+    "copy_to_region": ("replicated", "partial", ops.copy_to_region),
+    "reduce_from_region": ("partial", "replicated", ops.reduce_from_region),
+    "all_gather": ("sharded", "partial", ops.all_gather),
+    "reduce_scatter": ("partial", "sharded", ops.reduce_scatter),
+    "scatter_to_region": ("replicated", "sharded", ops.scatter_to_region),
+    "gather_from_region": ("sharded", "replicated", ops.gather_from_region),
 }
 
 
 def inner(comm, axis, kind, a, b):
-    """<a, b> over the group: kept tensors count once, partial and cut ones are summed over ranks."""
+    """<a, b> over the group: replicated tensors count once, partial and sharded ones are summed over ranks."""
     here = (a * b).sum()
-    return here if kind == "kept" else comm.all_reduce(here, axis)
+    return here if kind == "replicated" else comm.all_reduce(here, axis)
 
 
 def sample(comm, axis, kind, shape, seed):
-    """A random tensor: the same on all members when kept."""
-    member = 0 if kind == "kept" else 1 + comm.index(axis)
+    """A random tensor: the same on all members if replicated."""
+    member = 0 if kind == "replicated" else 1 + comm.index(axis)
     generator = torch.Generator().manual_seed(1000 * seed + member)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -52,21 +52,21 @@ def test_backward_is_the_exact_adjoint(mesh, pair, dim):
 
     def gap(comm):
         whole = comm.degree(axis) * 2
-        length = {"kept": whole, "partial": whole, "cut": 2}[PAIRS[pair][0]]
+        length = {"replicated": whole, "partial": whole, "sharded": 2}[PAIRS[pair][0]]
         shape = torch.empty(length, 3, 2).movedim(0, dim).shape
-        options = {} if pair in ("enter", "leave") else {"dim": dim}
+        options = {} if pair in ("copy_to_region", "reduce_from_region") else {"dim": dim}
         return adjoint_gap(comm, axis, pair, shape, **options)
 
     assert max(run_ranks(mesh, gap)) < 1e-13
 
 
 @pytest.mark.parametrize("mesh", AXIS)
-@pytest.mark.parametrize("pair", ["gather", "scatter", "split", "join"])
+@pytest.mark.parametrize("pair", ["all_gather", "reduce_scatter", "scatter_to_region", "gather_from_region"])
 def test_backward_is_the_exact_adjoint_of_an_uneven_cut(mesh, pair):
     axis, sizes = AXIS[mesh], UNEVEN[mesh]
 
     def gap(comm):
-        length = sizes[comm.index(axis)] if PAIRS[pair][0] == "cut" else sum(sizes)
+        length = sizes[comm.index(axis)] if PAIRS[pair][0] == "sharded" else sum(sizes)
         return adjoint_gap(comm, axis, pair, (3, length), dim=1, sizes=sizes)
 
     assert max(run_ranks(mesh, gap)) < 1e-13
@@ -120,7 +120,7 @@ def test_pairs_can_be_differentiated_twice(pair):
 
 
 def test_a_column_and_row_parallel_pair_equals_one_device():
-    """y = relu(x A) B with A cut by columns and B by rows: enter before, leave after."""
+    """y = relu(x A) B with A cut by columns and B by rows: copy_to_region before, reduce_from_region after."""
     generator = torch.Generator().manual_seed(0)
     x, a, b = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 4), (4, 6), (6, 3)))
 
@@ -135,7 +135,9 @@ def test_a_column_and_row_parallel_pair_equals_one_device():
         leaves = [x.clone(), a.chunk(3, 1)[index].clone(), b.chunk(3, 0)[index].clone()]
         for leaf in leaves:
             leaf.requires_grad_()
-        y = ops.leave(torch.relu(ops.enter(leaves[0], comm, "tp") @ leaves[1]) @ leaves[2], comm, "tp")
+        y = ops.reduce_from_region(
+            torch.relu(ops.copy_to_region(leaves[0], comm, "tp") @ leaves[1]) @ leaves[2], comm, "tp"
+        )
         y.square().sum().backward()
         return [y.detach(), *(leaf.grad for leaf in leaves)]
 

@@ -153,7 +153,9 @@ def the_bias_of_a_row_linear_is_added_on_every_rank(patch: pytest.MonkeyPatch) -
     """tp times the bias."""
 
     def forward(self: tensor_linear.RowParallelLinear, x: Tensor) -> Tensor:
-        return ops.leave(torch.nn.functional.linear(x, self.weight, self.bias), self.region.comm, self.region.axis)
+        return ops.reduce_from_region(
+            torch.nn.functional.linear(x, self.weight, self.bias), self.region.comm, self.region.axis
+        )
 
     patch.setattr(tensor_linear.RowParallelLinear, "forward", forward)
 

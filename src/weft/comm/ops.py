@@ -1,4 +1,4 @@
-"""Owns the differentiable operations: each is a pair of collectives, one forward, its adjoint backward."""
+"""Differentiable collectives: each pairs a forward collective with its adjoint for backward (Megatron-LM's f and g)."""
 
 from __future__ import annotations
 
@@ -10,91 +10,140 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from weft.comm import pieces
+from weft.comm import flat_buffers
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 
-Step = Callable[[Tensor], Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
 
 # Note [Adjoint pairs]
-# What a tensor is along an axis decides what its gradient is:
+# The placement of a tensor along an axis (DTensor's words) decides the placement of its gradient:
 #
-#     kept      every rank holds the same value, and it counts once       its gradient is kept
-#     partial   every rank holds its own value of the same shape          its gradient is partial
-#     cut       every rank holds a piece, joined they are the value       its gradient is cut
+#     replicated   every rank holds the same value, which counts once     its gradient is replicated
+#     partial      the value is the sum of what the ranks hold            its gradient is partial
+#     sharded      every rank holds one shard of the value                its gradient is sharded
 #
-# The inner product of two kept tensors is taken on any one rank, of two partial or cut ones it is summed over ranks.
-# With that, backward is the exact adjoint of forward, <A x, y> = <x, A* y>, and the pairs come in twos:
+# The inner product of two replicated tensors is taken on any one rank; of two partial or sharded ones it is summed over
+# the ranks. With that, backward is the exact adjoint of forward, <A x, y> = <x, A* y>, and the functions come in pairs:
 #
-#     enter    kept -> partial   identity          adjoint: leave
-#     leave    partial -> kept   all_reduce        adjoint: enter
-#     gather   cut -> partial    all_gather        adjoint: scatter
-#     scatter  partial -> cut    reduce_scatter    adjoint: gather
-#     split    kept -> cut       own slice         adjoint: join
-#     join     cut -> kept       all_gather        adjoint: split
-#     all_to_all                 cut one way -> cut another way    adjoint: back again
+#     function              placement                 forward          adjoint                Megatron-LM
+#     copy_to_region        replicated -> partial     identity         reduce_from_region     f
+#     reduce_from_region    partial -> replicated     all_reduce       copy_to_region         g
+#     all_gather            sharded -> partial        all_gather       reduce_scatter         gather_from_sequence...
+#     reduce_scatter        partial -> sharded        reduce_scatter   all_gather             reduce_scatter_to_sequence...
+#     scatter_to_region     replicated -> sharded     own slice        gather_from_region     scatter_to_tensor...
+#     gather_from_region    sharded -> replicated     all_gather       scatter_to_region      gather_from_tensor...
+#     all_to_all            sharded -> sharded along another dimension; its adjoint is the way back
 #
-# Each backward is written with its adjoint op, so all of them can be differentiated again.
+# Each backward calls the adjoint function, so all of them can be differentiated again.
 
 
-def enter(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
-    """Identity; the gradient is all-reduced. Where a kept tensor enters work that differs among ranks."""
+def copy_to_region(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
+    """Identity; the gradient is all-reduced. For a replicated tensor that sharded layers read."""
     if comm.degree(axis) == 1:
         return x
-    return _pair(x, lambda x: x.view_as(x), lambda grad: leave(grad, comm, axis))
+
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    def adjoint(grad: Tensor) -> Tensor:
+        return reduce_from_region(grad, comm, axis)
+
+    return _differentiable(x, forward, adjoint)
 
 
-def leave(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
-    """Sum over the axis; the gradient passes. Where partial results leave as one."""
+def reduce_from_region(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
+    """Sum over the axis; the gradient passes unchanged. For the partial results of sharded layers."""
     if comm.degree(axis) == 1:
         return x
-    return _pair(x, lambda x: comm.all_reduce(x, axis), lambda grad: enter(grad, comm, axis))
+
+    def forward(x: Tensor) -> Tensor:
+        return comm.all_reduce(x, axis)
+
+    def adjoint(grad: Tensor) -> Tensor:
+        return copy_to_region(grad, comm, axis)
+
+    return _differentiable(x, forward, adjoint)
 
 
-def gather(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """Joined along `dim` for work that differs among ranks; the gradient is reduce-scattered."""
+def all_gather(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
+    """Concatenation of the shards along `dim`; the gradient is reduce-scattered.
+
+    Args:
+        sizes: lengths of the shards along `dim`; equal by default.
+    """
     if comm.degree(axis) == 1:
         return x
-    return _pair(
-        x,
-        lambda x: comm.all_gather(x, axis, dim=dim, sizes=sizes),
-        lambda grad: scatter(grad, comm, axis, dim, sizes=sizes),
-    )
+
+    def forward(x: Tensor) -> Tensor:
+        return comm.all_gather(x, axis, dim=dim, sizes=sizes)
+
+    def adjoint(grad: Tensor) -> Tensor:
+        return reduce_scatter(grad, comm, axis, dim, sizes=sizes)
+
+    return _differentiable(x, forward, adjoint)
 
 
-def scatter(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's piece along `dim` of the sum; the gradient is all-gathered."""
+def reduce_scatter(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
+    """This rank's shard along `dim` of the sum over the axis; the gradient is all-gathered.
+
+    Args:
+        sizes: lengths of the shards along `dim`; equal by default.
+    """
     if comm.degree(axis) == 1:
         return x
-    return _pair(
-        x,
-        lambda x: comm.reduce_scatter(x, axis, dim=dim, sizes=sizes),
-        lambda grad: gather(grad, comm, axis, dim, sizes=sizes),
-    )
+
+    def forward(x: Tensor) -> Tensor:
+        return comm.reduce_scatter(x, axis, dim=dim, sizes=sizes)
+
+    def adjoint(grad: Tensor) -> Tensor:
+        return all_gather(grad, comm, axis, dim, sizes=sizes)
+
+    return _differentiable(x, forward, adjoint)
 
 
-def split(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """This rank's slice along `dim` of a kept tensor; the gradient is all-gathered."""
-    degree, index = comm.degree(axis), comm.index(axis)
+def scatter_to_region(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
+    """This rank's slice along `dim` of a replicated tensor; the gradient is all-gathered.
+
+    Args:
+        sizes: lengths of the slices along `dim`; equal by default.
+    """
+    degree = comm.degree(axis)
     if degree == 1:
         return x
-    lengths = pieces.cut_sizes(x.shape[dim], degree, sizes, what=f"split over {axis}: dim {dim}")
-    return _pair(
-        x,
-        lambda x: x.narrow(dim, sum(lengths[:index]), lengths[index]).clone(memory_format=torch.contiguous_format),
-        lambda grad: join(grad, comm, axis, dim, sizes=sizes),
-    )
+    what = f"scatter_to_region over {axis}: dim {dim}"
+    lengths = flat_buffers.split_sizes(x.shape[dim], degree, sizes, what=what)
+    index = comm.index(axis)
+    start = sum(lengths[:index])
+
+    def forward(x: Tensor) -> Tensor:
+        own_slice = x.narrow(dim, start, lengths[index])
+        return own_slice.clone(memory_format=torch.contiguous_format)
+
+    def adjoint(grad: Tensor) -> Tensor:
+        return gather_from_region(grad, comm, axis, dim, sizes=sizes)
+
+    return _differentiable(x, forward, adjoint)
 
 
-def join(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
-    """Joined along `dim` into a kept tensor; the gradient is this rank's slice."""
+def gather_from_region(
+    x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Concatenation of the shards along `dim` into a replicated tensor; the gradient is this rank's slice.
+
+    Args:
+        sizes: lengths of the shards along `dim`; equal by default.
+    """
     if comm.degree(axis) == 1:
         return x
-    return _pair(
-        x,
-        lambda x: comm.all_gather(x, axis, dim=dim, sizes=sizes),
-        lambda grad: split(grad, comm, axis, dim, sizes=sizes),
-    )
+
+    def forward(x: Tensor) -> Tensor:
+        return comm.all_gather(x, axis, dim=dim, sizes=sizes)
+
+    def adjoint(grad: Tensor) -> Tensor:
+        return scatter_to_region(grad, comm, axis, dim, sizes=sizes)
+
+    return _differentiable(x, forward, adjoint)
 
 
 def all_to_all(
@@ -107,51 +156,66 @@ def all_to_all(
     send_sizes: Sequence[int] | None = None,
     recv_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Piece j along `dim` to member j; the pieces that come are joined along `join_dim` (the same by default).
+    """Piece j along `dim` goes to member j; the received pieces are concatenated along `join_dim` (default: `dim`).
 
         dim 0, join_dim 1, two ranks:   [a0]   [b0]        [a0 b0]   [a1 b1]
                                         [a1]   [b1]   ->
 
     Args:
-        send_sizes: lengths along `dim` of the pieces sent; even by default.
-        recv_sizes: lengths along `join_dim` of the pieces received; by default as sent, or for another `join_dim` as
-            long as this rank's own.
+        send_sizes: lengths along `dim` of the pieces sent; equal by default.
+        recv_sizes: lengths along `join_dim` of the pieces received; by default `send_sizes`, or for another `join_dim`
+            this rank's own length for every piece.
     """
     degree = comm.degree(axis)
     if degree == 1:
         return x
-    dim, end = dim % x.dim(), (dim if join_dim is None else join_dim) % x.dim()
-    sent = pieces.cut_sizes(x.shape[dim], degree, send_sizes, what=f"all_to_all over {axis}: dim {dim}")
-    default = sent if end == dim else (x.shape[end],) * degree
-    taken = tuple(default if recv_sizes is None else recv_sizes)
-    return _pair(
-        x,
-        lambda x: _exchanged(x, comm, axis, _Cut(dim, sent), _Cut(end, taken)),
-        lambda grad: all_to_all(grad, comm, axis, end, join_dim=dim, send_sizes=taken, recv_sizes=sent),
-    )
+    dim = dim % x.dim()
+    join_dim = dim if join_dim is None else join_dim % x.dim()
+    what = f"all_to_all over {axis}: dim {dim}"
+    sent = flat_buffers.split_sizes(x.shape[dim], degree, send_sizes, what=what)
+    if recv_sizes is not None:
+        received = tuple(recv_sizes)
+    elif join_dim == dim:
+        received = sent
+    else:
+        received = (x.shape[join_dim],) * degree
+    split = _Split(dim, sent)
+    joined = _Split(join_dim, received)
+
+    def forward(x: Tensor) -> Tensor:
+        return _all_to_all_once(x, comm, axis, split=split, joined=joined)
+
+    def adjoint(grad: Tensor) -> Tensor:
+        return all_to_all(grad, comm, axis, joined.dim, join_dim=dim, send_sizes=received, recv_sizes=sent)
+
+    return _differentiable(x, forward, adjoint)
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Split:
+    """A dimension and the lengths of its pieces, one for each member."""
+
     dim: int
     sizes: tuple[int, ...]
 
 
-def _exchanged(x: Tensor, comm: Comm, axis: Axis, cut: _Cut, joined: _Cut) -> Tensor:
-    own = pieces.with_length(x.shape, cut.dim, cut.sizes[comm.index(axis)])
-    shapes = [pieces.with_length(own, joined.dim, size) for size in joined.sizes]
-    line = comm.all_to_all(
-        pieces.pack(x, cut.dim, cut.sizes),
+def _all_to_all_once(x: Tensor, comm: Comm, axis: Axis, *, split: _Split, joined: _Split) -> Tensor:
+    own_shape = flat_buffers.with_length(x.shape, split.dim, split.sizes[comm.index(axis)])
+    received_shapes = [flat_buffers.with_length(own_shape, joined.dim, size) for size in joined.sizes]
+    received = comm.all_to_all(
+        flat_buffers.pack(x, split.dim, split.sizes),
         axis,
-        send_sizes=pieces.counts(x.shape, cut.dim, cut.sizes),
-        recv_sizes=[math.prod(shape) for shape in shapes],
+        send_sizes=flat_buffers.piece_numels(x.shape, split.dim, split.sizes),
+        recv_sizes=[math.prod(shape) for shape in received_shapes],
     )
-    return pieces.unpack(line, shapes, joined.dim)
+    return flat_buffers.unpack(received, received_shapes, joined.dim)
 
 
-class _Pair(torch.autograd.Function):
+class _AdjointPair(torch.autograd.Function):
+    """Autograd node with given functions for forward and backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: Step, adjoint: Step) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: TensorFunction, adjoint: TensorFunction) -> Tensor:
         ctx.adjoint = adjoint
         return forward(x)
 
@@ -160,5 +224,5 @@ class _Pair(torch.autograd.Function):
         return ctx.adjoint(grads[0]), None, None
 
 
-def _pair(x: Tensor, forward: Step, adjoint: Step) -> Tensor:
-    return cast(Tensor, _Pair.apply(x, forward, adjoint))  # type: ignore[no-untyped-call]
+def _differentiable(x: Tensor, forward: TensorFunction, adjoint: TensorFunction) -> Tensor:
+    return cast(Tensor, _AdjointPair.apply(x, forward, adjoint))  # type: ignore[no-untyped-call]

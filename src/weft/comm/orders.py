@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from weft.comm import pieces
+from weft.comm import flat_buffers
 from weft.comm.signature import brings
 from weft.comm.transport import Call, Op, Reduce
 from weft.errors import CommError
@@ -61,7 +61,7 @@ def all_reduce_(x: Tensor, group: Group, op: Reduce) -> Order[Tensor]:
     _averages_only_floats(x, op)
     if group.degree == 1:
         return Order(None, lambda: x)
-    take = pieces.flat(x)
+    take = flat_buffers.flatten(x)
     text = brings(f"all_reduce({op})", x.dtype, x.shape)
     return Order(group.call("all_reduce", text, take=take, reduce=op), lambda: _written(x, take))
 
@@ -70,19 +70,21 @@ def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -
     """Concatenation along `dim` of every member's x."""
     dim = _dim(x, dim)
     what = f"all_gather over {group.axis}: dim {dim}"
-    lengths = (x.shape[dim],) * group.degree if sizes is None else pieces.member_sizes(sizes, group.degree, what=what)
+    lengths = (
+        (x.shape[dim],) * group.degree if sizes is None else flat_buffers.member_sizes(sizes, group.degree, what=what)
+    )
     if lengths[group.index] != x.shape[dim]:
         raise CommError(f"{what} is {x.shape[dim]} long here, `sizes` say {lengths[group.index]}")
     if group.degree == 1:
         return Order(None, x.detach().clone)
-    take_counts = pieces.counts(x.shape, dim, lengths)
-    give, take = pieces.flat(x), x.new_empty(sum(take_counts))
+    take_counts = flat_buffers.piece_numels(x.shape, dim, lengths)
+    give, take = flat_buffers.flatten(x), x.new_empty(sum(take_counts))
     text = brings(f"all_gather(dim {dim})", x.dtype, x.shape, free=dim)
     call = group.call(
         "all_gather", text, give=give, take=take, give_counts=(x.numel(),) * group.degree, take_counts=take_counts
     )
-    shapes = [pieces.with_length(x.shape, dim, length) for length in lengths]
-    return Order(call, lambda: pieces.unpack(take, shapes, dim))
+    shapes = [flat_buffers.with_length(x.shape, dim, length) for length in lengths]
+    return Order(call, lambda: flat_buffers.unpack(take, shapes, dim))
 
 
 def all_gather_(whole: Tensor, group: Group) -> Order[Tensor]:
@@ -124,12 +126,14 @@ def reduce_scatter(x: Tensor, group: Group, dim: int, op: Reduce, sizes: Sequenc
     """This member's piece, along `dim`, of the sum (or other reduction) of every member's x."""
     _averages_only_floats(x, op)
     dim = _dim(x, dim)
-    lengths = pieces.cut_sizes(x.shape[dim], group.degree, sizes, what=f"reduce_scatter over {group.axis}: dim {dim}")
+    lengths = flat_buffers.split_sizes(
+        x.shape[dim], group.degree, sizes, what=f"reduce_scatter over {group.axis}: dim {dim}"
+    )
     if group.degree == 1:
         return Order(None, x.detach().clone)
-    give_counts = pieces.counts(x.shape, dim, lengths)
+    give_counts = flat_buffers.piece_numels(x.shape, dim, lengths)
     own = give_counts[group.index]
-    give, take = pieces.pack(x, dim, lengths), x.new_empty(own)
+    give, take = flat_buffers.pack(x, dim, lengths), x.new_empty(own)
     text = brings(f"reduce_scatter({op}, dim {dim})", x.dtype, x.shape)
     call = group.call(
         "reduce_scatter",
@@ -140,7 +144,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int, op: Reduce, sizes: Sequenc
         take_counts=(own,) * group.degree,
         reduce=op,
     )
-    shape = pieces.with_length(x.shape, dim, lengths[group.index])
+    shape = flat_buffers.with_length(x.shape, dim, lengths[group.index])
     return Order(call, lambda: take.view(shape))
 
 
@@ -150,15 +154,15 @@ def all_to_all(
     """Along dim 0: piece j goes to member j; the result holds the pieces that came, in group order."""
     _dim(x, 0)
     what = f"all_to_all over {group.axis}: dim 0"
-    sent = pieces.cut_sizes(x.shape[0], group.degree, send_sizes, what=what)
-    taken = sent if recv_sizes is None else pieces.member_sizes(recv_sizes, group.degree, what=what)
+    sent = flat_buffers.split_sizes(x.shape[0], group.degree, send_sizes, what=what)
+    taken = sent if recv_sizes is None else flat_buffers.member_sizes(recv_sizes, group.degree, what=what)
     if group.degree == 1:
         return Order(None, x.detach().clone)
-    give_counts, take_counts = pieces.counts(x.shape, 0, sent), pieces.counts(x.shape, 0, taken)
-    give, take = pieces.flat(x), x.new_empty(sum(take_counts))
+    give_counts, take_counts = flat_buffers.piece_numels(x.shape, 0, sent), flat_buffers.piece_numels(x.shape, 0, taken)
+    give, take = flat_buffers.flatten(x), x.new_empty(sum(take_counts))
     text = brings("all_to_all", x.dtype, x.shape, free=0)
     call = group.call("all_to_all", text, give=give, take=take, give_counts=give_counts, take_counts=take_counts)
-    shape = pieces.with_length(x.shape, 0, sum(taken))
+    shape = flat_buffers.with_length(x.shape, 0, sum(taken))
     return Order(call, lambda: take.view(shape))
 
 
@@ -167,7 +171,7 @@ def broadcast_(x: Tensor, group: Group, root: int) -> Order[Tensor]:
     group.member(root, "root")
     if group.degree == 1:
         return Order(None, lambda: x)
-    take = pieces.flat(x)
+    take = flat_buffers.flatten(x)
     text = brings(f"broadcast(root {root})", x.dtype, x.shape)
     return Order(group.call("broadcast", text, take=take, root=root), lambda: _written(x, take))
 
@@ -179,7 +183,7 @@ def gather(x: Tensor, group: Group, root: int) -> Order[tuple[Tensor, ...] | Non
         return Order(None, lambda: (x.detach().clone(),))
     take = x.new_empty(x.numel() * group.degree) if group.index == root else None
     text = brings(f"gather(root {root})", x.dtype, x.shape)
-    call = group.call("gather", text, give=pieces.flat(x), take=take, root=root)
+    call = group.call("gather", text, give=flat_buffers.flatten(x), take=take, root=root)
     shape = (group.degree, *x.shape)
     return Order(call, lambda: None if take is None else take.view(shape).unbind(0))
 
@@ -198,7 +202,7 @@ def scatter(given: Sequence[Tensor] | None, out: Tensor, group: Group, root: int
             raise CommError(f"scatter over {group.axis}: pieces are {give.dtype}, out is {out.dtype}")
     if group.degree == 1:
         return Order(None, lambda: out.copy_(_present(give).view(out.shape)))
-    take = pieces.flat(out)
+    take = flat_buffers.flatten(out)
     text = brings(f"scatter(root {root})", out.dtype, out.shape)
     return Order(group.call("scatter", text, give=give, take=take, root=root), lambda: _written(out, take))
 
@@ -208,7 +212,13 @@ def send(x: Tensor, group: Group, to: int) -> Order[Tensor]:
     pair = (group.ranks[group.index], group.ranks[group.member(to, "send to")])
     _not_itself(pair, group.axis)
     call = Call(
-        "send", group.axis, pair, 0, brings("send", x.dtype, x.shape), give=pieces.flat(x), checked=group.checked
+        "send",
+        group.axis,
+        pair,
+        0,
+        brings("send", x.dtype, x.shape),
+        give=flat_buffers.flatten(x),
+        checked=group.checked,
     )
     return Order(call, lambda: x)
 
@@ -217,7 +227,7 @@ def recv(out: Tensor, group: Group, source: int) -> Order[Tensor]:
     """What member `source` sends, into `out`."""
     pair = (group.ranks[group.member(source, "receive from")], group.ranks[group.index])
     _not_itself(pair, group.axis)
-    take = pieces.flat(out)
+    take = flat_buffers.flatten(out)
     call = Call("recv", group.axis, pair, 1, brings("recv", out.dtype, out.shape), take=take, checked=group.checked)
     return Order(call, lambda: _written(out, take))
 

@@ -70,7 +70,7 @@ class ColumnParallelLinear(nn.Module):
         if not self.gather_output:
             return y
         comm, axis = self.region.comm, self.region.axis
-        return ops.join(y, comm, axis, dim=-1, sizes=span_sizes(self.out_features, comm.degree(axis)))
+        return ops.gather_from_region(y, comm, axis, dim=-1, sizes=span_sizes(self.out_features, comm.degree(axis)))
 
 
 class RowParallelLinear(nn.Module):

@@ -75,7 +75,9 @@ class Region:
     def leave(self, y: Tensor) -> Tensor:
         """Sum y over the ranks; under sequence parallelism each keeps its part of the sequence."""
         return (
-            ops.scatter(y, self.comm, self.axis, dim=SEQ_DIM) if self.sequence else ops.leave(y, self.comm, self.axis)
+            ops.reduce_scatter(y, self.comm, self.axis, dim=SEQ_DIM)
+            if self.sequence
+            else ops.reduce_from_region(y, self.comm, self.axis)
         )
 
 

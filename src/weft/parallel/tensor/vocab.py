@@ -66,7 +66,11 @@ class VocabParallelEmbedding(nn.Module):
         rows = nn.functional.embedding(torch.where(mine, local, 0), self.weight)
         rows = rows * mine.unsqueeze(-1)
         comm, axis = self.region.comm, self.region.axis
-        return ops.scatter(rows, comm, axis, dim=SEQ_DIM) if self.region.sequence else ops.leave(rows, comm, axis)
+        return (
+            ops.reduce_scatter(rows, comm, axis, dim=SEQ_DIM)
+            if self.region.sequence
+            else ops.reduce_from_region(rows, comm, axis)
+        )
 
 
 class VocabParallelLoss(nn.Module):
