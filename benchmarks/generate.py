@@ -22,7 +22,7 @@ from weft.core.mesh import Mesh
 from weft.generate.decode import Decoder
 from weft.generate.draw import Sampling, draw
 from weft.generate.rows import Row, grow
-from weft.layout.plan import Plan, canonical, make_stages
+from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import FAMILIES, preset
 from weft.models.common.batch import chain, token_batch
 from weft.models.common.init import initialise, named_parameters, tie
@@ -46,7 +46,9 @@ def ours(config, samples: int, device: torch.device, dtype: str) -> Way:
     family, mesh = FAMILIES[config.family], Mesh.parse("")
     kinds = {"params": dtype, "compute": dtype, "reduce": dtype}
     stages = make_stages(config.block_specs(1), 1)
-    plan = Plan(mesh=mesh, family=config.family, architecture=canonical(config.model_dump()), stages=stages, **kinds)
+    plan = Plan(
+        mesh=mesh, family=config.family, architecture=canonical_json(config.model_dump()), stages=stages, **kinds
+    )
     comm = Comm(mesh, 0, ThreadWorld(1, devices=[device]).transport(0))
     decoder = Decoder(build_model(family, config, plan, comm, seed=SEED), vocab=config.vocab)
     greedy = Sampling(temperature=0)
@@ -153,7 +155,9 @@ def main() -> None:
     ways = [make(config, asked.samples, device, asked.dtype) for make in (ours, anew, theirs)]
     for num in asked.tokens:
         texts = [way.write(num) for way in ways]  # warms up, and shows that all write the same
-        alike = [next((at for at, (a, b) in enumerate(zip(texts[0], text, strict=True)) if a != b), num) for text in texts]
+        alike = [
+            next((at for at, (a, b) in enumerate(zip(texts[0], text, strict=True)) if a != b), num) for text in texts
+        ]
         taken: dict[str, list[float]] = {way.name: [] for way in ways}
         for _ in range(asked.rounds):
             for way in ways:

@@ -1,6 +1,6 @@
 """Owns the memory table: bytes a rank holds between steps under ZeRO 0 to 3, in real processes; bytes a layer keeps.
 
-    .venv/bin/python benchmarks/memory.py          # about a minute; docs/memory.md has what it printed
+.venv/bin/python benchmarks/memory.py          # about a minute; docs/memory.md has what it printed
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from tests.live import Live
 from weft.comm.comm import Comm
-from weft.config.schema import Optim
+from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
-from weft.layout.plan import Plan, Recompute, canonical, make_stages
+from weft.layout.plan import Plan, Recompute, canonical_json, make_stages
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_batch
 from weft.testing import run_ranks
@@ -50,10 +50,10 @@ class Setting:
     def theory(self) -> float:
         """Bytes a parameter: values in `compute`, gradients in `reduce`, and what the optimizer moves, has and remembers.
 
-            p, c, r bytes of params, compute, reduce; g = what a finished gradient takes beside r, 0 where it lies there
+        p, c, r bytes of params, compute, reduce; g = what a finished gradient takes beside r, 0 where it lies there
 
-            0  c + r + g + (p + 2p)         1  c + r + (g + p + 2p)/d
-            2  c + (p + p + 2p)/d           3  (p + p + 2p)/d            p of values is no extra where p = c, but in 3
+        0  c + r + g + (p + 2p)         1  c + r + (g + p + 2p)/d
+        2  c + (p + p + 2p)/d           3  (p + p + 2p)/d            p of values is no extra where p = c, but in 3
         """
         p, c, r, d = SIZE[self.params], SIZE[self.compute], SIZE[self.reduce], self.degree
         own = 0 if self.params == self.compute else p
@@ -80,7 +80,7 @@ def plan_of(mesh: str, fields: Mapping[str, Any], *, seq_len: int, **more: Any) 
     return Plan(
         mesh=Mesh.parse(mesh),
         family="llama3",
-        architecture=canonical(config.model_dump()),
+        architecture=canonical_json(config.model_dump()),
         stages=make_stages(config.block_specs(seq_len), 1),
         seq_len=seq_len,
         **more,
@@ -124,7 +124,7 @@ class MeasureStates:
         num_params = sum(piece.box.size for piece in model.pieces.values())
 
         def optimizer(tensors: Mapping[str, Tensor]) -> Any:
-            return make_optimizer(tensors, Optim(), decay_names=decayed)
+            return make_optimizer(tensors, OptimConfig(), decay_names=decayed)
 
         step = TrainStep(model, make_optimizer=optimizer, clip=1.0)
         tokens = torch.zeros(1, 16, dtype=torch.int64)

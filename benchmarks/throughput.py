@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.config.schema import Optim
+from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
-from weft.layout.plan import Plan, canonical, make_stages
+from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import llama3
 from weft.models.common.batch import Batch, forward, token_batch
 from weft.prove.layout import micro_batches
@@ -95,14 +95,14 @@ def wefts_step(args: argparse.Namespace, world: World, comm: object) -> Callable
     plan = Plan(
         mesh=Mesh.parse(f"dp{world.size}" if world.size > 1 else ""),
         family="llama3",
-        architecture=canonical(model_config.model_dump()),
+        architecture=canonical_json(model_config.model_dump()),
         stages=make_stages(model_config.block_specs(args.seq_len), 1),
         micro_size=args.sequences,
         seq_len=args.seq_len,
         clip=CLIP,
     )
     model = build_model(llama3, model_config, plan, comm, seed=1)
-    train = TrainStep(model, make_optimizer=lambda tensors: make_optimizer(tensors, Optim()), clip=CLIP)
+    train = TrainStep(model, make_optimizer=lambda tensors: make_optimizer(tensors, OptimConfig()), clip=CLIP)
     mine = micro_batches(batch_of(args, world.size), plan, world.rank)
     return lambda: train(mine, lr=1e-3)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.config.schema import Optim
-from weft.layout.plan import Plan, canonical, make_stages
+from weft.config.schema import OptimConfig
+from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import llama3
 from weft.models.common.batch import Batch, forward, token_batch
 from weft.prove.layout import micro_batches
@@ -24,7 +24,7 @@ Step = Callable[[], float]
 """One training step; the mean loss over all ranks."""
 
 SEED, CLIP = 1, 1.0
-OPTIM = Optim(lr=1e-4, weight_decay=0.0)
+OPTIM = OptimConfig(lr=1e-4, weight_decay=0.0)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Course:
         made = Plan(
             mesh=mesh,
             family="llama3",
-            architecture=canonical(size.config.model_dump()),
+            architecture=canonical_json(size.config.model_dump()),
             stages=make_stages(size.config.block_specs(size.seq_len), mesh.degree("pp") * chunks),
             chunks=chunks,
             microbatches=size.sequences // mesh.degree("dp") // micro,

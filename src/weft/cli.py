@@ -14,11 +14,20 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
-from weft.commands.console import HELP, checked_run, say, settle_threads, show_help, take_flag, tell, wants_help
+from weft.commands.console import (
+    HELP,
+    load_checked_run,
+    print_messages,
+    print_result,
+    set_openmp_policy,
+    show_help,
+    take_flag,
+    wants_help,
+)
 from weft.config import flags
-from weft.config.load import look
-from weft.config.schema import Table
-from weft.config.to_plan import plan_of
+from weft.config.load import try_load
+from weft.config.run import plan_of
+from weft.config.schema import ConfigSection
 from weft.data import opened
 from weft.errors import (
     EXIT_FAILED,
@@ -59,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except UserError as error:
-        tell(f"error: {fault}" for fault in error.faults)
+        print_messages(f"error: {fault}" for fault in error.faults)
         if not preflight.is_first(os.environ, preflight.LOCAL_RANKS):
             time.sleep(PATIENCE_S)
         return EXIT_USER
@@ -67,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)  # nobody but this rank, or the parent of all, knows of it
         return EXIT_USER if error.kind == "user" else EXIT_FAILED
     except WeftError as error:
-        tell([f"error: {error}"])
+        print_messages([f"error: {error}"])
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -75,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in HELP:
-        return lambda _words: say(overview())
+        return lambda _words: print_result(overview())
     if name == "--version":
-        return lambda _words: say(f"weft {version('weft')}")
+        return lambda _words: print_result(f"weft {version('weft')}")
     if name in COMMANDS:
         return COMMANDS[name].run
     if name in COMMANDS_TO_COME:
@@ -98,11 +107,11 @@ def train(words: Sequence[str]) -> int:
     """Check everything that can be checked, then train."""
     if wants_help(words):
         return _help_of_run("train", words)
-    run = checked_run(words, (*opened.CHECKS, *preflight.CHECKS, *resume.CHECKS, *adapter_base.CHECKS))
+    run = load_checked_run(words, (*opened.CHECKS, *preflight.CHECKS, *resume.CHECKS, *adapter_base.CHECKS))
     if not run.out:
         run = run.model_copy(update={"out": str(preflight.fresh_out(run, datetime.now()))})
-    tell(f"note: {note}" for note in preflight.notes(run))
-    settle_threads()
+    print_messages(f"note: {note}" for note in preflight.notes(run))
+    set_openmp_policy()
     from weft.train.main import train as train_run  # imports torch, and so comes after all checks
 
     return train_run(run)
@@ -112,15 +121,17 @@ def explain(words: Sequence[str]) -> int:
     """Print the layout that a config asks for, and why it is so."""
     if wants_help(words):
         return _help_of_run("explain", words)
-    return say(plan_of(checked_run(words)).explain())
+    return print_result(plan_of(load_checked_run(words)).explain())
 
 
 def simulate_run(words: Sequence[str]) -> int:
     """Draw the pipeline of a config as the simulator plays it."""
     if wants_help(words):
         return _help_of_run("simulate", words)
-    plan = plan_of(checked_run(words))
-    say(f"{plan.schedule}; a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward, links free")
+    plan = plan_of(load_checked_run(words))
+    print_result(
+        f"{plan.schedule}; a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward, links free"
+    )
     return _show(simulate(plan.table, lambda act: action_s(plan, act)))
 
 
@@ -130,7 +141,7 @@ def action_s(plan: Plan, act: Act) -> float:
     return TEXTBOOK[act.kind] * plan.stages[act.stage].flops * plan.micro_size / cuts / SIMULATED_FLOPS
 
 
-class Drawing(Table):
+class Drawing(ConfigSection):
     """What `weft schedule` draws."""
 
     schedule: str = Field("1f1b", description=f"{', '.join(SCHEDULES)}, or a file with a table")
@@ -147,11 +158,11 @@ def schedule(words: Sequence[str]) -> int:
     named = ["--schedule", *words] if words and not words[0].startswith("--") else words
     drawing = flags.read_config(named, Drawing)
     table = make_table(drawing.schedule, ranks=drawing.ranks, microbatches=drawing.microbatches, chunks=drawing.chunks)
-    say(find(drawing.schedule).doc.strip().splitlines()[0].removeprefix("Owns "))
+    print_result(find(drawing.schedule).doc.strip().splitlines()[0].removeprefix("Owns "))
     return _show(simulate(table))
 
 
-class Proving(Table):
+class Proving(ConfigSection):
     """What `weft prove` compares, besides a run folder or the keys of a run."""
 
     first: int = Field(3, ge=1, description="steps to compare, from the first")
@@ -169,13 +180,13 @@ def prove(words: Sequence[str]) -> int:
     folder = Path(rest[0]) if rest and Path(rest[0]).is_dir() else None
     if folder is not None and len(rest) > 1:
         raise UserError(Fault("weft prove", "a run folder takes no keys: it has its own", got=" ".join(rest[1:])))
-    subject = folder or checked_run(rest, opened.CHECKS)
-    settle_threads()
+    subject = folder or load_checked_run(rest, opened.CHECKS)
+    set_openmp_policy()
     from weft.prove.command import Proof  # imports torch, and so comes after all checks
 
     proof = Proof()
     for line in proof.of(subject, first=first):
-        say(line)
+        print_result(line)
     return EXIT_OK if proof.holds else EXIT_FAILED
 
 
@@ -210,13 +221,13 @@ def export(words: Sequence[str]) -> int:
 def doctor(words: Sequence[str]) -> int:
     """Look at this machine."""
     if wants_help(words):
-        return say(f"usage: weft doctor\n\n{COMMANDS['doctor'].line}")
+        return print_result(f"usage: weft doctor\n\n{COMMANDS['doctor'].line}")
     if words:
         raise UserError(Fault("weft doctor", "takes no words", " ".join(words)))
     from weft.doctor import examine  # imports torch
 
     findings = examine()
-    say("\n".join(map(str, findings)))
+    print_result("\n".join(map(str, findings)))
     return EXIT_OK if not any(finding.fix for finding in findings) else EXIT_FAILED
 
 
@@ -249,7 +260,7 @@ COMMANDS_TO_COME = ("plan", "bench", "report", "launch", "chaos")
 
 
 def _help_of_run(name: str, words: Sequence[str]) -> int:
-    run = look([word for word in words if word not in HELP], FAMILIES).run
+    run = try_load([word for word in words if word not in HELP], FAMILIES).run
     return show_help(run, f"weft {name} {CONFIG_USAGE}", f"{COMMANDS[name].line}; here for the model {run.model.name}")
 
 
@@ -258,4 +269,4 @@ def _show(timeline: Timeline) -> int:
     if console.is_terminal:
         console.print(paint(timeline, width=console.width))
         return EXIT_OK
-    return say(draw(timeline))
+    return print_result(draw(timeline))

@@ -13,7 +13,7 @@ from tests.matrix.layouts import MIXTURES, Case, batches
 from tests.train.saving import save
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.core.axes import Box
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks

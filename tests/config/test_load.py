@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.config import toml
 from weft.config.keys import flatten, nest
-from weft.config.load import load, look
+from weft.config.load import load, try_load
 from weft.errors import ConfigError
 from weft.models import FAMILIES
 
@@ -21,7 +21,7 @@ def read(*words):
 
 
 def complaints(*words):
-    return [str(fault) for fault in look(words, FAMILIES).faults]
+    return [str(fault) for fault in try_load(words, FAMILIES).faults]
 
 
 def config_file(folder, text, name="run.toml"):
@@ -32,7 +32,12 @@ def config_file(folder, text, name="run.toml"):
 
 def test_without_words_the_run_is_a_small_llama_on_the_standard_library():
     run = read()
-    assert (run.model.name, run.model.preset, run.data.source, run.grid.size) == ("llama3", "llama3-tiny", "stdlib", 1)
+    assert (run.model.name, run.model.preset, run.data.source, run.device_mesh.size) == (
+        "llama3",
+        "llama3-tiny",
+        "stdlib",
+        1,
+    )
     assert run.model.architecture == FAMILIES["llama3"].PRESETS["llama3-tiny"].model_dump()
 
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from weft.config import validate
-from weft.config.checks import Check, ask
+from weft.config.checks import Check, run_checks
 from weft.config.keys import keys_of
 from weft.config.load import load
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.errors import Fault
 from weft.models import FAMILIES
 
@@ -23,7 +23,7 @@ def read(*words):
 
 
 def complaints(*words):
-    return [str(fault) for fault in ask(read(*words), ALL)]
+    return [str(fault) for fault in run_checks(read(*words), ALL)]
 
 
 def test_every_key_says_in_one_line_what_it_is():
@@ -156,7 +156,7 @@ def test_faults_of_independent_parts_are_told_together():
 @given(st.sampled_from(["optim", "optim.lr", "mesh", "mesh.x"]), st.sampled_from(["optim", "optim.lr", "mesh", "mes"]))
 def test_a_check_is_left_out_where_a_key_that_it_reads_is_at_fault(reads, key):
     known, found = Fault(key, "bad"), Fault("x", "found")
-    told = ask(read(), [Check((reads,), lambda run: [found])], known=[known])
+    told = run_checks(read(), [Check((reads,), lambda run: [found])], known=[known])
     is_blind = f"{key}.".startswith(f"{reads}.") or f"{reads}.".startswith(f"{key}.")
     assert told == ((known,) if is_blind else (known, found))
 

@@ -11,8 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from weft.config import suggestions, validate
-from weft.config.checks import MOST_SHOWN, ask, flags_of
-from weft.config.load import load, look
+from weft.config.checks import MOST_SHOWN, as_flags, run_checks
+from weft.config.load import load, try_load
 from weft.errors import Fault
 from weft.models import FAMILIES
 from weft.schedule.catalog import SCHEDULES
@@ -48,9 +48,9 @@ def words_of(choices: dict[str, object]) -> list[str]:
 
 
 def faults_of(words: list[str]) -> tuple[Fault, ...]:
-    loaded = look(words, FAMILIES)
+    loaded = try_load(words, FAMILIES)
     assert not loaded.faults
-    return ask(loaded.run, validate.CHECKS)
+    return run_checks(loaded.run, validate.CHECKS)
 
 
 def alternatives(fault: Fault) -> Iterator[list[str]]:
@@ -108,10 +108,10 @@ def test_the_nearest_layout_that_works_is_named(words: list[str], fix: str) -> N
 
 
 def test_flags_are_words_of_the_command_line() -> None:
-    assert flags_of({"mesh": "dp2 tp2", "pipeline.split": (2, 2)}) == '--mesh "dp2 tp2" --pipeline.split 2 2'
-    assert load(shlex.split(flags_of({"mesh": ""})), FAMILIES).mesh == ""
+    assert as_flags({"mesh": "dp2 tp2", "pipeline.split": (2, 2)}) == '--mesh "dp2 tp2" --pipeline.split 2 2'
+    assert load(shlex.split(as_flags({"mesh": ""})), FAMILIES).mesh == ""
 
 
 def test_multiples_around_a_value_come_nearest_first() -> None:
-    assert suggestions.around(30, 8, 0) == (32, 24)
-    assert suggestions.around(32, 8, 1) == (24, 40)
+    assert suggestions.nearest_multiples(30, 8, 0) == (32, 24)
+    assert suggestions.nearest_multiples(32, 8, 1) == (24, 40)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.axes import Box, box_of, boxes, boxes_of_range, cutting_axes, gradient_axes, span, span_sizes
+from weft.core.axes import Box, box_of, boxes, boxes_of_range, gradient_axes, sharding_axes, span, span_sizes
 from weft.core.mesh import Mesh
 
 LETTERS = "abc"
@@ -67,8 +67,8 @@ def test_gradient_is_summed_where_tokens_differed_minus_the_axes_that_cut() -> N
 
 
 def test_axes_of_degree_one_cut_nothing() -> None:
-    assert cutting_axes(("heads", "embed"), {"heads": "tp"}, Mesh.parse("dp4")) == ()
-    assert cutting_axes(("embed", "heads"), {"heads": "tp"}, Mesh.parse("tp4")) == ("tp",)
+    assert sharding_axes(("heads", "embed"), {"heads": "tp"}, Mesh.parse("dp4")) == ()
+    assert sharding_axes(("embed", "heads"), {"heads": "tp"}, Mesh.parse("tp4")) == ("tp",)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=4), st.data())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.core.mesh import AXES, Mesh, every_mesh
+from weft.core.mesh import AXES, Mesh, all_meshes
 from weft.errors import MeshError
 
 
@@ -79,7 +79,7 @@ def test_all_faults_of_a_text_come_at_once() -> None:
 
 
 def test_every_mesh_lists_each_mesh_once() -> None:
-    found = every_mesh(16, ("pp", "dp", "tp"))
+    found = all_meshes(16, ("pp", "dp", "tp"))
     want = sum(1 for p in range(1, 17) for d in range(1, 17) for t in range(1, 17) if p * d * t <= 16)
     assert len(found) == len(set(found)) == want
     assert all(mesh.size == math.prod(degree for _, degree in mesh.axes) for mesh in found)

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from weft.core.precision import HOLDS, Dtype, dtype_faults
+from weft.core.precision import REPRESENTS, Dtype, dtype_faults
 
 PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
 ROWS = re.findall(r"^\| (\w+\d+) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("compute", HOLDS)
+@pytest.mark.parametrize("compute", REPRESENTS)
 def test_the_page_names_the_types_that_the_door_lets_through(compute: Dtype) -> None:
     ((_, params, reduce),) = (row for row in ROWS if row[0] == compute)
-    for kind in HOLDS:
+    for kind in REPRESENTS:
         keys = {fault.key for fault in dtype_faults(params=kind, compute=compute, reduce=kind)}
         assert (kind in params.split(", ")) == ("precision.params" not in keys), kind
         assert (kind in reduce.split(", ")) == ("precision.reduce" not in keys), kind
 
 
 def test_every_combination_that_is_let_through_is_on_the_page() -> None:
-    assert len(ROWS) == len(HOLDS)
+    assert len(ROWS) == len(REPRESENTS)

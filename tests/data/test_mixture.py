@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cli import main
-from weft.config.schema import Data
+from weft.config.schema import DataConfig
 from weft.data.mixture import CYCLE, Turns, read_mix, turns_of
 from weft.data.opened import open_data
 from weft.data.order import layout_of
@@ -51,7 +51,7 @@ def mixed(tmp_path):
     """Two sources: 30 samples of the letter a, 9 of b."""
     (tmp_path / "a.txt").write_text("a" * 121)
     (tmp_path / "b.txt").write_text("b" * 37)
-    return open_data(Data(mix=(f"{tmp_path}/a.txt=3", f"{tmp_path}/b.txt=1"), seq_len=4), gpt2.Config())
+    return open_data(DataConfig(mix=(f"{tmp_path}/a.txt=3", f"{tmp_path}/b.txt=1"), seq_len=4), gpt2.Config())
 
 
 def test_each_source_walks_through_its_own_epochs(mixed):

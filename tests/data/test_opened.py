@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.config import validate
-from weft.config.checks import ask
+from weft.config.checks import run_checks
 from weft.config.load import load
-from weft.config.schema import Data
+from weft.config.schema import DataConfig
 from weft.data import files, images, opened, tokens
 from weft.data.opened import layout_of, open_data, samples_of_step
 from weft.data.order import permuted
@@ -28,12 +28,12 @@ IMAGES_MODEL = mnist.Config()
 
 
 def open_tokens(source, *, seq_len=4, model=BYTES_MODEL, token_dtype="uint16"):
-    return open_data(Data(source=str(source), seq_len=seq_len, token_dtype=token_dtype), model)
+    return open_data(DataConfig(source=str(source), seq_len=seq_len, token_dtype=token_dtype), model)
 
 
 def complaint(source, model=BYTES_MODEL, **data):
     with pytest.raises(DataError) as raised:
-        open_data(Data(source=str(source), **data), model)
+        open_data(DataConfig(source=str(source), **data), model)
     (fault,) = raised.value.faults
     assert fault.key == "data.source"
     return str(fault)
@@ -300,7 +300,7 @@ def write_pair(folder, count=7, *, kind="train", zipped=False, size=28, labels=N
 def test_idx_files_are_read_as_they_were_written(tmp_path, zipped):
     pictures, labels = write_pair(tmp_path, zipped=zipped)
     write_pair(tmp_path, 3, kind="t10k")
-    data = open_data(Data(source=str(tmp_path)), IMAGES_MODEL)
+    data = open_data(DataConfig(source=str(tmp_path)), IMAGES_MODEL)
     arrays = data.read(np.array([6, 0]))
     assert data.num_samples == 7
     assert np.array_equal(arrays.inputs, pictures[[6, 0]][:, None])
@@ -313,12 +313,12 @@ def test_idx_files_are_read_as_they_were_written(tmp_path, zipped):
 def test_the_file_of_the_images_names_the_pair(tmp_path):
     write_pair(tmp_path)
     write_pair(tmp_path, 3, kind="t10k")
-    assert open_data(Data(source=f"{tmp_path}/t10k-images-idx3-ubyte"), IMAGES_MODEL).num_samples == 3
+    assert open_data(DataConfig(source=f"{tmp_path}/t10k-images-idx3-ubyte"), IMAGES_MODEL).num_samples == 3
 
 
 def test_the_digits_stand_in_for_mnist():
     pytest.importorskip("sklearn")
-    data = open_data(Data(source="digits"), IMAGES_MODEL)
+    data = open_data(DataConfig(source="digits"), IMAGES_MODEL)
     arrays = data.read(np.array([0, 1796]))
     assert data.num_samples == 1797
     assert arrays.inputs.shape == (2, 1, 28, 28)
@@ -398,7 +398,7 @@ def test_token_files_may_have_fewer_ids_than_bytes_have_alone_in_a_folder_and_mi
         ("--data.source", f"{tmp_path}/a"),
         ("--data.mix", f"{tmp_path}/a=1", f"{tmp_path}/b/x.bin=2"),
     ):
-        assert ask(load((*source, *small), FAMILIES), (*validate.CHECKS, *opened.CHECKS)) == ()
+        assert run_checks(load((*source, *small), FAMILIES), (*validate.CHECKS, *opened.CHECKS)) == ()
 
 
 def test_the_vocabulary_of_a_model_from_a_folder_is_not_to_be_changed(tmp_path):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.config.load import load
-from weft.config.schema import Data
+from weft.config.schema import DataConfig
 from weft.data import bounds as bounds_module
 from weft.data.bounds import BoundsFile, between, longest
 from weft.data.opened import open_data
@@ -75,8 +75,8 @@ def folder(tmp_path):
 
 
 def test_samples_of_packed_documents_have_the_tokens_of_the_stream(folder):
-    plain = open_data(Data(source=folder, seq_len=16), gpt2.Config())
-    packed = open_data(Data(source=folder, seq_len=16, packing="documents"), gpt2.Config())
+    plain = open_data(DataConfig(source=folder, seq_len=16), gpt2.Config())
+    packed = open_data(DataConfig(source=folder, seq_len=16, packing="documents"), gpt2.Config())
     numbers = np.arange(plain.num_samples)
     whole, found = plain.read(numbers), packed.read(numbers)
     assert packed.num_samples == plain.num_samples
@@ -91,7 +91,7 @@ def test_samples_of_packed_documents_have_the_tokens_of_the_stream(folder):
 
 
 def test_samples_read_one_by_one_are_those_read_together(folder):
-    samples = open_data(Data(source=folder, seq_len=16, packing="documents"), gpt2.Config())
+    samples = open_data(DataConfig(source=folder, seq_len=16, packing="documents"), gpt2.Config())
     together = samples.read(np.arange(20))
     for number in range(20):
         alone = samples.read(np.array([number]))
@@ -102,7 +102,9 @@ def test_samples_read_one_by_one_are_those_read_together(folder):
 def test_text_files_are_documents_without_being_prepared(tmp_path):
     for name, text in {"a": "aaaaa", "b": "", "c": "ccc"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
-    found = open_data(Data(source=str(tmp_path), seq_len=7, packing="documents"), gpt2.Config()).read(np.array([0]))
+    found = open_data(DataConfig(source=str(tmp_path), seq_len=7, packing="documents"), gpt2.Config()).read(
+        np.array([0])
+    )
     assert found.documents.tolist() == [[0, 0, 0, 0, 0, 1, 1]]
     assert found.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
     assert found.targets.tolist() == [[97, 97, 97, 97, IGNORE, 99, 99]]

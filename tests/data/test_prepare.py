@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weft.cli import main
 from weft.config.load import load
-from weft.config.schema import Data
+from weft.config.schema import DataConfig
 from weft.data import documents, prepare, prepared
 from weft.data.bpe import train_bpe
 from weft.data.documents import Reading, cut, read_documents
@@ -211,19 +211,19 @@ def test_as_many_documents_as_asked_for_are_kept_for_validation():
 
 def test_a_prepared_folder_brings_its_tokenizer_and_its_facts(tmp_path, bpe):
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
-    data = Data(source=str(folder), seq_len=8)
+    data = DataConfig(source=str(folder), seq_len=8)
     facts = open_data(data, gpt2.Config(vocab=VOCAB)).facts()
     part = open_prepared(folder).meta.splits["train"]
     assert (facts["tokens"], facts["documents"], facts["sha256"]) == (part.tokens, part.documents, part.sha256[:12])
     assert tokenizer_of(data).name == str(folder / "tokenizer.json")
-    named = open_data(Data(source=str(folder / "valid.bin"), seq_len=8), gpt2.Config(vocab=VOCAB)).facts()
+    named = open_data(DataConfig(source=str(folder / "valid.bin"), seq_len=8), gpt2.Config(vocab=VOCAB)).facts()
     assert named["tokens"] == open_prepared(folder).meta.splits["valid"].tokens
 
 
 def test_small_texts_are_made_into_tokens_when_a_run_starts(tmp_path, bpe):
     texts = [*TEXTS, "long " * documents.PIECE_CHARS, "", "the end"]
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl", texts), tokenizer=str(bpe))
-    model, data = gpt2.Config(vocab=VOCAB), Data(source=f"{tmp_path}/a.jsonl", tokenizer=str(bpe), seq_len=8)
+    model, data = gpt2.Config(vocab=VOCAB), DataConfig(source=f"{tmp_path}/a.jsonl", tokenizer=str(bpe), seq_len=8)
     here, there = open_data(data, model), open_data(data.model_copy(update={"source": str(folder)}), model)
     numbers = np.arange(here.num_samples)
     assert here.num_samples == there.num_samples
@@ -235,7 +235,7 @@ def test_raw_text_beside_a_prepared_folder_is_read_by_its_tokenizer(tmp_path, bp
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
     sizes = ["--model.vocab", str(VOCAB), "--data.seq_len", "8"]
     mixed = load(["--data.mix", f"{folder}=1", f"{tmp_path}/a.jsonl=1", *sizes], FAMILIES)
-    whole = open_source(f"{tmp_path}/a.jsonl", Data(tokenizer=str(bpe)), vocab=VOCAB)
+    whole = open_source(f"{tmp_path}/a.jsonl", DataConfig(tokenizer=str(bpe)), vocab=VOCAB)
     assert len(open_data(mixed.data, mixed.model).parts[1].stream) == len(whole)
     run = load(["--data.source", str(folder), "--eval.source", f"{tmp_path}/a.jsonl", *sizes], FAMILIES)
     assert len(open_valid(run).stream) == len(whole)
@@ -483,7 +483,7 @@ def test_libraries_that_are_missing_are_named(tmp_path, monkeypatch, capsys):
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_not_a_crash(tmp_path):
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl", ["x" * 2_000_000]))
-    data = open_data(Data(source=str(folder), seq_len=8), gpt2.Config())
+    data = open_data(DataConfig(source=str(folder), seq_len=8), gpt2.Config())
     with (folder / "train.bin").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(DataError, match="a file became shorter after it was opened"):

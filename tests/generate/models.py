@@ -18,7 +18,7 @@ from weft.generate.decode import Decoder
 from weft.generate.draw import Place, Sampling, draw
 from weft.generate.fill import load_model
 from weft.generate.rows import Row, grow
-from weft.layout.plan import Plan, canonical, make_stages
+from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import FAMILIES
 from weft.models.common.batch import chain, token_batch
 from weft.models.common.init import named_parameters
@@ -76,7 +76,7 @@ def plan_of(config: ModelConfig, mesh: str) -> Plan:
     return Plan(
         mesh=grid,
         family=config.family,
-        architecture=canonical(config.model_dump()),
+        architecture=canonical_json(config.model_dump()),
         stages=make_stages(config.block_specs(1), grid.degree("pp")),
         params="float64",
         compute="float64",

@@ -13,8 +13,7 @@ from weft.checkpoint.format import Facts
 from weft.checkpoint.held import Held
 from weft.checkpoint.write import commit, start_write
 from weft.config.load import load
-from weft.config.schema import Run
-from weft.config.to_plan import plan_of
+from weft.config.run import Run, plan_of
 from weft.config.toml import dump
 from weft.core.axes import Box
 from weft.models import FAMILIES

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.oracle.hugging_face import shaken
 from weft.config.load import load
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.models import FAMILIES
 from weft.train.exchange import send
 

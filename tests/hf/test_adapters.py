@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.memory_source import Memory
 from weft.checkpoint.format import Facts
 from weft.config.hf.compose import config_json
-from weft.config.lora import LORA_A, LORA_B, base_of, chosen
-from weft.config.schema import Lora
+from weft.config.lora import LORA_A, LORA_B, adapted_linear, adapted_linears
+from weft.config.schema import LoraConfig
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError
@@ -30,7 +30,7 @@ from weft.models.common.init import named_parameters
 from weft.models.common.lora import adapted
 from weft.prove.oracle import plain_model
 
-LORA = Lora(rank=2, alpha=6.0)
+LORA = LoraConfig(rank=2, alpha=6.0)
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"layers": 2, "dim": 16, "heads": 2, "ffn": 24, "vocab": 31, "max_seq_len": 16},
     "llama3": {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "vocab": 31},
@@ -49,7 +49,7 @@ def config_of(name: str) -> ModelConfig:
     return FAMILIES[name].Config(**CONFIGS[name])
 
 
-def trained(name: str, lora: Lora, *, dtype: torch.dtype = torch.float64) -> tuple[dict[str, nn.Module], Memory]:
+def trained(name: str, lora: LoraConfig, *, dtype: torch.dtype = torch.float64) -> tuple[dict[str, nn.Module], Memory]:
     """A model that has been somewhere: nothing is 0 or 1 any more."""
     cfg = config_of(name)
     blocks = plain_model(adapted(FAMILIES[name], lora), cfg, seed=3, dtype=dtype)
@@ -82,7 +82,7 @@ def test_the_merged_model_is_the_one_with_adapters(name: str) -> None:
     plain_blocks = plain_model(FAMILIES[name], cfg, seed=0, dtype=torch.float64)
     params = named_parameters(plain_blocks)
     assert set(whole.shapes) == set(params) - set(FAMILIES[name].ties(cfg)), "the names of the plain model, no other"
-    linears = set(chosen((), cfg.linears()))
+    linears = set(adapted_linears((), cfg.linears()))
     with torch.no_grad():
         for each, shape in whole.shapes.items():
             value, linear = whole.read(each, Box.whole(shape)), each.removesuffix(".weight")
@@ -103,15 +103,18 @@ def test_bits_do_not_depend_on_the_box() -> None:
     linear, generator = "layer0.attn.q", torch.Generator().manual_seed(5)
     shapes = {f"{linear}.weight": (700, 96), linear + LORA_A: (8, 96), linear + LORA_B: (700, 8)}
     source = Memory({each: torch.randn(shape, generator=generator) for each, shape in shapes.items()})
-    whole = plain(source, Lora(rank=8)).read(f"{linear}.weight", Box((0, 0), (700, 96)))
+    whole = plain(source, LoraConfig(rank=8)).read(f"{linear}.weight", Box((0, 0), (700, 96)))
     for box in (Box((0, 0), (350, 96)), Box((350, 0), (700, 96)), Box((255, 33), (513, 71)), Box((699, 95), (700, 96))):
-        assert torch.equal(plain(source, Lora(rank=8)).read(f"{linear}.weight", box), whole[box.slices])
+        assert torch.equal(plain(source, LoraConfig(rank=8)).read(f"{linear}.weight", box), whole[box.slices])
 
 
 def test_merging_computes_wide_and_rounds_once() -> None:
     _, source = trained("llama3", LORA)
     low = Memory(
-        {each: tensor.to(torch.float32 if base_of(each) else torch.bfloat16) for each, tensor in source.tensors.items()}
+        {
+            each: tensor.to(torch.float32 if adapted_linear(each) else torch.bfloat16)
+            for each, tensor in source.tensors.items()
+        }
     )
     each, linear = "layer0.attn.q.weight", "layer0.attn.q"
     merged = plain(low, LORA).read(each, Box.whole(low.shapes[each]))
@@ -122,20 +125,24 @@ def test_merging_computes_wide_and_rounds_once() -> None:
 
 def test_without_adapters_the_source_is_itself() -> None:
     source = Memory({})
-    assert plain(source, Lora()) is source
+    assert plain(source, LoraConfig()) is source
 
 
 def test_a_checkpoint_knows_its_adapters() -> None:
-    run = {"lora": json.loads(Lora(rank=4, alpha=8.0, targets=("q", "v")).model_dump_json())}
+    run = {"lora": json.loads(LoraConfig(rank=4, alpha=8.0, targets=("q", "v")).model_dump_json())}
     facts = Facts(step=1, seed=1, family="llama3", architecture={}, plan={}, run=run)
-    assert lora_of(facts) == Lora(rank=4, alpha=8.0, targets=("q", "v"))
+    assert lora_of(facts) == LoraConfig(rank=4, alpha=8.0, targets=("q", "v"))
     assert lora_of(facts.model_copy(update={"run": {}})).rank == 0, "written before there were adapters"
 
 
 def test_names_and_shapes_are_those_of_pefts_layout(tmp_path: Path) -> None:
-    _, source = trained("llama3", Lora(rank=2, targets=("q", "down")))
+    _, source = trained("llama3", LoraConfig(rank=2, targets=("q", "down")))
     write_adapters(
-        tmp_path / "a", source, cfg=config_of("llama3"), lora=Lora(rank=2, targets=("q", "down")), base="some/model"
+        tmp_path / "a",
+        source,
+        cfg=config_of("llama3"),
+        lora=LoraConfig(rank=2, targets=("q", "down")),
+        base="some/model",
     )
     tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
     heads = [
@@ -154,7 +161,9 @@ def test_names_and_shapes_are_those_of_pefts_layout(tmp_path: Path) -> None:
 
 def test_modules_are_named_by_the_shortest_ending_that_means_no_other() -> None:
     def modules(name: str, *words: str) -> list[str]:
-        found: list[str] = adapter_config(config_of(name), Lora(rank=1, targets=words), base=None)["target_modules"]
+        found: list[str] = adapter_config(config_of(name), LoraConfig(rank=1, targets=words), base=None)[
+            "target_modules"
+        ]
         return found
 
     assert modules("qwen3-moe") == ["k_proj", "o_proj", "q_proj", "v_proj"]
@@ -184,7 +193,7 @@ def test_peft_computes_the_same_with_the_adapters(name: str, targets: tuple[str,
     """
     peft = pytest.importorskip("peft", reason="the oracle is PEFT (extra `oracle`)")
     transformers = pytest.importorskip("transformers")
-    lora = Lora(rank=2, alpha=6.0, targets=targets)
+    lora = LoraConfig(rank=2, alpha=6.0, targets=targets)
     blocks, source = trained(name, lora, dtype=torch.float32)
     cfg = config_of(name)
     write_base(tmp_path / "base", cfg, source)
@@ -205,7 +214,7 @@ def test_peft_computes_the_same_with_the_adapters(name: str, targets: tuple[str,
 
 def write_base(folder: Path, cfg: ModelConfig, source: Memory) -> None:
     """The frozen part alone, as transformers reads it."""
-    base = Memory({each: tensor for each, tensor in source.tensors.items() if base_of(each) is None})
+    base = Memory({each: tensor for each, tensor in source.tensors.items() if adapted_linear(each) is None})
     ties = FAMILIES[cfg.family].ties(cfg)
     planned = plan(targets(TABLES[cfg.family], cfg, base.shapes, ties=ties, where=str(folder)), base, dtype=None)
     config = config_json(cfg.family, cfg, dtype="float32")
@@ -215,7 +224,7 @@ def write_base(folder: Path, cfg: ModelConfig, source: Memory) -> None:
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
     cfg = config_of("llama3")
     with pytest.raises(CheckpointError, match=r"no adapters to write.*--lora\.rank 8"):
-        write_adapters(tmp_path / "a", Memory({}), cfg=cfg, lora=Lora(), base=None)
+        write_adapters(tmp_path / "a", Memory({}), cfg=cfg, lora=LoraConfig(), base=None)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     with pytest.raises(CheckpointError, match="is there already"):

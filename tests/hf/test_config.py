@@ -12,7 +12,7 @@ import pytest
 from weft.config.hf.compose import config_json, unwritable
 from weft.config.hf.describe import describe, faults_of
 from weft.config.hf.tables import TABLES, table_of
-from weft.config.load import look
+from weft.config.load import try_load
 from weft.config.toml import dump
 from weft.errors import CheckpointError
 from weft.models import FAMILIES, PRESETS
@@ -395,7 +395,7 @@ def test_a_family_is_known_by_its_type_where_no_architecture_is_named(tmp_path: 
 
 def test_from_hf_fills_the_model_and_leaves_open_what_the_folder_does_not_decide(tmp_path: Path):
     folder = str(folder_with(tmp_path, {**DEEPSEEK, "num_nextn_predict_layers": 1}))
-    run = look(["--model.from_hf", folder, "--model.balance_loss", "0"], FAMILIES).run
+    run = try_load(["--model.from_hf", folder, "--model.balance_loss", "0"], FAMILIES).run
     assert (run.model.name, run.model.preset, run.model.architecture["dim"]) == ("deepseek", None, 64)
     assert run.model.architecture["balance_loss"] == 0
     assert run.model.architecture["mtp_depth"] == 0, "there are no tensors for it"
@@ -412,34 +412,34 @@ def test_from_hf_fills_the_model_and_leaves_open_what_the_folder_does_not_decide
     ],
 )
 def test_flags_that_contradict_the_folder_are_faults(tmp_path: Path, words: list[str], keys: list[str]):
-    loaded = look(["--model.from_hf", str(folder_with(tmp_path, LLAMA)), *words], FAMILIES)
+    loaded = try_load(["--model.from_hf", str(folder_with(tmp_path, LLAMA)), *words], FAMILIES)
     assert [fault.key for fault in loaded.faults] == keys
     assert loaded.run.model.architecture["dim"] == 64
 
 
 def test_a_run_that_says_everything_does_not_need_its_folder(tmp_path: Path):
     folder = folder_with(tmp_path / "hf", LLAMA)
-    run = look(["--model.from_hf", str(folder)], FAMILIES).run
+    run = try_load(["--model.from_hf", str(folder)], FAMILIES).run
     (tmp_path / "run.toml").write_text(dump(run))
     (folder / "config.json").unlink()
-    again = look([str(tmp_path / "run.toml")], FAMILIES)
+    again = try_load([str(tmp_path / "run.toml")], FAMILIES)
     assert not again.faults
     assert again.run == run
-    assert [fault.key for fault in look(["--model.from_hf", str(folder)], FAMILIES).faults] == ["model.from_hf"]
+    assert [fault.key for fault in try_load(["--model.from_hf", str(folder)], FAMILIES).faults] == ["model.from_hf"]
 
 
 def test_text_is_read_with_the_tokenizer_of_the_folder_unless_another_is_named(tmp_path: Path):
     folder = folder_with(tmp_path / "a", LLAMA)
-    assert look(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == "bytes"
+    assert try_load(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == "bytes"
     (folder / "tokenizer.json").write_text("{}")
-    assert look(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == str(folder / "tokenizer.json")
+    assert try_load(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == str(folder / "tokenizer.json")
     named = ["--model.from_hf", str(folder), "--data.tokenizer", "bytes"]
-    assert look(named, FAMILIES).run.data.tokenizer == "bytes"
+    assert try_load(named, FAMILIES).run.data.tokenizer == "bytes"
 
 
 def test_another_folder_on_the_command_line_takes_the_place_of_that_in_the_file(tmp_path: Path):
     first, second = folder_with(tmp_path / "a", LLAMA), folder_with(tmp_path / "b", {**GPT2, "n_layer": 3})
     (tmp_path / "run.toml").write_text(f'[model]\nfrom_hf = "{first}"\nlayers = 2\n')
-    loaded = look([str(tmp_path / "run.toml"), "--model.from_hf", str(second)], FAMILIES)
+    loaded = try_load([str(tmp_path / "run.toml"), "--model.from_hf", str(second)], FAMILIES)
     assert not loaded.faults
     assert (loaded.run.model.name, loaded.run.model.architecture["layers"]) == ("gpt2", 3)

@@ -14,8 +14,9 @@ from tests.train.saving import save
 from weft.checkpoint.read import Checkpoint, open_checkpoint
 from weft.cli import main
 from weft.comm.comm import Comm
-from weft.config.lora import base_of
-from weft.config.schema import Lora, Precision, Run
+from weft.config.lora import adapted_linear
+from weft.config.run import Run
+from weft.config.schema import LoraConfig, PrecisionConfig
 from weft.core.axes import Box
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.hf.adapters import plain
@@ -25,8 +26,8 @@ from weft.train.build import build_step
 from weft.train.checkpoint import held, restore
 from weft.train.step import TrainStep
 
-LORA = Lora(rank=2, alpha=6.0)
-MIXED = Precision(params="float32", compute="bfloat16", reduce="float32")
+LORA = LoraConfig(rank=2, alpha=6.0)
+MIXED = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
 TINY: dict[str, Any] = {"layers": 2, "microbatches": 1}
 WRITER = Case("dp3", zero=3, **TINY)
 READERS = (
@@ -79,21 +80,21 @@ def test_it_goes_on_under_any_layout(case: Case, written: tuple[Path, tuple[floa
 
 def test_optimizer_state_is_stored_of_adapters_alone(written: tuple[Path, tuple[float, float]]) -> None:
     tensors = open_checkpoint(written[0]).manifest.tensors
-    assert {base_of(name) is not None for name in tensors if name.startswith("optim/")} == {True}
-    assert {base_of(name) is not None for name in tensors if name.startswith("model/")} == {True, False}
+    assert {adapted_linear(name) is not None for name in tensors if name.startswith("optim/")} == {True}
+    assert {adapted_linear(name) is not None for name in tensors if name.startswith("model/")} == {True, False}
 
 
 @pytest.mark.parametrize("case", [Case("dp2", layers=2), Case("tp2", layers=2), Case("dp2", zero=3, layers=2)], ids=str)
 def test_new_adapters_stand_beside_what_old_ones_made(case: Case, written: tuple[Path, tuple[float, float]]) -> None:
     """The base is the merged model, under any layout; new adapters are nothing yet."""
     path, _ = written
-    run = run_of(case, lora=Lora(rank=3, base=str(path)))
+    run = run_of(case, lora=LoraConfig(rank=3, base=str(path)))
 
     def rank(comm: Comm) -> None:
         step, old = build_step(run, comm), plain(open_checkpoint(path).section("model"), LORA)
         for piece in held(step):
             section, _, name = piece.name.rpartition("/")
-            if section == "model" and base_of(name) is None:
+            if section == "model" and adapted_linear(name) is None:
                 assert torch.equal(piece.tensor, old.read(name, piece.box)), name
             elif section == "model":
                 assert piece.tensor.any() == name.endswith("lora_a.weight")
@@ -116,7 +117,7 @@ def test_the_base_is_stored_in_the_type_of_compute(zero: int, tmp_path: Path) ->
 
     assert run_ranks(case.mesh, rank) == [True, True]
     for name, stored in open_checkpoint(tmp_path / "step-000001").manifest.tensors.items():
-        frozen = name.startswith("model/") and base_of(name) is None
+        frozen = name.startswith("model/") and adapted_linear(name) is None
         assert stored.dtype == ("bfloat16" if frozen else "float32"), name
 
 

@@ -21,8 +21,7 @@ from tests.train.saving import save
 from weft.checkpoint.folder import checkpoint_path
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
-from weft.config.schema import Run
-from weft.config.to_plan import plan_of
+from weft.config.run import Run, plan_of
 from weft.core.axes import Box
 from weft.hf.folder import HfFolder
 from weft.models.common.batch import Batch

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from weft.core.model_config import BlockSpec
 from weft.errors import PlanError
-from weft.layout.stages import cut_by_cost, cut_by_counts
+from weft.layout.stages import split_by_cost, split_by_counts
 
 
 def chain(costs: list[int], head: int = 0) -> tuple[BlockSpec, ...]:
@@ -29,7 +29,7 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], head: int, d
     parts = data.draw(st.integers(1, len(costs)))
     blocks = chain(costs, head)
     price = {block.name: block.flops for block in blocks}
-    stages = cut_by_cost(blocks, parts)
+    stages = split_by_cost(blocks, parts)
     assert tuple(itertools.chain(*stages)) == tuple(block.name for block in blocks)
     found = max(sum(price[name] for name in stage) for stage in stages)
     weights = [*costs[:-1], costs[-1] + head]
@@ -39,32 +39,32 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], head: int, d
 
 
 def test_remainder_layers_do_not_land_on_the_first_stage() -> None:
-    assert num_layers(cut_by_cost(chain([1] * 6), 4)) == [1, 1, 2, 2]
-    assert num_layers(cut_by_cost(chain([1] * 30), 4)) == [7, 7, 8, 8]
+    assert num_layers(split_by_cost(chain([1] * 6), 4)) == [1, 1, 2, 2]
+    assert num_layers(split_by_cost(chain([1] * 30), 4)) == [7, 7, 8, 8]
 
 
 def test_a_dear_head_gets_fewer_layers() -> None:
-    assert num_layers(cut_by_cost(chain([1] * 8, head=2), 2)) == [5, 3]
+    assert num_layers(split_by_cost(chain([1] * 8, head=2), 2)) == [5, 3]
 
 
 def test_thirty_layers_on_four_stages_stay_thirty() -> None:
-    assert sum(num_layers(cut_by_cost(chain([1] * 30), 4))) == 30
+    assert sum(num_layers(split_by_cost(chain([1] * 30), 4))) == 30
 
 
 def test_counts_of_the_user_are_taken() -> None:
-    assert num_layers(cut_by_counts(chain([1] * 6), (1, 3, 2))) == [1, 3, 2]
+    assert num_layers(split_by_counts(chain([1] * 6), (1, 3, 2))) == [1, 3, 2]
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (3, 3, 1), (6, 0)])
 def test_counts_that_do_not_add_up_are_refused(counts: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match=r"pipeline\.split"):
-        cut_by_counts(chain([1] * 6), counts)
+        split_by_counts(chain([1] * 6), counts)
 
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(PlanError, match="more stages than layers"):
-        cut_by_cost(chain([1] * 3), 4)
+        split_by_cost(chain([1] * 3), 4)
 
 
 def test_deep_models_are_cut_quickly() -> None:
-    assert num_layers(cut_by_cost(chain([1] * 126, head=1), 64))[-1] == 1
+    assert num_layers(split_by_cost(chain([1] * 126, head=1), 64))[-1] == 1

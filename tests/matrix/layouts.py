@@ -12,11 +12,11 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.config import validate
-from weft.config.checks import ask
+from weft.config.checks import run_checks
 from weft.config.families import run_type
-from weft.config.schema import Batch as BatchSizes
-from weft.config.schema import Data, Optim, Parallel, Pipeline, Precision, Run
-from weft.config.to_plan import plan_of
+from weft.config.run import Run, plan_of
+from weft.config.schema import BatchConfig as BatchSizes
+from weft.config.schema import DataConfig, OptimConfig, ParallelConfig, PipelineConfig, PrecisionConfig
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.sequence import Context
@@ -115,14 +115,14 @@ class Case:
             {
                 "mesh": self.mesh,
                 "model": {"name": self.family, **self.fields},
-                "data": Data(source="tokens.bin", seq_len=self.seq_len),
+                "data": DataConfig(source="tokens.bin", seq_len=self.seq_len),
                 "batch": BatchSizes(global_size=size, micro_size=self.micro_size),
-                "optim": Optim(clip=self.clip),
-                "parallel": Parallel(
+                "optim": OptimConfig(clip=self.clip),
+                "parallel": ParallelConfig(
                     sequence=self.sequence, zero=self.zero, context=self.context, recompute=self.recompute
                 ),
-                "pipeline": Pipeline(schedule=self.schedule, chunks=self.chunks),
-                "precision": Precision(params="float64", compute="float64", reduce="float64"),
+                "pipeline": PipelineConfig(schedule=self.schedule, chunks=self.chunks),
+                "precision": PrecisionConfig(params="float64", compute="float64", reduce="float64"),
             }
         )
 
@@ -134,7 +134,7 @@ class Case:
 
 def fits(case: Case) -> bool:
     """Whether the layout is one that weft promises: the door lets it through."""
-    return not ask(case.run, validate.CHECKS)
+    return not run_checks(case.run, validate.CHECKS)
 
 
 def batches(case: Case, *, vocab: int = 53) -> tuple[Batch, ...]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from tests.matrix.layouts import CLIP, NUM_STEPS, TOLERANCE, Case
 from tests.matrix.sweep import every_case
 from weft.config import validate
-from weft.config.checks import ask
-from weft.config.load import look
+from weft.config.checks import run_checks
+from weft.config.load import try_load
 from weft.models import FAMILIES
 from weft.schedule.catalog import SCHEDULES
 
@@ -188,8 +188,8 @@ def refusals() -> Iterator[str]:
 
 def told(words: Iterable[str]) -> list[str]:
     """The faults of a config, one line each."""
-    loaded = look(list(words), FAMILIES)
-    return [str(fault) for fault in ask(loaded.run, validate.CHECKS, known=loaded.faults)]
+    loaded = try_load(list(words), FAMILIES)
+    return [str(fault) for fault in run_checks(loaded.run, validate.CHECKS, known=loaded.faults)]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from functools import cache
 
 from tests.matrix.cover import LIST, read_rows
 from tests.matrix.layouts import SEQ_LEN, Case, fits
-from weft.core.mesh import every_mesh
+from weft.core.mesh import all_meshes
 from weft.core.sequence import Context
 from weft.schedule.catalog import SCHEDULES
 
@@ -29,7 +29,7 @@ def grid(most_ranks: int = 16) -> Iterator[Case]:
 
     The ways across cp take turns, and so do sequences of one document and of several.
     """
-    meshes = every_mesh(most_ranks, ("pp", "dp", "cp", "tp"))
+    meshes = all_meshes(most_ranks, ("pp", "dp", "cp", "tp"))
     turns = itertools.count()
     schedules = [(name, schedule.default_chunks) for name, schedule in SCHEDULES.items()]
     for mesh, family, (schedule, chunks), sequence in itertools.product(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.core.model_config import ModelConfig, axes_of, row_of
+from weft.core.model_config import ModelConfig, logical_axes, match_row
 from weft.errors import ConfigError, PlanError
 from weft.models import FAMILIES, PRESETS, family, llama3, preset
 from weft.models.common.batch import chain, forward, image_batch, token_batch
@@ -68,8 +68,8 @@ def test_each_parameter_has_one_row_of_axes_and_one_of_init(name: str):
     cfg = PRESETS[name]
     module = family(cfg.family)
     for parameter_name, parameter in named_parameters(meta_blocks(cfg)).items():
-        assert len(axes_of(parameter_name, module.AXES)) == parameter.dim(), parameter_name
-        rule = row_of(parameter_name, module.init(cfg), title="init")
+        assert len(logical_axes(parameter_name, module.AXES)) == parameter.dim(), parameter_name
+        rule = match_row(parameter_name, module.init(cfg), title="init")
         assert rule[0] in ("normal", "ones", "zeros")
 
 
@@ -83,7 +83,7 @@ def test_axes_agree_with_shapes(name: str):
     module = family(cfg.family)
     lengths: dict[str, set[int]] = {}
     for parameter_name, parameter in named_parameters(meta_blocks(cfg)).items():
-        for axis, length in zip(axes_of(parameter_name, module.AXES), parameter.shape, strict=True):
+        for axis, length in zip(logical_axes(parameter_name, module.AXES), parameter.shape, strict=True):
             lengths.setdefault(axis, set()).add(length)
     for axis, units in cfg.axis_sizes().items():
         if "heads" in axis or len(lengths[axis]) > 1:
@@ -180,6 +180,6 @@ def test_a_parameter_that_no_row_or_two_rows_match_is_named_with_the_rows():
     with pytest.raises(
         PlanError, match=r"'layer0.new.weight' is matched by 0 rows \(got 'embed.\*'; need exactly one row\)"
     ):
-        axes_of("layer0.new.weight", {"embed.*": ("vocab", "embed")})
+        logical_axes("layer0.new.weight", {"embed.*": ("vocab", "embed")})
     with pytest.raises(PlanError, match=r"AXES: parameter 'a.w' is matched by 2 rows \(got 'a.\*', '\*.w';"):
-        axes_of("a.w", {"a.*": ("embed",), "*.w": ("ffn",), "b.w": ("ffn",)})
+        logical_axes("a.w", {"a.*": ("embed",), "*.w": ("ffn",), "b.w": ("ffn",)})

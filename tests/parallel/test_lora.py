@@ -17,8 +17,8 @@ from tests.matrix.layouts import CLIP, LR, SEED, TOLERANCE, Case, adamw, batches
 from tests.matrix.sweep import sample
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
-from weft.config.lora import LORA_A, LORA_B, base_of, chosen
-from weft.config.schema import Lora, Optim
+from weft.config.lora import LORA_A, LORA_B, adapted_linear, adapted_linears
+from weft.config.schema import LoraConfig, OptimConfig
 from weft.core.axes import Box
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import chain
@@ -34,7 +34,7 @@ from weft.train.build import build_model
 from weft.train.optim import Optimizer, make_optimizer, matrices
 from weft.train.step import TrainStep, keep_gradients
 
-LORA = Lora(rank=3, alpha=5.0)
+LORA = LoraConfig(rank=3, alpha=5.0)
 NUM_STEPS = 2
 
 
@@ -46,17 +46,17 @@ class Shaken(AdaptedFamily):
         return {**super().init(cfg), f"*{LORA_B}": ("normal", 0.3)}
 
 
-def family_of(case: Case, lora: Lora = LORA) -> Family:
+def family_of(case: Case, lora: LoraConfig = LORA) -> Family:
     return Shaken(FAMILIES[case.family], lora)  # type: ignore[return-value]
 
 
 def optimizer(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> Optimizer:
     """torch's AdamW; of a stage that has no adapters, one that moves nothing."""
-    return adamw(tensors, decayed) if tensors else make_optimizer(tensors, Optim())
+    return adamw(tensors, decayed) if tensors else make_optimizer(tensors, OptimConfig())
 
 
 @cache
-def truth(case: Case, lora: Lora) -> tuple[StepTrace, ...]:
+def truth(case: Case, lora: LoraConfig) -> tuple[StepTrace, ...]:
     return one_device(
         family_of(case, lora),
         case.config,
@@ -69,7 +69,7 @@ def truth(case: Case, lora: Lora) -> tuple[StepTrace, ...]:
     )
 
 
-def ranks_of(case: Case, lora: Lora) -> list[Held]:
+def ranks_of(case: Case, lora: LoraConfig) -> list[Held]:
     def rank(comm: Comm) -> Held:
         return run_layout(
             family_of(case, lora),
@@ -85,11 +85,13 @@ def ranks_of(case: Case, lora: Lora) -> list[Held]:
     return run_ranks(case.mesh, rank)
 
 
-def check(case: Case, lora: Lora = LORA) -> None:
+def check(case: Case, lora: LoraConfig = LORA) -> None:
     right, ranks = truth(on_one_device(case), lora), ranks_of(case, lora)
     assert lora != LORA or case.clip != CLIP or right[0].grad_norm > CLIP, "clipping must act in this test"
     for rank in ranks:
-        assert {base_of(name) is not None for name in rank.steps[0].grads} <= {True}, "only adapters have gradients"
+        assert {adapted_linear(name) is not None for name in rank.steps[0].grads} <= {True}, (
+            "only adapters have gradients"
+        )
     wrong = [each for each in differences(right, ranks, lr=LR) if not each.relative <= TOLERANCE]
     assert not wrong, f"{case}: first of {len(wrong)}: {wrong[0]}"
     assert not uncovered(right[0].params, ranks)
@@ -97,10 +99,10 @@ def check(case: Case, lora: Lora = LORA) -> None:
     for rank in ranks:
         for name, value in rank.steps[-1].params.items():
             own = start[name][rank.boxes[name].slices]
-            assert torch.equal(value, own) == (base_of(name) is None), f"{name}: the base stays, adapters move"
+            assert torch.equal(value, own) == (adapted_linear(name) is None), f"{name}: the base stays, adapters move"
 
 
-def starting_values(case: Case, lora: Lora) -> dict[str, Tensor]:
+def starting_values(case: Case, lora: LoraConfig) -> dict[str, Tensor]:
     return named_parameters(plain_model(family_of(case, lora), case.config, seed=SEED, dtype=torch.float64))
 
 
@@ -148,7 +150,7 @@ def test_sampled_layout_computes_what_one_device_computes(case: Case) -> None:
     ids=str,
 )
 def test_some_linears_alone_and_stages_where_nothing_is_trained(case: Case, targets: tuple[str, ...]) -> None:
-    check(case, Lora(rank=2, alpha=8.0, targets=targets))
+    check(case, LoraConfig(rank=2, alpha=8.0, targets=targets))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3", "qwen3-moe", "deepseek"])
@@ -157,8 +159,8 @@ def test_one_device_computes_the_gradients_of_merged_weights(name: str) -> None:
     case = Case("", family=name, **TINY)
     plain = plain_model(FAMILIES[name], case.config, seed=SEED, dtype=torch.float64)
     start = starting_values(case, LORA)
-    factors = {each: start[each].detach().requires_grad_() for each in start if base_of(each) is not None}
-    for linear in chosen((), case.config.linears()):
+    factors = {each: start[each].detach().requires_grad_() for each in start if adapted_linear(each) is not None}
+    for linear in adapted_linears((), case.config.linears()):
         block, _, path = linear.partition(".")
         module = plain[block].get_submodule(path)
         weight = start[f"{linear}.weight"].detach()
@@ -206,7 +208,7 @@ def test_an_adapter_starts_as_nothing_whatever_the_layout(name: str) -> None:
     params = named_parameters(plain_model(family, cfg, seed=SEED, dtype=torch.float32))
     plain = named_parameters(plain_model(FAMILIES[name], cfg, seed=SEED, dtype=torch.float32))
     for each, value in params.items():
-        if base_of(each) is None:
+        if adapted_linear(each) is None:
             assert torch.equal(value, plain[each])
             assert not value.requires_grad
         elif each.endswith(LORA_B):
@@ -219,7 +221,7 @@ def test_an_adapter_starts_as_nothing_whatever_the_layout(name: str) -> None:
 
 
 def test_rank_0_is_the_plain_family() -> None:
-    assert adapted(FAMILIES["llama3"], Lora()) is FAMILIES["llama3"]
+    assert adapted(FAMILIES["llama3"], LoraConfig()) is FAMILIES["llama3"]
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -233,16 +235,21 @@ def test_only_adapters_have_gradients_and_optimizer_state(zero: Any) -> None:
         kept = keep_gradients(built)
         states = 2 * sum(tensor.numel() for tensor in kept.tensors.values())
         gradients = sum(tensor.grad.numel() for tensor in kept.tensors.values())
-        adapters = sum(piece.box.size for name, piece in built.pieces.items() if base_of(name) is not None)
-        assert {base_of(name) is not None for name in kept.tensors} == {True}
-        return states, gradients, adapters, _memory(value for name, value in built.params.items() if not base_of(name))
+        adapters = sum(piece.box.size for name, piece in built.pieces.items() if adapted_linear(name) is not None)
+        assert {adapted_linear(name) is not None for name in kept.tensors} == {True}
+        return (
+            states,
+            gradients,
+            adapters,
+            _memory(value for name, value in built.params.items() if not adapted_linear(name)),
+        )
 
     found = run_ranks(case.mesh, rank)
     adapters = found[0][2]
     shards = 2 if zero else 1
     assert sum(states for states, *_ in found) == 2 * adapters * 2 // shards
     assert sum(gradients for _, gradients, *_ in found) == adapters * 2 // shards
-    base = sum(value.numel() * 4 for name, value in starting_values(case, LORA).items() if not base_of(name))
+    base = sum(value.numel() * 4 for name, value in starting_values(case, LORA).items() if not adapted_linear(name))
     for *_, num_bytes in found:
         assert num_bytes == (0 if zero == 3 else base), "on demand the blocks' own memory is given away between steps"
 

@@ -8,7 +8,7 @@ from typing import Any
 from weft.checkpoint.folder import temporary_path
 from weft.checkpoint.held import snapshot
 from weft.checkpoint.write import commit, start_write
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.train.checkpoint import held
 from weft.train.facts import facts_of
 from weft.train.step import TrainStep

@@ -15,7 +15,8 @@ from tests.train.saving import save
 from weft.checkpoint.cover import first_flaw
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
-from weft.config.schema import Optim, Precision, Run
+from weft.config.run import Run
+from weft.config.schema import OptimConfig, PrecisionConfig
 from weft.core.axes import Box
 from weft.errors import CheckpointError
 from weft.models import FAMILIES
@@ -103,7 +104,7 @@ def test_the_router_bias_has_no_optimizer_state_and_is_stored():
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_masters_are_stored_and_compute_copies_follow_them(zero, tmp_path):
     case = Case("dp2", zero=zero)
-    mixed = Precision(params="float32", compute="bfloat16", reduce="float32")
+    mixed = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
     run = run_of(case, precision=mixed)
 
     def rank(comm: Comm) -> list[bool]:
@@ -122,7 +123,7 @@ def test_masters_are_stored_and_compute_copies_follow_them(zero, tmp_path):
 
 def test_the_loss_scale_comes_back(tmp_path):
     case = Case("", family="gpt2")
-    run = run_of(case, precision=Precision(params="float32", compute="float16", reduce="float32"))
+    run = run_of(case, precision=PrecisionConfig(params="float32", compute="float16", reduce="float32"))
 
     def rank(comm: Comm) -> tuple[object, object]:
         step = trained(run, case, comm)
@@ -152,13 +153,13 @@ def refusal(case: Case, saved: Run, other: Run, folder: Path) -> str:
 
 def test_another_optimizer_is_refused_by_what_it_remembers(tmp_path):
     case = Case("dp2", family="gpt2")
-    told = refusal(case, run_of(case), run_of(case, optim=Optim(name="sgd")), tmp_path)
+    told = refusal(case, run_of(case), run_of(case, optim=OptimConfig(name="sgd")), tmp_path)
     assert re.search(r"other things \(got exp_avg, exp_avg_sq, step; need momentum_buffer\)", told)
 
 
 def test_another_type_of_parameters_is_refused(tmp_path):
     case = Case("pp2", family="gpt2")
-    told = refusal(case, run_of(case), run_of(case, precision=Precision()), tmp_path)
+    told = refusal(case, run_of(case), run_of(case, precision=PrecisionConfig()), tmp_path)
     assert "is stored in another type (got float64; need float32). Fix: --precision.params float64" in told
 
 
@@ -217,7 +218,7 @@ def test_a_model_without_a_trainer_and_a_start_from_parameters_alone(tmp_path):
 def test_sgd_with_and_without_momentum(tmp_path):
     case = Case("dp2", zero=1)
     for momentum, sections in ((0.9, ("model", "optim/momentum_buffer")), (0.0, ("model",))):
-        run = run_of(case, optim=Optim(name="sgd", momentum=momentum))
+        run = run_of(case, optim=OptimConfig(name="sgd", momentum=momentum))
         final = tmp_path / f"{momentum}" / "step-000001"
 
         def rank(comm: Comm, run: Run = run, final: Path = final) -> bool:

@@ -60,7 +60,7 @@ def losses(run):
             found += [step(feed.batches(number), lr=0.01).loss, evaluation().loss]
         return (*found, evaluation().targets)
 
-    everyone = run_ranks(run.grid, rank)
+    everyone = run_ranks(run.device_mesh, rank)
     assert len(set(everyone)) == 1, "every rank is told the same"
     return everyone[0]
 
@@ -115,7 +115,7 @@ def test_training_does_not_notice(source):
         return [step(feed.batches(number), lr=0.01).loss for number in range(2)]
 
     with_evaluations = losses(run)
-    assert run_ranks(run.grid, rank)[0] == [with_evaluations[1], with_evaluations[3]]
+    assert run_ranks(run.device_mesh, rank)[0] == [with_evaluations[1], with_evaluations[3]]
 
 
 def test_batches_count_every_sample_once():

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.config.schema import Optim
+from weft.config.schema import OptimConfig
 from weft.train.lr_schedule import learning_rate
 
 DECAYS = ("constant", "linear", "cosine", "wsd")
 
 
-def optim(**values) -> Optim:
-    return Optim(**{"lr": 1.0, "min_lr": 0.1, "warmup": 10, "cooldown": 0.2, **values})
+def optim(**values) -> OptimConfig:
+    return OptimConfig(**{"lr": 1.0, "min_lr": 0.1, "warmup": 10, "cooldown": 0.2, **values})
 
 
 @st.composite

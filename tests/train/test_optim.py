@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from weft.config.schema import Optim
+from weft.config.schema import OptimConfig
 from weft.train.optim import make_optimizer, matrices
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 OPTIMS = {
-    "adamw": Optim(name="adamw", lr=3e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6),
-    "sgd": Optim(name="sgd", lr=3e-2, weight_decay=0.1, momentum=0.0),
-    "sgd with momentum": Optim(name="sgd", lr=3e-2, weight_decay=0.1, momentum=0.9),
+    "adamw": OptimConfig(name="adamw", lr=3e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6),
+    "sgd": OptimConfig(name="sgd", lr=3e-2, weight_decay=0.1, momentum=0.0),
+    "sgd with momentum": OptimConfig(name="sgd", lr=3e-2, weight_decay=0.1, momentum=0.9),
 }
 FASTEST_EXACT = {"adamw": {"fused": True}, "sgd": {"foreach": False}}
 
@@ -32,7 +32,7 @@ def gradients(of: nn.Module, step: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
 
 
-def torchs_own(of: nn.Module, optim: Optim, **how) -> torch.optim.Optimizer:
+def torchs_own(of: nn.Module, optim: OptimConfig, **how) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in of.parameters() if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in of.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -73,7 +73,7 @@ def test_only_matrices_decay():
     params = dict(of.named_parameters())
     assert matrices(params) == {"0.weight", "2.weight", "3.weight"}
     before = {name: param.detach().clone() for name, param in params.items()}
-    optimizer = make_optimizer(params, Optim(lr=0.5, weight_decay=0.1))
+    optimizer = make_optimizer(params, OptimConfig(lr=0.5, weight_decay=0.1))
     for param in params.values():
         param.grad = torch.zeros_like(param)
     optimizer.step()
@@ -83,7 +83,7 @@ def test_only_matrices_decay():
 
 def test_named_parameters_decay_where_names_are_given():
     params = {"flat": nn.Parameter(torch.ones(3)), "bias": nn.Parameter(torch.ones(3))}
-    optimizer = make_optimizer(params, Optim(lr=0.5, weight_decay=0.1), decay_names={"flat"})
+    optimizer = make_optimizer(params, OptimConfig(lr=0.5, weight_decay=0.1), decay_names={"flat"})
     for param in params.values():
         param.grad = torch.zeros_like(param)
     optimizer.step()

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.matrix.layouts import CLIP, LR, SEED, Case, adamw, batches
 from tests.matrix.plain import HALF, MIXED, PURE, Dtypes
 from weft.comm.comm import Comm
-from weft.core.precision import HOLDS, Dtype, dtype_faults
+from weft.core.precision import REPRESENTS, Dtype, dtype_faults
 from weft.errors import PlanError, WeftError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
@@ -42,7 +42,9 @@ def test_types_go_together_where_nothing_is_kept_or_summed_with_fewer_digits_tha
     keys = {fault.key for fault in dtype_faults(params=params, compute=compute, reduce=reduce)}
     assert ("precision.reduce" in keys) == (not has_all_numbers_of(reduce, compute))
     assert ("precision.params" in keys) == (params == "float16" or not has_all_numbers_of(params, compute))
-    assert all((narrow in HOLDS[wide]) == has_all_numbers_of(wide, narrow) for wide in HOLDS for narrow in HOLDS)
+    assert all(
+        (narrow in REPRESENTS[wide]) == has_all_numbers_of(wide, narrow) for wide in REPRESENTS for narrow in REPRESENTS
+    )
 
 
 def test_a_plan_with_types_that_do_not_go_together_is_refused() -> None:

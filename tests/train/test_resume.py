@@ -25,7 +25,8 @@ from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
 from weft.comm.comm import Comm
-from weft.config.schema import Optim, Precision, Run, Save
+from weft.config.run import Run
+from weft.config.schema import OptimConfig, PrecisionConfig, SaveConfig
 from weft.core.axes import Box
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.prove.layout import micro_batches
@@ -40,7 +41,7 @@ from weft.train.saver import Saver, Word
 from weft.train.step import TrainStep
 from weft.view.progress import Progress, words_of
 
-FLOAT32 = Precision()
+FLOAT32 = PrecisionConfig()
 
 
 @dataclass(frozen=True)
@@ -74,15 +75,15 @@ def run_of(case: Case, **updates: object) -> Run:
     return case.run.model_copy(update={"precision": FLOAT32, **updates})
 
 
-HALF = Precision(params="float32", compute="bfloat16", reduce="float32")
-SCALED = Precision(params="float32", compute="float16", reduce="float32")
+HALF = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
+SCALED = PrecisionConfig(params="float32", compute="float16", reduce="float32")
 SAME = {
     "dp3": (Case("dp3", family="gpt2", layers=2, microbatches=2), {}),
     "pp2 tp2 dp2": (Case("pp2 tp2 dp2", grouped=True, sequence=True, layers=2, microbatches=2), {}),
     "dp4 zero 3": (Case("dp4", zero=3, layers=2, microbatches=1), {}),
     "bfloat16": (Case("dp3", zero=1, layers=2, microbatches=1), {"precision": HALF}),
     "float16": (Case("dp2", family="gpt2", layers=2, microbatches=1), {"precision": SCALED}),
-    "sgd": (Case("dp3", layers=2, microbatches=1), {"optim": Optim(name="sgd")}),
+    "sgd": (Case("dp3", layers=2, microbatches=1), {"optim": OptimConfig(name="sgd")}),
 }
 
 
@@ -130,7 +131,7 @@ def test_another_layout_goes_on_within_rounding(tmp_path):
 
 def saver_of(step: TrainStep, folder: Path, run: Run, *, every: int = 2, keep: int = 2) -> Saver:
     facts = facts_of(run, step, NoSamples())
-    return Saver(step, folder, save=Save(every=every, keep=keep), facts=facts, leave=Leave())
+    return Saver(step, folder, save=SaveConfig(every=every, keep=keep), facts=facts, leave=Leave())
 
 
 def play(step: TrainStep, case: Case, saver: Saver, steps: Sequence[int]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import torch
 
 from weft.comm.comm import Comm
 from weft.comm.process_groups import ProcessTransport
-from weft.core.mesh import Axis, Mesh, names
+from weft.core.mesh import Axis, Mesh, axis_names
 
 
 def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Comm:
@@ -20,4 +20,4 @@ def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Com
     if comm is not None:
         return comm
     transport = ProcessTransport.adopt(device=device)
-    return Comm(Mesh.parse(f"{names(axis)[0]}{transport.size}"), transport.rank, transport)
+    return Comm(Mesh.parse(f"{axis_names(axis)[0]}{transport.size}"), transport.rank, transport)

@@ -13,7 +13,7 @@ from weft.comm import orders
 from weft.comm.observe import Observer, Operation, operation
 from weft.comm.orders import Group, Order
 from weft.comm.transport import Call, Pending, Reduce, Transport, Work
-from weft.core.mesh import AXES, Axis, Mesh, names
+from weft.core.mesh import AXES, Axis, Mesh, axis_names
 from weft.errors import CommError, Fault, MeshError, did_you_mean
 
 T = TypeVar("T")
@@ -209,9 +209,9 @@ class _Watched:
             self.pending.wait()
         except CommError as error:
             mesh = self.comm.mesh
-            members = ", ".join(f"{rank} = {mesh.where(rank)}" for rank in self.call.ranks[:16])
+            members = ", ".join(f"{rank} = {mesh.coord_text(rank)}" for rank in self.call.ranks[:16])
             error.add_note(
-                f"seen by rank {self.comm.rank} ({mesh.where(self.comm.rank)}) of mesh {mesh}; ranks: {members}"
+                f"seen by rank {self.comm.rank} ({mesh.coord_text(self.comm.rank)}) of mesh {mesh}; ranks: {members}"
             )
             raise
         if self.record is not None:
@@ -223,9 +223,9 @@ class _Watched:
 
 
 def _find_group(mesh: Mesh, rank: int, axis: Axis, *, checked: bool) -> Group:
-    for name in names(axis):
+    for name in axis_names(axis):
         if name not in AXES:
             raise MeshError(Fault("axis", f"unknown axis {name!r}", fix=did_you_mean(name, AXES)))
-    cut = tuple(name for name, degree in mesh.axes if name in names(axis) and degree > 1)
-    text = "+".join(cut) or "+".join(names(axis))
+    cut = tuple(name for name, degree in mesh.axes if name in axis_names(axis) and degree > 1)
+    text = "+".join(cut) or "+".join(axis_names(axis))
     return Group(text, mesh.group(rank, cut), mesh.index(rank, cut), checked)

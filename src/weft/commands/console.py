@@ -13,9 +13,9 @@ import tyro
 from pydantic import BaseModel
 
 from weft.config import lora, validate
-from weft.config.checks import Check, ask
-from weft.config.load import look
-from weft.config.schema import Run
+from weft.config.checks import Check, run_checks
+from weft.config.load import try_load
+from weft.config.run import Run
 from weft.errors import EXIT_OK, UserError
 from weft.models import FAMILIES
 from weft.train import preflight
@@ -23,14 +23,14 @@ from weft.train import preflight
 HELP = ("-h", "--help")
 
 
-def checked_run(words: Sequence[str], surroundings: Iterable[Check] = ()) -> Run:
+def load_checked_run(words: Sequence[str], surroundings: Iterable[Check] = ()) -> Run:
     """The run that these words describe.
 
     Raises:
         UserError: with every fault of its keys, of how they fit together, and of the surroundings.
     """
-    loaded = look(words, FAMILIES)
-    if faults := ask(loaded.run, (*validate.CHECKS, *lora.CHECKS, *surroundings), known=loaded.faults):
+    loaded = try_load(words, FAMILIES)
+    if faults := run_checks(loaded.run, (*validate.CHECKS, *lora.CHECKS, *surroundings), known=loaded.faults):
         raise UserError(*faults)
     return loaded.run
 
@@ -65,7 +65,7 @@ def take_flag(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[place : place + 2]), [*words[:place], *words[place + 2 :]]
 
 
-def settle_threads() -> None:
+def set_openmp_policy() -> None:
     """Before torch is loaded: OpenMP threads that wait sleep instead of spinning, so that they leave the cores to others.
 
     Measured with two threads on two cores that others use too: 221 ms a step instead of 1,820.
@@ -73,13 +73,13 @@ def settle_threads() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def say(text: str) -> int:
+def print_result(text: str) -> int:
     """What a command was asked for."""
     print(text.rstrip("\n"))
     return EXIT_OK
 
 
-def tell(lines: Iterable[str]) -> None:
+def print_messages(lines: Iterable[str]) -> None:
     """One line each for the person, once a machine."""
     if preflight.is_first(os.environ, preflight.LOCAL_RANKS):
         for line in lines:

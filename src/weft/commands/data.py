@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from weft.commands.console import say, show_help, wants_help
+from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags
-from weft.config.schema import Table
+from weft.config.schema import ConfigSection
 from weft.data.prepare import Recipe, prepare
 from weft.data.prepared import SPLITS, Meta, Prepared, is_prepared, open_prepared
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, DataError, Fault, UserError, did_you_mean
@@ -22,7 +22,7 @@ SHOWN_TOKENS = 100
 MANY = 2**31
 
 
-class Preparing(Table):
+class Preparing(ConfigSection):
     """What `weft data prepare` makes of what."""
 
     inputs: tuple[str, ...] = Field(
@@ -43,7 +43,7 @@ class Preparing(Table):
     seed: int = Field(1, ge=0, lt=2**63, description="which documents those are")
 
 
-class Showing(Table):
+class Showing(ConfigSection):
     """What `weft data show` looks at."""
 
     tokens: int = Field(SHOWN_TOKENS, ge=0, description="tokens of the first document that are shown as text")
@@ -54,7 +54,7 @@ def run(words: Sequence[str]) -> int:
     """`weft data prepare ...` or `weft data show ...`."""
     if not words or words[0].startswith("-"):
         text = "\n".join(f"  weft data {name:<8} {usage}" for name, usage in USAGE.items())
-        return say(f"usage:\n{text}\n\nweft data NAME --help tells its keys; docs/data.md tells the rest.")
+        return print_result(f"usage:\n{text}\n\nweft data NAME --help tells its keys; docs/data.md tells the rest.")
     name, *rest = words
     if name not in ACTIONS:
         raise UserError(Fault("weft data", f"unknown word {name!r}", fix=did_you_mean(name, ACTIONS)))
@@ -76,8 +76,8 @@ def prepare_data(words: Sequence[str]) -> int:
             meta = prepare(recipe, Path(asked.out).expanduser(), bar.show)
     except DataError as error:
         raise DataError(*(replace(fault, key=KEYS.get(fault.key, fault.key)) for fault in error.faults)) from None
-    say(_told(asked.out, meta))
-    return say("\n".join(_notes(meta, asked.out)))
+    print_result(_told(asked.out, meta))
+    return print_result("\n".join(_notes(meta, asked.out)))
 
 
 def show(words: Sequence[str]) -> int:
@@ -91,10 +91,10 @@ def show(words: Sequence[str]) -> int:
         fix = f"weft data prepare INPUT --out {folder}"
         raise DataError(Fault("weft data show", "is no prepared folder", repr(str(folder)), "one with meta.json", fix))
     found = open_prepared(folder)
-    say(_told(str(folder), found.meta))
-    say(_first_document(found, asked.tokens))
+    print_result(_told(str(folder), found.meta))
+    print_result(_first_document(found, asked.tokens))
     damage = list(found.damage()) if asked.verify else []
-    say("\n".join(damage) if damage else "everything is as it was written") if asked.verify else None
+    print_result("\n".join(damage) if damage else "everything is as it was written") if asked.verify else None
     return EXIT_FAILED if damage else EXIT_OK
 
 

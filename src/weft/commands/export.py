@@ -9,10 +9,10 @@ from typing import Literal
 from pydantic import Field
 
 from weft.checkpoint.folder import FOLDER
-from weft.commands.console import say, settle_threads, show_help, tell, wants_help
+from weft.commands.console import print_messages, print_result, set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.config.hf.compose import unwritable
-from weft.config.schema import Table
+from weft.config.schema import ConfigSection
 from weft.data.tokenizer import BYTES
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, Fault, UserError
 from weft.generate.subject import Subject, find_subject
@@ -23,7 +23,7 @@ USAGE = "RUN | CHECKPOINT DIR [--dtype bfloat16] [--key value ...]"
 LINE = "make a Hugging Face folder of a checkpoint: config.json and safetensors"
 
 
-class Exporting(Table):
+class Exporting(ConfigSection):
     """What `weft export` is asked for, besides what to export and where to."""
 
     dtype: Literal["stored", "float64", "float32", "bfloat16", "float16"] = Field(
@@ -42,12 +42,12 @@ def export(words: Sequence[str]) -> int:
     asked = flags.read_config(rest, Exporting)
     subject = stored_model(places[0])
     refuse_filled(Path(places[1]))
-    tell(f"note: {note}" for note in subject.notes)
-    settle_threads()
+    print_messages(f"note: {note}" for note in subject.notes)
+    set_openmp_policy()
     from weft.train.exchange import send, send_adapters  # imports torch, and so comes after all checks
 
     if asked.adapters:
-        return say(send_adapters(subject.path, Path(places[1]), base=subject.run.model.from_hf))
+        return print_result(send_adapters(subject.path, Path(places[1]), base=subject.run.model.from_hf))
     done = send(
         subject.path,
         Path(places[1]),
@@ -56,7 +56,7 @@ def export(words: Sequence[str]) -> int:
         kept=tuple(came_with(subject)),
         compares=asked.compare,
     )
-    say("\n".join(done.lines))
+    print_result("\n".join(done.lines))
     return EXIT_OK if done.holds else EXIT_FAILED
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from weft.commands.console import settle_threads, show_help, tell, wants_help
+from weft.commands.console import print_messages, set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.config.checks import Check
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.errors import Fault, UserError
 from weft.generate.job import make_job
 from weft.generate.request import Request, short_words
@@ -22,7 +22,7 @@ LINE = "write text with a trained model, on any layout of ranks"
 def world_faults(run: Run) -> Iterator[Fault]:
     """The ranks that torchrun or Slurm has started are as many as the mesh has."""
     for fault in preflight.world_faults(run):
-        yield replace(fault, fix=f"start {run.grid.size} ranks, or choose another mesh")
+        yield replace(fault, fix=f"start {run.device_mesh.size} ranks, or choose another mesh")
 
 
 SURROUNDINGS = (Check(("mesh",), world_faults), Check(("device",), preflight.device_faults))
@@ -39,8 +39,8 @@ def generate(words: Sequence[str]) -> int:
         )
     request = flags.read_config(short_words(list(words[1:])), Request)
     job = make_job(request, find_subject(words[0]), surroundings=SURROUNDINGS)
-    tell(f"note: {note}" for note in (*job.notes(), *preflight.notes(job.run)))
-    settle_threads()
+    print_messages(f"note: {note}" for note in (*job.notes(), *preflight.notes(job.run)))
+    set_openmp_policy()
     from weft.generate.main import generate as write  # imports torch, and so comes after all checks
 
     return write(job)

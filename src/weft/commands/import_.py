@@ -8,11 +8,12 @@ from pathlib import Path
 from pydantic import Field
 
 from weft.checkpoint.folder import FOLDER
-from weft.commands.console import say, settle_threads, show_help, wants_help
+from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.config.hf.describe import CONFIG
-from weft.config.load import look
-from weft.config.schema import Run, Table
+from weft.config.load import try_load
+from weft.config.run import Run
+from weft.config.schema import ConfigSection
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
 from weft.hf.kept import KEPT
 from weft.models import FAMILIES
@@ -22,7 +23,7 @@ USAGE = "DIR --out RUN [--model.key value ...]"
 LINE = "make a run of a Hugging Face folder: config.json and safetensors"
 
 
-class Importing(Table):
+class Importing(ConfigSection):
     """What `weft import` is asked for, besides the folder and keys of the model that it leaves open."""
 
     out: str = Field("", description="run folder to make")
@@ -42,11 +43,11 @@ def import_folder(words: Sequence[str]) -> int:
     asked = flags.read_config([*given.loose, *own], Importing)
     run = described_run(words[0], [word for name, value in of_model for word in (f"--{name}", *value)])
     check_out(asked.out)
-    settle_threads()
+    set_openmp_policy()
     from weft.train.exchange import bring  # imports torch, and so comes after all checks
 
     done = bring(Path(words[0]), Path(asked.out), run, compares=asked.compare)
-    say("\n".join(done.lines))
+    print_result("\n".join(done.lines))
     return EXIT_OK if done.holds else EXIT_FAILED
 
 
@@ -56,7 +57,7 @@ def described_run(folder: str, of_model: Sequence[str]) -> Run:
     Raises:
         UserError: the folder has no model of weft's, or not all of its tensors; nothing of them has been read.
     """
-    loaded = look(["--model.from_hf", folder, *of_model], FAMILIES)
+    loaded = try_load(["--model.from_hf", folder, *of_model], FAMILIES)
     if faults := (*loaded.faults, *(() if loaded.faults else preflight.start_faults(loaded.run))):
         raise ConfigError(*faults)
     return loaded.run

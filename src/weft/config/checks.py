@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.errors import Fault
 
-Mend = Mapping[str, Any]
+Suggestion = Mapping[str, Any]
 """Dotted keys -> the values that would mend a fault: `{"mesh": "dp2 tp2"}`."""
 
 MOST_SHOWN, MOST_TRIED = 2, 200
@@ -30,10 +30,10 @@ class Check:
 
     reads: tuple[str, ...]
     find: Callable[[Run], Iterable[Fault]]
-    mends: Callable[[Run], Iterable[Mend]] | None = None
+    mends: Callable[[Run], Iterable[Suggestion]] | None = None
 
 
-def ask(run: Run, checks: Iterable[Check], *, known: Collection[Fault] = ()) -> tuple[Fault, ...]:
+def run_checks(run: Run, checks: Iterable[Check], *, known: Collection[Fault] = ()) -> tuple[Fault, ...]:
     """`known` and what the checks find, each fault once; a slip in a key is told, its consequences are not.
 
     A fix names mends that were tried: with each of them this fault is gone, and where that can be no check finds a new one.
@@ -53,11 +53,11 @@ def _fix(run: Run, check: Check, others: Sequence[Check]) -> str:
     tried = itertools.islice(check.mends(run) if check.mends else (), MOST_TRIED)
     works = [mend for mend in tried if mend and not _fails(check, with_values(run, mend))]
     clean = (mend for mend in works if not any(_brings(other, run, mend) for other in others if other.find not in bad))
-    shown = list(itertools.islice(dict.fromkeys(map(flags_of, clean)), MOST_SHOWN))
-    return " or ".join(shown or list(map(flags_of, works[:MOST_SHOWN])))
+    shown = list(itertools.islice(dict.fromkeys(map(as_flags, clean)), MOST_SHOWN))
+    return " or ".join(shown or list(map(as_flags, works[:MOST_SHOWN])))
 
 
-def _brings(check: Check, run: Run, mend: Mend) -> bool:
+def _brings(check: Check, run: Run, mend: Suggestion) -> bool:
     return _fails(check, with_values(run, mend))
 
 
@@ -65,7 +65,7 @@ def _fails(check: Check, run: Run) -> bool:
     return any(True for _ in check.find(run))
 
 
-def with_values(run: Run, mend: Mend) -> Run:
+def with_values(run: Run, mend: Suggestion) -> Run:
     """The run with other values; they are right by themselves."""
     for key, value in mend.items():
         table, _, name = key.rpartition(".")
@@ -74,7 +74,7 @@ def with_values(run: Run, mend: Mend) -> Run:
     return run
 
 
-def flags_of(mend: Mend) -> str:
+def as_flags(mend: Suggestion) -> str:
     """The words that set these values on the command line."""
     return " ".join(f"--{key} {_word(value)}" for key, value in mend.items())
 
@@ -89,6 +89,6 @@ def _touches(key: str, other: str) -> bool:
     return key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.")
 
 
-def nothing(run: Run) -> Iterator[Mend]:
+def nothing(run: Run) -> Iterator[Suggestion]:
     """No mends to try: the fault names one itself."""
     yield from ()

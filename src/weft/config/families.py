@@ -10,14 +10,15 @@ from typing import Any, Protocol
 from pydantic import Field, create_model
 
 from weft.config.keys import Flat
-from weft.config.schema import Model, Run
+from weft.config.run import Run
+from weft.config.schema import ModelSection
 from weft.core.model_config import ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
 
 DEFAULT_PRESET = "llama3-tiny"
 
 
-class Family(Protocol):
+class ConfigFamily(Protocol):
     """What the config needs to know of a model family; the modules of `weft.models` are such."""
 
     @property
@@ -29,7 +30,7 @@ class Family(Protocol):
         """Named sizes."""
 
 
-Families = Mapping[str, Family]
+Families = Mapping[str, ConfigFamily]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def _owner(preset: Any, families: Families) -> str:
     return presets[preset]
 
 
-def _tiny(family: Family) -> str | None:
+def _tiny(family: ConfigFamily) -> str | None:
     """The preset that the defaults of the family's fields are."""
     default = family.Config()
     return next((name for name, preset in family.PRESETS.items() if preset == default), None)
@@ -98,6 +99,6 @@ def preset_fields(chosen: Pick, families: Families) -> Flat:
 def run_type(name: str, config: type[ModelConfig]) -> type[Run]:
     """`Run` with the family's own fields in its `model` table; equal arguments give the same type."""
     own_name: Any = (str, Field(name, description="model family"))
-    model = create_model(f"{name.title()}Model", __base__=(config, Model), name=own_name)
+    model = create_model(f"{name.title()}Model", __base__=(config, ModelSection), name=own_name)
     table: Any = (model, Field(default_factory=model, description=f"the model: {name}"))
     return create_model("Run", __base__=Run, model=table)

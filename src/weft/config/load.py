@@ -11,7 +11,7 @@ from weft.config import flags, toml
 from weft.config.families import Families, Pick, default_pick, pick, preset_fields, run_type
 from weft.config.hf.choose import NOTHING, Choice, choose, contradictions
 from weft.config.keys import Flat, faults_of, keys_of, nest, unknown_key
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
 from weft.schedule.catalog import SCHEDULES
@@ -36,13 +36,13 @@ def load(argv: Sequence[str], families: Families) -> Run:
     Raises:
         ConfigError: with every fault.
     """
-    loaded = look(argv, families)
+    loaded = try_load(argv, families)
     if loaded.faults:
         raise ConfigError(*loaded.faults)
     return loaded.run
 
 
-def look(argv: Sequence[str], families: Families) -> Loaded:
+def try_load(argv: Sequence[str], families: Families) -> Loaded:
     """Read what can be read of a config, and say all that is wrong with it."""
     words = flags.split(argv)
     file, file_faults = _read_file(words.loose)

@@ -6,27 +6,27 @@ from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 from weft.config.checks import Check
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.errors import Fault, did_you_mean
 
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 """What follows a linear's global name in the names of its adapter's two factors."""
 
 
-def chosen(targets: Collection[str], linears: Iterable[str]) -> tuple[str, ...]:
+def adapted_linears(targets: Collection[str], linears: Iterable[str]) -> tuple[str, ...]:
     """Those of `linears` (global names) that one of the words names; all of them where there is no word.
 
     A word is the end of a name, from a dot on, or a pattern for such: `q`, `attn.*`, `layer[0-3].mlp.up`.
     """
-    return tuple(name for name in linears if not targets or any(names(word, name) for word in targets))
+    return tuple(name for name in linears if not targets or any(matches(word, name) for word in targets))
 
 
-def names(word: str, linear: str) -> bool:
+def matches(word: str, linear: str) -> bool:
     """Whether a word of `lora.targets` means this linear."""
     return fnmatchcase(linear, word) or fnmatchcase(linear, f"*.{word}")
 
 
-def base_of(name: str) -> str | None:
+def adapted_linear(name: str) -> str | None:
     """The global name of the linear whose adapter a parameter is part of; None where it is no adapter's."""
     return next((name.removesuffix(end) for end in (LORA_A, LORA_B) if name.endswith(end)), None)
 
@@ -43,7 +43,7 @@ def targets_exist(run: Run) -> Iterable[Fault]:
         yield Fault("lora.rank", what, str(run.lora.rank), "a language model", "--lora.rank 0")
     leaves = {linear.rpartition(".")[2] for linear in linears}
     for word in run.lora.targets:
-        if linears and not any(names(word, linear) for linear in linears):
+        if linears and not any(matches(word, linear) for linear in linears):
             yield Fault(
                 "lora.targets", f"no linear of {run.model.name} has this name", repr(word), fix=_hint(word, run, leaves)
             )
@@ -59,7 +59,7 @@ def _hint(word: str, run: Run, leaves: Collection[str]) -> str:
 def rank_is_low(run: Run) -> Iterable[Fault]:
     """No adapter is wider than the smaller side of the linear beside which it stands."""
     linears = run.model.linears()
-    sides = {name: min(linears[name]) for name in chosen(run.lora.targets, linears)}
+    sides = {name: min(linears[name]) for name in adapted_linears(run.lora.targets, linears)}
     if sides and run.lora.rank > min(sides.values()):
         name = min(sides, key=lambda name: sides[name])
         out, into = linears[name]

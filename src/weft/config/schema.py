@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.precision import Dtype
 from weft.schedule.catalog import SCHEDULES
@@ -14,13 +13,13 @@ from weft.schedule.catalog import SCHEDULES
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Table(BaseModel):
+class ConfigSection(BaseModel):
     """A table of the config: values never change, unknown keys and wrong types are faults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class Model(ModelConfig):
+class ModelSection(ModelConfig):
     """The model: its family and preset, then that family's own fields (explicit ones override the preset's).
 
     `weft.config.load` joins this with the Config of the family at hand, so `run.model` is that family's config.
@@ -33,10 +32,10 @@ class Model(ModelConfig):
     @property
     def architecture(self) -> dict[str, Any]:
         """The family's own fields: what decides the shape of the model."""
-        return self.model_dump(exclude=set(Model.model_fields))
+        return self.model_dump(exclude=set(ModelSection.model_fields))
 
 
-class Data(Table):
+class DataConfig(ConfigSection):
     """What the model reads."""
 
     source: str = Field(
@@ -55,7 +54,7 @@ class Data(Table):
     prefetch: int = Field(2, ge=0, le=64, description="steps that are read while one trains; 0: none")
 
 
-class Eval(Table):
+class EvalConfig(ConfigSection):
     """The loss on text that is not trained on."""
 
     every: int = Field(0, ge=0, description="steps between evaluations, and one after the last step; 0: none")
@@ -63,14 +62,14 @@ class Eval(Table):
     source: str | None = Field(None, description="what to evaluate on; None: valid.bin of the prepared data.source")
 
 
-class Batch(Table):
+class BatchConfig(ConfigSection):
     """How many sequences a step takes."""
 
     global_size: int = Field(16, ge=1, le=2**24, description="sequences a step, over all ranks")
     micro_size: int = Field(2, ge=1, le=2**24, description="sequences a micro-batch, on one data rank")
 
 
-class Optim(Table):
+class OptimConfig(ConfigSection):
     """How the parameters move."""
 
     name: Literal["adamw", "sgd"] = Field("adamw", description="optimizer")
@@ -86,7 +85,7 @@ class Optim(Table):
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
 
 
-class Parallel(Table):
+class ParallelConfig(ConfigSection):
     """What the layout does besides the degrees of the mesh."""
 
     sequence: bool = Field(False, description="cut activations along the sequence over tp between its matrix products")
@@ -95,7 +94,7 @@ class Parallel(Table):
     recompute: Literal["none", "selective", "full"] = Field("none", description="activations computed again")
 
 
-class Pipeline(Table):
+class PipelineConfig(ConfigSection):
     """How the pipeline ranks take turns."""
 
     schedule: str = Field("1f1b", description=f"order of the actions: {', '.join(SCHEDULES)}, or a file with a table")
@@ -105,7 +104,7 @@ class Pipeline(Table):
     )
 
 
-class Precision(Table):
+class PrecisionConfig(ConfigSection):
     """Number types."""
 
     params: Dtype = Field("float32", description="type of the parameters that the optimizer moves")
@@ -113,7 +112,7 @@ class Precision(Table):
     reduce: Dtype = Field("float32", description="type in which gradients are summed over ranks")
 
 
-class Lora(Table):
+class LoraConfig(ConfigSection):
     """Low-rank adapters beside linears; all else of the model is frozen."""
 
     rank: int = Field(0, ge=0, le=2**16, description="width of every adapter; 0: none, the whole model is trained")
@@ -127,60 +126,8 @@ class Lora(Table):
     )
 
 
-class Save(Table):
+class SaveConfig(ConfigSection):
     """Checkpoints."""
 
     every: int = Field(0, ge=0, description="steps between checkpoints, and one at the end; 0: only when asked to stop")
     keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
-
-
-class Run(Table):
-    """One run, whole: everything that decides what is computed and where."""
-
-    mesh: str = Field("", description='axes with degrees, outermost first: "pp2 dp2 tp2"; nothing: one rank')
-    seed: int = Field(1, ge=0, lt=2**63, description="seed of initial weights, data order and random draws")
-    steps: int = Field(200, ge=1, description="optimizer steps to train")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where ranks compute; auto: cuda if there is one"
-    )
-    transport: Literal["process", "threads"] = Field("process", description="what a rank is on this machine")
-    nproc: Annotated[int, Field(ge=1)] | None = Field(None, description="local ranks to start; None: the mesh's size")
-    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        None, description="TCP port at which local ranks meet; None: a free one"
-    )
-    sample: int = Field(0, ge=0, description="tokens that the model writes after the last step; 0: none")
-    out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
-    resume: str | None = Field(
-        None,
-        description="auto (newest checkpoint in out, if any), a checkpoint, or a run folder; None: start anew",
-    )
-    model: Model = Field(description="the model")
-    data: Data = Field(default_factory=Data, description="what it reads")
-    batch: Batch = Field(default_factory=Batch, description="sequences a step")
-    optim: Optim = Field(default_factory=Optim, description="how the parameters move")
-    parallel: Parallel = Field(default_factory=Parallel, description="the layout besides the mesh")
-    pipeline: Pipeline = Field(default_factory=Pipeline, description="turns of the pipeline ranks")
-    precision: Precision = Field(default_factory=Precision, description="number types")
-    lora: Lora = Field(default_factory=Lora, description="low-rank adapters")
-    save: Save = Field(default_factory=Save, description="checkpoints")
-    eval: Eval = Field(default_factory=Eval, description="loss on text that is not trained on")
-
-    @property
-    def grid(self) -> Mesh:
-        """The mesh, read from its text."""
-        return Mesh.parse(self.mesh)
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Ranks whose sequences differ."""
-        return self.grid.degree(("dp", "ep"))
-
-    @property
-    def num_micro(self) -> int:
-        """Micro-batches a step on every data rank."""
-        return self.batch.global_size // (self.num_data_ranks * self.batch.micro_size)
-
-    @property
-    def num_stages(self) -> int:
-        """Pipeline stages over all ranks."""
-        return self.grid.degree("pp") * self.pipeline.chunks

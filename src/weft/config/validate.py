@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from weft.config import suggestions
 from weft.config.checks import Check, nothing
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.core.axes import EXPERT_RULE, TENSOR_RULE, Rule
 from weft.core.precision import dtype_faults
 from weft.core.sequence import length_unit
 from weft.errors import Fault, UserError, did_you_mean
-from weft.layout.stages import cut_by_cost, cut_by_counts
+from weft.layout.stages import split_by_cost, split_by_counts
 from weft.schedule.catalog import SCHEDULES, find
 
 RULE: Rule = {**TENSOR_RULE, **EXPERT_RULE}
@@ -40,7 +40,7 @@ def experts_divide(run: Run) -> Iterable[Fault]:
 
 
 def _axis_divides(run: Run, mesh_axis: str) -> Iterable[Fault]:
-    degree, own = run.grid.degree(mesh_axis), _cut_sizes(run, mesh_axis)
+    degree, own = run.device_mesh.degree(mesh_axis), _cut_sizes(run, mesh_axis)
     if uneven := [axis for axis, size in own.items() if size % degree]:
         works = " or ".join(f"{mesh_axis}{number}" for number in divisors(*own.values())[-4:])
         got = ", ".join(f"{size} {axis}" for axis, size in own.items())
@@ -56,7 +56,7 @@ def _cut_sizes(run: Run, mesh_axis: str) -> dict[str, int]:
 
 def experts_exist(run: Run) -> Iterable[Fault]:
     """Only a mixture of experts has something to spread over ep."""
-    degree = run.grid.degree("ep")
+    degree = run.device_mesh.degree("ep")
     if degree > 1 and "experts" not in run.model.axis_sizes():
         what = f"ep{degree} spreads experts, and {run.model.name} has none"
         yield Fault("mesh", what, repr(run.mesh), "a mixture of experts such as deepseek", f"dp{degree} instead")
@@ -77,15 +77,15 @@ def layers_make_stages(run: Run) -> Iterable[Fault]:
     """There is a layer for every stage, and `pipeline.split` names all of them."""
     blocks, split = run.model.block_specs(run.data.seq_len), run.pipeline.split
     if split and len(split) != run.num_stages:
-        need = f"{run.num_stages} = pp{run.grid.degree('pp')} x {run.pipeline.chunks} chunks"
+        need = f"{run.num_stages} = pp{run.device_mesh.degree('pp')} x {run.pipeline.chunks} chunks"
         got = f"{len(split)}: {words(split)}"
         yield Fault("pipeline.split", "names another number of stages", got, need, "leave pipeline.split out")
         return
     try:
         if split:
-            cut_by_counts(blocks, split)
+            split_by_counts(blocks, split)
         else:
-            cut_by_cost(blocks, run.num_stages)
+            split_by_cost(blocks, run.num_stages)
     except UserError as error:
         key = "pipeline.split" if split else "pipeline.chunks" if run.pipeline.chunks > 1 else "mesh"
         yield from (replace(fault, key=key) for fault in error.faults)
@@ -103,7 +103,7 @@ def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
             Fault("pipeline.schedule", "cannot read a table there", f"{run.pipeline.schedule!r}: {error}", fix=fix),
         )
     faults = schedule.faults(
-        ranks=run.grid.degree("pp"), chunks=run.pipeline.chunks, microbatches=max(run.num_micro, 1)
+        ranks=run.device_mesh.degree("pp"), chunks=run.pipeline.chunks, microbatches=max(run.num_micro, 1)
     )
     is_whole = not any(batch_divides(run))
     return tuple(fault for fault in faults if is_whole or fault.key == "pipeline.chunks")
@@ -111,8 +111,8 @@ def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
 
 def sequence_divides(run: Run) -> Iterable[Fault]:
     """Each sequence is cut into two chunks a cp rank, and under sequence parallelism each tp rank holds an equal part."""
-    cp, tp, length = run.grid.degree("cp"), run.grid.degree("tp"), run.data.seq_len
-    unit = length_unit(run.grid, sequence_parallel=run.parallel.sequence)
+    cp, tp, length = run.device_mesh.degree("cp"), run.device_mesh.degree("tp"), run.data.seq_len
+    unit = length_unit(run.device_mesh, sequence_parallel=run.parallel.sequence)
     if run.model.kind == "tokens" and length % unit:
         why = [f"two chunks for each of cp{cp}"] * (cp > 1) + [
             f"tp{tp} under parallel.sequence"
@@ -131,14 +131,14 @@ def parts_are_of_sequences(run: Run) -> Iterable[Fault]:
 
 def context_has_sequences(run: Run) -> Iterable[Fault]:
     """Only sequences can be cut along their length."""
-    if (degree := run.grid.degree("cp")) > 1 and run.model.kind != "tokens":
+    if (degree := run.device_mesh.degree("cp")) > 1 and run.model.kind != "tokens":
         what = f"cp cuts sequences, and {run.model.name} reads {run.model.kind}"
         yield Fault("mesh", what, f"cp{degree}", "no cp")
 
 
 def heads_change_for_columns(run: Run) -> Iterable[Fault]:
     """Ulysses gives every cp rank a share of the heads that a tp rank holds."""
-    cp, tp = run.grid.degree("cp"), run.grid.degree("tp")
+    cp, tp = run.device_mesh.degree("cp"), run.device_mesh.degree("tp")
     sizes = {axis: size for axis, size in run.model.axis_sizes().items() if axis in ("heads", "kv_heads")}
     own = {axis: size // tp for axis, size in sizes.items()}
     if run.parallel.context != "ulysses" or any(axes_divide(run)) or not any(size % cp for size in own.values()):
@@ -195,7 +195,7 @@ CHECKS = (
     Check(("mesh", "model", "pipeline"), layers_make_stages, suggestions.stages),
     Check(("mesh", "batch", "pipeline"), schedule_takes_sizes, suggestions.schedules),
     Check(("mesh", "data.seq_len", "parallel.sequence"), sequence_divides, suggestions.lengths),
-    Check(("model", "parallel.sequence"), parts_are_of_sequences, suggestions.whole_activations),
+    Check(("model", "parallel.sequence"), parts_are_of_sequences, suggestions.no_sequence_parallelism),
     Check(("mesh", "model"), context_has_sequences, lambda run: suggestions.meshes(run, "cp", [1])),
     Check(("mesh", "model", "parallel.context"), heads_change_for_columns, suggestions.contexts),
     Check(("model", "data.seq_len"), sequence_fits_model, suggestions.lengths),

@@ -94,7 +94,7 @@ def span_sizes(length: int, parts: int) -> tuple[int, ...]:
     return tuple(hi - lo for lo, hi in (span(length, parts, index) for index in range(parts)))
 
 
-def cutting_axes(axes: tuple[str, ...], rule: Rule, mesh: Mesh) -> tuple[str, ...]:
+def sharding_axes(axes: tuple[str, ...], rule: Rule, mesh: Mesh) -> tuple[str, ...]:
     """Mesh axes (of degree > 1) that cut a tensor with these logical axes, in the tensor's dim order."""
     return tuple(rule[axis] for axis in axes if axis in rule and mesh.degree(rule[axis]) > 1)
 

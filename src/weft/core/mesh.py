@@ -88,7 +88,7 @@ class Mesh:
     def degree(self, axis: Axis) -> int:
         """Number of ranks along `axis`; 1 for an axis that the mesh does not name."""
         degrees = dict(self.axes)
-        return math.prod(degrees.get(name, 1) for name in names(axis))
+        return math.prod(degrees.get(name, 1) for name in axis_names(axis))
 
     def coord(self, rank: int) -> dict[str, int]:
         """Coordinates of `rank`, outermost axis first."""
@@ -140,7 +140,7 @@ class Mesh:
         coord = self.coord(rank)
         return self.rank(**{**coord, axis: (coord.get(axis, 0) + step) % self.degree(axis)}) if axis in coord else rank
 
-    def where(self, rank: int) -> str:
+    def coord_text(self, rank: int) -> str:
         """Coordinates of `rank` as text: `pp1 dp0 tp1`."""
         return " ".join(f"{name}{index}" for name, index in self.coord(rank).items()) or "alone"
 
@@ -155,16 +155,16 @@ class Mesh:
         return "\n".join(lines)
 
     def _ordered(self, axis: Axis) -> tuple[str, ...]:
-        wanted = set(names(axis))
+        wanted = set(axis_names(axis))
         return tuple(name for name, _ in self.axes if name in wanted)
 
 
-def names(axis: Axis) -> tuple[str, ...]:
+def axis_names(axis: Axis) -> tuple[str, ...]:
     """Axis names as a tuple, whether one or several were given."""
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def every_mesh(most_ranks: int, axes: Iterable[str]) -> tuple[Mesh, ...]:
+def all_meshes(most_ranks: int, axes: Iterable[str]) -> tuple[Mesh, ...]:
     """Every mesh of up to `most_ranks` ranks over `axes` in the given nesting, degree-1 axes left out."""
     wanted = tuple(axes)
     degrees = itertools.product(range(1, most_ranks + 1), repeat=len(wanted))

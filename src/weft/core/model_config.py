@@ -23,7 +23,7 @@ Draw = tuple[Literal["normal"], float] | tuple[Literal["ones"]] | tuple[Literal[
 InitTable = Mapping[str, Draw]
 """Pattern of global parameter names -> how it starts; each parameter is matched exactly once."""
 
-Sizes = dict[str, tuple[int, int]]
+LinearShapes = dict[str, tuple[int, int]]
 """Name of a linear -> features out, in."""
 
 
@@ -71,17 +71,17 @@ class ModelConfig(BaseModel):
         """What is wrong with sequences of this length, if anything."""
         return None
 
-    def linears(self) -> Sizes:
+    def linears(self) -> LinearShapes:
         """Projections of attention and feed-forward parts, beside which adapters may stand: global name -> features out, in."""
         return {}
 
 
-def attention_linears(dim: int, *, q_width: int, kv_width: int) -> Sizes:
+def attention_linears(dim: int, *, q_width: int, kv_width: int) -> LinearShapes:
     """The projections of attention with grouped heads, by their name in a layer."""
     return {"attn.q": (q_width, dim), "attn.k": (kv_width, dim), "attn.v": (kv_width, dim), "attn.o": (dim, q_width)}
 
 
-def gated_linears(dim: int, ffn: int, *, inside: str = "mlp") -> Sizes:
+def gated_linears(dim: int, ffn: int, *, inside: str = "mlp") -> LinearShapes:
     """The projections of a gated feed-forward part, by their name in a layer."""
     return {f"{inside}.gate": (ffn, dim), f"{inside}.up": (ffn, dim), f"{inside}.down": (dim, ffn)}
 
@@ -91,7 +91,7 @@ def in_layers(names: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
     return {f"layer{i}.{name}": value for i in layers for name, value in names.items()}
 
 
-def row_of(name: str, table: Mapping[str, T], *, title: str) -> T:
+def match_row(name: str, table: Mapping[str, T], *, title: str) -> T:
     """The one row of `table` whose pattern matches the global parameter name.
 
     Raises:
@@ -111,9 +111,9 @@ def row_of(name: str, table: Mapping[str, T], *, title: str) -> T:
     )
 
 
-def axes_of(name: str, table: AxisTable) -> tuple[str, ...]:
+def logical_axes(name: str, table: AxisTable) -> tuple[str, ...]:
     """Logical axes of the parameter's dimensions; errors as in `row_of`."""
-    return row_of(name, table, title="AXES")
+    return match_row(name, table, title="AXES")
 
 
 def check_divides(value: int, parts: int, *, value_name: str, parts_name: str) -> None:

@@ -9,7 +9,7 @@ from weft.errors import Fault
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
-HOLDS: dict[Dtype, tuple[Dtype, ...]] = {
+REPRESENTS: dict[Dtype, tuple[Dtype, ...]] = {
     "float64": ("float64", "float32", "bfloat16", "float16"),
     "float32": ("float32", "bfloat16", "float16"),
     "bfloat16": ("bfloat16",),
@@ -33,10 +33,10 @@ def dtype_faults(*, params: Dtype, compute: Dtype, reduce: Dtype) -> Iterator[Fa
         what = "float16 has no numbers as small as an optimizer's: 1e-8 is 0 in it"
         fix = f"--precision.params {wide}" + "; compute may stay float16" * (compute == "float16")
         yield Fault("precision.params", what, params, " or ".join(_holders(compute)), fix)
-    elif compute not in HOLDS[params]:
+    elif compute not in REPRESENTS[params]:
         what = f"has not every number of the {compute} that is computed in"
         yield Fault("precision.params", what, params, " or ".join(_holders(compute)), f"--precision.params {wide}")
-    if compute not in HOLDS[reduce]:
+    if compute not in REPRESENTS[reduce]:
         what = f"would drop digits of gradients, which come in {compute}"
         need = " or ".join((*_holders(compute), *(("float16",) if compute == "float16" else ())))
         yield Fault("precision.reduce", what, reduce, need, f"--precision.reduce {wide}")
@@ -44,4 +44,4 @@ def dtype_faults(*, params: Dtype, compute: Dtype, reduce: Dtype) -> Iterator[Fa
 
 def _holders(compute: Dtype) -> tuple[Dtype, ...]:
     """Types that can hold parameters for this type of compute, nearest first."""
-    return tuple(dtype for dtype, held in reversed(HOLDS.items()) if compute in held and dtype != "float16")
+    return tuple(dtype for dtype, held in reversed(REPRESENTS.items()) if compute in held and dtype != "float16")

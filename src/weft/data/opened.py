@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from weft.config.checks import Check
-from weft.config.schema import Data, Run
+from weft.config.run import Run
+from weft.config.schema import DataConfig
 from weft.core.model_config import ModelConfig
 from weft.data import images
 from weft.data.bounds import longest
@@ -26,7 +27,7 @@ __all__ = ["CHECKS", "Arrays", "Samples", "layout_of", "open_data", "open_valid"
 EVAL_KEY = "eval.source"
 
 
-def open_data(data: Data, model: ModelConfig) -> Samples:
+def open_data(data: DataConfig, model: ModelConfig) -> Samples:
     """The source of `data`, or the mixture of several, checked against the model that shall read it.
 
     Raises:
@@ -63,11 +64,11 @@ def open_valid(run: Run) -> Samples:
         raise DataError(*(replace(fault, key=keys.get(fault.key, fault.key)) for fault in error.faults)) from None
 
 
-def _open(data: Data, model: ModelConfig, *, split: Split = "train") -> Samples:
+def _open(data: DataConfig, model: ModelConfig, *, split: Split = "train") -> Samples:
     return _open_images(data, model) if model.kind == "images" else _open_tokens(data, model, split=split)
 
 
-def _open_tokens(data: Data, model: ModelConfig, *, split: Split) -> Sequences:
+def _open_tokens(data: DataConfig, model: ModelConfig, *, split: Split) -> Sequences:
     if data.source == "digits":
         raise DataError(Fault(KEY, "'digits' are images, the model reads tokens", fix="--model.name mnist"))
     stream = open_source(data.source, data, vocab=model.axis_sizes()["vocab"], split=split)
@@ -80,7 +81,7 @@ def _open_tokens(data: Data, model: ModelConfig, *, split: Split) -> Sequences:
     return Sequences(stream, data.seq_len, data.source, data.packing)
 
 
-def _check_documents(stream: TokenStream, data: Data) -> None:
+def _check_documents(stream: TokenStream, data: DataConfig) -> None:
     if not has_documents(stream):
         what = f"{names(stream.files)} does not say where documents begin"
         fix = "weft data prepare their texts, or --data.packing stream"
@@ -112,7 +113,7 @@ def _check_valid_tokenizer(source: str, own: Tokenizer) -> None:
         raise DataError(Fault(EVAL_KEY, what, found.tokenizer().name, need, fix))
 
 
-def _open_images(data: Data, model: ModelConfig) -> Pictures:
+def _open_images(data: DataConfig, model: ModelConfig) -> Pictures:
     if data.source == "stdlib":
         raise DataError(Fault(KEY, "'stdlib' is text, the model reads images", fix="--data.source digits"))
     pairs = images.digits() if data.source == "digits" else images.read_pair(data.source)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ConfigDict, ValidationError
 
-from weft.config.schema import Data, Table
+from weft.config.schema import ConfigSection, DataConfig
 from weft.data.bounds import BOUND, BoundsFile
 from weft.data.files import KEY, TOKEN_SUFFIX
 from weft.data.tokenizer import BYTES, FILE, Tokenizer, open_tokenizer
@@ -34,7 +34,7 @@ SPLITS: tuple[Split, Split] = ("train", "valid")
 PREPARE = "weft data prepare it again"
 
 
-class Part(Table):
+class Part(ConfigSection):
     """One of both splits: `longest` is in tokens, the hashes are of its .bin and .idx."""
 
     documents: int
@@ -44,7 +44,7 @@ class Part(Table):
     bounds_sha256: str
 
 
-class Meta(Table):
+class Meta(ConfigSection):
     """What meta.json says; the same input makes the same file."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
@@ -126,7 +126,7 @@ def open_prepared(folder: Path) -> Prepared:
     return Prepared(folder, meta)
 
 
-def tokenizer_of(data: Data) -> Tokenizer:
+def tokenizer_of(data: DataConfig) -> Tokenizer:
     """The tokenizer of what a run reads: a prepared folder's own, else the one that `data.tokenizer` names.
 
     Raises:
@@ -148,12 +148,12 @@ def prepared_of(source: str) -> Prepared | None:
     return open_prepared(folder) if is_prepared(folder) else None
 
 
-def sources_of(data: Data) -> tuple[str, ...]:
+def sources_of(data: DataConfig) -> tuple[str, ...]:
     """The sources of a run, without their weights."""
     return tuple(word.rpartition("=")[0] for word in data.mix) or (data.source,)
 
 
-def agreed_tokenizer(prepared: Prepared, data: Data) -> Tokenizer:
+def agreed_tokenizer(prepared: Prepared, data: DataConfig) -> Tokenizer:
     """The folder's own tokenizer; `data.tokenizer` may name the same one.
 
     Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.config.schema import Data
+from weft.config.schema import DataConfig
 from weft.data.documents import Piece, Reading, read_documents
 from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_plain_text
 from weft.data.prepared import SPLITS, Split, agreed_tokenizer, prepared_of
@@ -19,7 +19,7 @@ MOST_IN_MEMORY = 2 * 2**20
 """Characters that are made into tokens whenever a run starts, on every rank; more is prepared once."""
 
 
-def open_source(source: str, data: Data, *, vocab: int, split: Split = "train") -> TokenStream:
+def open_source(source: str, data: DataConfig, *, vocab: int, split: Split = "train") -> TokenStream:
     """The tokens of a source, for a model with `vocab` ids; `split` says which part of a prepared folder.
 
     Raises:
@@ -56,7 +56,7 @@ def _check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
         raise DataError(Fault("model.vocab", "is smaller than the tokenizer's", str(vocab), need, fix))
 
 
-def _tokenized(files: tuple[Path, ...], data: Data, tokenizer: Tokenizer, *, vocab: int) -> TokenStream:
+def _tokenized(files: tuple[Path, ...], data: DataConfig, tokenizer: Tokenizer, *, vocab: int) -> TokenStream:
     """Documents made into tokens here and now."""
     reading = Reading(text_field=data.text_field, takes_any_bytes=tokenizer.name == BYTES)
     pieces = list(_few(files, reading))

@@ -6,15 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from weft.config import validate
-from weft.config.checks import Check, ask
-from weft.config.schema import Batch, Parallel, Pipeline, Precision, Run
+from weft.config.checks import Check, run_checks
+from weft.config.run import Run
+from weft.config.schema import BatchConfig, ParallelConfig, PipelineConfig, PrecisionConfig
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import ConfigError, Fault, UserError
 from weft.generate.request import Request, read_prompts
 from weft.generate.subject import Subject
-from weft.layout.plan import Plan, canonical, make_stages
+from weft.layout.plan import Plan, canonical_json, make_stages
 
 SERVED = ("pp", "ep", "tp")
 WHY_NOT = {
@@ -61,9 +62,9 @@ class Job:
         """Who computes what."""
         kind = self.run.precision.compute
         return Plan(
-            mesh=self.run.grid,
+            mesh=self.run.device_mesh,
             family=self.run.model.name,
-            architecture=canonical(self.run.model.architecture),
+            architecture=canonical_json(self.run.model.architecture),
             stages=make_stages(self.config.block_specs(1), self.run.num_stages),
             params=kind,
             compute=kind,
@@ -86,7 +87,7 @@ def make_job(request: Request, subject: Subject, surroundings: Iterable[Check] =
         UserError: with every fault of mesh, prompts and surroundings.
     """
     run = _run_of(request, subject)
-    faults = [*_mesh_faults(run.grid), *ask(run, (*MESH_CHECKS, *surroundings))]
+    faults = [*_mesh_faults(run.device_mesh), *run_checks(run, (*MESH_CHECKS, *surroundings))]
     try:
         tokenizer = _tokenizer_of(request, subject)
         texts = read_prompts(request)
@@ -110,10 +111,10 @@ def _run_of(request: Request, subject: Subject) -> Run:
             "port": None,
             "device": request.device,
             "transport": request.transport,
-            "batch": Batch(global_size=1, micro_size=1),
-            "parallel": Parallel(),
-            "pipeline": Pipeline(),
-            "precision": Precision(params=kind, compute=kind, reduce=kind),
+            "batch": BatchConfig(global_size=1, micro_size=1),
+            "parallel": ParallelConfig(),
+            "pipeline": PipelineConfig(),
+            "precision": PrecisionConfig(params=kind, compute=kind, reduce=kind),
             "model": subject.run.model.model_copy(update=lean),
             "out": None,
         }

@@ -26,15 +26,21 @@ def generate(job: Job) -> int:
     """Write on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code."""
     run, world = job.run, detect(os.environ)
     if world is not None:
-        return join(partial(generate_rank, job), world, mesh=run.grid)
-    return launch(partial(generate_rank, job), run.grid.size, transport=run.transport, device=run.device, mesh=run.grid)
+        return join(partial(generate_rank, job), world, mesh=run.device_mesh)
+    return launch(
+        partial(generate_rank, job),
+        run.device_mesh.size,
+        transport=run.transport,
+        device=run.device,
+        mesh=run.device_mesh,
+    )
 
 
 def generate_rank(job: Job, world: World) -> None:
     """One rank; the first one shows what all of them write."""
     run = job.run
     device = choose_device(run.device, local_rank=world.local_rank, local_size=world.local_size)
-    with open_comm(world, run.grid, device) as comm:
+    with open_comm(world, run.device_mesh, device) as comm:
         model = load_model(family_of(run), job.config, open_source(job.subject), plan=job.plan, comm=comm)
         texts = Texts(job)
         show = view_of(job, texts).update if world.rank == 0 else lambda: None

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from weft.config.schema import Table
+from weft.config.schema import ConfigSection
 from weft.core.mesh import Mesh
 from weft.core.precision import Dtype
 from weft.errors import ConfigError, Fault
@@ -17,7 +17,7 @@ from weft.errors import ConfigError, Fault
 LINES = ".jsonl"
 
 
-class Request(Table):
+class Request(ConfigSection):
     """What to write, how, and where."""
 
     prompt: str = Field("", description="text to go on from; nothing: a new document")

@@ -19,7 +19,7 @@ from weft.config.hf.describe import CONFIG, describe
 from weft.config.hf.files import DTYPES, list_tensors
 from weft.config.keys import nest
 from weft.config.load import load
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.core.precision import Dtype
 from weft.data.files import TOKEN_SUFFIX
 from weft.data.prepared import sources_of, tokenizer_of

@@ -13,8 +13,8 @@ from torch import Tensor
 from weft.checkpoint.disk import new_folder, write_whole
 from weft.checkpoint.format import Facts
 from weft.checkpoint.source import Source
-from weft.config.lora import LORA_A, LORA_B, base_of
-from weft.config.schema import Lora
+from weft.config.lora import LORA_A, LORA_B, adapted_linear
+from weft.config.schema import LoraConfig
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
@@ -27,12 +27,12 @@ BAND = 256
 """Rows of B A that are computed at a time."""
 
 
-def lora_of(facts: Facts) -> Lora:
+def lora_of(facts: Facts) -> LoraConfig:
     """The adapters that a checkpoint holds; of rank 0 where it holds none."""
-    return Lora.model_validate(facts.run.get("lora", {}), strict=False)
+    return LoraConfig.model_validate(facts.run.get("lora", {}), strict=False)
 
 
-def plain(source: Source, lora: Lora) -> Source:
+def plain(source: Source, lora: LoraConfig) -> Source:
     """The parameters of the plain model: those of `source`, with its adapters merged where it has some."""
     return Merged(source, lora) if lora.rank else source
 
@@ -45,14 +45,14 @@ class Merged:
         computed in bands of `BAND` whole rows, counted from the tensor's first, of which a box then takes its part.
     """
 
-    def __init__(self, source: Source, lora: Lora) -> None:
+    def __init__(self, source: Source, lora: LoraConfig) -> None:
         self._source, self._scale = source, lora.alpha / lora.rank
-        self.adapted = frozenset(name for each in source.shapes if (name := base_of(each)) is not None)
+        self.adapted = frozenset(name for each in source.shapes if (name := adapted_linear(each)) is not None)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shape of every parameter of the plain model."""
-        return {name: shape for name, shape in self._source.shapes.items() if base_of(name) is None}
+        return {name: shape for name, shape in self._source.shapes.items() if adapted_linear(name) is None}
 
     def dtype(self, name: str) -> torch.dtype:
         """As the plain one is stored."""
@@ -79,7 +79,7 @@ class Merged:
         return b.to(wide) @ a.to(wide)
 
 
-def write_adapters(folder: Path, source: Source, *, cfg: ModelConfig, lora: Lora, base: str | None) -> None:
+def write_adapters(folder: Path, source: Source, *, cfg: ModelConfig, lora: LoraConfig, base: str | None) -> None:
     """Write the adapters of a model alone, as PEFT reads them; `PeftModel.from_pretrained(model, folder)` takes them in.
 
     Args:
@@ -106,7 +106,7 @@ def write_adapters(folder: Path, source: Source, *, cfg: ModelConfig, lora: Lora
         write_whole(beside / CONFIG, text.encode())
 
 
-def adapter_tensors(source: Source, *, cfg: ModelConfig, lora: Lora) -> dict[str, Tensor]:
+def adapter_tensors(source: Source, *, cfg: ModelConfig, lora: LoraConfig) -> dict[str, Tensor]:
     """All adapters, by the names that PEFT gives their tensors."""
     found: dict[str, Tensor] = {}
     for target in targets_of(cfg, lora):

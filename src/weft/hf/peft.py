@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from weft.config.lora import chosen
-from weft.config.schema import Lora
+from weft.config.lora import adapted_linears
+from weft.config.schema import LoraConfig
 from weft.core.model_config import ModelConfig
 from weft.hf.table import EXPERT, Row
 from weft.hf.tables import TABLES
@@ -53,9 +53,9 @@ class Target:
         return f"base_model.model.{self.module}"
 
 
-def targets_of(cfg: ModelConfig, lora: Lora) -> tuple[Target, ...]:
+def targets_of(cfg: ModelConfig, lora: LoraConfig) -> tuple[Target, ...]:
     """Their linears that have adapters, in the order of the family's table."""
-    adapted = set(chosen(lora.targets, cfg.linears()))
+    adapted = set(adapted_linears(lora.targets, cfg.linears()))
     rows = [row for row in rows_of(cfg) if row.ours.removesuffix(WEIGHT) in adapted]
     order = {row.theirs: place for place, row in reversed(list(enumerate(rows)))}
     rows.sort(key=lambda row: (order[row.theirs], row.share.index if row.share else 0))
@@ -80,7 +80,7 @@ def _target(theirs: str, rows: tuple[Row, ...]) -> Target:
     )
 
 
-def adapter_config(cfg: ModelConfig, lora: Lora, *, base: str | None) -> dict[str, Any]:
+def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> dict[str, Any]:
     """adapter_config.json; `base` is the name or folder of the model in transformers that the adapters belong to."""
     targets = targets_of(cfg, lora)
     wide = {target.module: len(target.ours) for target in targets if len(target.ours) > 1}
@@ -104,7 +104,7 @@ def adapter_config(cfg: ModelConfig, lora: Lora, *, base: str | None) -> dict[st
     }
 
 
-def strange_to_peft(cfg: ModelConfig, lora: Lora) -> tuple[str, ...]:
+def strange_to_peft(cfg: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
     """Linears whose adapters PEFT 0.21 does not find with transformers 5, though they lie where the layout says.
 
     In models with routed experts it takes gate_proj, up_proj, down_proj of any module for those of the experts, which

@@ -17,7 +17,7 @@ from weft.core.model_config import BlockSpec
 from weft.core.precision import Dtype, dtype_faults
 from weft.core.sequence import Context, length_unit
 from weft.errors import Fault, PlanError
-from weft.layout.stages import cut_by_cost, cut_by_counts
+from weft.layout.stages import split_by_cost, split_by_counts
 from weft.schedule.actions import Table
 from weft.schedule.catalog import find
 from weft.schedule.simulate import simulate
@@ -72,7 +72,7 @@ class Plan(BaseModel):
     bucket_bytes: int = 25 * 2**20
 
     @property
-    def cuts(self) -> Rule:
+    def sharding_rule(self) -> Rule:
         """Logical axis -> mesh axis, for the axes that this mesh really cuts."""
         return {logical: axis for logical, axis in self.rule if self.mesh.degree(axis) > 1}
 
@@ -134,14 +134,14 @@ def make_stages(
     Raises:
         PlanError: more stages than layers, or counts that do not add up.
     """
-    names = cut_by_counts(blocks, split) if split else cut_by_cost(blocks, num_stages)
+    names = split_by_counts(blocks, split) if split else split_by_cost(blocks, num_stages)
     specs = {block.name: block for block in blocks}
     return tuple(
         Stage(blocks=stage, out=specs[stage[-1]].out, flops=sum(specs[name].flops for name in stage)) for stage in names
     )
 
 
-def canonical(architecture: Mapping[str, Any]) -> str:
+def canonical_json(architecture: Mapping[str, Any]) -> str:
     """A family's config fields as canonical JSON."""
     return json.dumps(dict(architecture), sort_keys=True)
 

@@ -10,7 +10,7 @@ from weft.core.model_config import BlockSpec
 from weft.errors import Fault, PlanError
 
 
-def cut_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[str, ...], ...]:
+def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[str, ...], ...]:
     """Names of consecutive blocks for each stage, so that the dearest stage is as cheap as possible.
 
     Every stage gets at least one layer; what comes before the first layer (embedding) stays on the first stage and what
@@ -36,7 +36,7 @@ def cut_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[str
     return tuple(tuple(block.name for unit in units[lo:hi] for block in unit) for lo, hi in itertools.pairwise(bounds))
 
 
-def cut_by_counts(blocks: Sequence[BlockSpec], counts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+def split_by_counts(blocks: Sequence[BlockSpec], counts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     """Names of blocks for each stage, where `counts` says how many layers each stage gets.
 
     Raises:

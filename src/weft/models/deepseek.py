@@ -12,8 +12,8 @@ from weft.core.model_config import (
     AxisTable,
     BlockSpec,
     Draw,
+    LinearShapes,
     ModelConfig,
-    Sizes,
     causal_attention_flops,
     check_divides,
     gated_linears,
@@ -150,13 +150,13 @@ class Config(ModelConfig):
             BlockSpec("loss", 0.0, (), is_layer=False),
         )
 
-    def linears(self) -> Sizes:
+    def linears(self) -> LinearShapes:
         layers = range(self.layers)
         dense = in_layers(gated_linears(self.dim, self.ffn), layers[: self.first_k_dense])
         shared = gated_linears(self.dim, self.shared_ffn, inside="mlp.shared") if self.shared_experts else {}
         return in_layers(self._attention_linears(), layers) | dense | in_layers(shared, layers[self.first_k_dense :])
 
-    def _attention_linears(self) -> Sizes:
+    def _attention_linears(self) -> LinearShapes:
         q_width, kv_width = self.heads * self.qk_head_dim, self.heads * (self.qk_nope_head_dim + self.v_head_dim)
         latent = self.q_lora_rank
         queries = {"q_a": (latent, self.dim), "q_b": (q_width, latent)} if latent else {"q": (q_width, self.dim)}

@@ -11,8 +11,8 @@ from pydantic_core.core_schema import ValidationInfo
 from weft.core.model_config import (
     BlockSpec,
     Draw,
+    LinearShapes,
     ModelConfig,
-    Sizes,
     attention_linears,
     causal_attention_flops,
     check_divides,
@@ -61,7 +61,7 @@ class Config(ModelConfig):
             BlockSpec("loss", 0.0, (), is_layer=False),
         )
 
-    def linears(self) -> Sizes:
+    def linears(self) -> LinearShapes:
         mlp = {"mlp.up": (self.ffn, self.dim), "mlp.down": (self.dim, self.ffn)}
         own = attention_linears(self.dim, q_width=self.dim, kv_width=self.dim) | mlp
         return in_layers(own, range(self.layers))

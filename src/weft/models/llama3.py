@@ -11,8 +11,8 @@ from pydantic_core.core_schema import ValidationInfo
 from weft.core.model_config import (
     BlockSpec,
     Draw,
+    LinearShapes,
     ModelConfig,
-    Sizes,
     attention_linears,
     causal_attention_flops,
     check_divides,
@@ -96,7 +96,7 @@ class Config(ModelConfig):
             BlockSpec("loss", 0.0, (), is_layer=False),
         )
 
-    def linears(self) -> Sizes:
+    def linears(self) -> LinearShapes:
         attention = attention_linears(self.dim, q_width=self.dim, kv_width=self.kv_heads * self.head_size)
         return in_layers(attention | gated_linears(self.dim, self.ffn), range(self.layers))
 

@@ -12,8 +12,8 @@ from weft.core.model_config import (
     AxisTable,
     BlockSpec,
     Draw,
+    LinearShapes,
     ModelConfig,
-    Sizes,
     attention_linears,
     causal_attention_flops,
     check_divides,
@@ -65,7 +65,7 @@ class Trunk(ModelConfig):
             BlockSpec("loss", 0.0, (), is_layer=False),
         )
 
-    def linears(self) -> Sizes:
+    def linears(self) -> LinearShapes:
         widths = {"q_width": self.heads * self.head_size, "kv_width": self.kv_heads * self.head_size}
         return in_layers(attention_linears(self.dim, **widths), range(self.layers))
 
@@ -83,7 +83,7 @@ class Config(Trunk):
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
         return self.chain_specs(seq_len, mlp_weights=3 * self.dim * self.ffn)
 
-    def linears(self) -> Sizes:
+    def linears(self) -> LinearShapes:
         return super().linears() | in_layers(gated_linears(self.dim, self.ffn), range(self.layers))
 
 

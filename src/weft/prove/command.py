@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.config.schema import Run
-from weft.config.to_plan import plan_of
+from weft.config.run import Run, plan_of
 from weft.prove.config import TOLERANCE, prove
 from weft.prove.rerun import BOUNDS, DRIFT_AFTER, StepPair, recorded_run, rerun
 
@@ -29,7 +28,7 @@ class Proof:
         run = recorded_run(out)
         kind = run.precision.compute
         bound = BOUNDS[kind]
-        yield f"{out} ({run.grid}, {run.grid.size} rank{'s' * (run.grid.size > 1)}) again on one process:"
+        yield f"{out} ({run.device_mesh}, {run.device_mesh.size} rank{'s' * (run.device_mesh.size > 1)}) again on one process:"
         pairs: list[StepPair] = []
         for pair in rerun(out, first):
             pairs.append(pair)

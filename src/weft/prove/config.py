@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.config.schema import Precision, Run
-from weft.config.to_plan import plan_of
+from weft.config.run import Run, plan_of
+from weft.config.schema import PrecisionConfig
 from weft.data.opened import open_data
 from weft.models.common.batch import Batch
 from weft.prove.layout import run_layout
@@ -45,7 +45,7 @@ class Verdict:
 
 def prove(run: Run, *, steps: int) -> Verdict:
     """Train `steps` steps of `run` on its layout, ranks as threads, and on one device; compare everything."""
-    run = run.model_copy(update={"precision": Precision(params="float64", compute="float64", reduce="float64")})
+    run = run.model_copy(update={"precision": PrecisionConfig(params="float64", compute="float64", reduce="float64")})
     family, plan = family_of(run), plan_of(run)
     batches = [_whole_batch(run, step) for step in range(steps)]
     lr = learning_rate(run.optim.warmup, run.optim, run.steps)

@@ -47,7 +47,7 @@ def run_layout(
     train = TrainStep(model, make_optimizer=lambda tensors: optimizer(tensors, decayed), clip=plan.clip)
     traces = tuple(_record(train, train(micro_batches(batch, plan, comm.rank), lr=lr)) for batch in steps)
     boxes = {piece.owner: piece.box for piece in model.pieces.values()}
-    return Held(plan.mesh.where(comm.rank), boxes, traces)
+    return Held(plan.mesh.coord_text(comm.rank), boxes, traces)
 
 
 def _record(train: TrainStep, report: StepReport) -> StepTrace:

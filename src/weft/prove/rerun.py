@@ -13,7 +13,8 @@ import torch
 from weft.comm.comm import Comm
 from weft.comm.threads import ThreadWorld
 from weft.config.load import load
-from weft.config.schema import Parallel, Pipeline, Run
+from weft.config.run import Run
+from weft.config.schema import ParallelConfig, PipelineConfig
 from weft.core.mesh import Mesh
 from weft.data.opened import open_data
 from weft.errors import DataError, Fault
@@ -87,7 +88,7 @@ def recorded_steps(out: Path) -> list[dict[str, Any]]:
 
 def on_one_process(run: Run) -> Run:
     """The same run on one rank: same model, data, batch and optimizer, nothing cut."""
-    alone = {"mesh": "", "nproc": None, "parallel": Parallel(), "pipeline": Pipeline()}
+    alone = {"mesh": "", "nproc": None, "parallel": ParallelConfig(), "pipeline": PipelineConfig()}
     return run.model_copy(update={**alone, "sample": 0, "out": None, "resume": None})
 
 

@@ -37,7 +37,7 @@ class Telling:
 
     def error(self, failure: Failure) -> RankError:
         """The error that the person sees."""
-        where = self.mesh.where(failure.rank) if self.mesh else "no mesh"
+        where = self.mesh.coord_text(failure.rank) if self.mesh else "no mesh"
         return to_error(failure, where, out=self.out, show_trace=bool(os.environ.get(TRACE)))
 
 

@@ -44,7 +44,7 @@ def run_in_processes(mesh: Mesh, fn: Callable[[Comm], T], *, timeout_s: float) -
     if failed:
         raise _with_stacks(_error(mesh, _first(failed)), stacks)
     if len(outcomes) < mesh.size:
-        names = ", ".join(f"{rank} ({mesh.where(rank)})" for rank in stacks)
+        names = ", ".join(f"{rank} ({mesh.coord_text(rank)})" for rank in stacks)
         raise _with_stacks(CommTimeout(f"rank {names} of mesh {mesh} did not finish within {timeout_s:g} s"), stacks)
     return [unpack(outcomes[rank].value or b"") for rank in range(mesh.size)]
 
@@ -100,7 +100,7 @@ def _error(mesh: Mesh, outcome: Outcome) -> BaseException:
         return error
     code = outcome.exit_code or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return RankError(outcome.rank, mesh.where(outcome.rank), f"the process {how} before its function returned")
+    return RankError(outcome.rank, mesh.coord_text(outcome.rank), f"the process {how} before its function returned")
 
 
 def _with_stacks(error: BaseException, stacks: dict[int, str]) -> BaseException:

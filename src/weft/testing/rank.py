@@ -66,7 +66,7 @@ def play(rank: int, job: Job, pipe: Connection) -> None:
 
 
 def _outcome(rank: int, job: Job) -> Outcome:
-    where = job.mesh.where(rank)
+    where = job.mesh.coord_text(rank)
     try:
         store = f"file://{job.folder}/store"
         transport = ProcessTransport(rank, job.mesh.size, store, timeout_s=job.comm_timeout_s)

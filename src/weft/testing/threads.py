@@ -61,7 +61,7 @@ class _Crew(Generic[T]):
         try:
             self.results[rank] = self.fn(Comm(self.mesh, rank, self.world.transport(rank)))
         except BaseException as error:  # noqa: BLE001 - raised again in the thread that called run_ranks
-            error.add_note(f"raised by rank {rank} ({self.mesh.where(rank)}) of mesh {self.mesh}")
+            error.add_note(f"raised by rank {rank} ({self.mesh.coord_text(rank)}) of mesh {self.mesh}")
             self.failures.append(error)
             self.world.fail(rank, error)
         else:
@@ -79,7 +79,7 @@ def _one_intra_op_thread() -> Iterator[None]:
 
 
 def _too_late(crew: _Crew[T], late: dict[int, threading.Thread], timeout_s: float) -> CommTimeout:
-    names = ", ".join(f"{rank} ({crew.mesh.where(rank)})" for rank in late)
+    names = ", ".join(f"{rank} ({crew.mesh.coord_text(rank)})" for rank in late)
     error = CommTimeout(f"rank {names} of mesh {crew.mesh} did not finish within {timeout_s:g} s")
     frames = sys._current_frames()
     for rank, thread in late.items():

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from weft.checkpoint.folder import Found
 from weft.checkpoint.match import check_model
 from weft.config.checks import Check
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.errors import CheckpointError, Fault
 from weft.train.resume import find
 

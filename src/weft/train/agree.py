@@ -44,4 +44,4 @@ def agree(comm: Comm, act: Callable[[], None]) -> None:
         raise CheckpointError(*faults)
     for rank, text in enumerate(words):
         if text:
-            raise CheckpointError(Fault("resume", f"rank {rank} ({comm.mesh.where(rank)}) found: {text}"))
+            raise CheckpointError(Fault("resume", f"rank {rank} ({comm.mesh.coord_text(rank)}) found: {text}"))

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
-from weft.config.schema import Run
-from weft.config.to_plan import plan_of
+from weft.config.run import Run, plan_of
 from weft.core.model_config import ModelConfig
 from weft.data.opened import Samples, open_valid
 from weft.layout.plan import Plan

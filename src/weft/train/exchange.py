@@ -16,8 +16,8 @@ from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.source import Source
 from weft.config.hf.compose import config_json, unwritable
 from weft.config.hf.describe import CONFIG
-from weft.config.lora import chosen
-from weft.config.schema import Run
+from weft.config.lora import adapted_linears
+from weft.config.run import Run
 from weft.config.toml import dump
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
@@ -131,7 +131,9 @@ def send_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
     stored = open_checkpoint(checkpoint).section("model")
     lora = lora_of(facts)
     write_adapters(folder, stored, cfg=config, lora=lora, base=base)
-    told = f"{folder}: adapters of rank {lora.rank} beside {len(chosen(lora.targets, config.linears()))} linears"
+    told = (
+        f"{folder}: adapters of rank {lora.rank} beside {len(adapted_linears(lora.targets, config.linears()))} linears"
+    )
     if strange := strange_to_peft(config, lora):
         told += (
             f"\nPEFT 0.21 with transformers 5 does not find {len(strange)} of them ({strange[0]}, ...): it takes their names for"

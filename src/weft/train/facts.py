@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.checkpoint.format import Facts
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.data.samples import Samples
 from weft.train.step import TrainStep
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.comm.comm import Comm
-from weft.config.lora import chosen
-from weft.config.schema import Run
+from weft.config.lora import adapted_linears
+from weft.config.run import Run
 from weft.config.toml import dump
 from weft.data.opened import Samples, open_data
 from weft.data.prepared import tokenizer_of
@@ -147,7 +147,7 @@ def optimizer_text(run: Run) -> str:
     text = f"{optim.name}, lr {optim.lr:g} {optim.decay}, warm-up {optim.warmup} steps"
     if not lora.rank:
         return text
-    return f"{text}; moves adapters of rank {lora.rank} beside {len(chosen(lora.targets, run.model.linears()))} linears alone"
+    return f"{text}; moves adapters of rank {lora.rank} beside {len(adapted_linears(lora.targets, run.model.linears()))} linears alone"
 
 
 def schedule_text(plan: Plan) -> str:

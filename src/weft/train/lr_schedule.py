@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from weft.config.schema import Optim
+from weft.config.schema import OptimConfig
 
 
-def learning_rate(step: int, optim: Optim, total_steps: int) -> float:
+def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     """Learning rate of step `step` (the first is 0) of a run of `total_steps`.
 
     ```
@@ -27,7 +27,7 @@ def learning_rate(step: int, optim: Optim, total_steps: int) -> float:
     return least + (optim.lr - least) * _height(step, optim, total_steps)
 
 
-def _height(step: int, optim: Optim, total_steps: int) -> float:
+def _height(step: int, optim: OptimConfig, total_steps: int) -> float:
     """How high the rate stands between `min_lr` (0) and `lr` (1)."""
     start: float = optim.warmup
     if optim.decay == "constant":

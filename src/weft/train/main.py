@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.errors import EXIT_PREEMPTED
 from weft.run.comm import open_comm
 from weft.run.device import choose_device
@@ -27,15 +27,15 @@ def train(run: Run) -> int:
     main = partial(train_rank, run, leave)
     world = detect(os.environ)
     if world is not None:
-        return join(main, world, mesh=run.grid, out=out)
+        return join(main, world, mesh=run.device_mesh, out=out)
     with leave if run.transport == "threads" else nullcontext():  # signals reach the main thread alone, no rank
         return launch(
             main,
-            run.grid.size,
+            run.device_mesh.size,
             transport=run.transport,
             device=run.device,
             port=run.port,
-            mesh=run.grid,
+            mesh=run.device_mesh,
             out=out,
         )
 
@@ -47,7 +47,7 @@ def train_rank(run: Run, leave: Leave, world: World) -> None:
         SystemExit: 75 where it was asked to leave, and has saved.
     """
     device = choose_device(run.device, local_rank=world.local_rank, local_size=world.local_size)
-    with leave, open_comm(world, run.grid, device) as comm, open_journal(run, world) as journal:
+    with leave, open_comm(world, run.device_mesh, device) as comm, open_journal(run, world) as journal:
         status = train_on_ranks(run, comm, journal, leave)
     if status == "stopped":
         raise SystemExit(EXIT_PREEMPTED)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from weft.config.schema import Optim
+from weft.config.schema import OptimConfig
 
 # Note [Why not torch.optim.AdamW itself]
 # Its constructor imports torch._dynamo: 829 modules, 0.95 s and 70 MB before the first step of every run. The functions
@@ -49,7 +49,7 @@ class NamedOptimizer:
         state: by parameter name, then by torch's own name for it ("exp_avg", ...). There from the start, zero.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], optim: Optim, *, decay_names: Collection[str]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str]) -> None:
         self.params = dict(params)
         self.state: dict[str, State] = {name: self.fresh_state(param) for name, param in self.params.items()}
         decayed = tuple(name for name in self.params if name in decay_names)
@@ -84,7 +84,7 @@ class NamedOptimizer:
 class AdamW(NamedOptimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), as `torch.optim.AdamW(fused=True)` computes it."""
 
-    def __init__(self, params: Mapping[str, Tensor], optim: Optim, *, decay_names: Collection[str]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str]) -> None:
         self.betas, self.eps = optim.betas, optim.eps
         super().__init__(params, optim, decay_names=decay_names)
 
@@ -117,7 +117,7 @@ class AdamW(NamedOptimizer):
 class SGD(NamedOptimizer):
     """Descent with momentum, as `torch.optim.SGD(foreach=False)` computes it: the decay goes into the gradient."""
 
-    def __init__(self, params: Mapping[str, Tensor], optim: Optim, *, decay_names: Collection[str]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str]) -> None:
         self.momentum = optim.momentum
         super().__init__(params, optim, decay_names=decay_names)
 
@@ -144,7 +144,7 @@ OPTIMIZERS: dict[str, type[NamedOptimizer]] = {"adamw": AdamW, "sgd": SGD}
 
 
 def make_optimizer(
-    params: Mapping[str, Tensor], optim: Optim, *, decay_names: Collection[str] | None = None
+    params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str] | None = None
 ) -> NamedOptimizer:
     """The optimizer that `optim` describes; `decay_names` (default: the matrices) feel weight decay."""
     return OPTIMIZERS[optim.name](params, optim, decay_names=matrices(params) if decay_names is None else decay_names)

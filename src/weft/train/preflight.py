@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weft.checkpoint.folder import FOLDER, checkpoints
 from weft.config.checks import Check
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.errors import CheckpointError, Fault, LaunchError
 from weft.hf.tables import match_folder
 from weft.run.world import detect
@@ -50,7 +50,7 @@ def fresh_out(run: Run, now: datetime) -> Path:
 
 def world_faults(run: Run) -> Iterable[Fault]:
     """The ranks that are there, or are asked for, are as many as the mesh has."""
-    size, mesh = run.grid.size, repr(str(run.grid))
+    size, mesh = run.device_mesh.size, repr(str(run.device_mesh))
     try:
         world = detect(os.environ)
     except LaunchError as error:
@@ -144,8 +144,8 @@ def start_faults(run: Run) -> Iterable[Fault]:
 def notes(run: Run) -> tuple[str, ...]:
     """What is no fault and worth a line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if run.device == "cpu" and not is_joining(os.environ) and run.grid.size > cores:
-        return (f"{run.grid.size} ranks share {cores} cores: right, and slower than {cores} ranks",)
+    if run.device == "cpu" and not is_joining(os.environ) and run.device_mesh.size > cores:
+        return (f"{run.device_mesh.size} ranks share {cores} cores: right, and slower than {cores} ranks",)
     return ()
 
 

@@ -12,7 +12,7 @@ from weft.checkpoint.folder import Found, checkpoints, remove_leftovers
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.read import Checkpoint, open_checkpoint
 from weft.comm.comm import Comm
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.data.samples import Samples
 from weft.errors import CheckpointError, DataError, Fault
 from weft.train.agree import agree, words_of_first

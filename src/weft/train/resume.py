@@ -20,7 +20,7 @@ from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.match import check_model
 from weft.config.checks import Check
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.errors import CheckpointError, Fault
 
 KEY, AUTO = "resume", "auto"

@@ -24,7 +24,7 @@ from weft.checkpoint.folder import checkpoint_path, checkpoints, prune, temporar
 from weft.checkpoint.format import Facts
 from weft.checkpoint.held import snapshot
 from weft.checkpoint.write import Writing, commit, discard, start_write
-from weft.config.schema import Save
+from weft.config.schema import SaveConfig
 from weft.errors import CheckpointError
 from weft.run.signals import Leave
 from weft.train.agree import everyones_words, words_of_first
@@ -82,7 +82,7 @@ class Saver:
         step: TrainStep,
         run_folder: Path,
         *,
-        save: Save,
+        save: SaveConfig,
         facts: Callable[[int], Facts],
         leave: Leave,
         last: int = 0,
@@ -151,7 +151,7 @@ class Saver:
         if failures:
             discard(temporary_path(underway.final))
             rank, failure = failures[0]
-            why = f"rank {rank} ({self.comm.mesh.where(rank)}): {failure}" if self.comm.mesh.size > 1 else failure
+            why = f"rank {rank} ({self.comm.mesh.coord_text(rank)}): {failure}" if self.comm.mesh.size > 1 else failure
             yield self._failed(underway, why, need_bytes=sum(need for need, _ in reports))
         else:
             self._committing = (underway, self._pool.submit(self._commit, underway))

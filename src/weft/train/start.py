@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.source import Source
-from weft.config.schema import Run
+from weft.config.run import Run
 from weft.errors import CheckpointError, Fault
 from weft.hf.adapters import lora_of, plain
 from weft.hf.folder import HfFolder

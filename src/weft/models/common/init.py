@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from weft.core.model_config import Draw, InitTable, row_of
+from weft.core.model_config import Draw, InitTable, match_row
 
 
 def named_parameters(blocks: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, nn.Parameter]:
@@ -54,7 +54,7 @@ def initialise(
     for name in sorted(params, key=lambda name: (ties or {}).get(name, name)):
         owner = (ties or {}).get(name, name)
         if drawn[0] != owner:
-            drawn = owner, draw(owner, shapes[name], row_of(owner, table, title="init"), seed=seed)
+            drawn = owner, draw(owner, shapes[name], match_row(owner, table, title="init"), seed=seed)
         with torch.no_grad():
             params[name].copy_(piece(name, drawn[1]) if piece else drawn[1])
 

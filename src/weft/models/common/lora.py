@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.config.lora import LORA_A, LORA_B, chosen
-from weft.config.schema import Lora
+from weft.config.lora import LORA_A, LORA_B, adapted_linears
+from weft.config.schema import LoraConfig
 from weft.core.model_config import AxisTable, Draw, InitTable, ModelConfig
 from weft.models import Family
 from weft.models.common.moe import Router
@@ -45,7 +45,7 @@ class LoraLinear(nn.Linear):
     lora_b: Factor
 
     @classmethod
-    def beside(cls, linear: nn.Linear, lora: Lora) -> LoraLinear:
+    def beside(cls, linear: nn.Linear, lora: LoraConfig) -> LoraLinear:
         """The linear with a fresh adapter; its weight and bias stay the very same parameters."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
@@ -82,7 +82,7 @@ class AdaptedFamily:
     """A family whose models have adapters and are frozen but for them."""
 
     plain: Family
-    lora: Lora
+    lora: LoraConfig
 
     @property
     def Config(self) -> type[ModelConfig]:  # noqa: N802 (a class, as in every family)
@@ -114,7 +114,8 @@ class AdaptedFamily:
         """The plain family's rows, and for A the variance 1 / (3 x features in) of torch's linears, for B zero."""
         linears = cfg.linears()
         draws: dict[str, Draw] = {
-            name + LORA_A: ("normal", (3 * linears[name][1]) ** -0.5) for name in chosen(self.lora.targets, linears)
+            name + LORA_A: ("normal", (3 * linears[name][1]) ** -0.5)
+            for name in adapted_linears(self.lora.targets, linears)
         }
         return {**self.plain.init(cfg), **draws, f"*{LORA_B}": ("zeros",)}
 
@@ -123,7 +124,7 @@ class AdaptedFamily:
         blocks = self.plain.blocks(cfg)
         for block in blocks.values():
             freeze(block)
-        for name in chosen(self.lora.targets, cfg.linears()):
+        for name in adapted_linears(self.lora.targets, cfg.linears()):
             block_name, _, path = name.partition(".")
             linear = blocks[block_name].get_submodule(path)
             assert isinstance(linear, nn.Linear), f"{name} is a {type(linear).__name__}, and Config.linears names it"
@@ -138,6 +139,6 @@ def freeze(block: nn.Module) -> None:
         router.rate = 0.0
 
 
-def adapted(plain: Family, lora: Lora) -> Family:
+def adapted(plain: Family, lora: LoraConfig) -> Family:
     """The family as `lora` asks for it: with adapters, or as it is where the rank is 0."""
     return cast(Family, AdaptedFamily(plain, lora)) if lora.rank else plain

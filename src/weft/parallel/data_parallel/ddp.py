@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.comm.adopt import comm_or_world
 from weft.comm.comm import Comm
-from weft.core.mesh import Axis, names
+from weft.core.mesh import Axis, axis_names
 from weft.parallel.data_parallel.buckets import GradientBuckets
 
 
@@ -49,7 +49,7 @@ class DistributedDataParallel(nn.Module):
         self._buckets = GradientBuckets(
             self._params,
             comm=comm,
-            reduce=dict.fromkeys(self._params, names(axis) if comm.degree(axis) > 1 else ()),
+            reduce=dict.fromkeys(self._params, axis_names(axis) if comm.degree(axis) > 1 else ()),
             stage_of=dict.fromkeys(self._params, 0),
             bucket_bytes=bucket_bytes,
         )

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from weft.comm.comm import Comm
-from weft.core.axes import Box, box_of, cutting_axes, data_axes, gradient_axes
-from weft.core.model_config import AxisTable, InitTable, axes_of
+from weft.core.axes import Box, box_of, data_axes, gradient_axes, sharding_axes
+from weft.core.model_config import AxisTable, InitTable, logical_axes
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
@@ -183,7 +183,9 @@ def _cut_parameters(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *, 
     for block_name, block in blocks.items():
         for path, param in list(block.named_parameters(remove_duplicate=False)):
             name = f"{block_name}.{path}"
-            box = box_of(tuple(param.shape), axes_of(name, axes), rule=plan.cuts, mesh=plan.mesh, rank=comm.rank)
+            box = box_of(
+                tuple(param.shape), logical_axes(name, axes), rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank
+            )
             if box.shape == tuple(param.shape):
                 continue
             piece = param.detach()[box.slices].clone()
@@ -204,10 +206,10 @@ def _apply_transforms(
         return frozenset()
     inside: set[str] = set()
     for name, block in blocks.items():
-        rule, sequence = plan.cuts, plan.sequence_parallel
+        rule, sequence = plan.sharding_rule, plan.sequence_parallel
         inside |= linear.apply(name, block, comm=comm, table=axes, rule=rule, sequence=sequence)
         vocab.apply(name, block, comm=comm, table=axes, rule=rule, sequence=sequence)
-    if "vocab" in plan.cuts and "vocab" in sizes:
+    if "vocab" in plan.sharding_rule and "vocab" in sizes:
         vocab.cut_losses(blocks, vocab=sizes["vocab"], comm=comm)
     outside = frozenset(named_parameters(blocks)) if plan.sequence_parallel else frozenset()
     return outside | inside
@@ -221,7 +223,7 @@ def _known_axes(plan: Plan, params: Mapping[str, nn.Parameter]) -> AxisTable:
 
 def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dict[str, int]:
     """Length of each logical axis, as the parameters have it."""
-    return {axis: n for name, shape in shapes.items() for axis, n in zip(axes_of(name, axes), shape, strict=True)}
+    return {axis: n for name, shape in shapes.items() for axis, n in zip(logical_axes(name, axes), shape, strict=True)}
 
 
 def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTable) -> None:
@@ -229,10 +231,14 @@ def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTabl
     served = (linear.ColumnParallelLinear, linear.RowParallelLinear, vocab.VocabParallelEmbedding, Experts, Factor)
     for block_name, block in blocks.items():
         for path, _ in block.named_parameters():
-            name, logical = f"{block_name}.{path}", axes_of(f"{block_name}.{path}", axes)
+            name, logical = f"{block_name}.{path}", logical_axes(f"{block_name}.{path}", axes)
             module = block.get_submodule(path.rpartition(".")[0])
             in_mixture = any(path.startswith(f"{mixture}.") for mixture in dispatch.mixtures(block))
-            if cutting_axes(logical, plan.cuts, plan.mesh) and not isinstance(module, served) and not in_mixture:
+            if (
+                sharding_axes(logical, plan.sharding_rule, plan.mesh)
+                and not isinstance(module, served)
+                and not in_mixture
+            ):
                 raise PlanError(
                     Fault(
                         name,
@@ -245,14 +251,14 @@ def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTabl
 def _piece(
     name: str, shape: tuple[int, ...], plan: Plan, comm: Comm, *, axes: AxisTable, owner: str, partial: bool
 ) -> Piece:
-    logical = axes_of(name, axes)
-    cut = cutting_axes(logical, plan.cuts, plan.mesh)
+    logical = logical_axes(name, axes)
+    cut = sharding_axes(logical, plan.sharding_rule, plan.mesh)
     varies = (*data_axes(plan.mesh), *(("tp",) if partial else ()))
     return Piece(
         name=name,
         owner=owner,
         shape=shape,
-        box=box_of(shape, logical, rule=plan.cuts, mesh=plan.mesh, rank=comm.rank),
+        box=box_of(shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank),
         cut=cut,
         reduce=gradient_axes(plan.mesh, varies=varies, cut=cut),
     )

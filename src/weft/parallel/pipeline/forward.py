@@ -43,7 +43,7 @@ def play_in_turn(
 def whole_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Tensor:
     """logits[..., vocab] of this rank's logits[..., its part of the vocabulary]; all ranks along tp get them."""
     comm = model.comm
-    if "vocab" not in model.plan.cuts:
+    if "vocab" not in model.plan.sharding_rule:
         return logits
     return comm.all_gather(logits, "tp", dim=-1, sizes=span_sizes(vocab, comm.degree("tp")))
 

@@ -13,7 +13,7 @@ from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.axes import Rule, span, span_sizes
 from weft.core.mesh import Axis
-from weft.core.model_config import axes_of
+from weft.core.model_config import logical_axes
 from weft.errors import Fault, PlanError
 from weft.models.common.lora import plus_adapter, take_adapter
 from weft.parallel.expert import dispatch
@@ -168,7 +168,7 @@ def _find(name: str, block: nn.Module, *, table: Mapping[str, tuple[str, ...]], 
     for path, module in block.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        out_axis, in_axis = axes_of(f"{name}.{path}.weight", table)
+        out_axis, in_axis = logical_axes(f"{name}.{path}.weight", table)
         cuts_out, cuts_in = rule.get(out_axis) == "tp", rule.get(in_axis) == "tp"
         if cuts_out and cuts_in:
             raise PlanError(Fault(f"{name}.{path}.weight", "cut along both dims over tp", got=f"{out_axis}, {in_axis}"))

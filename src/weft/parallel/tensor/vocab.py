@@ -18,7 +18,7 @@ from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.axes import Rule, span
 from weft.core.mesh import Axis
-from weft.core.model_config import axes_of
+from weft.core.model_config import logical_axes
 from weft.errors import Fault, PlanError
 from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.layers import Loss
@@ -135,7 +135,7 @@ def apply(
     for path, module in list(block.named_modules()):
         if not isinstance(module, nn.Embedding):
             continue
-        row_axis, feature_axis = axes_of(f"{name}.{path}.weight", table)
+        row_axis, feature_axis = logical_axes(f"{name}.{path}.weight", table)
         if rule.get(feature_axis) == "tp":
             raise PlanError(
                 Fault(f"{name}.{path}.weight", "an embedding cannot be cut along its features", got=feature_axis)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft.comm.adopt import comm_or_world
 from weft.comm.comm import Comm
-from weft.core.mesh import Axis, names
+from weft.core.mesh import Axis, axis_names
 from weft.errors import DataError, Fault, PlanError
 from weft.parallel.model.tree import map_leaves
 from weft.parallel.zero.apply import ShardedParams
@@ -87,7 +87,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _make_units(self, chain: tuple[nn.Module, ...]) -> Iterator[Unit]:
         """Units of what each block owns and no block before it had: alike in dtype, all trained or all frozen."""
-        axes = names(self.axis) if self.comm.degree(self.axis) > 1 else ()
+        axes = axis_names(self.axis) if self.comm.degree(self.axis) > 1 else ()
         taken: set[int] = set()
         for block in chain:
             fill(block, chain, self.comm, self.axis, taken=taken)

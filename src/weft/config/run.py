@@ -1,0 +1,103 @@
+"""The run config: all sections of one run, the sizes that follow from them, and its plan."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from weft.config.schema import (
+    BatchConfig,
+    ConfigSection,
+    DataConfig,
+    EvalConfig,
+    LoraConfig,
+    ModelSection,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    SaveConfig,
+)
+from weft.core.mesh import Mesh
+from weft.layout.plan import Plan, canonical_json, make_stages
+
+
+class Run(ConfigSection):
+    """One run, whole: everything that decides what is computed and where."""
+
+    mesh: str = Field("", description='axes with degrees, outermost first: "pp2 dp2 tp2"; nothing: one rank')
+    seed: int = Field(1, ge=0, lt=2**63, description="seed of initial weights, data order and random draws")
+    steps: int = Field(200, ge=1, description="optimizer steps to train")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where ranks compute; auto: cuda if there is one"
+    )
+    transport: Literal["process", "threads"] = Field("process", description="what a rank is on this machine")
+    nproc: Annotated[int, Field(ge=1)] | None = Field(None, description="local ranks to start; None: the mesh's size")
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None, description="TCP port at which local ranks meet; None: a free one"
+    )
+    sample: int = Field(0, ge=0, description="tokens that the model writes after the last step; 0: none")
+    out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
+    resume: str | None = Field(
+        None,
+        description="auto (newest checkpoint in out, if any), a checkpoint, or a run folder; None: start anew",
+    )
+    model: ModelSection = Field(description="the model")
+    data: DataConfig = Field(default_factory=DataConfig, description="what it reads")
+    batch: BatchConfig = Field(default_factory=BatchConfig, description="sequences a step")
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="how the parameters move")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="the layout besides the mesh")
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="turns of the pipeline ranks")
+    precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="number types")
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="low-rank adapters")
+    save: SaveConfig = Field(default_factory=SaveConfig, description="checkpoints")
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="loss on text that is not trained on")
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh, read from its text."""
+        return Mesh.parse(self.mesh)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks whose sequences differ."""
+        return self.device_mesh.degree(("dp", "ep"))
+
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches a step on every data rank."""
+        return self.batch.global_size // (self.num_data_ranks * self.batch.micro_size)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all ranks."""
+        return self.device_mesh.degree("pp") * self.pipeline.chunks
+
+
+def plan_of(run: Run) -> Plan:
+    """The plan that this config asks for.
+
+    Raises:
+        PlanError: more stages than layers, or a split that does not add up.
+    """
+    blocks = run.model.block_specs(run.data.seq_len)
+    return Plan(
+        mesh=run.device_mesh,
+        family=run.model.name,
+        architecture=canonical_json(run.model.architecture),
+        stages=make_stages(blocks, run.num_stages, split=run.pipeline.split),
+        schedule=run.pipeline.schedule,
+        chunks=run.pipeline.chunks,
+        microbatches=run.num_micro,
+        micro_size=run.batch.micro_size,
+        seq_len=run.data.seq_len,
+        sequence_parallel=run.parallel.sequence,
+        context=run.parallel.context,
+        zero=run.parallel.zero,
+        recompute=run.parallel.recompute,
+        params=run.precision.params,
+        compute=run.precision.compute,
+        reduce=run.precision.reduce,
+        clip=run.optim.clip,
+    )
