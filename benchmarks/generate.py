@@ -26,7 +26,7 @@ from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import FAMILIES, preset
 from weft.models.common.batch import chain, token_batch
 from weft.models.common.init import initialise, named_parameters, tie
-from weft.run.rank import prepare
+from weft.run.rank_setup import prepare_rank
 from weft.train.build import build_model
 
 PROMPT = tuple(b"def main():\n")
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--wall", action="store_true", help="seconds of the clock; on a CPU seconds of computing else")
     asked = parser.parse_args()
-    prepare(1)
+    prepare_rank(1)
     clock = time.perf_counter if asked.wall or asked.device != "cpu" else time.process_time
     config, device = preset(asked.preset), torch.device(asked.device)
     ways = [make(config, asked.samples, device, asked.dtype) for make in (ours, anew, theirs)]

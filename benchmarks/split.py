@@ -17,7 +17,7 @@ import torch
 from weft.models import FAMILIES
 from weft.models.common.batch import chain, token_batch
 from weft.parallel.pipeline.split_backward import Split
-from weft.run.rank import keep_memory
+from weft.run.rank_setup import keep_freed_memory
 
 SIZES = ((128, 352, 128), (256, 704, 256), (512, 1408, 256), (1024, 2816, 256))
 """Width, feed-forward width, tokens of each of two sequences."""
@@ -73,7 +73,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    keep_memory()
+    keep_freed_memory()
     for dim, ffn, length in SIZES:
         clock = measure(dim, ffn, length, rounds)
         ms = {name: 1000 * clock.median(name) for name in clock.seconds}

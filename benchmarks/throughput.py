@@ -29,8 +29,8 @@ from weft.models import llama3
 from weft.models.common.batch import Batch, forward, token_batch
 from weft.prove.layout import micro_batches
 from weft.prove.oracle import plain_model
-from weft.run.comm import open_comm
 from weft.run.launch import launch
+from weft.run.rank_setup import open_comm
 from weft.run.world import World
 from weft.train.build import build_model
 from weft.train.optim import make_optimizer

@@ -21,8 +21,8 @@ from benchmarks.rivals.course import SMALL, TINY, Course, Size
 from benchmarks.rivals.race import race, report
 
 from weft.core.mesh import Mesh
-from weft.run.comm import open_comm
 from weft.run.launch import launch
+from weft.run.rank_setup import open_comm
 from weft.run.world import World
 
 SIZES = {

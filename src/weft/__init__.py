@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.parallel.tensor.vocab import VocabParallelEmbedding
     from weft.parallel.zero.fsdp import FullyShardedDataParallel
     from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
-    from weft.run.start import init
+    from weft.run.init import init
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ _HOMES = {
     "VocabParallelEmbedding": "weft.parallel.tensor.vocab",
     "WeftError": "weft.errors",
     "Work": "weft.comm.transport",
-    "init": "weft.run.start",
+    "init": "weft.run.init",
     "parallelize": "weft.parallel.model.parallelize",
     "ring_attention": "weft.parallel.context.ring",
 }

@@ -19,8 +19,8 @@ import torch
 
 from weft.core.mesh import Mesh
 from weft.errors import CommTimeout, DataError, Fault, RankError
-from weft.run.comm import open_comm
 from weft.run.launch import join, launch
+from weft.run.rank_setup import open_comm
 from weft.run.world import World, detect
 
 MESH = Mesh.parse("pp3")

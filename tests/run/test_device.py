@@ -10,7 +10,7 @@ import torch
 
 from weft.errors import LaunchError
 from weft.run.crew import fork_ranks
-from weft.run.device import choose_device
+from weft.run.rank_setup import choose_device
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_too_few_gpus_are_one_line_where_cuda_is_asked_for(monkeypatch):
     with pytest.raises(LaunchError) as caught:
         choose_device("cuda", local_rank=0, local_size=2)
     assert str(caught.value) == (
-        "device: not enough GPUs (got 1 GPUs for 2 ranks here; need one for each rank). "
+        "device: not enough GPUs (got 1 GPUs for 2 local ranks; need one for each rank). "
         "Fix: use fewer ranks, or --device cpu"
     )
 

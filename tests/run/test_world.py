@@ -1,4 +1,4 @@
-"""Claims about joining a world that is there already: torchrun's, Slurm's, none, and half of one."""
+"""The world read from the variables of torchrun and Slurm, incomplete variables, and Slurm host lists."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weft.errors import LaunchError
-from weft.run.world import World, detect
+from weft.run.world import World, detect, expand_hosts
 
 TORCHRUN = {
     "RANK": "5",
@@ -32,39 +34,39 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in names}
 
 
-def test_torchrun_says_who_and_where():
+def test_torchrun_variables_give_rank_and_rendezvous():
     assert detect(TORCHRUN) == World(5, 8, 1, 4, "env://")
 
 
-def test_hand_made_ranks_are_one_a_machine_unless_they_say_otherwise():
+def test_local_rank_and_size_default_to_one_rank_a_machine():
     world = detect(without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     assert (world.local_rank, world.local_size) == (0, 1)
 
 
-def test_slurm_meets_on_its_first_host_at_a_port_of_the_job():
+def test_slurm_rendezvous_is_the_first_host_and_a_port_of_the_job():
     assert detect(SLURM) == World(5, 8, 1, 4, "tcp://node07:22345")
 
 
-def test_slurm_job_steps_meet_at_their_own_hosts_and_ports():
+def test_slurm_job_steps_use_their_own_host_and_port():
     step = {**SLURM, "SLURM_STEP_NODELIST": "node08", "SLURM_STEP_ID": "3"}
     assert detect(step).rendezvous == "tcp://node08:22348"
 
 
-def test_slurm_tasks_are_spread_evenly_where_nobody_says_how():
+def test_slurm_tasks_are_spread_evenly_without_tasks_per_node():
     assert detect(without(SLURM, "SLURM_NTASKS_PER_NODE")).local_size == 4
 
 
-def test_slurm_obeys_an_address_that_the_job_script_sets():
+def test_master_addr_and_port_override_the_slurm_rendezvous():
     world = detect({**SLURM, "MASTER_ADDR": "ib0", "MASTER_PORT": "1234"})
     assert world.rendezvous == "tcp://ib0:1234"
 
 
-def test_torchrun_inside_a_slurm_job_wins():
+def test_torchrun_inside_a_slurm_job_takes_precedence():
     assert detect({**SLURM, **TORCHRUN}) == detect(TORCHRUN)
 
 
 @pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "4"}, {"SLURM_NTASKS": "4"}, {**SLURM, "SLURM_NTASKS": "1"}])
-def test_nobody_has_started_a_world(env):
+def test_incomplete_or_single_task_environments_give_no_world(env):
     assert detect(env) is None
 
 
@@ -83,12 +85,59 @@ def test_nobody_has_started_a_world(env):
         ),
     ],
 )
-def test_half_a_world_is_one_line(env, line):
+def test_missing_or_invalid_variables_are_one_line(env, line):
     with pytest.raises(LaunchError) as caught:
         detect(env)
     assert str(caught.value) == line
 
 
-def test_looking_for_a_world_does_not_import_torch():
+def test_detect_does_not_import_torch():
     script = "import sys, weft.run.world; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("localhost", ("localhost",)),
+        ("a,b", ("a", "b")),
+        ("node[01-04,07]", ("node01", "node02", "node03", "node04", "node07")),
+        ("node[8-11]", ("node8", "node9", "node10", "node11")),
+        ("node[098-101]-ib", ("node098-ib", "node099-ib", "node100-ib", "node101-ib")),
+        ("gpu[1-2],login,cpu[3]", ("gpu1", "gpu2", "login", "cpu3")),
+        ("r[1-2]n[1-2]", ("r1n1", "r1n2", "r2n1", "r2n2")),
+    ],
+)
+def test_slurm_host_lists_are_expanded_in_order(text, hosts):
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "a,,b", "a,", "n[1-2", "n1-2]", "n[]", "n[a-b]", "n[2-1]", "n[1[2]]", "n[-3]"]
+)
+def test_an_invalid_host_list_is_rejected_with_its_text(text):
+    with pytest.raises(LaunchError) as caught:
+        expand_hosts(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.lists(NAMES, min_size=1))
+def test_plain_host_names_are_unchanged(names):
+    assert expand_hosts(",".join(names)) == tuple(names)
+
+
+@given(NAMES, st.integers(0, 500), st.integers(0, 60), st.integers(1, 5))
+def test_a_host_range_has_every_number_once_at_its_width(name, first, length, width):
+    low, high = f"{first:0{width}}", f"{first + length:0{width}}"
+    hosts = expand_hosts(f"{name}[{low}-{high}]")
+    assert [int(host.removeprefix(name)) for host in hosts] == list(range(first, first + length + 1))
+    assert all(len(host) >= len(name) + width for host in hosts)
+
+
+@given(st.lists(st.tuples(NAMES, st.lists(st.integers(0, 99), min_size=1, max_size=4)), min_size=1, max_size=4))
+def test_a_host_list_is_the_concatenation_of_its_words(words):
+    texts = [f"{name}[{','.join(map(str, numbers))}]" for name, numbers in words]
+    assert expand_hosts(",".join(texts)) == sum((expand_hosts(text) for text in texts), ())

@@ -30,7 +30,7 @@ from weft.config.schema import OptimConfig, PrecisionConfig, SaveConfig
 from weft.core.axes import Box
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.prove.layout import micro_batches
-from weft.run.signals import Leave
+from weft.run.signals import StopRequest
 from weft.testing import run_ranks
 from weft.train.build import build_step
 from weft.train.checkpoint import restore
@@ -131,7 +131,7 @@ def test_another_layout_goes_on_within_rounding(tmp_path):
 
 def saver_of(step: TrainStep, folder: Path, run: Run, *, every: int = 2, keep: int = 2) -> Saver:
     facts = facts_of(run, step, NoSamples())
-    return Saver(step, folder, save=SaveConfig(every=every, keep=keep), facts=facts, leave=Leave())
+    return Saver(step, folder, save=SaveConfig(every=every, keep=keep), facts=facts, leave=StopRequest())
 
 
 def play(step: TrainStep, case: Case, saver: Saver, steps: Sequence[int]) -> list[dict[str, Any]]:
@@ -249,7 +249,7 @@ def test_all_ranks_leave_after_the_step_in_which_one_was_asked_to(tmp_path):
         step = build_step(case.run, comm)
         saver = saver_of(step, tmp_path, case.run, every=0)
         play(step, case, saver, range(2))
-        saver.leave.asked = comm.rank == 2
+        saver.leave.requested = comm.rank == 2
         assert bool(saver.word() & Word.LEAVE) == (comm.rank == 2)
         events = play(step, case, saver, range(2, 1000)) + list(saver.finish(3, save=True))
         return [(event["event"], event["step"]) for event in events]

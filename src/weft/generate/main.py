@@ -15,9 +15,8 @@ from weft.generate.show import Objects, Screen, to_stdout
 from weft.generate.subject import Subject
 from weft.generate.texts import Texts
 from weft.hf.folder import HfFolder
-from weft.run.comm import open_comm
-from weft.run.device import choose_device
 from weft.run.launch import join, launch
+from weft.run.rank_setup import choose_device, open_comm
 from weft.run.world import World, detect
 from weft.train.build import family_of
 

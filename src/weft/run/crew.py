@@ -16,7 +16,7 @@ import torch
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, Fault, LaunchError
 from weft.run.failure import Failure, describe_exit
 from weft.run.fork import Child, fork_rank
-from weft.run.signals import Signals
+from weft.run.signals import SignalQueue
 
 POLL_S = 0.02
 SETTLE_S = 0.3
@@ -68,7 +68,7 @@ class Crew:
         self.failures: list[Failure] = []
         self._asked_to_leave = False
 
-    def wait(self, signals: Signals) -> None:
+    def wait(self, signals: SignalQueue) -> None:
         """Until all have ended, by themselves or because one failed.
 
         SIGTERM and SIGUSR1 go on to the ranks as SIGTERM: they may save and leave with exit code 75. A second SIGTERM ends
@@ -99,7 +99,7 @@ class Crew:
             time.sleep(POLL_S)
         return None
 
-    def end(self, number: int, signals: Signals | None = None) -> None:
+    def end(self, number: int, signals: SignalQueue | None = None) -> None:
         """Send `number` to all that live, and SIGKILL to those that still do after a moment, or after one more signal."""
         failures = list(self.failures)
         self._send(number)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.run.rank import detach, flush, leave, play
-from weft.run.signals import Signals
+from weft.run.signals import SignalQueue
 
 
 @dataclass
@@ -32,7 +32,7 @@ def fork_rank(rank: int, stack_file: Path) -> Child:
     parent = os.getpid()
     reading, writing = os.pipe()
     flush()
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, Signals.NOTED)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SignalQueue.SIGNALS)
     try:
         if (pid := os.fork()) == 0:
             os.close(reading)

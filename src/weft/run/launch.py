@@ -15,11 +15,11 @@ from typing import Literal
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, RankError
 from weft.run.crew import Crew, fork_ranks
-from weft.run.device import Choice, choose_device
 from weft.run.failure import TRACE, Failure, describe, first_of, to_error
 from weft.run.fork import Child
-from weft.run.rank import leave, play, prepare
-from weft.run.signals import Signals
+from weft.run.rank import leave, play
+from weft.run.rank_setup import DeviceChoice, choose_device, prepare_rank
+from weft.run.signals import SignalQueue
 from weft.run.threads import play_threads
 from weft.run.world import World
 
@@ -46,7 +46,7 @@ def launch(
     nproc: int,
     *,
     transport: Literal["process", "threads"] = "process",
-    device: Choice = "auto",
+    device: DeviceChoice = "auto",
     port: int | None = None,
     mesh: Mesh | None = None,
     out: Path | None = None,
@@ -78,7 +78,7 @@ def launch(
             raise telling.error(first_of(ended.failures))
         return ended.code
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
-    with Signals() as signals:
+    with SignalQueue() as signals:
         ours = fork_ranks(nproc, folder)
         if isinstance(ours, Child):
             world = local_world(ours.rank, nproc, folder=folder, port=port)
@@ -95,7 +95,7 @@ def join(main: Main, world: World, *, mesh: Mesh | None = None, out: Path | None
     Raises:
         RankError: what went wrong, with this rank's coordinates.
     """
-    prepare(world.local_size)
+    prepare_rank(world.local_size)
     try:
         main(world)
     except Exception as error:
@@ -112,7 +112,7 @@ def local_world(rank: int, size: int, *, folder: Path, port: int | None) -> Worl
     return World(rank, size, rank, size, meeting)
 
 
-def settle(crew: Crew, signals: Signals, *, folder: Path, telling: Telling) -> int:
+def settle(crew: Crew, signals: SignalQueue, *, folder: Path, telling: Telling) -> int:
     """Wait for the forked ranks, clean up after them, and say how they ended; see `launch`."""
     try:
         crew.wait(signals)
@@ -125,5 +125,5 @@ def settle(crew: Crew, signals: Signals, *, folder: Path, telling: Telling) -> i
 
 
 def _become(main: Main, world: World) -> None:
-    prepare(world.local_size)
+    prepare_rank(world.local_size)
     main(world)

@@ -14,47 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER
 from weft.run.failure import describe
 
-# Note [Memory of a rank]
-# glibc maps and unmaps every block of 32 MB or more, and gives the top of the heap back: each step faults its pages in
-# anew. The settings of `keep_memory` do what the environment variables MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_ and
-# MALLOC_TOP_PAD_ do, without starting the process again. Measured, GPT of 10.7 M parameters, 8,192 tokens a step, 1 thread:
-#
-#     as it is      1,190 tokens/s     228,000 page faults a step    1.89 GB at most
-#     variables     1,276               12,000                        1.96
-#     keep_memory   1,269               13,000                        1.99
-
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -2, -3, -4
-LARGEST = 2**31 - 1
-PAD_BYTES = 2**28
 PR_SET_PDEATHSIG = 1
-
-
-def prepare(local_size: int) -> None:
-    """Set up this process (or thread) to compute as one of `local_size` ranks of this machine."""
-    keep_memory()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_cores() // local_size))
-    torch.set_flush_denormal(True)
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def keep_memory() -> None:
-    """Keep freed memory for the next step; see Note [Memory of a rank]."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    _ = mallopt(M_MMAP_THRESHOLD, LARGEST) or mallopt(M_MMAP_MAX, 0)
-    mallopt(M_TRIM_THRESHOLD, LARGEST)
-    mallopt(M_TOP_PAD, PAD_BYTES)
 
 
 def detach(parent: int, *, stack_file: Path) -> None:

@@ -1,66 +1,66 @@
-"""Owns signals: those that reach the process which started the ranks, and those that ask a rank to save and leave."""
+"""Signal handling: signals to the process that launched the ranks, and requests to a rank to save and stop."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from types import FrameType, TracebackType
+from typing import Any
 
 
-class Signals:
-    """Signals that arrive while it is open are noted, for whoever asks next, instead of ending this process.
+class SignalQueue:
+    """While open, signals are queued instead of ending this process.
 
-    What the shell has this process ignore (a script's background job: Ctrl-C) stays ignored.
+    Signals that the shell has set to be ignored (Ctrl-C for a background job of a script) stay ignored.
     """
 
-    NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP)
 
     def __init__(self) -> None:
         self.pending: list[int] = []
+        self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> Signals:
-        heeded = (number for number in self.NOTED if signal.getsignal(number) != signal.SIG_IGN)
-        self._before = {number: signal.signal(number, self._note) for number in heeded}
+    def __enter__(self) -> SignalQueue:
+        for number in self.SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._enqueue)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _enqueue(self, number: int, frame: FrameType | None) -> None:
         self.pending.append(number)
 
     def next(self) -> int | None:
-        """The oldest signal that nobody has asked for."""
+        """Remove and return the oldest queued signal; None if there is none."""
         return self.pending.pop(0) if self.pending else None
 
 
-class Leave:
-    """Whether this process has been asked to save and leave, while it is open: by SIGTERM, or by SIGUSR1, which batch
-    systems send some time ahead of the end.
+class StopRequest:
+    """Whether this process was asked to save and stop, while open: by SIGTERM, or by SIGUSR1, which batch systems send
+    some time before the end of a job.
 
-    Python lets only the main thread listen; opened in another one, it hears nothing by itself.
+    Python delivers signals to the main thread only: opened in another thread, it changes no handler.
     """
 
-    HEARD = (signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, object] = {}
+        self.requested = False
+        self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> Leave:
-        if _is_main():
-            self._before = {number: signal.signal(number, self._note) for number in self.HEARD}
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                self._previous[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if _is_main():
-            for number, handler in self._before.items():
-                signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() gave
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-
-
-def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True

@@ -12,8 +12,8 @@ import torch
 from weft.comm.threads import ThreadWorld
 from weft.errors import EXIT_OK
 from weft.run.failure import Failure, describe
-from weft.run.rank import prepare
-from weft.run.world import Memory, World
+from weft.run.rank_setup import prepare_rank
+from weft.run.world import ThreadRendezvous, World
 
 WAIT_S = 600.0
 """How long a rank waits for another one in an operation."""
@@ -39,9 +39,9 @@ def play_threads(main: Callable[[World], None], devices: Sequence[torch.device])
     codes: list[int] = []
 
     def act(rank: int) -> None:
-        prepare(world.size)
+        prepare_rank(world.size)
         try:
-            main(World(rank, world.size, rank, world.size, Memory(world)))
+            main(World(rank, world.size, rank, world.size, ThreadRendezvous(world)))
         except SystemExit as leaving:
             codes.append(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
             world.leave(rank)

@@ -1,37 +1,42 @@
-"""Owns the world as one rank finds it: who it is, how many there are, and where all of them meet. No torch."""
+"""The world of one rank (rank, size, rendezvous), read from the variables of torchrun or Slurm. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from weft.errors import Fault, LaunchError
-from weft.run.hosts import expand
 
 Env = Mapping[str, str]
 
 SLURM_PORTS = range(20_000, 30_000)
-"""Ports for Slurm jobs: below those that Linux gives to outgoing connections."""
+"""Ports for Slurm jobs: below Linux's range for outgoing connections."""
+
+HOST_WORD = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+HOST_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+HOST_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
-class Memory:
+class ThreadRendezvous:
     """Ranks are threads of one process; `threads` is the `ThreadWorld` that they share."""
 
     threads: object
 
 
-Rendezvous = str | Memory
-"""Where ranks meet: `env://` (torchrun's variables), `tcp://host:port`, `file:///path`, or this process's memory."""
+Rendezvous = str | ThreadRendezvous
+"""`env://` (torchrun's variables), `tcp://host:port`, `file:///path`, or the memory of this process."""
 
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place among all.
+    """Rank and world size of one process or thread.
 
     Attributes:
         rank: 0 to size - 1, over all machines.
-        local_rank: 0 to local_size - 1, on this machine: chooses the GPU.
+        local_rank: 0 to local_size - 1, on this machine: selects the GPU.
     """
 
     rank: int
@@ -42,53 +47,112 @@ class World:
 
 
 def detect(env: Env) -> World | None:
-    """The world that torchrun or Slurm has started this process in; None where nobody did.
+    """The world that torchrun or Slurm has started this process in; None outside of both.
 
     Raises:
-        LaunchError: it is announced, and half of it is missing or makes no sense.
+        LaunchError: variables are missing, are not numbers, or contradict each other.
     """
-    world = _torchrun(env) or _slurm(env)
+    world = _torchrun_world(env) or _slurm_world(env)
     if world is not None and not 0 <= world.rank < world.size:
         raise LaunchError(Fault("rank", "is outside the world", got=f"rank {world.rank} of {world.size}"))
     return world
 
 
-def _torchrun(env: Env) -> World | None:
-    """What torchrun tells each process; whoever sets the same variables by hand is as welcome."""
+def _torchrun_world(env: Env) -> World | None:
+    """The world in torchrun's variables, which may also be set by hand."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
-    _word(env, "MASTER_ADDR"), _number(env, "MASTER_PORT")
-    local_rank, local_size = _number(env, "LOCAL_RANK", "0"), _number(env, "LOCAL_WORLD_SIZE", "1")
-    return World(_number(env, "RANK"), _number(env, "WORLD_SIZE"), local_rank, local_size, "env://")
+    _require(env, "MASTER_ADDR")
+    _number(env, "MASTER_PORT")
+    return World(
+        rank=_number(env, "RANK"),
+        size=_number(env, "WORLD_SIZE"),
+        local_rank=_number(env, "LOCAL_RANK", default=0),
+        local_size=_number(env, "LOCAL_WORLD_SIZE", default=1),
+        rendezvous="env://",
+    )
 
 
-def _slurm(env: Env) -> World | None:
-    """What srun tells each task. A job of one task is no world: there the ranks are still to be started."""
+def _slurm_world(env: Env) -> World | None:
+    """The world in srun's variables; None for a job of one task, which starts its ranks itself."""
     if "SLURM_PROCID" not in env or env.get("SLURM_NTASKS", "1") == "1":
         return None
-    rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_NTASKS")
-    hosts = expand(env.get("SLURM_STEP_NODELIST") or _word(env, "SLURM_JOB_NODELIST"))
-    meeting = f"tcp://{env.get('MASTER_ADDR') or hosts[0]}:{_slurm_port(env)}"
-    local_size = _number(env, "SLURM_NTASKS_PER_NODE", str(-(-size // len(hosts))))
-    return World(rank, size, _number(env, "SLURM_LOCALID"), local_size, meeting)
+    size = _number(env, "SLURM_NTASKS")
+    node_list = env.get("SLURM_STEP_NODELIST") or _require(env, "SLURM_JOB_NODELIST")
+    hosts = expand_hosts(node_list)
+    tasks_per_host = -(-size // len(hosts))
+    address = env.get("MASTER_ADDR") or hosts[0]
+    return World(
+        rank=_number(env, "SLURM_PROCID"),
+        size=size,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_size=_number(env, "SLURM_NTASKS_PER_NODE", default=tasks_per_host),
+        rendezvous=f"tcp://{address}:{_slurm_port(env)}",
+    )
 
 
 def _slurm_port(env: Env) -> int:
-    """The same for all tasks of a job step, another for its neighbours in time."""
+    """A port that is equal for all tasks of a job step and differs between consecutive jobs and steps."""
     if "MASTER_PORT" in env:
         return _number(env, "MASTER_PORT")
-    return SLURM_PORTS[(_number(env, "SLURM_JOB_ID", "0") + _number(env, "SLURM_STEP_ID", "0")) % len(SLURM_PORTS)]
+    job = _number(env, "SLURM_JOB_ID", default=0)
+    step = _number(env, "SLURM_STEP_ID", default=0)
+    return SLURM_PORTS[(job + step) % len(SLURM_PORTS)]
 
 
-def _word(env: Env, name: str, default: str | None = None) -> str:
-    word = env.get(name) or default
-    if word is None:
+def _require(env: Env, name: str) -> str:
+    value = env.get(name)
+    if not value:
         raise LaunchError(Fault(name, "is missing in the environment", fix="start with torchrun or srun"))
-    return word
+    return value
 
 
-def _number(env: Env, name: str, default: str | None = None) -> int:
-    word = _word(env, name, default)
-    if not word.isdecimal():
-        raise LaunchError(Fault(name, "is no number", got=repr(word), fix="start with torchrun or srun"))
-    return int(word)
+def _number(env: Env, name: str, *, default: int | None = None) -> int:
+    if default is not None and not env.get(name):
+        return default
+    value = _require(env, name)
+    if not value.isdecimal():
+        raise LaunchError(Fault(name, "is no number", got=repr(value), fix="start with torchrun or srun"))
+    return int(value)
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """Every host of a Slurm host list, in order: `node[08-10,12]-ib` is node08-ib node09-ib node10-ib node12-ib.
+
+    Leading zeros are kept; a word may hold several brackets, the last one varies fastest.
+
+    Raises:
+        LaunchError: the text is no host list.
+    """
+    words = HOST_WORD.findall(text)
+    if not words or ",".join(words) != text:
+        raise _invalid_host_list(text)
+    hosts: list[str] = []
+    for word in words:
+        hosts.extend(_hosts_of_word(word, text))
+    return tuple(hosts)
+
+
+def _hosts_of_word(word: str, text: str) -> Iterator[str]:
+    choices: list[list[str]] = []
+    for ranges, plain in HOST_PART.findall(word):
+        choices.append([plain] if plain else list(_numbers_of_ranges(ranges, text)))
+    return map("".join, itertools.product(*choices))
+
+
+def _numbers_of_ranges(ranges: str, text: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        match = HOST_RANGE.fullmatch(part)
+        if match is None:
+            raise _invalid_host_list(text)
+        first, last = match[1], match[2] or match[1]
+        if int(first) > int(last):
+            raise _invalid_host_list(text)
+        width = len(first)
+        for number in range(int(first), int(last) + 1):
+            yield f"{number:0{width}}"
+
+
+def _invalid_host_list(text: str) -> LaunchError:
+    fault = Fault("SLURM_JOB_NODELIST", "is no host list", got=repr(text), need="host names like node[01-04,07]")
+    return LaunchError(fault)

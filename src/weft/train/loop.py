@@ -16,7 +16,7 @@ from weft.data.opened import Samples, open_data
 from weft.data.prepared import tokenizer_of
 from weft.errors import WeftError
 from weft.layout.plan import Plan
-from weft.run.signals import Leave
+from weft.run.signals import StopRequest
 from weft.train.agree import words_of_first
 from weft.train.build import build_evaluation, build_feed
 from weft.train.evaluate import Evaluation, eval_event
@@ -37,7 +37,7 @@ PROMPT = "def "
 TEMPERATURE = 0.8
 
 
-def train_on_ranks(run: Run, comm: Comm, journal: Journal, leave: Leave) -> Literal["finished", "stopped"]:
+def train_on_ranks(run: Run, comm: Comm, journal: Journal, leave: StopRequest) -> Literal["finished", "stopped"]:
     """Train; every rank of the mesh calls this, the journal of the first one tells.
 
     Raises:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from weft.config.run import Run
 from weft.errors import EXIT_PREEMPTED
-from weft.run.comm import open_comm
-from weft.run.device import choose_device
 from weft.run.launch import join, launch
-from weft.run.signals import Leave
+from weft.run.rank_setup import choose_device, open_comm
+from weft.run.signals import StopRequest
 from weft.run.world import World, detect
 from weft.train.event_log import Journal
 from weft.train.loop import train_on_ranks
@@ -23,7 +22,7 @@ from weft.view.live import open_view
 def train(run: Run) -> int:
     """Train on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code."""
     check_start(run)
-    out, leave = Path(run.out) if run.out else None, Leave()
+    out, leave = Path(run.out) if run.out else None, StopRequest()
     main = partial(train_rank, run, leave)
     world = detect(os.environ)
     if world is not None:
@@ -40,7 +39,7 @@ def train(run: Run) -> int:
         )
 
 
-def train_rank(run: Run, leave: Leave, world: World) -> None:
+def train_rank(run: Run, leave: StopRequest, world: World) -> None:
     """One rank, from its first breath to its last.
 
     Raises:

@@ -26,7 +26,7 @@ from weft.checkpoint.held import snapshot
 from weft.checkpoint.write import Writing, commit, discard, start_write
 from weft.config.schema import SaveConfig
 from weft.errors import CheckpointError
-from weft.run.signals import Leave
+from weft.run.signals import StopRequest
 from weft.train.agree import everyones_words, words_of_first
 from weft.train.checkpoint import held
 from weft.train.step import TrainStep
@@ -84,7 +84,7 @@ class Saver:
         *,
         save: SaveConfig,
         facts: Callable[[int], Facts],
-        leave: Leave,
+        leave: StopRequest,
         last: int = 0,
     ) -> None:
         self.step, self.run_folder, self.save_keys, self.facts, self.leave = step, run_folder, save, facts, leave
@@ -96,7 +96,7 @@ class Saver:
 
     def word(self) -> Word:
         """What this rank has to say now."""
-        word = Word.LEAVE if self.leave.asked else Word(0)
+        word = Word.LEAVE if self.leave.requested else Word(0)
         if self._underway is None:
             return word
         if not self._underway.writing.done():

@@ -20,17 +20,18 @@ from typing import NoReturn
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, RankError
-from weft.run.comm import TIMEOUT_S, open_comm
 from weft.run.crew import Crew, fork_ranks
-from weft.run.device import Choice, choose_device
 from weft.run.fork import Child
 from weft.run.launch import Telling, local_world, settle
-from weft.run.rank import prepare, report
-from weft.run.signals import Signals
+from weft.run.rank import report
+from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, open_comm, prepare_rank
+from weft.run.signals import SignalQueue
 from weft.run.world import World, detect
 
 
-def init(mesh: str | Mesh, *, device: Choice = "auto", port: int | None = None, timeout_s: float = TIMEOUT_S) -> Comm:
+def init(
+    mesh: str | Mesh, *, device: DeviceChoice = "auto", port: int | None = None, timeout_s: float = TIMEOUT_S
+) -> Comm:
     """Be a rank of `mesh`: join the world that torchrun or Slurm has started, else make one on this machine.
 
     A world is made by forking this process: every rank goes on from here with a Comm of its own. The process that the
@@ -51,17 +52,17 @@ def init(mesh: str | Mesh, *, device: Choice = "auto", port: int | None = None, 
     stack = ExitStack()
     atexit.register(stack.close)
     comm = stack.enter_context(open_comm(world, shape, chosen, timeout_s=timeout_s))
-    prepare(world.local_size)
+    prepare_rank(world.local_size)
     return comm
 
 
-def _make_world(mesh: Mesh, device: Choice, port: int | None) -> World:
+def _make_world(mesh: Mesh, device: DeviceChoice, port: int | None) -> World:
     choose_device(device, local_rank=0, local_size=mesh.size)
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
     if mesh.size == 1:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return local_world(0, 1, folder=folder, port=port)
-    with Signals() as signals:
+    with SignalQueue() as signals:
         ours = fork_ranks(mesh.size, folder)
         if isinstance(ours, Crew):
             _stay_behind(ours, signals, folder=folder, telling=Telling(mesh))
@@ -69,7 +70,7 @@ def _make_world(mesh: Mesh, device: Choice, port: int | None) -> World:
     return local_world(ours.rank, mesh.size, folder=folder, port=port)
 
 
-def _stay_behind(crew: Crew, signals: Signals, *, folder: Path, telling: Telling) -> NoReturn:
+def _stay_behind(crew: Crew, signals: SignalQueue, *, folder: Path, telling: Telling) -> NoReturn:
     """Wait for the ranks, and exit as they did."""
     try:
         code = settle(crew, signals, folder=folder, telling=telling)

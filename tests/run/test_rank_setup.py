@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import resource, sys, torch
-from weft.run.rank import prepare
+from weft.run.rank_setup import prepare_rank
 
 def faults_of_a_step():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -16,7 +16,7 @@ def faults_of_a_step():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 first = faults_of_a_step()
-prepare(1)
+prepare_rank(1)
 later = [faults_of_a_step() for _ in range(6)]  # the heap grows in the first ones
 sys.stdout.write(f"{first} {later[-1]}")
 """
