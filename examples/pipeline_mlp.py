@@ -45,7 +45,7 @@ class Stage:
         self.sending: list[Work] = []
         self.loss = torch.zeros((), dtype=torch.float64)
         self.did: list[str] = []
-        self.most_held = 0
+        self.peak_activations = 0
 
     def forward(self, mb: int) -> None:
         """Take the activation of the stage before, compute, hand on; keep both ends for the backward."""
@@ -58,7 +58,7 @@ class Stage:
         else:  # started, not waited for: the neighbour may be about to send us something
             self.sending.append(self.comm.start_send(y.detach(), "pp", to=self.me + 1))
         self.held[mb] = x, y
-        self.most_held = max(self.most_held, len(self.held))
+        self.peak_activations = max(self.peak_activations, len(self.held))
         self.did.append(f"F{self.me}.{mb}")
 
     def backward(self, mb: int) -> None:
@@ -107,7 +107,7 @@ def main() -> None:
 
     plan = make_table("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
     say(comm, draw(simulate(plan)))
-    table(comm, ("first actions, by hand", "held at most"), (" ".join(stage.did[:8]), str(stage.most_held)))
+    table(comm, ("first actions, by hand", "held at most"), (" ".join(stage.did[:8]), str(stage.peak_activations)))
     assert stage.did == [str(act) for act in plan.rows[me]], "what was done by hand is this rank's row of the table"
 
     pipe = weft.PipelineParallel(blocks, comm, loss=F.mse_loss, example=batches[0][0], microbatches=MICROBATCHES)

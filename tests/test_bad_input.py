@@ -68,7 +68,7 @@ TABLE = {
     "unknown preset": ("--model.preset", "gpt2-124", "error: model.preset: unknown preset (got 'gpt2-124')"),
     "interleaved, micro-batches do not divide": (
         *("--mesh", "pp2", "--pipeline.schedule", "interleaved", "--batch.global_size", "6"),
-        "error: pipeline.schedule: interleaved needs a number of micro-batches that the pipeline ranks divide",
+        "error: pipeline.schedule: interleaved needs a number of micro-batches to be a multiple of the pipeline ranks",
     ),
     "nproc differs from the mesh": (
         "--mesh",

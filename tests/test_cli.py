@@ -83,7 +83,7 @@ def test_schedule_draws_each(name, capsys):
 
 
 def test_schedule_draws_a_table_from_a_file(tmp_path, capsys):
-    (tmp_path / "own.txt").write_text("microbatches 1\nhome 0 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n")
+    (tmp_path / "own.txt").write_text("microbatches 1\nstage_to_rank 0 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n")
     assert main(["schedule", str(tmp_path / "own.txt"), "--ranks", "2", "--microbatches", "1"]) == EXIT_OK
     assert "50.0% bubble" in capsys.readouterr().out
 

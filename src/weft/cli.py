@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import Field
-from rich.console import Console
 
+from weft.commands import schedule as commands_schedule
 from weft.commands.console import (
     HELP,
     load_checked_run,
@@ -40,19 +40,10 @@ from weft.errors import (
     WeftError,
     did_you_mean,
 )
-from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.schedule.actions import Act
-from weft.schedule.catalog import SCHEDULES, find, make_table
-from weft.schedule.simulate import TEXTBOOK, simulate
-from weft.schedule.timeline import Timeline
 from weft.train import adapter_base, preflight, resume
-from weft.view.colour import paint
-from weft.view.text import draw
 
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
-SIMULATED_FLOPS = 1e12
-"""FLOP/s of a simulated rank."""
 PATIENCE_S = 1.0
 """torchrun ends all ranks with the first that ends: the others wait until the first on their machine has told its faults."""
 
@@ -125,41 +116,17 @@ def explain(words: Sequence[str]) -> int:
 
 
 def simulate_run(words: Sequence[str]) -> int:
-    """Draw the pipeline of a config as the simulator plays it."""
+    """Draw the pipeline of a config as the simulator runs it."""
     if wants_help(words):
         return _help_of_run("simulate", words)
-    plan = plan_of(load_checked_run(words))
-    print_result(
-        f"{plan.schedule}; a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward, links free"
-    )
-    return _show(simulate(plan.table, lambda act: action_s(plan, act)))
-
-
-def action_s(plan: Plan, act: Act) -> float:
-    """Seconds of one action on one simulated rank."""
-    cuts = plan.mesh.degree(("tp", "cp"))
-    return TEXTBOOK[act.kind] * plan.stages[act.stage].flops * plan.micro_size / cuts / SIMULATED_FLOPS
-
-
-class Drawing(ConfigSection):
-    """What `weft schedule` draws."""
-
-    schedule: str = Field("1f1b", description=f"{', '.join(SCHEDULES)}, or a file with a table")
-    ranks: int = Field(4, ge=1, description="pipeline ranks")
-    chunks: int | None = Field(None, ge=1, description="model chunks a rank; None: as the schedule likes")
-    microbatches: int = Field(8, ge=1, description="micro-batches a step")
+    return commands_schedule.simulate_run(words)
 
 
 def schedule(words: Sequence[str]) -> int:
-    """Draw a schedule with a forward of 1 s and a backward of 2 s."""
-    usage = COMMANDS["schedule"].usage
+    """Draw a schedule at unit costs."""
     if wants_help(words):
-        return show_help(Drawing(), f"weft schedule {usage}", COMMANDS["schedule"].line)
-    named = ["--schedule", *words] if words and not words[0].startswith("--") else words
-    drawing = flags.read_config(named, Drawing)
-    table = make_table(drawing.schedule, ranks=drawing.ranks, microbatches=drawing.microbatches, chunks=drawing.chunks)
-    print_result(find(drawing.schedule).doc.strip().splitlines()[0].removeprefix("Owns "))
-    return _show(simulate(table))
+        return commands_schedule.help_of_schedule()
+    return commands_schedule.schedule(words)
 
 
 class Proving(ConfigSection):
@@ -243,8 +210,8 @@ class Command:
 COMMANDS = {
     "train": Command(CONFIG_USAGE, "train a model; without words: a small LLaMA 3 on Python's own sources", train),
     "explain": Command(CONFIG_USAGE, "tell who does what in a run, and why, without starting it", explain),
-    "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as it would play", simulate_run),
-    "schedule": Command("[NAME] [--ranks 4 ...]", "draw a pipeline schedule", schedule),
+    "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),
+    "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
     "prove": Command(
         "[RUN | CONFIG.toml] [--first 3]", "hold a run or a layout against one device, number by number", prove
     ),
@@ -262,11 +229,3 @@ COMMANDS_TO_COME = ("plan", "bench", "report", "launch", "chaos")
 def _help_of_run(name: str, words: Sequence[str]) -> int:
     run = try_load([word for word in words if word not in HELP], FAMILIES).run
     return show_help(run, f"weft {name} {CONFIG_USAGE}", f"{COMMANDS[name].line}; here for the model {run.model.name}")
-
-
-def _show(timeline: Timeline) -> int:
-    console = Console()
-    if console.is_terminal:
-        console.print(paint(timeline, width=console.width))
-        return EXIT_OK
-    return print_result(draw(timeline))

@@ -20,8 +20,9 @@ from weft.models.common.batch import Batch, Extra, forward
 from weft.parallel.data_parallel.buckets import GradientBuckets
 from weft.parallel.model.parallelize import parallelize
 from weft.parallel.pipeline.player import Played, Player
-from weft.schedule.actions import Act, Table, validate
+from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
+from weft.schedule.validate_table import validate
 from weft.testing import run_ranks
 
 SPLIT = (
@@ -69,7 +70,7 @@ def with_late_last_stage() -> Table:
     """A V on which rank 0 is done with stage 0 first and computes all weight gradients of the last stage after that."""
     table = make_table("zbv", ranks=2, microbatches=3)
     late = [act for act in table.rows[0] if act.kind == "W" and act.stage == 3]
-    return Table((tuple(act for act in table.rows[0] if act not in late) + tuple(late), table.rows[1]), table.home, 3)
+    return Table((tuple(act for act in table.rows[0] if act not in late) + tuple(late), table.rows[1]), table.stage_to_rank, 3)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

@@ -82,7 +82,7 @@ def activations(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
         per_micro += ("loss" in names) * (reduce_once(wide, tp) + reduce_once(2 * wide, tp))
         sent["tp"] += case.microbatches * per_micro
     if (pp := comm.degree("pp")) > 1:
-        stages, home = len(plan.stages), plan.table.home
+        stages, home = len(plan.stages), plan.table.stage_to_rank
         crossed = [stage for stage in range(stages - 1) if home[stage] != home[stage + 1]]
         forward = sum(home[stage] == comm.index("pp") for stage in crossed)
         backward = sum(home[stage + 1] == comm.index("pp") for stage in crossed)

@@ -1,4 +1,4 @@
-"""Owns random tables that play: what tests of lowering, players and simulators run over, beyond the known schedules."""
+"""Random valid tables, for property tests of lowering, the player and the simulator."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from itertools import product
 from random import Random
 
 from weft.schedule.actions import Act, Table, needs
+from weft.schedule.validate_table import SPLIT_BACKWARD, WHOLE_BACKWARD
 
 
 def random_table(dice: Random, *, ranks: int, stages: int, microbatches: int) -> Table:
-    """Any homes (each rank owns a stage), whole and split backwards mixed, and any order that respects who waits.
+    """Random stage owners (each rank owns a stage), whole and split backwards mixed, any order that respects `needs`.
 
-    Needs `stages` >= `ranks` >= 1. Every valid table of these sizes can come out.
+    Needs `stages` >= `ranks` >= 1. Every valid table of these sizes can be drawn.
     """
-    home = [*range(ranks), *(dice.randrange(ranks) for _ in range(stages - ranks))]
-    dice.shuffle(home)
+    stage_to_rank = [*range(ranks), *(dice.randrange(ranks) for _ in range(stages - ranks))]
+    dice.shuffle(stage_to_rank)
     pairs = list(product(range(stages), range(microbatches)))
     splits = {pair for pair in pairs if dice.random() < 0.5}
-    todo = {Act(kind, *pair) for pair in pairs for kind in (("F", "I", "W") if pair in splits else ("F", "B"))}
+    pending: set[Act] = set()
+    for stage, mb in pairs:
+        kinds = SPLIT_BACKWARD if (stage, mb) in splits else WHOLE_BACKWARD
+        pending.update(Act(kind, stage, mb) for kind in kinds)
     done: set[Act] = set()
     rows: list[list[Act]] = [[] for _ in range(ranks)]
-    while todo:
-        ready = [act for act in todo if done.issuperset(needs(act, num_stages=stages, splits=splits))]
+    while pending:
+        ready = [act for act in pending if done.issuperset(needs(act, num_stages=stages, splits=splits))]
         act = dice.choice(sorted(ready))
-        rows[home[act.stage]].append(act)
-        todo.remove(act)
+        rows[stage_to_rank[act.stage]].append(act)
+        pending.remove(act)
         done.add(act)
-    return Table(tuple(map(tuple, rows)), tuple(home), microbatches)
+    return Table(tuple(map(tuple, rows)), tuple(stage_to_rank), microbatches)

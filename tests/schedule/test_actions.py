@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.schedule.random_table import random_table
 from weft.errors import ScheduleError
-from weft.schedule.actions import Act, Table, linearise, needs, validate
+from weft.schedule.actions import Act, Table, needs
 from weft.schedule.catalog import SCHEDULES
+from weft.schedule.validate_table import linearize, validate
 
 TABLES = [s.table(*size) for s in SCHEDULES.values() for size in s.sizes(ranks=8, chunks=4, microbatches=32)]
 SMALL = [table for table in TABLES if sum(map(len, table.rows)) <= 60]
@@ -28,7 +29,7 @@ def plays(table: Table) -> bool:
     )
     if sorted(act for row in table.rows for act in row) != wanted:
         return False
-    if any(table.home[act.stage] != rank for rank, row in enumerate(table.rows) for act in row):
+    if any(table.stage_to_rank[act.stage] != rank for rank, row in enumerate(table.rows) for act in row):
         return False
     forward = dict.fromkeys(range(table.microbatches), -1)
     backward = dict.fromkeys(range(table.microbatches), table.num_stages)
@@ -86,8 +87,8 @@ def corrupt(table: Table, dice: random.Random) -> Table:
             row[i] = row[i]._replace(mb=dice.randint(0, table.microbatches))
         case "rehome":
             stage = dice.randrange(table.num_stages)
-            home = (*table.home[:stage], dice.randrange(len(rows)), *table.home[stage + 1 :])
-            return replace(table, home=home)
+            home = (*table.stage_to_rank[:stage], dice.randrange(len(rows)), *table.stage_to_rank[stage + 1 :])
+            return replace(table, stage_to_rank=home)
         case "exchange":
             rows[rank], rows[rows.index(other)] = other, row
     return replace(table, rows=tuple(map(tuple, rows)))
@@ -102,7 +103,7 @@ def test_every_schedule_makes_only_valid_tables():
 @given(playable_tables())
 def test_every_table_that_plays_is_valid_and_is_played_in_an_order_that_respects_who_waits(table):
     validate(table)
-    order = linearise(table)
+    order = linearize(table)
     place = {act: index for index, act in enumerate(order)}
     assert sorted(order) == sorted(act for row in table.rows for act in row)
     assert all(list(row) == sorted(row, key=place.__getitem__) for row in table.rows)
@@ -114,7 +115,7 @@ def test_every_table_that_plays_is_valid_and_is_played_in_an_order_that_respects
 def test_a_corrupted_table_is_refused_with_an_action_named_or_still_plays(table, dice, times):
     for _ in range(times):
         table = corrupt(table, dice) if all(table.rows) else table
-    if plays(table) and set(table.home) == set(range(table.num_ranks)):
+    if plays(table) and set(table.stage_to_rank) == set(range(table.num_ranks)):
         validate(table)
     else:
         with pytest.raises(ScheduleError, match=r"[FBIW]\d+\.\d+|own no stage"):
@@ -134,12 +135,14 @@ def test_a_corrupted_table_is_refused_with_an_action_named_or_still_plays(table,
         ("F0.0 B0.0|F1.0 I1.0", "lacks W1.0"),
         ("F0.0 B0.0|F1.0 W1.0", "lacks I1.0"),
         ("F0.0 B0.0 B1.0|F1.0", "rank 0 holds B1.0 .need only its stages 0"),
-        ("B0.0 F0.0|F1.0 B1.0", "rank 0 stands at B0.0 and waits for F0.0 .rank 0 stands at B0.0"),
-        ("F0.0 B0.0|F1.0 W1.0 I1.0", "rank 1 stands at W1.0 and waits for I1.0"),
+        ("B0.0 F0.0|F1.0 B1.0", "rank 0 is at B0.0 and waits for F0.0 .rank 0 is at B0.0"),
+        ("F0.0 B0.0|F1.0 W1.0 I1.0", "rank 1 is at W1.0 and waits for I1.0"),
     ],
 )
 def test_a_fault_is_named(rows, says):
-    table = Table(tuple(tuple(map(Act.parse, row.split())) for row in rows.split("|")), home=(0, 1), microbatches=1)
+    table = Table(
+        tuple(tuple(map(Act.parse, row.split())) for row in rows.split("|")), stage_to_rank=(0, 1), microbatches=1
+    )
     assert not plays(table)
     with pytest.raises(ScheduleError, match=says):
         validate(table)
@@ -148,20 +151,20 @@ def test_a_fault_is_named(rows, says):
 def test_a_deadlock_that_a_check_of_each_rank_alone_misses_is_found_and_both_ranks_are_named():
     """Every action once, each forward before its backward: torch 2.13's `_validate_schedule` lets this table pass."""
     rows = ("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1")
-    table = Table(tuple(tuple(map(Act.parse, row.split())) for row in rows), home=(0, 1), microbatches=2)
+    table = Table(tuple(tuple(map(Act.parse, row.split())) for row in rows), stage_to_rank=(0, 1), microbatches=2)
     with pytest.raises(ScheduleError) as caught:
         validate(table)
-    assert "rank 0 stands at B0.0 and waits for B1.0 (rank 1 stands at F1.1)" in str(caught.value)
-    assert "rank 1 stands at F1.1 and waits for F0.1 (rank 0 stands at B0.0)" in str(caught.value)
+    assert "rank 0 is at B0.0 and waits for B1.0 (rank 1 is at F1.1)" in str(caught.value)
+    assert "rank 1 is at F1.1 and waits for F0.1 (rank 0 is at B0.0)" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        (Table(((),), home=(0,), microbatches=0), "0 micro-batches"),
-        (Table(((), ()), home=(0, 0), microbatches=1), "ranks 1 own no stage"),
-        (Table(((),), home=(0, 3), microbatches=1), "stages 1 live on no rank"),
-        (Table((), home=(), microbatches=1), "no ranks"),
+        (Table(((),), stage_to_rank=(0,), microbatches=0), "0 micro-batches"),
+        (Table(((), ()), stage_to_rank=(0, 0), microbatches=1), "ranks 1 own no stage"),
+        (Table(((),), stage_to_rank=(0, 3), microbatches=1), "stages 1 are on no rank"),
+        (Table((), stage_to_rank=(), microbatches=1), "no ranks"),
     ],
 )
 def test_a_table_of_impossible_shape_is_refused(table, says):
@@ -193,11 +196,11 @@ def test_text_and_json_read_back_as_the_same_table(table):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "lacks its head"),
-        ("microbatches 1\nhome 0\nrank 0: F0.0 X0.0", "cannot read the action 'X0.0'"),
-        ("microbatches 1\nhome 0\nrank 1: F0.0", r"line 3 .*rank 0: "),
+        ("", "has no header"),
+        ("microbatches 1\nstage_to_rank 0\nrank 0: F0.0 X0.0", "cannot read the action 'X0.0'"),
+        ("microbatches 1\nstage_to_rank 0\nrank 1: F0.0", r"line 3 .*rank 0: "),
         ("microbatches one", "line 1"),
-        ("microbatches 1 2\nhome 0", "lacks its head"),
+        ("microbatches 1 2\nhome 0", "has no header"),
     ],
 )
 def test_a_text_that_is_no_table_is_refused_with_its_line(text, says):
@@ -206,7 +209,7 @@ def test_a_text_that_is_no_table_is_refused_with_its_line(text, says):
 
 
 def test_comments_and_blank_lines_are_no_part_of_a_table():
-    text = "# mine\nmicrobatches 1  # one\n\nhome 0\nrank 0: F0.0 B0.0 # done\n"
+    text = "# mine\nmicrobatches 1  # one\n\nstage_to_rank 0\nrank 0: F0.0 B0.0 # done\n"
     assert Table.parse(text) == SCHEDULES["gpipe"].table(1, 1, 1)
 
 

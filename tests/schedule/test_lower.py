@@ -14,7 +14,7 @@ from weft.errors import ScheduleError
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
 from weft.schedule.lower import Program, Recv, Send, check_rendezvous, lower
-from weft.schedule.simulate import play_times, textbook_cost
+from weft.schedule.simulate import action_times, unit_cost
 
 SIZES = [(s.name, *size) for s in SCHEDULES.values() for size in s.sizes(ranks=8, chunks=4, microbatches=32)]
 
@@ -83,11 +83,11 @@ def play_seconds(lowered: Program, hop: float) -> float:
                         posted[act] = clock[rank]
                     case act:
                         source = lowered.table.source(act)
-                        if source is not None and lowered.table.home[source.stage] != rank:
+                        if source is not None and lowered.table.stage_to_rank[source.stage] != rank:
                             if source not in arrived:
                                 break
                             clock[rank] = max(clock[rank], arrived[source])
-                        clock[rank] += textbook_cost(act)
+                        clock[rank] += unit_cost(act)
                 reached[rank] += 1
                 moved = True
     return max(clock)
@@ -115,10 +115,10 @@ def test_every_schedule_plays_without_tags_whatever_the_speed_of_the_ranks(size,
 def test_every_tensor_that_changes_ranks_is_sent_once_and_received_once_and_no_other(lowered):
     table = lowered.table
     crossing = {
-        (source, table.home[source.stage], table.home[act.stage])
+        (source, table.stage_to_rank[source.stage], table.stage_to_rank[act.stage])
         for row in table.rows
         for act in row
-        if (source := table.source(act)) and table.home[source.stage] != table.home[act.stage]
+        if (source := table.source(act)) and table.stage_to_rank[source.stage] != table.stage_to_rank[act.stage]
     }
     sends = [(i.act, rank, i.peer) for rank, row in enumerate(lowered.rows) for i in row if isinstance(i, Send)]
     recvs = [(i.act, i.peer, rank) for rank, row in enumerate(lowered.rows) for i in row if isinstance(i, Recv)]
@@ -136,7 +136,7 @@ def test_the_actions_stay_as_they_are_and_a_receive_is_posted_before_the_action_
                 case Send(act, _):
                     assert place[act] < index
                 case Act() as act if (source := lowered.table.source(act)) and source not in place:
-                    assert place[Recv(source, lowered.table.home[source.stage])] < index
+                    assert place[Recv(source, lowered.table.stage_to_rank[source.stage])] < index
 
 
 @pytest.mark.parametrize("hop", [0.0625, 0.25, 0.5])
@@ -145,7 +145,7 @@ def test_no_receive_is_posted_late_a_program_takes_no_longer_than_the_table_itse
     for name, p, v, m in SIZES:
         if m in (1, 2, 3, 7, 8, 16) and p * v * m <= 256:
             table = SCHEDULES[name].table(p, v, m)
-            ideal = max(end for _, end in play_times(table, textbook_cost, hop=hop).values())
+            ideal = max(end for _, end in action_times(table, unit_cost, hop=hop).values())
             assert play_seconds(lower(table), hop) == ideal, (name, p, v, m)
 
 
@@ -158,7 +158,7 @@ def test_one_rank_needs_no_transfers():
 def test_two_neighbouring_stages_on_one_rank_hand_over_without_a_transfer():
     """A V of stages: rank 1 holds stages 1 and 2."""
     rows = ("F0.0 F3.0 B3.0 B0.0", "F1.0 F2.0 B2.0 B1.0")
-    table = Table(tuple(tuple(map(Act.parse, row.split())) for row in rows), home=(0, 1, 1, 0), microbatches=1)
+    table = Table(tuple(tuple(map(Act.parse, row.split())) for row in rows), stage_to_rank=(0, 1, 1, 0), microbatches=1)
     assert lower(table).text == (
         "rank 0: F0.0 send(F0.0 to 1) recv(F2.0 from 1) F3.0 B3.0 send(B3.0 to 1) recv(B1.0 from 1) B0.0\n"
         "rank 1: recv(F0.0 from 0) F1.0 F2.0 send(F2.0 to 0) recv(B3.0 from 0) B2.0 B1.0 send(B1.0 to 0)\n"
@@ -201,12 +201,12 @@ def spoiled(rank: int, before: str, after: str) -> Program:
             0,
             "send(F0.1 to 1)",
             "",
-            r"deadlocks .got rank 0 stands at recv.B1.0 from 1.; rank 1 stands at recv.F0.1 from 0",
+            r"deadlocks .got rank 0 is at recv.B1.0 from 1.; rank 1 is at recv.F0.1 from 0",
         ),
         (0, "send(F0.1 to 1) recv(B1.0 from 1) B0.0", "recv(B1.0 from 1) B0.0 send(F0.1 to 1)", "deadlocks"),
-        (0, "recv(B1.0 from 1) B0.0", "B0.0 recv(B1.0 from 1)", r"rank 0 stands at B0.0 without \['B1.0'\]"),
+        (0, "recv(B1.0 from 1) B0.0", "B0.0 recv(B1.0 from 1)", r"rank 0 is at B0.0 without \['B1.0'\]"),
         (0, "F0.0 send(F0.0 to 1)", "send(F0.0 to 1) F0.0", "another tensor"),
-        (1, "B1.1 send(B1.1 to 0)", "B1.1", r"deadlocks .got rank 0 stands at recv.B1.1 from 1"),
+        (1, "B1.1 send(B1.1 to 0)", "B1.1", r"deadlocks .got rank 0 is at recv.B1.1 from 1"),
         (1, "recv(F0.1 from 0)", "", r"deadlocks|another tensor|before its tensors"),
     ],
 )
@@ -223,12 +223,12 @@ def test_two_receives_posted_early_towards_each_other_are_refused():
     )
     table = make_table("gpipe", ranks=2, microbatches=1)
     with pytest.raises(
-        ScheduleError, match=r"rank 0 stands at recv\(F1.0 from 1\); rank 1 stands at recv\(F0.0 from 0\)"
+        ScheduleError, match=r"rank 0 is at recv\(F1.0 from 1\); rank 1 is at recv\(F0.0 from 0\)"
     ):
         check_rendezvous(Program(table, rows))
 
 
 def test_a_table_that_deadlocks_is_not_lowered():
-    table = Table.parse("microbatches 1\nhome 0 1\nrank 0: B0.0 F0.0\nrank 1: F1.0 B1.0\n")
+    table = Table.parse("microbatches 1\nstage_to_rank 0 1\nrank 0: B0.0 F0.0\nrank 1: F1.0 B1.0\n")
     with pytest.raises(ScheduleError, match="deadlock"):
         lower(table)

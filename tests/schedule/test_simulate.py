@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from weft.errors import ScheduleError
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
-from weft.schedule.simulate import peak_live, peak_microbatches, play_times, simulate, textbook_cost
+from weft.schedule.simulate import action_times, peak_live, peak_microbatches, simulate, unit_cost
 from weft.schedule.timeline import bubble, makespan
 
 SIZES = {
@@ -20,7 +20,7 @@ EVERY = [(name, *size) for name, sizes in SIZES.items() for size in sizes]
 
 def exact(table: Table, chunks: int):
     """A stage of one rank costs 1 forward and 2 backward; a chunk is 1/chunks of it."""
-    return simulate(table, lambda act: Fraction(textbook_cost(act), chunks))
+    return simulate(table, lambda act: Fraction(unit_cost(act), chunks))
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -67,12 +67,12 @@ def test_interleaved_holds_p_times_1_plus_p_minus_1_over_pv_micro_batches():
 
 def test_a_split_backward_frees_its_activation_only_with_the_weight_gradient():
     row = tuple(map(Act.parse, ["F0.0", "I0.0", "F0.1", "I0.1", "W0.0", "W0.1"]))
-    assert peak_live(Table((row,), home=(0,), microbatches=2)) == (2,)
+    assert peak_live(Table((row,), stage_to_rank=(0,), microbatches=2)) == (2,)
 
 
 def test_a_split_backward_lets_the_previous_stage_start_earlier():
-    whole = Table.parse("microbatches 1\nhome 0 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n")
-    split = Table.parse("microbatches 1\nhome 0 1\nrank 0: F0.0 I0.0 W0.0\nrank 1: F1.0 I1.0 W1.0\n")
+    whole = Table.parse("microbatches 1\nstage_to_rank 0 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n")
+    split = Table.parse("microbatches 1\nstage_to_rank 0 1\nrank 0: F0.0 I0.0 W0.0\nrank 1: F1.0 I1.0 W1.0\n")
     assert (makespan(simulate(whole)), makespan(simulate(split))) == (6, 5)
 
 
@@ -102,10 +102,10 @@ def test_each_action_starts_as_soon_as_its_rank_and_all_it_needs_allow_and_no_so
     name, *sizes = size
     table = SCHEDULES[name].table(*sizes)
     cost = {act: dice.randint(1, 9) for row in table.rows for act in row}
-    times = play_times(table, cost.__getitem__, hop=hop)
+    times = action_times(table, cost.__getitem__, hop=hop)
     for rank, row in enumerate(table.rows):
         for before, act in zip((None, *row), row, strict=False):
-            arrivals = [times[need][1] + hop * (table.home[need.stage] != rank) for need in table.needs(act)]
+            arrivals = [times[need][1] + hop * (table.stage_to_rank[need.stage] != rank) for need in table.needs(act)]
             assert times[act][0] == max([0, *arrivals, *([times[before][1]] if before else [])])
             assert times[act][1] == times[act][0] + cost[act]
 
@@ -116,7 +116,7 @@ def test_a_large_table_is_played_once_through():
 
     def cost(act):
         priced.append(act)
-        return textbook_cost(act)
+        return unit_cost(act)
 
     timeline = simulate(table, cost)
     assert len(priced) == len(set(priced)) == len(timeline.spans) == 2 * 32 * 4 * 64
@@ -124,6 +124,6 @@ def test_a_large_table_is_played_once_through():
 
 
 def test_a_table_that_deadlocks_is_named_and_not_waited_for():
-    table = Table.parse("microbatches 1\nhome 0 1\nrank 0: B0.0 F0.0\nrank 1: F1.0 B1.0\n")
-    with pytest.raises(ScheduleError, match=r"rank 0 stands at B0\.0"):
+    table = Table.parse("microbatches 1\nstage_to_rank 0 1\nrank 0: B0.0 F0.0\nrank 1: F1.0 B1.0\n")
+    with pytest.raises(ScheduleError, match=r"rank 0 is at B0\.0"):
         simulate(table)

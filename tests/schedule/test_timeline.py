@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from weft.schedule.catalog import SCHEDULES, make_table
-from weft.schedule.simulate import simulate, textbook_cost
+from weft.schedule.simulate import simulate, unit_cost
 from weft.schedule.timeline import COMPUTE, Span, Timeline, bubble, busy, idle, makespan
 
 MEASURED = Timeline(
@@ -30,8 +30,8 @@ def test_the_actions_of_a_simulated_timeline_are_the_rows_of_the_table(name):
 def test_json_reads_back_and_exact_times_become_floats():
     assert Timeline.from_json(MEASURED.to_json()) == MEASURED
     table = make_table("1f1b", ranks=2, microbatches=2)
-    exact = simulate(table, lambda act: Fraction(textbook_cost(act), 4))
-    assert Timeline.from_json(exact.to_json()) == simulate(table, lambda act: textbook_cost(act) / 4)
+    exact = simulate(table, lambda act: Fraction(unit_cost(act), 4))
+    assert Timeline.from_json(exact.to_json()) == simulate(table, lambda act: unit_cost(act) / 4)
 
 
 def test_time_in_overlapping_spans_counts_once():
@@ -46,7 +46,7 @@ def test_idle_and_bubble_look_at_computation_alone():
 
 def test_only_keeps_what_overlaps_the_window():
     assert [span.name for span in MEASURED.only(ranks={0}, kinds=COMPUTE).spans] == ["F0.0", "B0.0"]
-    assert [span.name for span in MEASURED.only(start_s=11.0, end_s=13.0).spans] == ["all_reduce dp", "all_reduce dp"]
+    assert [span.name for span in MEASURED.only(start=11.0, end=13.0).spans] == ["all_reduce dp", "all_reduce dp"]
     assert MEASURED.only(kinds=()).num_ranks == 2
 
 

@@ -9,9 +9,10 @@ from functools import cache
 
 import pytest
 
-from weft.schedule.actions import Act, Table, validate
+from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import make_table
-from weft.schedule.simulate import peak_live, peak_microbatches, play_times
+from weft.schedule.simulate import action_times, peak_live, peak_microbatches
+from weft.schedule.validate_table import validate
 
 SPLIT = ("zero_bubble", "zero_bubble_h2", "zbv", "dual_pipe_v")
 SIZES = tuple(itertools.product(range(1, 9), range(1, 33)))
@@ -35,13 +36,13 @@ def cost(f: int, i: int, w: int):
 def spans(name: str, p: int, m: int, times=(1, 1, 1)) -> list[list[tuple[int, int]]]:
     """Start and end of every action, row by row."""
     price = cost(*times)
-    when = play_times(table(name, p, m), lambda act: price(act.kind))
+    when = action_times(table(name, p, m), lambda act: price(act.kind))
     return [[when[act] for act in row] for row in table(name, p, m).rows]
 
 
 def length(name: str, p: int, m: int, times=(1, 1, 1)) -> int:
     """Idle time of a rank over the makespan; the work is the same on every rank."""
-    work = m * sum(times) * (len(table(name, p, m).home) // p)
+    work = m * sum(times) * (len(table(name, p, m).stage_to_rank) // p)
     return max(row[-1][1] for row in spans(name, p, m, times)) - work
 
 
@@ -183,7 +184,7 @@ def test_dual_pipe_v_is_pairs_in_its_steady_state():
 @pytest.mark.parametrize("name", ["zbv", "dual_pipe_v"])
 def test_a_v_has_its_first_and_last_stage_on_rank_0_and_turns_on_the_last_rank(name):
     for p in range(1, 9):
-        assert table(name, p, 2 * p).home == tuple(min(stage, 2 * p - 1 - stage) for stage in range(2 * p))
+        assert table(name, p, 2 * p).stage_to_rank == tuple(min(stage, 2 * p - 1 - stage) for stage in range(2 * p))
 
 
 @pytest.mark.parametrize("name", ["zbv", "dual_pipe_v"])

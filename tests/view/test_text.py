@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.schedule.random_table import random_table
 from weft.schedule.actions import Act
 from weft.schedule.catalog import SCHEDULES, make_table
-from weft.schedule.simulate import simulate, textbook_cost
+from weft.schedule.simulate import simulate, unit_cost
 from weft.schedule.timeline import Span, Timeline
 from weft.view.colour import STYLES, paint
 from weft.view.text import draw
@@ -42,7 +42,7 @@ def test_the_drawn_table_is_the_executed_one(schedule):
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(0, 4), st.integers(1, 12))
 def test_any_table_is_drawn_as_it_runs(dice, ranks, more_stages, microbatches):
     table = random_table(dice, ranks=ranks, stages=ranks + more_stages, microbatches=microbatches)
-    timeline = simulate(table, lambda act: textbook_cost(act) * dice.choice((1, 1.5, 3)), hop=0.5)
+    timeline = simulate(table, lambda act: unit_cost(act) * dice.choice((1, 1.5, 3)), hop=0.5)
     assert read_back(draw(timeline, width=10_000), table) == table.rows
 
 

@@ -30,7 +30,7 @@ class Decoder:
     @property
     def is_last(self) -> bool:
         """Whether this rank is of the stage that yields logits."""
-        return self.model.plan.table.home[-1] == self.model.comm.index("pp")
+        return self.model.plan.table.stage_to_rank[-1] == self.model.comm.index("pp")
 
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
         """Take in the next tokens of each row, one at least: logits_BV behind its last one; None before the last stage."""

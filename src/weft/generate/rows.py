@@ -75,5 +75,5 @@ def _tell_all(drawn: Sequence[int] | None, counts: Sequence[int], decoder: Decod
     comm: Comm = decoder.model.comm
     own = torch.tensor(drawn or [0] * counts[comm.index("ep")], dtype=torch.int64, device=comm.device)
     if own.numel():
-        own = comm.broadcast_(own, "pp", root=decoder.model.plan.table.home[-1])
+        own = comm.broadcast_(own, "pp", root=decoder.model.plan.table.stage_to_rank[-1])
     return [int(token) for token in comm.all_gather(own, "ep", sizes=counts)]

@@ -157,7 +157,7 @@ def _explain_batch(plan: Plan) -> list[str]:
 
 def _explain_stages(plan: Plan) -> list[str]:
     ranks = plan.mesh.degree("pp")
-    home = plan.table.home
+    home = plan.table.stage_to_rank
     total = sum(stage.flops for stage in plan.stages) or 1.0
     lines = []
     for index, stage in enumerate(plan.stages):

@@ -1,8 +1,8 @@
-"""Owns the catalogue of schedules: every file of this folder is one, found by its public name; a table file is one too.
+"""The catalogue of schedules: every module of this package that has `NAME` and `table`, and table files.
 
-A schedule file declares `NAME`, `CHUNKS` (how many chunks a rank may hold, the default first),
+A schedule file declares `NAME`, `CHUNKS` (numbers of chunks that a rank may hold, the default first),
 `table(ranks, chunks, microbatches) -> Table`, and, where not every size works, `check(ranks, chunks, microbatches) ->
-Fault | None`. Its docstring holds its picture. Nothing else has to be touched: see docs/schedules.md.
+Fault | None`. Its docstring holds its picture. No other file is edited: see docs/extend.md.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 from weft.errors import Fault, ScheduleError, did_you_mean
-from weft.schedule.actions import KEY, Table, validate
+from weft.schedule.actions import KEY, Table
+from weft.schedule.validate_table import validate
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A way to order a pipeline's work.
+    """An order of the actions of a pipeline step.
 
     Attributes:
-        name: what `pipeline.schedule` calls it.
-        doc: its docstring; the first line says what it is, a picture follows.
-        chunks: numbers of chunks (stages on one rank) that it takes, the default first.
+        name: its value of the key `pipeline.schedule`.
+        doc: its docstring: the first line says what it is, a picture follows.
+        chunks: numbers of chunks (stages on one rank) that it accepts, the default first.
         table: `table(ranks, chunks, microbatches)`; sizes must have passed `faults`.
-        check: `check(ranks, chunks, microbatches)`, what stands against these sizes; they are positive.
+        check: `check(ranks, chunks, microbatches)`: why these positive sizes do not work, or None.
     """
 
     name: str
@@ -39,22 +40,25 @@ class Schedule:
 
     @property
     def default_chunks(self) -> int:
-        """Chunks a rank holds when nobody says how many."""
+        """Chunks a rank holds by default."""
         return self.chunks[0]
 
     def faults(self, *, ranks: int, chunks: int, microbatches: int) -> tuple[Fault, ...]:
-        """Everything that stands against these sizes; empty when `table` can be made."""
-        plain = tuple(self._plain_faults(ranks=ranks, chunks=chunks, microbatches=microbatches))
-        fault = None if plain else self.check(ranks, chunks, microbatches)
-        return plain if fault is None else (fault,)
+        """Why these sizes do not work; empty when `table` can be made."""
+        range_faults = tuple(self._range_faults(ranks=ranks, chunks=chunks, microbatches=microbatches))
+        if range_faults:
+            return range_faults
+        fault = self.check(ranks, chunks, microbatches)
+        return () if fault is None else (fault,)
 
     def sizes(self, *, ranks: int, chunks: int, microbatches: int) -> Iterator[tuple[int, int, int]]:
-        """Every (ranks, chunks, microbatches) up to these that it takes: what tests and matrices run over."""
-        for p, v, m in itertools.product(range(1, ranks + 1), self.chunks[:chunks], range(1, microbatches + 1)):
+        """Every (ranks, chunks, microbatches) up to these that it accepts, for tests and sweeps."""
+        candidates = itertools.product(range(1, ranks + 1), self.chunks[:chunks], range(1, microbatches + 1))
+        for p, v, m in candidates:
             if v <= chunks and not self.faults(ranks=p, chunks=v, microbatches=m):
                 yield p, v, m
 
-    def _plain_faults(self, *, ranks: int, chunks: int, microbatches: int) -> Iterator[Fault]:
+    def _range_faults(self, *, ranks: int, chunks: int, microbatches: int) -> Iterator[Fault]:
         if ranks < 1:
             yield Fault("mesh", f"a pipeline of {ranks} ranks", need="pp at least 1")
         if microbatches < 1:
@@ -62,16 +66,16 @@ class Schedule:
         if chunks not in self.chunks:
             low, high = self.chunks[0], self.chunks[-1]
             need = str(low) if low == high else f"{low} to {high}"
-            what = f"{self.name} does not cut a rank's layers into {chunks} chunks"
+            what = f"{self.name} does not work with {chunks} chunks a rank"
             yield Fault("pipeline.chunks", what, need=need, fix=f"--pipeline.chunks {low}")
 
 
-def _anything_goes(ranks: int, chunks: int, microbatches: int) -> None:
+def _accept_any_size(ranks: int, chunks: int, microbatches: int) -> None:
     return None
 
 
 def _from_module(module: ModuleType) -> Schedule:
-    check = getattr(module, "check", _anything_goes)
+    check = getattr(module, "check", _accept_any_size)
     return Schedule(module.NAME, module.__doc__ or "", module.CHUNKS, module.table, check)
 
 
@@ -112,10 +116,16 @@ def _from_file(path: Path) -> Schedule:
             return None
         need = f"{table.num_ranks} ranks and {table.microbatches} micro-batches"
         got = f"{ranks} ranks and {microbatches} micro-batches"
-        return Fault(KEY, f"the table in {path} is made for other sizes", got=got, need=need)
+        return Fault(KEY, f"the table in {path} has other sizes", got=got, need=need)
 
-    most = max(len(table.stages(rank)) for rank in range(table.num_ranks))
-    return Schedule(path.name, f"The table in {path}.", range(most, most + 1), lambda *_sizes: table, check)
+    num_chunks = max(len(table.stages(rank)) for rank in range(table.num_ranks))
+    return Schedule(
+        name=path.name,
+        doc=f"The table in {path}.",
+        chunks=range(num_chunks, num_chunks + 1),
+        table=lambda *_sizes: table,
+        check=check,
+    )
 
 
 def make_table(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> Table:

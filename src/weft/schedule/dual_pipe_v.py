@@ -1,4 +1,4 @@
-"""Owns DualPipeV: a V of stages played in pairs of a forward and a backward (DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe).
+"""DualPipeV: a V of stages run in pairs of a forward and a backward (DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe).
 
     table(ranks=2, chunks=2, microbatches=4)
     rank 0 │ 0a─ 1a─ 2a─ 0b─ I0b W0b 1b─ 3a─ B1b──── 2b─ B0a──── B2b──── 3b─ ··· B1a──── B3b──── I2a W2a I3a W3a
@@ -12,10 +12,10 @@ at most 2p+1 chunks, p + 1/2 micro-batches. A rank idles at most (p-1)(F+B-2W) w
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterator
 
 from weft.schedule.actions import Table
-from weft.schedule.v_shaped import vee_table
+from weft.schedule.v_shaped import repeat_phases, v_shaped_table
 
 NAME = "dual_pipe_v"
 CHUNKS = range(2, 3)
@@ -24,10 +24,10 @@ CHUNKS = range(2, 3)
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """Two chunks a rank, in a V. Below 2 `ranks` micro-batches a row is that of 2 `ranks`, less those that are not there."""
     total = max(microbatches, 2 * ranks)
-    return vee_table(lambda rank: _row(rank, ranks, total), ranks=ranks, microbatches=microbatches)
+    return v_shaped_table(lambda rank: _row(rank, ranks, total), ranks=ranks, microbatches=microbatches)
 
 
-def _row(rank: int, ranks: int, total: int) -> chain[str]:
+def _row(rank: int, ranks: int, total: int) -> Iterator[str]:
     behind = ranks - 1 - rank
     half, odd = divmod(rank + 1, 2)
     phases = (
@@ -42,4 +42,4 @@ def _row(rank: int, ranks: int, total: int) -> chain[str]:
         ("W* Ia", behind),
         ("W*", rank + 1),
     )
-    return chain.from_iterable(words.split() * times for words, times in phases)
+    return repeat_phases(phases)

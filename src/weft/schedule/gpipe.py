@@ -1,4 +1,4 @@
-"""Owns GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
+"""GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
 
     table(ranks=4, chunks=1, microbatches=8)
     rank 0 │ 0 1 2 3 4 5 6 7 ················· B7─ B6─ B5─ B4─ B3─ B2─ B1─ B0─
@@ -22,7 +22,7 @@ CHUNKS = range(1, 2)
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; backwards run last in, first out, so that the newest activation is freed first."""
     rows = tuple(tuple(_row(rank, microbatches)) for rank in range(ranks))
-    return Table(rows, home=tuple(range(ranks)), microbatches=microbatches)
+    return Table(rows, stage_to_rank=tuple(range(ranks)), microbatches=microbatches)
 
 
 def _row(rank: int, microbatches: int) -> Iterator[Act]:

@@ -1,17 +1,17 @@
-"""Owns lowering: a table becomes a program, with sends and receives in an order that cannot deadlock.
+"""Lowering: a schedule table becomes a program with sends and receives, in an order that cannot deadlock.
 
 Note [Order of transfers]
-    Play the table once with textbook costs and lay all actions in one line by the time they *end*; put each transfer
-    right behind the action that makes its tensor. An action ends after all it needs has ended, so everything could
-    be done one by one in the order of this line. Each rank's row is the part of the line that concerns it. Hence
-    nothing deadlocks, whatever a backend does: not when every send and receive blocks until its partner comes (both
-    stand at the same place of the line), and not without tags (what travels from one rank to another is sent and
-    received in the same order).
+    Simulate the table once with unit costs and put all actions in one line by the time they *end*; put each transfer
+    directly behind the action that produces its tensor. An action ends after all actions that it needs have ended, so
+    everything could be done one by one in the order of this line. Each rank's row is the part of the line that concerns
+    it. Hence nothing deadlocks, whatever a backend does: not when every send and receive blocks until its partner
+    arrives (both are at the same place of the line), and not without tags (tensors from one rank to another are sent
+    and received in the same order).
 
-    Because actions stand where they end, a receive stands before the action that its rank runs when the tensor is
-    ready: it is posted in time, and the transfer overlaps with that action. Actions that would end together are told
-    apart by a short hop in that play: without it 1F1B takes 1% longer, GPipe 4% and interleaved 3% to 8% with real
-    hops of 0.2 forwards; with it nothing is lost (tests/core/test_lower.py measures it).
+    Because actions are placed where they end, a receive is placed before the action that its rank runs when the tensor
+    is ready: it is posted in time, and the transfer overlaps with that action. Actions that would end together are
+    ordered by a short hop in that simulation: without it 1F1B takes 1% longer, GPipe 4% and interleaved 3% to 8% with
+    real hops of 0.2 forwards; with it nothing is lost (tests/schedule/test_lower.py measures it).
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from typing import Literal
 
 from weft.errors import Fault, ScheduleError
 from weft.schedule.actions import KEY, Act, Table
-from weft.schedule.simulate import play_times, textbook_cost
+from weft.schedule.simulate import action_times, unit_cost
 
-Cargo = Literal["activation", "gradient"]
+TransferKind = Literal["activation", "gradient"]
+MAX_STUCK_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The tensor that `act` makes, between this rank and pp coordinate `peer`."""
+    """The tensor that `act` produces, between this rank and pp coordinate `peer`."""
 
     act: Act
     peer: int
 
     @property
-    def kind(self) -> Cargo:
-        """What travels: a forward makes an activation, a backward the gradient of its input."""
+    def kind(self) -> TransferKind:
+        """A forward produces an activation, a backward the gradient of its input."""
         return "activation" if self.act.kind == "F" else "gradient"
 
     @property
     def stage(self) -> int:
-        """Stage that makes the tensor."""
+        """Stage that produces the tensor."""
         return self.act.stage
 
     @property
@@ -53,7 +54,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Send(Transfer):
-    """Start to send; it may be waited for at any later time."""
+    """Start a send; it may be waited for at any later time."""
 
     def __str__(self) -> str:
         return f"send({self.act} to {self.peer})"
@@ -61,7 +62,7 @@ class Send(Transfer):
 
 @dataclass(frozen=True, slots=True)
 class Recv(Transfer):
-    """Post a receive; the action that takes the tensor in waits for it."""
+    """Post a receive; the action that uses the tensor waits for it."""
 
     def __str__(self) -> str:
         return f"recv({self.act} from {self.peer})"
@@ -80,93 +81,117 @@ class Program:
     @property
     def text(self) -> str:
         """One line a rank."""
-        return "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.rows)) + "\n"
+        lines = []
+        for rank, row in enumerate(self.rows):
+            lines.append(f"rank {rank}: {' '.join(map(str, row))}")
+        return "\n".join(lines) + "\n"
 
 
 ORDERING_HOP = 0.0625
-"""Forwards that a hop takes when the order is made; a power of two, so that equal times are equal floats."""
+"""Hop in units of a forward, for the order of transfers; a power of two, so that equal times are equal floats."""
 
 
 def lower(table: Table) -> Program:
-    """Add a send and a receive for every tensor that goes to another rank. See Note [Order of transfers].
+    """Add a send and a receive for every tensor that another rank uses. See Note [Order of transfers].
 
     Raises:
         ScheduleError: when the table deadlocks; `validate` finds the other faults.
     """
+    consumers = {table.source(act): act for act in table.actions}
+    times = action_times(table, unit_cost, hop=ORDERING_HOP)
+
+    def place_in_line(act: Act) -> tuple[float, int]:
+        return times[act].end, table.stage_to_rank[act.stage]
+
     rows: list[list[Instruction]] = [[] for _ in table.rows]
-    consumer = {table.source(act): act for row in table.rows for act in row}
-    times = play_times(table, textbook_cost, hop=ORDERING_HOP)
-    for act in sorted(times, key=lambda act: (times[act][1], table.home[act.stage])):
-        rank = table.home[act.stage]
-        peer = table.home[consumer[act].stage] if act in consumer else rank
+    for act in sorted(times, key=place_in_line):
+        rank = table.stage_to_rank[act.stage]
         rows[rank].append(act)
-        if peer != rank:
-            rows[rank].append(Send(act, peer))
-            rows[peer].append(Recv(act, rank))
+        if act not in consumers:
+            continue
+        consumer_rank = table.stage_to_rank[consumers[act].stage]
+        if consumer_rank != rank:
+            rows[rank].append(Send(act, consumer_rank))
+            rows[consumer_rank].append(Recv(act, rank))
     return Program(table, tuple(map(tuple, rows)))
 
 
 def check_rendezvous(program: Program) -> None:
-    """Play `program` on the strictest backend: every transfer blocks until its partner stands at it too, and no tags.
+    """Run `program` on the strictest backend: every transfer blocks until its partner is at it too, and there are no tags.
 
-    What plays here plays everywhere: a backend that buffers, or that takes receives early, only waits less.
+    A program that passes runs on every backend: one that buffers, or that posts receives early, only waits less.
 
     Raises:
-        ScheduleError: when the play stops, naming the instruction at which each rank stands; or when an action runs
-            before its tensors are there.
+        ScheduleError: when the run stops, with the instruction at which each rank is blocked; or when an action runs
+            before its inputs are there.
     """
-    player = _Rendezvous(program)
-    woken = deque(range(len(program.rows)))
-    while woken:
-        woken.extend(player.advance(woken.popleft()))
-    if stuck := [rank for rank, row in enumerate(program.rows) if player.reached[rank] < len(row)]:
-        raise _broken("the program deadlocks", "; ".join(map(player.stands, stuck[:8])))
+    run = _RendezvousRun(program)
+    runnable = deque(range(len(program.rows)))
+    while runnable:
+        runnable.extend(run.advance(runnable.popleft()))
+    blocked = run.unfinished_ranks()
+    if blocked:
+        positions = [run.position(rank) for rank in blocked[:MAX_STUCK_SHOWN]]
+        raise _program_error("the program deadlocks", "; ".join(positions))
 
 
-class _Rendezvous:
-    """How far each rank has come, and what it holds."""
+class _RendezvousRun:
+    """Progress of each rank, and the tensors it holds."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.reached = [0] * len(program.rows)
+        self.next_index = [0] * len(program.rows)
         self.held: list[set[Act]] = [set() for _ in program.rows]
+
+    def unfinished_ranks(self) -> list[int]:
+        return [rank for rank in range(len(self.program.rows)) if self.current(rank) is not None]
 
     def current(self, rank: int) -> Instruction | None:
         row = self.program.rows[rank]
-        return row[self.reached[rank]] if self.reached[rank] < len(row) else None
+        index = self.next_index[rank]
+        return row[index] if index < len(row) else None
 
-    def stands(self, rank: int) -> str:
-        return f"rank {rank} stands at {self.current(rank)}"
+    def position(self, rank: int) -> str:
+        return f"rank {rank} is at {self.current(rank)}"
 
     def advance(self, rank: int) -> Iterator[int]:
-        """Run `rank` until it blocks; give the ranks that it set free."""
-        while (instruction := self.current(rank)) is not None:
+        """Run `rank` until it blocks; yield the ranks that it unblocked."""
+        while True:
+            instruction = self.current(rank)
+            if instruction is None:
+                return
             if isinstance(instruction, Act):
                 self._run(instruction, rank)
-            elif self._meets(instruction, rank):
+            elif self._partner_is_ready(instruction, rank):
                 self.held[rank].add(instruction.act)
                 self.held[instruction.peer].add(instruction.act)
-                self.reached[instruction.peer] += 1
+                self.next_index[instruction.peer] += 1
                 yield instruction.peer
             else:
                 return
-            self.reached[rank] += 1
+            self.next_index[rank] += 1
 
     def _run(self, act: Act, rank: int) -> None:
-        if missing := [str(need) for need in self.program.table.needs(act) if need not in self.held[rank]]:
-            raise _broken("an action runs before its tensors are there", f"{self.stands(rank)} without {missing}")
+        missing = [str(need) for need in self.program.table.needs(act) if need not in self.held[rank]]
+        if missing:
+            raise _program_error(
+                "an action runs before its inputs are there", f"{self.position(rank)} without {missing}"
+            )
         self.held[rank].add(act)
 
-    def _meets(self, mine: Send | Recv, rank: int) -> bool:
-        """Whether the peer stands at the other end of a transfer with `rank`; without tags it takes what comes."""
-        theirs = self.current(mine.peer)
-        if theirs is None or isinstance(theirs, Act) or theirs.peer != rank or type(theirs) is type(mine):
+    def _partner_is_ready(self, transfer: Send | Recv, rank: int) -> bool:
+        """Whether the peer is at the other end of a transfer with `rank`; without tags it takes whatever arrives."""
+        partner = self.current(transfer.peer)
+        if partner is None or isinstance(partner, Act):
             return False
-        sender = rank if isinstance(mine, Send) else mine.peer
-        if mine.act != theirs.act or mine.act not in self.held[sender]:
-            raise _broken("a transfer brings another tensor", f"{self.stands(rank)}; {self.stands(mine.peer)}")
+        if partner.peer != rank or type(partner) is type(transfer):
+            return False
+        sender = rank if isinstance(transfer, Send) else transfer.peer
+        if transfer.act != partner.act or transfer.act not in self.held[sender]:
+            positions = f"{self.position(rank)}; {self.position(transfer.peer)}"
+            raise _program_error("a receive would get another tensor", positions)
         return True
 
 
-def _broken(what: str, got: str) -> ScheduleError:
+def _program_error(what: str, got: str) -> ScheduleError:
     return ScheduleError(Fault(KEY, what, got=got))

@@ -1,4 +1,4 @@
-"""Owns 1F1B: each backward as soon as it can run (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
+"""1F1B: each backward as soon as it can run (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
 
     table(ranks=4, chunks=1, microbatches=8)
     rank 0 │ 0 1 2 3 ··········· B0─ 4 B1─ 5 B2─ 6 B3─ 7 B4─ · B5─ · B6─ · B7─
@@ -22,7 +22,7 @@ CHUNKS = range(1, 2)
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; rank r holds at most `ranks - r` micro-batches."""
     rows = tuple(tuple(_row(rank, ranks - 1 - rank, microbatches)) for rank in range(ranks))
-    return Table(rows, home=tuple(range(ranks)), microbatches=microbatches)
+    return Table(rows, stage_to_rank=tuple(range(ranks)), microbatches=microbatches)
 
 
 def _row(rank: int, ranks_behind: int, microbatches: int) -> Iterator[Act]:

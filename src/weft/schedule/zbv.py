@@ -1,4 +1,4 @@
-"""Owns ZB-V: zero bubble in the memory of 1F1B, on a V of stages (Qi et al. 2023, arXiv 2401.10241; V-ZB in 2405.15362).
+"""ZB-V: zero bubble in the memory of 1F1B, on a V of stages (Qi et al. 2023, arXiv 2401.10241; V-ZB in 2405.15362).
 
     table(ranks=2, chunks=2, microbatches=4)
     rank 0 │ 0a─ 1a─ 2a─ 0b─ I0b W0b 1b─ I1b W1b 3a─ I0a W0a 2b─ I2b W2b I1a W1a 3b─ I3b W3b I2a W2a I3a W3a ···
@@ -11,10 +11,10 @@ where F = I = W and m >= 2p-1; where W <= F <= I it is 2(p-1)(I-W), all three of
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterator
 
 from weft.schedule.actions import Table
-from weft.schedule.v_shaped import vee_table
+from weft.schedule.v_shaped import repeat_phases, v_shaped_table
 
 NAME = "zbv"
 CHUNKS = range(2, 3)
@@ -23,20 +23,20 @@ CHUNKS = range(2, 3)
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """Two chunks a rank, in a V. Below 2 `ranks` - 1 micro-batches a row is that of 2 `ranks` - 1, less those not there."""
     total = max(microbatches, 2 * ranks - 1)
-    return vee_table(lambda rank: _row(rank, ranks, total), ranks=ranks, microbatches=microbatches)
+    return v_shaped_table(lambda rank: _row(rank, ranks, total), ranks=ranks, microbatches=microbatches)
 
 
-def _row(rank: int, ranks: int, total: int) -> chain[str]:
+def _row(rank: int, ranks: int, total: int) -> Iterator[str]:
     behind = ranks - rank
     phases = (
         ("Fa", 2 * behind - 1),  # until the first micro-batch has turned and is back
         ("Fb Fa", rank),
         ("Fb Ib Wb", behind),
         ("Fa Ia Wa Fb Ib Wb", total - ranks - behind + 1),
-        ("Ia Wa Fb Ib Wb", behind - 1),  # no first-chunk forwards are left
+        ("Ia Wa Fb Ib Wb", behind - 1),  # no forwards of chunk a are left
         ("Ia Ib", rank),  # the ranks before wait for these: weight gradients later
         ("Ia Wa", behind),
         ("Wb", rank),
         ("Wa", rank),
     )
-    return chain.from_iterable(words.split() * times for words, times in phases)
+    return repeat_phases(phases)

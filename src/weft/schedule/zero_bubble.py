@@ -1,4 +1,4 @@
-"""Owns ZB-H1: 1F1B whose weight gradients wait and fill the bubble at the end (Qi et al. 2023, arXiv 2401.10241, section 2.1).
+"""ZB-H1: 1F1B whose weight gradients are delayed and fill the bubble at the end (Qi et al. 2023, arXiv 2401.10241, section 2.1).
 
     table(ranks=4, chunks=1, microbatches=8)
     rank 0 │ 0─ 1─ 2─ 3─ ········ I0 W0 4─ I1 W1 5─ I2 W2 6─ I3 W3 7─ I4 W4 I5 W5 I6 W6 I7 W7
@@ -6,7 +6,7 @@
     rank 2 │ ····· 0─ 1─ ·· I0 2─ I1 3─ I2 W0 4─ I3 W1 5─ I4 W2 6─ I5 W3 7─ I6 W4 I7 W5 W6 W7
     rank 3 │ ········ 0─ I0 1─ I1 2─ I2 3─ I3 W0 4─ I4 W1 5─ I5 W2 6─ I6 W3 7─ I7 W4 W5 W6 W7
 
-Rank r starts as in 1F1B and lets its weight gradients fall r micro-batches behind, so that every rank holds at most p
+Rank r starts as in 1F1B and delays its weight gradients by r micro-batches, so that every rank holds at most p
 micro-batches. Idle time of a rank (p-1)(F+B-2W) with m >= p and W no longer than F and I = B - W, a third of 1F1B's where
 F = I = W.
 """
@@ -22,9 +22,9 @@ CHUNKS = range(1, 2)
 
 
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
-    """One stage a rank; rank r runs `ranks - r` forwards before its first backward and lets r weight gradients wait."""
+    """One stage a rank; rank r runs `ranks - r` forwards before its first backward and delays r weight gradients."""
     rows = (delayed_row(rank, microbatches, warmup=ranks - rank, lag=rank) for rank in range(ranks))
-    return Table(tuple(map(tuple, rows)), home=tuple(range(ranks)), microbatches=microbatches)
+    return Table(tuple(map(tuple, rows)), stage_to_rank=tuple(range(ranks)), microbatches=microbatches)
 
 
 def delayed_row(stage: int, microbatches: int, *, warmup: int, lag: int) -> Iterator[Act]:

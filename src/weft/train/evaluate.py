@@ -57,7 +57,7 @@ class Evaluation:
         """Evaluate; every rank must call."""
         start, comm = time.perf_counter(), self.model.comm
         total = torch.zeros(2, dtype=torch.float64, device=comm.device)
-        counts = comm.index("tp") == 0 and comm.index("pp") == self.model.plan.table.home[-1]
+        counts = comm.index("tp") == 0 and comm.index("pp") == self.model.plan.table.stage_to_rank[-1]
         for chosen in batches_of(self.feed.samples.num_samples, self.feed.global_size, most=self.most_batches):
             micro: list[Batch] = self.feed.micro_batches(chosen)
             loss = self.player.loss(micro)

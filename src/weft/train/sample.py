@@ -37,7 +37,7 @@ def sample(
             token = _choose(logits, temperature=temperature, seed=name_seed(f"sample{index}", seed)).to(
                 model.comm.device
             )
-        last_home = model.plan.table.home[-1]
+        last_home = model.plan.table.stage_to_rank[-1]
         tokens.append(int(model.comm.broadcast_(token, "pp", root=last_home).item()))
         yield tokens[-1]
 
@@ -51,7 +51,7 @@ def _last_logits(model: ParallelModel, window: Sequence[int], *, vocab: int) -> 
         return chain(written_with(model.stages[stage]), x, batch).x
 
     x = play_in_turn(model, batch.inputs, play=play, shape_of=plan.boundary_shape)
-    if plan.table.home[-1] != comm.index("pp"):
+    if plan.table.stage_to_rank[-1] != comm.index("pp"):
         return None
     owner, place = home_of(len(window) - 1, plan.seq_len, comm.degree("cp"))
     last = comm.broadcast_(x[0, place].contiguous(), "cp", root=owner)

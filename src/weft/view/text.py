@@ -1,4 +1,4 @@
-"""Owns the text picture of a timeline: one row a rank, time from left to right.
+"""Text picture of a timeline: one row a rank, time from left to right.
 
 rank 0 │ 0 1 2 ···· B0─ ··· B1─ ··· B2─
 rank 1 │ ·0 ··1 B0─ 2 B1─ ····· B2─ ···
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 
 from weft.schedule.actions import Act, Kind
-from weft.schedule.simulate import most_held
+from weft.schedule.simulate import peak_activations
 from weft.schedule.timeline import COMPUTE, Span, Timeline, bubble, makespan
 
 LEGEND: dict[Kind, str] = {"F": "0 forward", "B": "B0 backward", "I": "I0 input gradient", "W": "W0 weight gradient"}
+CHUNK_LEGEND = "a b ... first, second ... chunk of a rank"
 IDLE = "·"
+CONTINUED = "…"
 ROUNDING = 1e-6
-"""Columns that rounding errors of times may amount to: a span that should start a column must not fall before it."""
+"""Tolerance in columns for rounding errors of times: a span that should start a column must not fall before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,85 +38,135 @@ class Picture:
     footer: tuple[str, ...]
 
     def title(self, rank: int) -> str:
-        """What stands left of a row."""
-        return f"rank {rank:>{len(str(len(self.rows) - 1))}} │ "
+        """Text at the left of a row."""
+        digits = len(str(len(self.rows) - 1))
+        return f"rank {rank:>{digits}} │ "
 
 
-def draw(timeline: Timeline, *, width: int = 240) -> str:
-    """The picture as plain text; see `picture`."""
+def draw(timeline: Timeline, *, width: int = 240, clip: int | None = None) -> str:
+    """The picture as plain text; see `picture`.
+
+    Args:
+        clip: columns after which rows are cut and marked with `…`, and footer lines are wrapped; default: none.
+    """
     drawn = picture(timeline, width=width)
-    rows = (drawn.title(rank) + "".join(cell.text for cell in row).rstrip() for rank, row in enumerate(drawn.rows))
-    return "\n".join((*rows, *drawn.footer)) + "\n"
+    lines = []
+    for rank, row in enumerate(drawn.rows):
+        line = drawn.title(rank) + "".join(cell.text for cell in row)
+        lines.append(clipped(line.rstrip(), clip))
+    for line in drawn.footer:
+        lines.extend(wrapped(line, clip))
+    return "\n".join(lines) + "\n"
+
+
+def clipped(line: str, columns: int | None) -> str:
+    """The line, cut to this many columns with a mark at the end."""
+    if columns is None or len(line) <= columns:
+        return line
+    return line[: columns - 1] + CONTINUED
+
+
+def wrapped(line: str, columns: int | None) -> list[str]:
+    """The line as lines of at most this many columns, broken at spaces; continuation lines are indented."""
+    if columns is None:
+        return [line]
+    lines = [""]
+    for word in line.split(" "):
+        candidate = f"{lines[-1]} {word}" if lines[-1] else word
+        if len(candidate) <= columns or not lines[-1].strip():
+            lines[-1] = candidate
+        else:
+            lines.append(f"  {word}")
+    return lines
 
 
 def picture(timeline: Timeline, *, width: int = 240) -> Picture:
-    """What the ranks compute, over `width` columns, or fewer where every label fits; other spans are left out.
+    """The actions of all ranks over `width` columns, or fewer where every label fits; other spans are left out.
 
     An action is labelled by its micro-batch, a backward by its kind too, and where ranks hold several chunks by the
     chunk's letter: `B3b` is the backward of micro-batch 3 through the rank's second chunk.
     """
     computed = timeline.only(kinds=COMPUTE)
-    played = tuple(map(computed.actions, range(timeline.num_ranks)))
-    labels = _labels(played)
-    narrowest = (span.duration_s / (len(labels[span.name]) + 1) for span in computed.spans if span.duration_s > 0)
-    column_s = float(max(min(narrowest, default=1), makespan(computed) / width))
-    return Picture(_rows(computed, labels, column_s), (_legend(played), _figures(computed)))
+    rows = tuple(computed.actions(rank) for rank in range(timeline.num_ranks))
+    labels = action_labels(rows)
+    column_widths = []
+    for span in computed.spans:
+        if span.duration > 0:
+            column_widths.append(span.duration / (len(labels[span.name]) + 1))
+    fitting = min(column_widths, default=1)
+    column_time = float(max(fitting, makespan(computed) / width))
+    footer = (legend(rows), figures(computed))
+    return Picture(_cells(computed, labels, column_time), footer)
 
 
-def _labels(played: Sequence[Sequence[Act]]) -> dict[str, str]:
+def action_labels(rows: Sequence[Sequence[Act]]) -> dict[str, str]:
     """The label of each action, by its name."""
-    several = _chunks(played) > 1
-    letter = {stage: _letter(chunk) if several else "" for row in played for chunk, stage in enumerate(_stages(row))}
-    return {str(act): f"{act.kind.strip('F')}{act.mb}{letter[act.stage]}" for row in played for act in row}
+    has_chunks = num_chunks(rows) > 1
+    labels = {}
+    for row in rows:
+        letters = {stage: _letter(chunk) if has_chunks else "" for chunk, stage in enumerate(_stages(row))}
+        for act in row:
+            kind = "" if act.kind == "F" else act.kind
+            labels[str(act)] = f"{kind}{act.mb}{letters[act.stage]}"
+    return labels
+
+
+def num_chunks(rows: Sequence[Sequence[Act]]) -> int:
+    """Most stages that a rank owns."""
+    return max((len(_stages(row)) for row in rows), default=0)
+
+
+def legend(rows: Sequence[Sequence[Act]]) -> str:
+    """Meaning of the labels that occur."""
+    kinds = {act.kind for row in rows for act in row}
+    meanings = [meaning for kind, meaning in LEGEND.items() if kind in kinds]
+    if num_chunks(rows) > 1:
+        meanings.append(CHUNK_LEGEND)
+    return ", ".join(meanings)
+
+
+def figures(timeline: Timeline) -> str:
+    """Bubble, makespan with its unit, and activations held at once."""
+    held = [peak_activations(timeline.actions(rank)) for rank in range(timeline.num_ranks)]
+    percent = 100 * float(bubble(timeline))
+    length = f"{float(makespan(timeline)):.4g} {timeline.unit} ({timeline.origin})"
+    return f"{percent:.1f}% bubble, {length}; activations held at once, by rank: {' '.join(map(str, held))}"
 
 
 def _stages(row: Sequence[Act]) -> list[int]:
     return sorted({act.stage for act in row})
 
 
-def _chunks(played: Sequence[Sequence[Act]]) -> int:
-    """Most stages that a rank owns."""
-    return max((len(_stages(row)) for row in played), default=0)
-
-
 def _letter(chunk: int) -> str:
     """`a` to `z`, then `aa` ..."""
     before, last = divmod(chunk, len(ascii_lowercase))
-    return (_letter(before - 1) if before else "") + ascii_lowercase[last]
+    prefix = _letter(before - 1) if before else ""
+    return prefix + ascii_lowercase[last]
 
 
-def _rows(timeline: Timeline, labels: dict[str, str], column_s: float) -> tuple[tuple[Cell, ...], ...]:
-    origin_s = min((span.start_s for span in timeline.spans), default=0)
+def _cells(timeline: Timeline, labels: dict[str, str], column_time: float) -> tuple[tuple[Cell, ...], ...]:
+    first_start = min((span.start for span in timeline.spans), default=0)
+    last_end = first_start + makespan(timeline)
 
-    def column(time_s: float) -> int:
-        return int(float(time_s - origin_s) / column_s + ROUNDING)
+    def column(time: float) -> int:
+        return int(float(time - first_start) / column_time + ROUNDING)
 
-    def cells(spans: Sequence[Span]) -> Iterator[Cell]:
+    def row_cells(spans: Sequence[Span]) -> Iterator[Cell]:
         reached = 0
         for span in spans:
-            start = max(column(span.start_s), reached)
-            yield Cell(_fill("", start - reached, IDLE))
-            reached = max(column(span.end_s), start)
-            yield Cell(_fill(labels[span.name], reached - start, "─"), span.kind)
-        yield Cell(_fill("", column(origin_s + makespan(timeline)) - reached, IDLE))
+            start = max(column(span.start), reached)
+            end = max(column(span.end), start)
+            yield Cell(_filled("", start - reached, IDLE))
+            yield Cell(_filled(labels[span.name], end - start, "─"), span.kind)
+            reached = end
+        yield Cell(_filled("", column(last_end) - reached, IDLE))
 
-    return tuple(tuple(cell for cell in cells(spans) if cell.text) for spans in timeline.by_rank)
+    rows = []
+    for spans in timeline.by_rank:
+        rows.append(tuple(cell for cell in row_cells(spans) if cell.text))
+    return tuple(rows)
 
 
-def _fill(label: str, length: int, filling: str) -> str:
+def _filled(label: str, length: int, filling: str) -> str:
     """`label`, filled up to `length` columns with one space at the end, or cut where it is longer."""
     return label.ljust(length - 1, filling)[:length].ljust(length)
-
-
-def _legend(played: Sequence[Sequence[Act]]) -> str:
-    kinds = {act.kind for row in played for act in row}
-    chunks = ["a b ... first, second ... chunk of a rank"] if _chunks(played) > 1 else []
-    return ", ".join((*(meaning for kind, meaning in LEGEND.items() if kind in kinds), *chunks))
-
-
-def _figures(timeline: Timeline) -> str:
-    held = " ".join(str(most_held(timeline.actions(rank))) for rank in range(timeline.num_ranks))
-    return (
-        f"{100 * float(bubble(timeline)):.1f}% bubble, {float(makespan(timeline)):.4g} s ({timeline.origin}); "
-        f"activations held at once, by rank: {held}"
-    )

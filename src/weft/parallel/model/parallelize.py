@@ -116,7 +116,7 @@ def parallelize(
     """
     ties = dict(ties or {})
     tie(model, ties)
-    home, here = plan.table.home, comm.index("pp")
+    home, here = plan.table.stage_to_rank, comm.index("pp")
     whole = named_parameters(model)
     axes = axes or _known_axes(plan, whole)
     shapes = {name: tuple(param.shape) for name, param in whole.items()}

@@ -29,7 +29,7 @@ def play_in_turn(
 
     Returns: what the last stage yields, on its ranks; elsewhere what this rank handed on.
     """
-    comm, home, here = model.comm, model.plan.table.home, model.comm.index("pp")
+    comm, home, here = model.comm, model.plan.table.stage_to_rank, model.comm.index("pp")
     for stage in (stage for stage, rank in enumerate(home) if rank == here):
         if stage and home[stage - 1] != here:
             x = torch.empty(shape_of(stage - 1), dtype=getattr(torch, model.plan.compute), device=comm.device)
@@ -51,7 +51,7 @@ def whole_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Ten
 def forwards_of(table: Table) -> Table:
     """The forwards of a table, every row in its order: whatever the schedule, they need nothing else."""
     return Table(
-        tuple(tuple(act for act in row if act.kind == "F") for row in table.rows), table.home, table.microbatches
+        tuple(tuple(act for act in row if act.kind == "F") for row in table.rows), table.stage_to_rank, table.microbatches
     )
 
 

@@ -17,7 +17,7 @@ from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.split_backward import Split
 from weft.schedule.actions import Act, Kind, Table
 from weft.schedule.lower import Recv, Send, lower
-from weft.schedule.simulate import OPENS
+from weft.schedule.simulate import ACTIVATION_CHANGE
 
 Watch = Callable[[Act, float, float], None]
 """Called with each action and its start and end, seconds of `time.perf_counter`."""
@@ -96,7 +96,7 @@ class Player:
         self.row = lower(self.table).rows[model.comm.index("pp")]
         self.before_last_backward = before_last_backward
         acts = [instruction for instruction in self.row if isinstance(instruction, Act)]
-        self.last_backward = {act.stage: act for act in acts if OPENS[act.kind] < 0}
+        self.last_backward = {act.stage: act for act in acts if ACTIVATION_CHANGE[act.kind] < 0}
         self._params = {stage: tuple(blocks.parameters()) for stage, blocks in model.stages.items()}
 
     def play(self, batches: Sequence[Batch], seed: Tensor) -> Played:

@@ -1,0 +1,123 @@
+"""`weft schedule` and `weft simulate`: pictures of pipeline schedules as text, SVG or JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+from rich.console import Console
+
+from weft.commands.console import load_checked_run, print_result, show_help
+from weft.config import flags
+from weft.config.run import plan_of
+from weft.config.schema import ConfigSection
+from weft.errors import EXIT_OK, ConfigError, Fault
+from weft.layout.plan import Plan
+from weft.schedule.actions import Act, Table
+from weft.schedule.catalog import SCHEDULES, find, make_table
+from weft.schedule.simulate import UNIT_COSTS, peak_live, simulate
+from weft.schedule.timeline import Timeline, bubble, makespan
+from weft.view.colour import paint
+from weft.view.svg import svg
+from weft.view.text import draw
+
+USAGE = "[NAME] [--ranks 4 ...]"
+LINE = "draw a pipeline schedule"
+SIMULATED_FLOPS = 1e12
+"""FLOP/s of a simulated rank."""
+UNCLIPPED = 100_000
+"""Columns of a picture before it is clipped to the screen."""
+
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "Field name .json.")  # pydantic's deprecated method; the option is `--json`
+
+    class ScheduleOptions(ConfigSection):
+        """What `weft schedule` draws, and as what."""
+
+        schedule: str = Field("1f1b", description=f"{', '.join(SCHEDULES)}, or a file with a table")
+        ranks: int = Field(4, ge=1, description="pipeline ranks")
+        chunks: int | None = Field(None, ge=1, description="model chunks a rank; None: the schedule's default")
+        microbatches: int = Field(8, ge=1, description="micro-batches a step")
+        width: int | None = Field(None, ge=40, description="columns of the text picture; None: the screen's")
+        svg: str | None = Field(None, description="write the picture to this SVG file")
+        json: str | None = Field(None, description="write table and timeline to this JSON file")  # type: ignore[assignment]
+
+
+def schedule(words: Sequence[str]) -> int:
+    """Draw a schedule at unit costs: a forward takes 1 unit, a backward 2."""
+    named = ["--schedule", *words] if words and not words[0].startswith("--") else words
+    options = flags.read_config(named, ScheduleOptions)
+    table = make_table(
+        options.schedule,
+        ranks=options.ranks,
+        microbatches=options.microbatches,
+        chunks=options.chunks,
+    )
+    timeline = simulate(table)
+    summary = find(options.schedule).doc.strip().splitlines()[0]
+    if options.svg is not None:
+        _write("svg", options.svg, svg(timeline, title=summary))
+    if options.json is not None:
+        _write("json", options.json, schedule_json(table, timeline))
+    if options.svg is None and options.json is None:
+        print_result(summary)
+        show(timeline, width=options.width)
+    return EXIT_OK
+
+
+def help_of_schedule() -> int:
+    """Print the options of `weft schedule`."""
+    return show_help(ScheduleOptions(), f"weft schedule {USAGE}", LINE)
+
+
+def simulate_run(words: Sequence[str]) -> int:
+    """Draw the pipeline of a config as the simulator runs it."""
+    plan = plan_of(load_checked_run(words))
+    print_result(
+        f"{plan.schedule}; a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward, links free"
+    )
+    show(simulate(plan.table, lambda act: action_s(plan, act), unit="s"))
+    return EXIT_OK
+
+
+def action_s(plan: Plan, act: Act) -> float:
+    """Seconds of one action on one simulated rank."""
+    num_shards = plan.mesh.degree(("tp", "cp"))
+    flops = UNIT_COSTS[act.kind] * plan.stages[act.stage].flops * plan.micro_size
+    return flops / num_shards / SIMULATED_FLOPS
+
+
+def show(timeline: Timeline, *, width: int | None = None) -> None:
+    """Print the text picture, clipped to `width` columns or to the screen; coloured on a terminal."""
+    console = Console()
+    columns = width or shutil.get_terminal_size().columns
+    if console.is_terminal:
+        painted = paint(timeline, width=UNCLIPPED, columns=columns)
+        console.print(painted, overflow="crop", crop=False, soft_wrap=True, end="")
+    else:
+        print_result(draw(timeline, width=UNCLIPPED, clip=columns))
+
+
+def schedule_json(table: Table, timeline: Timeline) -> str:
+    """The table, its timeline at unit costs, its bubble and the activations that each rank holds at once."""
+    fields = {
+        "table": json.loads(table.to_json()),
+        "timeline": json.loads(timeline.to_json()),
+        "makespan": float(makespan(timeline)),
+        "bubble": float(bubble(timeline)),
+        "peak_activations": peak_live(table),
+    }
+    return json.dumps(fields, indent=1) + "\n"
+
+
+def _write(key: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(Fault(key, f"cannot write the file: {error.strerror}", got=repr(path))) from None
+    print_result(f"wrote {path}")

@@ -1,0 +1,131 @@
+"""Checks on schedule tables: each action once, on the rank that owns its stage, and an order without deadlock."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
+
+from weft.errors import Fault, ScheduleError
+from weft.schedule.actions import KEY, Act, Kind, Table
+
+MAX_SHOWN = 6
+MAX_STUCK_SHOWN = 8
+WHOLE_BACKWARD: tuple[Kind, ...] = ("F", "B")
+SPLIT_BACKWARD: tuple[Kind, ...] = ("F", "I", "W")
+
+
+def linearize(table: Table) -> tuple[Act, ...]:
+    """All actions in one order that keeps each row's order and puts each action after the actions it needs.
+
+    Raises:
+        ScheduleError: when there is no such order, with the action at which each rank is blocked and what it waits for.
+    """
+    done: dict[Act, None] = {}
+    next_index = [0] * table.num_ranks
+    blocked_on: dict[Act, list[int]] = {}
+    runnable = deque(range(table.num_ranks))
+    while runnable:
+        rank = runnable.popleft()
+        row = table.rows[rank]
+        while next_index[rank] < len(row):
+            act = row[next_index[rank]]
+            missing = _first_missing(table.needs(act), done)
+            if missing is not None:
+                blocked_on.setdefault(missing, []).append(rank)
+                break
+            done[act] = None
+            next_index[rank] += 1
+            runnable.extend(blocked_on.pop(act, ()))
+    if blocked_on:
+        raise ScheduleError(_deadlock_fault(table, blocked_on, next_index))
+    return tuple(done)
+
+
+def validate(table: Table) -> None:
+    """Check that every action is there once, on the rank that owns its stage, and that the table does not deadlock.
+
+    Raises:
+        ScheduleError: with every fault; each names the actions.
+    """
+    faults = tuple(_shape_faults(table)) or tuple(_action_faults(table))
+    if faults:
+        raise ScheduleError(*faults)
+    linearize(table)
+
+
+def _first_missing(needed: Sequence[Act], done: Collection[Act]) -> Act | None:
+    for need in needed:
+        if need not in done:
+            return need
+    return None
+
+
+def _shape_faults(table: Table) -> Iterator[Fault]:
+    if not table.rows:
+        yield Fault(KEY, "the table has no ranks", need="at least 1")
+    if table.microbatches < 1:
+        yield Fault(KEY, f"the table has {table.microbatches} micro-batches", need="at least 1")
+    owners = f"stage_to_rank {table.stage_to_rank}"
+    ranks = range(table.num_ranks)
+    orphans = [stage for stage, rank in enumerate(table.stage_to_rank) if rank not in ranks]
+    if orphans:
+        need = f"ranks 0 to {table.num_ranks - 1}"
+        yield Fault(KEY, f"stages {_shown(orphans)} are on no rank", got=owners, need=need)
+    idle = [rank for rank in ranks if rank not in table.stage_to_rank]
+    if idle:
+        yield Fault(KEY, f"ranks {_shown(idle)} own no stage", got=owners, fix="use fewer pp ranks")
+
+
+def _action_faults(table: Table) -> Iterator[Fault]:
+    counts = Counter(table.actions)
+    expected = _expected_actions(table)
+    missing = [act for act in expected if act not in counts]
+    surplus = sorted(counts.keys() - set(expected))
+    repeated = [act for act, count in counts.items() if count > 1]
+    if missing:
+        yield Fault(KEY, f"the table lacks {_shown(missing)}")
+    if surplus:
+        sizes = f"{table.num_stages} stages, {table.microbatches} micro-batches"
+        yield Fault(KEY, f"the table must not hold {_shown(surplus)}", need=f"{sizes}, each backward B, or I and W")
+    if repeated:
+        yield Fault(KEY, f"the table runs more than once: {_shown(repeated)}")
+    for rank, row in enumerate(table.rows):
+        own_stages = table.stages(rank)
+        foreign = [act for act in row if act.stage not in own_stages]
+        if foreign:
+            yield Fault(KEY, f"rank {rank} holds {_shown(foreign)}", need=f"only its stages {_shown(own_stages)}")
+
+
+def _expected_actions(table: Table) -> list[Act]:
+    """Every action that a table of these sizes must hold."""
+    expected = []
+    for stage in range(table.num_stages):
+        for mb in range(table.microbatches):
+            kinds = SPLIT_BACKWARD if (stage, mb) in table.splits else WHOLE_BACKWARD
+            expected.extend(Act(kind, stage, mb) for kind in kinds)
+    return expected
+
+
+def _deadlock_fault(table: Table, blocked_on: dict[Act, list[int]], next_index: Sequence[int]) -> Fault:
+    """For each blocked rank: the action it is at, what that waits for, and where the rank is that would run it."""
+    rank_to_run: dict[Act, int] = {}
+    for rank, row in enumerate(table.rows):
+        for act in row[next_index[rank] :]:
+            rank_to_run[act] = rank
+
+    def position(rank: int) -> str:
+        return f"rank {rank} is at {table.rows[rank][next_index[rank]]}"
+
+    blocked = sorted((rank, need) for need, ranks in blocked_on.items() for rank in ranks)
+    lines = []
+    for rank, need in blocked[:MAX_STUCK_SHOWN]:
+        other = position(rank_to_run[need]) if need in rank_to_run else "no rank runs it"
+        lines.append(f"{position(rank)} and waits for {need} ({other})")
+    return Fault(KEY, "the table deadlocks", got="; ".join(lines), fix="reorder these rows")
+
+
+def _shown(items: Collection[object]) -> str:
+    """The first items, and how many more there are."""
+    text = ", ".join(map(str, list(items)[:MAX_SHOWN]))
+    hidden = len(items) - MAX_SHOWN
+    return f"{text} and {hidden} more" if hidden > 0 else text
