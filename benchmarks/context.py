@@ -17,8 +17,8 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.sequence import zigzag
+from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
-from weft.models.common.layers import Attend
 from weft.parallel.context.attend import VARIANTS
 from weft.testing import run_ranks
 
@@ -47,7 +47,9 @@ def main() -> None:
     def rank(comm: Comm, variant: str) -> tuple[float, float]:
         spans = zigzag(options.length, comm.degree("cp"), comm.index("cp"))
         *given, grad = (torch.cat([x[:, span.start : span.stop] for span in spans], dim=1) for x in whole)
-        return cpu_seconds(VARIANTS[variant](Attend(), comm), tuple(given), grad)
+        attend = Attend()
+        attend.implementation = VARIANTS[variant](comm)
+        return cpu_seconds(attend, tuple(given), grad)
 
     for degree in (2, 4):
         for variant in VARIANTS:

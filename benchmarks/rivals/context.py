@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
+from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
-from weft.models.common.layers import Attend
 
 MESH = "cp2"
 aten: Any = torch.ops.aten

@@ -275,7 +275,7 @@ def every_cp_rank_counts_positions_from_zero(patch: pytest.MonkeyPatch) -> None:
 @mutant(Case("cp2", microbatches=2))
 def attention_never_leaves_the_rank(patch: pytest.MonkeyPatch) -> None:
     """Ring attention silently not used: ScaleTorch read its flag too early."""
-    patch.setattr(attend, "apply", lambda block, *, comm, variant: None)
+    patch.setattr(attend, "apply", lambda name, block, *, comm, variant: None)
 
 
 @mutant(Case("cp2", grouped=True, microbatches=2))

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from weft.models import PRESETS, deepseek
+from weft.models.common.attention import Attend
 from weft.models.common.batch import IGNORE, Batch, chain, forward, token_batch, with_later_targets
 from weft.models.common.init import initialise, named_parameters, tie
-from weft.models.common.layers import Attend
 from weft.models.common.mla import LatentAttention
 from weft.models.common.moe import rebalance
 from weft.models.common.rope import Rope, YarnScaling, rotate

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import weft
+from tests.attention import attend_across
 from weft.comm.comm import Comm
 from weft.core.sequence import Context, zigzag
 from weft.models.common.batch import Batch, token_batch
-from weft.models.common.layers import Attend
 from weft.parallel.context.attend import VARIANTS
 from weft.testing import run_ranks
 
@@ -116,7 +116,7 @@ def test_the_seam_crosses_cp_by_each_variant(variant: Context, degree: int, pack
     batch = Batch(**{**vars(batch), "documents": case.documents})
 
     def rank(comm: Comm) -> tuple[float, float]:
-        attend = VARIANTS[variant](Attend(), comm)
+        attend = attend_across(variant, comm)
         own = batch.columns(index=comm.index("cp"), degree=degree)
         alone = Batch(**{**vars(own), "whole_documents": None})  # cut by someone else: ranks must ask each other
         return tuple(largest_difference(case, comm, lambda q, k, v, b=b: attend(q, k, v, b)) for b in (own, alone))
@@ -131,7 +131,7 @@ def test_values_may_be_narrower_or_wider_than_keys_and_scores_may_have_a_scale(v
     batch = token_batch(torch.zeros(B, 12, dtype=torch.int64), torch.zeros(B, 12, dtype=torch.int64))
 
     def rank(comm: Comm) -> float:
-        attend = VARIANTS[variant](Attend(scale=0.7), comm)
+        attend = attend_across(variant, comm, scale=0.7)
         own = batch.columns(index=comm.index("cp"), degree=2)
         return largest_difference(case, comm, lambda q, k, v: attend(q, k, v, own))
 

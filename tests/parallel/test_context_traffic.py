@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.attention import attend_across
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.comm.observe import Counter, Operation
@@ -16,7 +17,6 @@ from weft.comm.transport import Work
 from weft.core.mesh import Mesh
 from weft.core.sequence import Context
 from weft.models.common.batch import Batch
-from weft.models.common.layers import Attend
 from weft.parallel.context import block
 from weft.parallel.context.attend import VARIANTS
 from weft.parallel.context.pair import Pair
@@ -39,7 +39,7 @@ def traffic(comm: Comm, variant: Context, dtype: torch.dtype, device: str = "cpu
     forward, backward = Counter(), Counter()
     q, k, v = own_part(comm, dtype, device)
     nothing = torch.zeros(B, S // comm.degree("cp"), dtype=torch.int64, device=device)
-    attend = VARIANTS[variant](Attend(), comm)
+    attend = attend_across(variant, comm)
     comm.observers = (forward,)
     out = attend(q, k, v, Batch(nothing, nothing, nothing))
     comm.observers = (backward,)
@@ -115,7 +115,7 @@ def test_keys_and_values_travel_while_the_block_in_hand_is_attended_to(
         q, k, v = own_part(comm, torch.float32)
         nothing = torch.zeros(B, S // 3, dtype=torch.int64)
         comm.observers = (diary,)
-        VARIANTS[variant](Attend(), comm)(q, k, v, Batch(nothing, nothing, nothing)).sum().backward()
+        attend_across(variant, comm)(q, k, v, Batch(nothing, nothing, nothing)).sum().backward()
         return diary.lines[threading.get_ident()]
 
     for lines in run_ranks("cp3", rank):

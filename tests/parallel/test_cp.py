@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 import weft
 from tests.matrix.layouts import Case, batches, check
 from weft.comm.comm import Comm
 from weft.config.load import load
+from weft.core.attention_mask import AttentionMask
 from weft.core.mesh import Mesh
 from weft.core.sequence import Context
 from weft.data.opened import open_data
 from weft.models import FAMILIES
+from weft.models.common.attention import Attend, AttentionSpec
 from weft.models.common.batch import Batch
 from weft.prove.config import prove
 from weft.testing import run_ranks
@@ -84,15 +87,50 @@ def test_rows_of_a_cut_batch_keep_their_documents() -> None:
     assert cut_first.whole_documents is not None
 
 
-def test_every_attention_of_a_model_is_swapped() -> None:
+def test_every_attention_of_a_model_reaches_the_other_ranks() -> None:
     """A model that attends to its own columns only trains, and learns something else."""
 
-    def seams(comm: Comm) -> list[str]:
+    def implementations(comm: Comm) -> list[str]:
         case = Case("cp2")
         model = build_model(FAMILIES["llama3"], case.config, case.plan, comm, seed=5)
-        return [type(m).__name__ for m in model.stages[0].modules() if "Attend" in type(m).__name__]
+        return [m.implementation.name for m in model.stages[0].modules() if isinstance(m, Attend)]
 
-    assert run_ranks("cp2", seams)[0] == ["PiecesAttend"] * 5
+    assert run_ranks("cp2", implementations)[0] == ["ring"] * 5
+
+
+class WindowAttend(Attend):
+    """A subclass that computes something else, and does not say what."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return Attend(mask=AttentionMask(window=3))(q, k, v, batch)
+
+
+class DeclaredWindowAttend(WindowAttend):
+    """The same, declared."""
+
+    @property
+    def requirements(self) -> AttentionSpec:
+        return AttentionSpec(AttentionMask(window=3))
+
+
+@pytest.mark.parametrize("context", ["ring", "allgather", "ulysses"])
+def test_a_subclass_of_attend_without_a_declaration_is_rejected(context: Context) -> None:
+    """Before, ring and all-gather replaced it by full causal attention: other numbers, and nothing said so."""
+
+    def rank(comm: Comm) -> None:
+        case = Case("cp2", context=context)
+        blocks = FAMILIES["llama3"].blocks(case.config)
+        blocks["layer0"].attn.attend = WindowAttend()
+        weft.parallelize(blocks, case.plan, comm)
+
+    name = {"ring": "ring", "allgather": "all-gather", "ulysses": "Ulysses"}[context]
+    with pytest.raises(weft.WeftError) as caught:
+        run_ranks("cp2", rank)
+    assert (
+        "layer0.attn.attend: WindowAttend overrides Attend.forward without declaring its requirements "
+        f"(need a declaration that {name} attention can compute). "
+        "Fix: use Attend(mask=AttentionMask(...), scale=..., softcap=...) or define `requirements`"
+    ) in str(caught.value)
 
 
 def test_weft_prove_takes_a_config_with_cp() -> None:

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.core.attention_mask import Feature
+from weft.models.common.attention import AttentionSpec, FusedAttention, set_implementations
 from weft.models.common.batch import IGNORE, Batch
-from weft.models.common.layers import Attend
 
 BLOCK = 256
 """Cells that are allocated at once; growth copies what is there."""
@@ -107,42 +108,39 @@ def _grown(cells: Tensor | None, like_BSGK: Tensor, stop: int) -> Tensor:
     return grown_BGTK
 
 
-class CachedAttend(nn.Module):
-    """The seam where only new tokens come in, and the keys and values of earlier ones are kept.
+class CachedAttention:
+    """Attention of new tokens to themselves and to the kept keys and values of earlier ones.
 
     The first look is plain attention. After it a head of keys serves the query heads that share it in one product.
     """
 
-    def __init__(self, inner: Attend) -> None:
-        super().__init__()
-        self.inner, self.cache = inner, Cache()
+    name = "cached"
+    supports: frozenset[Feature] = frozenset(("causal", "documents"))
+    alternative = "a causal model"
 
-    def forward(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch) -> Tensor:
-        """As `Attend`, for tokens from `batch.positions` on."""
+    def __init__(self) -> None:
+        self.cache = Cache()
+
+    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+        """As `FusedAttention`, for tokens from `batch.positions` on."""
         assert isinstance(batch, Look), "whoever swapped the seam reads by look_at"
         keys, values = self.cache.put(k_BSGK, v_BSGW, batch)
         if batch.start == 0:
-            plain: Tensor = self.inner(q_BSHK, k_BSGK, v_BSGW, batch)
-            return plain
+            return FusedAttention()(q_BSHK, k_BSGK, v_BSGW, batch, spec)
         if q_BSHK.shape[1] == 1:
             q_BGRK = q_BSHK.squeeze(1).unflatten(1, (keys.shape[1], -1))
-            out_BGRW = F.scaled_dot_product_attention(
-                q_BGRK, keys, values, attn_mask=batch.mask, scale=self.inner.scale
-            )
+            out_BGRW = F.scaled_dot_product_attention(q_BGRK, keys, values, attn_mask=batch.mask, scale=spec.scale)
             return out_BGRW.flatten(1, 2).unsqueeze(1)
         out_BHSW = F.scaled_dot_product_attention(
-            q_BSHK.transpose(1, 2), keys, values, attn_mask=batch.mask, scale=self.inner.scale, enable_gqa=True
+            q_BSHK.transpose(1, 2), keys, values, attn_mask=batch.mask, scale=spec.scale, enable_gqa=True
         )
         return out_BHSW.transpose(1, 2)
 
 
 def remember(stages: Mapping[int, nn.ModuleDict]) -> tuple[Cache, ...]:
-    """Swap every `Attend` of these stages for one that remembers; the caches, empty."""
+    """Let every `Attend` of these stages keep keys and values; the caches, empty."""
     caches = []
-    for stage in stages.values():
-        for path, module in list(stage.named_modules()):
-            if isinstance(module, Attend):
-                cached = CachedAttend(module)
-                stage.set_submodule(path, cached)
-                caches.append(cached.cache)
+    for number, stage in stages.items():
+        made = set_implementations(stage, CachedAttention, name=f"stage {number}")
+        caches.extend(implementation.cache for implementation in made)
     return tuple(caches)

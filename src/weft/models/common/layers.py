@@ -1,4 +1,4 @@
-"""Owns the layers that language models share; parallel code swaps the seams `Attend` and `Loss`, nothing else.
+"""Layers that language models share; parallel code changes `Attend` (models/common/attention.py) and `Loss`, nothing else.
 
 No layer knows how many heads or features it has: it counts what its weights hold, so cut weights just work.
 """
@@ -9,42 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.models.common.attention import Attend
 from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.rope import Rope, rotate
-
-
-class Attend(nn.Module):
-    """Seam: causal attention of each token to its own document. H query heads share G key/value heads, H / G each.
-
-    Scores are q k^T times `scale`, 1 / sqrt(head size) where it is None. Heads of v may have another size than those of q and k.
-    """
-
-    def __init__(self, *, scale: float | None = None) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def forward(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, batch: Batch) -> Tensor:
-        width, missing = v_BSGK.shape[-1], k_BSGK.shape[-1] - v_BSGK.shape[-1]
-        if missing > 0:  # fused kernels want equal head sizes; without one an S x S square is held
-            v_BSGK = F.pad(v_BSGK, (0, missing))
-        q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
-        mask = None if batch.documents is None else document_mask(batch.documents)
-        out_BHSK = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
-        )
-        return out_BHSK.transpose(1, 2)[..., :width]
-
-
-def document_mask(documents_BS: Tensor) -> Tensor:
-    """True where a token (row) may look: at itself and earlier tokens of its document; [B, 1, S, S]."""
-    same = documents_BS[:, None, :, None] == documents_BS[:, None, None, :]
-    return same.tril()
 
 
 class Attention(nn.Module):
     """Multi-head attention with grouped keys and values (Ainslie et al. 2023).
 
     With `qk_norm_eps` each head of q and k is normalised before it is rotated (Dehghani et al. 2023, as in Qwen3).
+    `attend` says what the attention requires (mask, scale, soft-cap, sinks, bias); default: causal, within documents.
     """
 
     def __init__(
@@ -57,6 +31,7 @@ class Attention(nn.Module):
         bias: bool = False,
         rope: Rope | None = None,
         qk_norm_eps: float | None = None,
+        attend: Attend | None = None,
     ) -> None:
         super().__init__()
         self.head_size = head_size
@@ -66,7 +41,7 @@ class Attention(nn.Module):
         self.o = nn.Linear(heads * head_size, dim, bias=bias)
         self.q_norm, self.k_norm = _head_norm(head_size, qk_norm_eps), _head_norm(head_size, qk_norm_eps)
         self.rope = rope
-        self.attend = Attend()
+        self.attend = Attend() if attend is None else attend
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
         q, k, v = (linear(x_BSD).unflatten(-1, (-1, self.head_size)) for linear in (self.q, self.k, self.v))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
-from weft.models.common.layers import Attend
 from weft.models.common.rope import Rope, rotate
 
 

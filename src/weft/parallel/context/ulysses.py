@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.comm import ops
 from weft.comm.comm import Comm
+from weft.core.attention_mask import ALL_FEATURES
 from weft.core.sequence import zigzag
+from weft.models.common.attention import AttentionSpec, FusedAttention
 from weft.models.common.batch import Batch
 from weft.parallel.context import documents
 
@@ -18,23 +20,28 @@ COLUMNS, HEADS = 1, 2
 """Dims of q_BSHK."""
 
 
-class UlyssesAttend(nn.Module):
-    """The seam `inner`, whatever it computes, on whole sequences and 1/c of the heads.
+class UlyssesAttention:
+    """One device's attention on whole sequences and 1/c of the heads.
 
         q, k, v: all heads, own columns  -- all_to_all -->  own heads, all columns  -- attend, all_to_all -->  and back
 
     Source: Jacobs et al. 2023 (DeepSpeed-Ulysses).
     """
 
-    def __init__(self, inner: nn.Module, comm: Comm) -> None:
-        super().__init__()
-        self.inner, self.comm = inner, comm
+    name = "Ulysses"
+    supports = ALL_FEATURES
+    alternative = "--parallel.context ring"
 
-    def forward(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch) -> Tensor:
+    def __init__(self, comm: Comm) -> None:
+        self.inner, self.comm = FusedAttention(), comm
+
+    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
         """This rank's columns of q, k and v -> its out_BSHW."""
         q, k, v = (self._whole_sequences(x) for x in (q_BSHK, k_BSGK, v_BSGW))
-        out_BSHW: Tensor = self.inner(q, k, v, replace(batch, documents=self._documents(batch)))
-        return self._own_columns(out_BSHW)
+        whole_batch = replace(batch, documents=self._documents(batch))
+        heads, first = q.shape[HEADS], self.comm.index(AXIS) * q.shape[HEADS]
+        own_spec = spec.select_heads(slice(first, first + heads))
+        return self._own_columns(self.inner(q, k, v, whole_batch, own_spec))
 
     def _whole_sequences(self, x: Tensor) -> Tensor:
         return self._in_sequence(ops.all_to_all(x, self.comm, AXIS, HEADS, join_dim=COLUMNS))

@@ -198,8 +198,8 @@ def _apply_transforms(
 ) -> frozenset[str]:
     """Let each dimension change its modules; returns names of parameters whose gradients are partial sums over tp."""
     if comm.degree("cp") > 1:
-        for block in blocks.values():
-            attend.apply(block, comm=comm, variant=plan.context)
+        for name, block in blocks.items():
+            attend.apply(name, block, comm=comm, variant=plan.context)
     for block in blocks.values():
         dispatch.apply(block, comm=comm)
     if comm.degree("tp") == 1:

@@ -1,0 +1,104 @@
+"""Attention masks as values: which keys a query may see, by column, and which blocks of keys a mask hides. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Feature = Literal["causal", "bidirectional", "window", "documents", "prefix", "softcap", "sinks", "head_bias"]
+"""What a model can require of attention, as messages name it."""
+
+ALL_FEATURES: frozenset[Feature] = frozenset(
+    ("causal", "bidirectional", "window", "documents", "prefix", "softcap", "sinks", "head_bias")
+)
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which keys a query may see. Columns count the tokens of a sequence from 0; all conditions hold together.
+
+    Attributes:
+        causal: the query at column q sees keys at columns 0..q; False: bidirectional.
+        window: distance limit |q - k| < window: causal, the keys q-window+1..q (`sliding_window` of transformers).
+        documents: tokens see their own document only, where a batch packs several into a sequence.
+        prefix: keys in the first `prefix` columns are visible to all queries of a causal mask (prefix LM).
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: bool = True
+    prefix: int = 0
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window {self.window}: a query sees 1 key at least, its own")
+        if self.prefix < 0 or (self.prefix and not self.causal):
+            raise ValueError(f"prefix {self.prefix}: needs 0 or more columns and a causal mask")
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What an implementation must support."""
+        found: set[Feature] = {"causal" if self.causal else "bidirectional"}
+        if self.window is not None:
+            found.add("window")
+        if self.documents:
+            found.add("documents")
+        if self.prefix:
+            found.add("prefix")
+        return frozenset(found)
+
+    @property
+    def distances(self) -> tuple[float, float]:
+        """Smallest and largest distance (query column - key column) that is visible, without `prefix`."""
+        farthest = float("inf") if self.window is None else self.window - 1
+        return (0 if self.causal else -farthest), farthest
+
+    def allows(self, query: int, key: int) -> bool:
+        """Whether the query at one column sees the key at another, of the same document.
+
+        >>> [AttentionMask(window=2).allows(5, key) for key in (3, 4, 5, 6)]
+        [False, True, True, False]
+        """
+        nearest, farthest = self.distances
+        if key < self.prefix:
+            nearest = -farthest
+        return nearest <= query - key <= farthest
+
+    def sees_any(self, queries: range, keys: range) -> bool:
+        """Whether any of these queries sees any of these keys; both are consecutive columns.
+
+        >>> AttentionMask(window=2).sees_any(range(8, 12), range(4, 8)), AttentionMask().sees_any(range(4), range(4, 8))
+        (True, False)
+        """
+        in_prefix = range(keys.start, min(keys.stop, self.prefix))
+        nearest, farthest = self.distances
+        return _overlap(queries, keys, nearest, farthest) or _overlap(queries, in_prefix, -farthest, farthest)
+
+    def sees_all(self, queries: range, keys: range) -> bool:
+        """Whether each of these queries surely sees each of these keys.
+
+        >>> AttentionMask().sees_all(range(4, 8), range(4)), AttentionMask(window=4).sees_all(range(4, 8), range(4))
+        (True, False)
+        """
+        nearest, farthest = self.distances
+        if keys.stop <= self.prefix:
+            nearest = -farthest
+        return nearest <= queries[0] - keys[-1] and queries[-1] - keys[0] <= farthest
+
+    def is_triangle(self, queries: range, keys: range) -> bool:
+        """Whether query i of the block sees exactly the keys 0..i of the block.
+
+        >>> AttentionMask().is_triangle(range(4, 8), range(4, 8)), AttentionMask(window=3).is_triangle(range(4), range(4))
+        (True, False)
+        """
+        nearest, farthest = self.distances
+        is_square = queries == keys and keys.start >= self.prefix
+        return is_square and nearest == 0 and len(queries) - 1 <= farthest
+
+
+def _overlap(queries: range, keys: range, nearest: float, farthest: float) -> bool:
+    """Whether a query and a key exist whose distance lies between the two bounds."""
+    if not queries or not keys:
+        return False
+    smallest, largest = queries[0] - keys[-1], queries[-1] - keys[0]
+    return max(smallest, nearest) <= min(largest, farthest)

@@ -1,0 +1,281 @@
+"""The attention seam: what a model requires of attention (`AttentionSpec`), and the implementation for one device.
+
+A model calls `Attend`, which hands q, k and v to its `implementation` together with the requirements. Context parallelism
+and cached generation set another implementation; each one declares the features that it supports, and an `Attend` that
+requires more is rejected, see `set_implementations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.core.attention_mask import ALL_FEATURES, AttentionMask, Feature
+from weft.errors import Fault, PlanError
+from weft.models.common.batch import Batch
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one attention computes: softmax over the visible keys of cap(scale q k^T) + bias, times v.
+
+    Attributes:
+        mask: which keys a query sees.
+        scale: factor of q k^T; None: 1 / sqrt(head size).
+        softcap: scores s become softcap * tanh(s / softcap) before masking (Gemma 2).
+        sinks: one logit per head [H] in the denominator of the softmax, with no value (gpt-oss).
+        head_bias: one slope per head [H]: scores get slope * (key column - query column) (ALiBi, Press et al. 2022).
+    """
+
+    mask: AttentionMask = AttentionMask()
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    head_bias: Tensor | None = None
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What an implementation must support."""
+        found = set(self.mask.features)
+        if self.softcap is not None:
+            found.add("softcap")
+        if self.sinks is not None:
+            found.add("sinks")
+        if self.head_bias is not None:
+            found.add("head_bias")
+        return frozenset(found)
+
+    @property
+    def fits_fused_kernel(self) -> bool:
+        """Whether torch's fused attention computes it: nothing but a scale and a mask."""
+        return self.softcap is None and self.sinks is None and self.head_bias is None
+
+    def scale_of(self, q: Tensor) -> float:
+        """Factor of q k^T for queries of this head size (their last dim)."""
+        return float(q.shape[-1] ** -0.5) if self.scale is None else self.scale
+
+    def select_heads(self, heads: slice) -> AttentionSpec:
+        """The same for some of the query heads."""
+        sinks = None if self.sinks is None else self.sinks[heads]
+        head_bias = None if self.head_bias is None else self.head_bias[heads]
+        return replace(self, sinks=sinks, head_bias=head_bias)
+
+
+class AttentionImplementation(Protocol):
+    """A way to compute attention, and the features that it supports.
+
+    Attributes:
+        name: as messages call it.
+        supports: features of a spec that it computes.
+        alternative: what to use where it lacks a feature, as a message says it.
+    """
+
+    name: str
+    supports: frozenset[Feature]
+    alternative: str
+
+    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+        """This rank's tokens -> out_BSHW."""
+        ...
+
+
+Implementation = TypeVar("Implementation", bound=AttentionImplementation)
+
+
+class FusedAttention:
+    """Attention on one device over whole sequences: torch's fused kernels, or all scores in memory where none fits."""
+
+    name = "fused"
+    supports = ALL_FEATURES
+    alternative = ""
+
+    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+        width = v_BSGW.shape[-1]
+        missing = k_BSGK.shape[-1] - width
+        if missing > 0:  # fused kernels take one head size; without one, S x S scores are in memory
+            v_BSGW = F.pad(v_BSGW, (0, missing))
+        columns_S = torch.arange(q_BSHK.shape[1], device=q_BSHK.device)
+        documents = batch.documents if spec.mask.documents else None
+        is_triangle = spec.mask.is_triangle(range(len(columns_S)), range(len(columns_S))) and documents is None
+        allowed = None
+        if not (is_triangle and spec.fits_fused_kernel):
+            allowed = visible_keys(spec.mask, columns_S, columns_S)
+        if documents is not None:
+            same_BSS = (documents[:, :, None] == documents[:, None, :]).unsqueeze(1)
+            allowed = same_BSS if allowed is None else same_BSS & allowed
+        q_BHSK, k_BGSK, v_BGSW = q_BSHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGW.transpose(1, 2)
+        if spec.fits_fused_kernel:
+            out_BHSW = F.scaled_dot_product_attention(
+                q_BHSK,
+                k_BGSK,
+                v_BGSW,
+                attn_mask=allowed,
+                is_causal=is_triangle,
+                scale=spec.scale,
+                enable_gqa=True,
+            )
+        else:
+            distance_SS = columns_S[:, None] - columns_S
+            out_BHSW = eager_attention(q_BHSK, k_BGSK, v_BGSW, spec, allowed=allowed, distance=distance_SS)
+        return out_BHSW.transpose(1, 2)[..., :width]
+
+
+class Attend(nn.Module):
+    """Seam: attention of each token to the keys that `mask` lets it see. H query heads share G key/value heads, H / G each.
+
+    Heads of v may have another size than those of q and k. A subclass that overrides `forward` must override `requirements`,
+    too, where context parallelism or cached generation is to compute it; else these reject it.
+
+    Args:
+        mask, scale, softcap: see `AttentionSpec`.
+        sinks, head_bias: parameters of the model, [H]; sharded as the heads are.
+    """
+
+    def __init__(
+        self,
+        *,
+        mask: AttentionMask = AttentionMask(),  # noqa: B008 - frozen
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: nn.Parameter | None = None,
+        head_bias: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.mask = mask
+        self.scale = scale
+        self.softcap = softcap
+        self.sinks = sinks
+        self.head_bias = head_bias
+        self.implementation: AttentionImplementation = FusedAttention()
+
+    @property
+    def requirements(self) -> AttentionSpec:
+        """What this attention computes, for every implementation of it."""
+        return AttentionSpec(self.mask, self.scale, self.softcap, self.sinks, self.head_bias)
+
+    def forward(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch) -> Tensor:
+        return self.implementation(q_BSHK, k_BSGK, v_BSGW, batch, self.requirements)
+
+
+def visible_keys(mask: AttentionMask, queries: Tensor, keys_T: Tensor) -> Tensor | None:
+    """True where the query at a column of queries_[...]S sees the key at a column of keys_T: [..., S, T]; None: all see all."""
+    distance = queries[..., :, None] - keys_T
+    allowed = None
+    if mask.causal:
+        allowed = distance >= 0
+    if mask.prefix:
+        allowed = (distance >= 0) | (keys_T < mask.prefix)
+    if mask.window is not None:
+        is_near = distance.abs() < mask.window
+        allowed = is_near if allowed is None else allowed & is_near
+    return allowed
+
+
+def eager_attention(
+    q_BHSK: Tensor,
+    k_BGTK: Tensor,
+    v_BGTW: Tensor,
+    spec: AttentionSpec,
+    *,
+    allowed: Tensor | None,
+    distance: Tensor,
+) -> Tensor:
+    """Attention with all scores in memory, in float32 at least; every feature -> out_BHSW.
+
+    Args:
+        allowed: True where a query sees a key, broadcastable to [B, H, S, T].
+        distance: query column - key column, broadcastable to [B, H, S, T].
+    """
+    group_size = q_BHSK.shape[1] // k_BGTK.shape[1]
+    k_BHTK = k_BGTK.repeat_interleave(group_size, dim=1)
+    v_BHTW = v_BGTW.repeat_interleave(group_size, dim=1)
+    wide = torch.promote_types(q_BHSK.dtype, torch.float32)
+    scores_BHST = (q_BHSK @ k_BHTK.transpose(-1, -2)).to(wide) * spec.scale_of(q_BHSK)
+    if spec.softcap is not None:
+        scores_BHST = spec.softcap * torch.tanh(scores_BHST / spec.softcap)
+    if spec.head_bias is not None:
+        scores_BHST = scores_BHST - spec.head_bias[:, None, None] * distance
+    if allowed is not None:
+        scores_BHST = scores_BHST.masked_fill(~allowed, float("-inf"))
+    if spec.sinks is not None:
+        sinks_BHS1 = spec.sinks[:, None, None].to(wide).expand(*scores_BHST.shape[:-1], 1)
+        scores_BHST = torch.cat((scores_BHST, sinks_BHS1), dim=-1)
+    weights_BHST = scores_BHST.softmax(-1)[..., : k_BHTK.shape[2]]
+    return weights_BHST.to(v_BHTW.dtype) @ v_BHTW
+
+
+def set_implementations(block: nn.Module, make: Callable[[], Implementation], *, name: str) -> list[Implementation]:
+    """Let each `Attend` below `block` be computed by what `make` returns; the implementations, in the order of modules.
+
+    Args:
+        name: of the block, for messages.
+
+    Raises:
+        PlanError: an `Attend` that requires a feature that the implementation does not support, or a subclass that overrides
+            `forward` without declaring what it requires.
+    """
+    made = []
+    for path, attend in list(block.named_modules()):
+        if not isinstance(attend, Attend):
+            continue
+        implementation = make()
+        key = f"{name}.{path}" if path else name
+        _check_declared(attend, implementation, key=key)
+        _check_supported(attend.requirements, implementation, key=key)
+        if overrides_forward(attend):
+            attend = _plain_attend(attend.requirements)
+            block.set_submodule(path, attend)
+        attend.implementation = implementation
+        made.append(implementation)
+    return made
+
+
+def overrides_forward(attend: Attend) -> bool:
+    """Whether this instance computes something else than `Attend.forward`."""
+    return type(attend).forward is not Attend.forward or "forward" in vars(attend)
+
+
+def declares_requirements(attend: Attend) -> bool:
+    """Whether the class that defines `forward`, or a subclass of it, defines `requirements`, too."""
+    if "forward" in vars(attend):
+        return False
+    for cls in type(attend).__mro__:
+        if "requirements" in vars(cls):
+            return True
+        if "forward" in vars(cls):
+            return False
+    return False
+
+
+def _check_declared(attend: Attend, implementation: AttentionImplementation, *, key: str) -> None:
+    if not declares_requirements(attend):
+        what = f"{type(attend).__name__} overrides Attend.forward without declaring its requirements"
+        need = f"a declaration that {implementation.name} attention can compute"
+        fix = "use Attend(mask=AttentionMask(...), scale=..., softcap=...) or define `requirements`"
+        raise PlanError(Fault(key, what, need=need, fix=fix))
+
+
+def _check_supported(spec: AttentionSpec, implementation: AttentionImplementation, *, key: str) -> None:
+    missing = sorted(spec.features - implementation.supports)
+    if missing:
+        what = f"{implementation.name} attention does not support {', '.join(missing)}"
+        need = f"of {', '.join(sorted(implementation.supports))}"
+        raise PlanError(Fault(key, what, need=need, fix=implementation.alternative))
+
+
+def _plain_attend(spec: AttentionSpec) -> Attend:
+    def parameter(x: Tensor | None) -> nn.Parameter | None:
+        return x if x is None or isinstance(x, nn.Parameter) else nn.Parameter(x)
+
+    return Attend(
+        mask=spec.mask,
+        scale=spec.scale,
+        softcap=spec.softcap,
+        sinks=parameter(spec.sinks),
+        head_bias=parameter(spec.head_bias),
+    )
