@@ -16,7 +16,7 @@ import torch
 
 from weft.models import FAMILIES
 from weft.models.common.batch import chain, token_batch
-from weft.parallel.pipeline.split_backward import Split
+from weft.parallel.pipeline.split_backward import SplitBackward
 from weft.run.rank_setup import keep_freed_memory
 
 SIZES = ((128, 352, 128), (256, 704, 256), (512, 1408, 256), (1024, 2816, 256))
@@ -53,14 +53,14 @@ def measure(dim: int, ffn: int, length: int, rounds: int) -> Clock:
     def forward() -> None:
         out.append(chain(blocks, x, batch).x)
 
-    def split_forward(split: Split) -> None:
+    def split_forward(split: SplitBackward) -> None:
         with split:
             forward()
 
     for _ in range(rounds):
         clock("F", forward)
         clock("B", lambda: out.pop().backward(dy))
-        split = Split(params)
+        split = SplitBackward(params)
         clock("split F", lambda split=split: split_forward(split))
         clock("I", lambda: out.pop().backward(dy))
         clock("W", split.backward_weights)

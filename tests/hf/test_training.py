@@ -127,7 +127,7 @@ def test_each_rank_starts_from_its_own_boxes_under_zero_3(tmp_path: Path, monkey
     def rank(comm: Comm) -> None:
         step = build_step(run, comm)
         assert read[threading.current_thread().name] == sum(piece.box.size for piece in step.model.pieces.values())
-        for name, value in step.kept.parameters().items():
+        for name, value in step.grads.full_parameters().items():
             piece = step.model.pieces[name]
             assert torch.equal(value, plain(whole, piece.owner, piece.box).to(torch.float64)), name
 

@@ -20,7 +20,7 @@ from tests.matrix.plain import MIXED, ORDERS, PLAIN, PURE, Dtypes, train
 from weft.comm.comm import Comm
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
-from weft.parallel.zero.param_group import Unit
+from weft.parallel.zero.param_group import ParamGroup
 from weft.prove.layout import run_layout
 from weft.testing import run_ranks
 
@@ -87,14 +87,14 @@ def test_one_rank_is_bit_equal_to_plain_torch_in_the_same_order() -> None:
 def test_gradients_that_are_not_reduced_lie_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("dp2", microbatches=4)
     plain, spread = one_device(case.family, MIXED)
-    right = Unit.start_reduce
+    right = ParamGroup.start_reduce
 
-    def deaf(self: Unit) -> None:
+    def deaf(self: ParamGroup) -> None:
         axes, self.axes = self.axes, ()
         right(self)
         self.axes = axes
 
-    monkeypatch.setattr(Unit, "start_reduce", deaf)
+    monkeypatch.setattr(ParamGroup, "start_reduce", deaf)
     assert farthest(losses_of(case, MIXED), plain) > FACTOR * spread
 
 

@@ -22,11 +22,11 @@ from weft.models.common import init
 from weft.models.common.batch import Batch
 from weft.parallel.context import attend, ring
 from weft.parallel.data_parallel import buckets
-from weft.parallel.model import grads
 from weft.parallel.model import parallelize as parallelize_module
 from weft.parallel.pipeline import player
 from weft.parallel.tensor import linear as tensor_linear
 from weft.parallel.tensor import region, vocab
+from weft.parallel.zero import grad_norm
 from weft.train import step
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -196,19 +196,19 @@ class _Alone:
 @mutant(Case("pp2", family="gpt2"))
 def tied_embeddings_are_not_summed_across_stages(patch: pytest.MonkeyPatch) -> None:
     """Embedding and head drift apart."""
-    patch.setattr(grads, "add_far_ties", lambda model, kept: None)
+    patch.setattr(grad_norm, "add_far_ties", lambda model, kept: None)
 
 
 @mutant(Case("pp2", family="gpt2"))
 def a_tied_parameter_counts_twice_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     """The logged norm and the clipping are wrong."""
-    patch.setattr(grads, "counts_here", lambda model, name, spread=(): True)
+    patch.setattr(grad_norm, "counts_here", lambda model, name, spread=(): True)
 
 
 @mutant(Case("tp2"))
 def replicated_parameters_count_once_a_rank_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     """Norm weights count tp times."""
-    patch.setattr(grads, "_is_first_holder", lambda piece, comm, spread: True)
+    patch.setattr(grad_norm, "_is_first_holder", lambda piece, comm, spread: True)
 
 
 @mutant(Case("pp2 tp2"))
@@ -217,7 +217,7 @@ def clipping_uses_the_norm_of_this_rank(patch: pytest.MonkeyPatch) -> None:
     right = step.TrainStep._gather_totals
 
     def local(self: step.TrainStep, *args: Any) -> Any:
-        return right(self, *args)._replace(norm=grads.squared_norm(self.model, self.kept).sqrt())
+        return right(self, *args)._replace(norm=grad_norm.squared_norm(self.model, self.grads).sqrt())
 
     patch.setattr(step.TrainStep, "_gather_totals", local)
 

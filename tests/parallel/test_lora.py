@@ -32,7 +32,7 @@ from weft.prove.trace import Held, StepTrace, differences, uncovered
 from weft.testing import run_ranks
 from weft.train.build import build_model
 from weft.train.optim import Optimizer, make_optimizer, matrices
-from weft.train.step import TrainStep, keep_gradients
+from weft.train.step import TrainStep, make_gradient_reducer
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 NUM_STEPS = 2
@@ -232,11 +232,11 @@ def test_only_adapters_have_gradients_and_optimizer_state(zero: Any) -> None:
     def rank(comm: Comm) -> tuple[int, int, int, int]:
         plan = case.plan.model_copy(update=dict.fromkeys(("params", "compute", "reduce"), "float32"))
         built = build_model(family_of(case), case.config, plan, comm, seed=SEED)
-        kept = keep_gradients(built)
-        states = 2 * sum(tensor.numel() for tensor in kept.tensors.values())
-        gradients = sum(tensor.grad.numel() for tensor in kept.tensors.values())
+        grads = make_gradient_reducer(built)
+        states = 2 * sum(tensor.numel() for tensor in grads.sharded_params.values())
+        gradients = sum(tensor.grad.numel() for tensor in grads.sharded_params.values())
         adapters = sum(piece.box.size for name, piece in built.pieces.items() if adapted_linear(name) is not None)
-        assert {adapted_linear(name) is not None for name in kept.tensors} == {True}
+        assert {adapted_linear(name) is not None for name in grads.sharded_params} == {True}
         return (
             states,
             gradients,
@@ -269,7 +269,7 @@ def test_mixed_precision_holds_the_base_in_the_type_of_compute(mesh: str) -> Non
         )
         built = build_model(family_of(case), case.config, plan, comm, seed=SEED)
         step = TrainStep(built, make_optimizer=lambda tensors: adamw(tensors, matrices(built.params)), clip=CLIP)
-        assert {value.dtype for value in step.kept.tensors.values()} == {torch.float32}
+        assert {value.dtype for value in step.grads.sharded_params.values()} == {torch.float32}
         assert {value.dtype for value in built.params.values()} == {torch.bfloat16}
         return tuple(step(micro_batches(batch, plan, comm.rank), lr=LR).loss for batch in batches(case)[:NUM_STEPS])
 

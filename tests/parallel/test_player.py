@@ -19,7 +19,7 @@ from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch, Extra, forward
 from weft.parallel.data_parallel.buckets import GradientBuckets
 from weft.parallel.model.parallelize import parallelize
-from weft.parallel.pipeline.player import Played, Player
+from weft.parallel.pipeline.player import Player, PlayResult
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
 from weft.schedule.validate_table import validate
@@ -148,7 +148,7 @@ def test_extra_losses_of_any_stage_count_and_loads_are_summed_over_the_step(sche
     (total * 0.25).backward()
     right = {name: param.grad for name, param in nn.ModuleDict(whole).named_parameters()}
 
-    def rank(comm: Comm) -> tuple[Played, dict[str, Tensor | None]]:
+    def rank(comm: Comm) -> tuple[PlayResult, dict[str, Tensor | None]]:
         model = parallelize(copy.deepcopy(start), plan_of(schedule, "pp2", 5, layers=4), comm)
         played = Player(model, before_last_backward=lambda stage: None).play(batches, torch.tensor(0.25))
         return played, {name: param.grad for name, param in model.params.items()}
@@ -171,7 +171,7 @@ def test_the_end_of_a_stage_is_announced_once_right_before_its_last_b_or_w(sched
     def rank(comm: Comm) -> list[Act | int]:
         model = parallelize(chain_of_layers(("",) * 4), plan_of(schedule, "pp2", 4, layers=4), comm)
         told: list[Act | int] = []
-        player = Player(model, before_last_backward=told.append, watch=lambda act, *times: told.append(act))
+        player = Player(model, before_last_backward=told.append, on_action=lambda act, *times: told.append(act))
         player.play(batches, torch.tensor(1.0))
         return told
 
@@ -202,8 +202,8 @@ def test_buckets_are_reduced_during_the_last_w() -> None:
         buckets._start = lambda bucket: (events.append(f"reduce {bucket.names[0]}"), start(bucket))
         player = Player(
             model,
-            before_last_backward=lambda stage: (events.append("last"), buckets.arm(stage)),
-            watch=lambda act, *times: events.append(str(act)),
+            before_last_backward=lambda stage: (events.append("last"), buckets.set_requires_gradient_sync(stage)),
+            on_action=lambda act, *times: events.append(str(act)),
         )
         player.play(copy.deepcopy(batches), torch.tensor(1.0))
         buckets.finish()

@@ -20,9 +20,9 @@ from weft.comm.observe import Counter
 from weft.layout.plan import Recompute
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_batch
-from weft.parallel.pipeline.split_backward import Split
-from weft.parallel.recompute.blocks import Replay, recomputed
-from weft.parallel.recompute.selective import Thrift
+from weft.parallel.pipeline.split_backward import SplitBackward
+from weft.parallel.recompute.blocks import FullRecompute, recompute_block
+from weft.parallel.recompute.selective import SelectiveRecompute
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model
@@ -53,7 +53,7 @@ def kept_by_layer(mode: Recompute, dtype: torch.dtype) -> int:
     """Bytes that the layer's forward leaves behind, besides its parameters, its input and its output."""
     layer, x, batch, live = llama_layer(dtype), some_input(dtype), some_batch(), Live()
     given = (x, *layer.parameters(), batch.positions)
-    block = recomputed("layer0", layer, mode)
+    block = recompute_block("layer0", layer, mode)
     with live:
         y = block(x, batch)
     return live.num_bytes(but=(y, *given))
@@ -91,7 +91,7 @@ def test_in_bfloat16_selective_keeps_no_float32_copies_of_norms() -> None:
 def test_gradients_are_bit_equal_to_those_without_recomputation(mode: Recompute, dtype: torch.dtype) -> None:
     def gradients(mode: Recompute) -> list[Tensor]:
         layer, x = llama_layer(dtype), some_input(dtype)
-        recomputed("layer0", layer, mode)(x, some_batch()).square().sum().backward()
+        recompute_block("layer0", layer, mode)(x, some_batch()).square().sum().backward()
         return [x.grad, *(param.grad for param in layer.parameters())]
 
     assert all(map(torch.equal, gradients(mode), gradients("none")))
@@ -110,7 +110,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls_of_backward(mode: Recompute) -> Count[str]:
-    y = recomputed("layer0", llama_layer(), mode)(some_input(), some_batch())
+    y = recompute_block("layer0", llama_layer(), mode)(some_input(), some_batch())
     with Calls() as calls:
         y.backward(torch.ones_like(y))
     return calls.of
@@ -137,11 +137,11 @@ def kept_over_time(mode: Recompute, *, is_split: bool) -> tuple[int, int]:
     """Bytes that are left after the forward, and after the backward of the input (all of it, or I where it is split)."""
     layer, x, batch, live = llama_layer(), some_input(), some_batch(), Live()
     given = (x, *layer.parameters(), batch.positions)
-    split = Split(layer.parameters()) if is_split else None
+    split = SplitBackward(layer.parameters()) if is_split else None
     gc.disable()  # what only the collector would find counts as kept
     try:
         with live, split or nullcontext():
-            y = recomputed("layer0", layer, mode)(x, batch)
+            y = recompute_block("layer0", layer, mode)(x, batch)
         before = live.num_bytes(but=(y, *given))
         with live:
             y.backward(torch.ones_like(y))
@@ -168,28 +168,28 @@ def test_under_a_split_backward_the_forward_keeps_no_more_and_the_first_half_lea
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_a_graph_that_is_retained_runs_backward_twice(mode: Recompute) -> None:
     layer, x = llama_layer(), some_input()
-    y = recomputed("layer0", layer, mode)(x, some_batch()).square().sum()
+    y = recompute_block("layer0", layer, mode)(x, some_batch()).square().sum()
     (first,) = torch.autograd.grad(y, x, retain_graph=True)
     (second,) = torch.autograd.grad(y, x)
     assert torch.equal(first, second)
 
 
 def test_without_gradients_nothing_is_noted() -> None:
-    block = recomputed("layer0", llama_layer(), "full")
+    block = recompute_block("layer0", llama_layer(), "full")
     with torch.no_grad():
         assert not block(some_input(), some_batch()).requires_grad
 
 
 def test_embedding_head_and_loss_are_played_as_they_are() -> None:
     blocks = {name: nn.Identity() for name in ("embed", "layer0", "mtp0", "head", "loss")}
-    changed = {name for name, block in blocks.items() if recomputed(name, block, "full") is not block}
+    changed = {name for name, block in blocks.items() if recompute_block(name, block, "full") is not block}
     assert changed == {"layer0", "mtp0"}
 
 
 def test_a_result_written_into_after_it_was_promised_is_kept_as_it_is() -> None:
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
-    with Thrift():
+    with SelectiveRecompute():
         h = F.silu(x)
         h.add_(1.0)
         y = F.linear(h, weight)
@@ -200,7 +200,7 @@ def test_a_result_written_into_after_it_was_promised_is_kept_as_it_is() -> None:
 def test_an_argument_written_into_after_the_forward_is_an_error_as_autograd_has_it() -> None:
     x = torch.randn(4, 8, requires_grad=True) * 1
     weight = torch.randn(8, 8, requires_grad=True)
-    with Thrift():
+    with SelectiveRecompute():
         y = F.linear(F.silu(x), weight)
     with torch.no_grad():
         x.mul_(2.0)
@@ -217,7 +217,7 @@ def test_views_of_promised_results_are_found_in_the_result_made_again() -> None:
         left, right = F.gelu(x).t().chunk(2, dim=0)
         return F.linear(right.t(), weight).sum() + (left.t() @ weight.t()).square().sum()
 
-    with Thrift():
+    with SelectiveRecompute():
         y = act()
     got = torch.autograd.grad(y, (x, weight))
     want = torch.autograd.grad(act(), (x, weight))
@@ -231,7 +231,7 @@ def test_an_activation_in_place_is_not_played_twice() -> None:
         h = x * 2.0
         return (F.silu(h, inplace=True) * x).sum()
 
-    with Thrift():
+    with SelectiveRecompute():
         y = act()
     assert torch.equal(*torch.autograd.grad(y, x), *torch.autograd.grad(act(), x))
 
@@ -243,7 +243,7 @@ def test_a_replay_that_makes_less_than_the_first_time_says_so() -> None:
         return x.sin().exp() if next(turns) else x * 1.0
 
     with pytest.raises(AssertionError, match="fewer tensors"):
-        Replay(call).first().sum().backward()
+        FullRecompute(call).first().sum().backward()
 
 
 def all_reduces_of_a_step(mode: Recompute) -> int:

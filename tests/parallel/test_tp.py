@@ -172,7 +172,7 @@ def test_activations_of_a_cut_model_equal_the_plain_ones_without_any_backward() 
         buckets = GradientBuckets(
             model.params, comm=comm, reduce=dict.fromkeys(model.params, ()), stage_of=model.stage_of
         )
-        player = Player(model, before_last_backward=buckets.arm)
+        player = Player(model, before_last_backward=buckets.set_requires_gradient_sync)
         return player.play(micro_batches(copy.deepcopy(batch), plain.plan, 0), torch.tensor(1.0)).loss.item()
 
     (want,) = run_ranks("", alone)

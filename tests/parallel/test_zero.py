@@ -15,9 +15,9 @@ from tests.parallel.test_tp import Log
 from weft.comm.comm import Comm
 from weft.errors import CommError
 from weft.models import FAMILIES
-from weft.parallel.zero.apply import ShardedParams
 from weft.parallel.zero.flat import FlatLayout, FlatParams
-from weft.parallel.zero.param_group import Policy, Unit
+from weft.parallel.zero.gradient_reducer import ShardedParams
+from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model
@@ -72,7 +72,7 @@ def test_between_steps_a_rank_holds_its_share(zero: Any) -> None:
     def rank(comm: Comm) -> tuple[int, int, int, int, int]:
         step = make_step(case, comm)
         play(step, case)
-        units = step.kept.units
+        units = step.grads.units
         states = [x for state in step.optimizer.state.values() for x in state.values() if x.dim()]
         return (
             sum(slot.hi - slot.lo for unit in units for slot in unit.layout.slots),
@@ -109,7 +109,7 @@ def test_a_model_on_demand_is_made_unit_by_unit(mode: tuple[str, Any]) -> None:
         peak = Peak()
         with peak:
             step = make_step(case, comm)
-        units = step.kept.units
+        units = step.grads.units
         biggest = max(8 * unit.layout.length for unit in units)
         held = storage_bytes([x for unit in units for x in (unit.whole.flat, unit.shard, unit.grad)])
         return peak.most, held, biggest, sum(8 * unit.layout.length for unit in units)
@@ -169,11 +169,11 @@ def test_the_next_block_is_fetched_while_one_runs() -> None:
 
 def test_a_gradient_after_its_unit_was_reduced_in_place_is_an_error() -> None:
     def rank(comm: Comm) -> None:
-        policy = Policy(1, params=torch.float32, compute=torch.float32, reduce=torch.float32, keeps_full=True)
+        policy = ShardingPolicy(1, params=torch.float32, compute=torch.float32, reduce=torch.float32, keeps_full=True)
         params = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
-        unit = Unit(params, comm, policy, axes=("dp",))
+        unit = ParamGroup(params, comm, policy, axes=("dp",))
         sharded = ShardedParams((unit,), comm, policy, split_stages=frozenset({0}))
-        sharded.arm(0)
+        sharded.set_requires_gradient_sync(0)
         for first, second in (("a", "b"), ("b", "a")):
             params[first].sum().backward()
             params[second].sum().backward()
@@ -185,18 +185,18 @@ def test_a_gradient_after_its_unit_was_reduced_in_place_is_an_error() -> None:
 def test_a_parameter_used_in_some_backwards_only_counts_in_each() -> None:
     def gradients(uses: Callable[[dict[str, nn.Parameter], int], torch.Tensor], zero: Any) -> dict[str, torch.Tensor]:
         def rank(comm: Comm) -> dict[str, torch.Tensor]:
-            policy = Policy(
+            policy = ShardingPolicy(
                 zero, params=torch.float64, compute=torch.float64, reduce=torch.float64, keeps_full=zero < 2
             )
             params = {name: nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in ("a", "b")}
-            sharded = ShardedParams((Unit(params, comm, policy, axes=("dp",)),), comm, policy)
-            sharded.zero()
+            sharded = ShardedParams((ParamGroup(params, comm, policy, axes=("dp",)),), comm, policy)
+            sharded.zero_grad()
             for backward in range(3):
                 if backward == 2:
-                    sharded.arm(0)
+                    sharded.set_requires_gradient_sync(0)
                 uses(params, backward).backward()
             sharded.finish()
-            return sharded.gradients()
+            return sharded.full_gradients()
 
         return run_ranks("dp2", rank)[0]
 

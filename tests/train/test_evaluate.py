@@ -15,7 +15,7 @@ from weft.config.load import load
 from weft.data.opened import open_data, open_valid
 from weft.models import FAMILIES
 from weft.models.common.batch import IGNORE, chain
-from weft.parallel.pipeline.forward import forwards_of
+from weft.parallel.pipeline.forward import forward_table
 from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
 from weft.train.build import build_evaluation, build_feed, build_step
@@ -136,7 +136,7 @@ def test_the_forwards_of_every_schedule_are_all_there(schedule):
     from weft.schedule.catalog import make_table
     from weft.schedule.lower import check_rendezvous, lower
 
-    table = forwards_of(make_table(schedule, ranks=4, microbatches=8, chunks=None))
+    table = forward_table(make_table(schedule, ranks=4, microbatches=8, chunks=None))
     acts = [act for row in table.rows for act in row]
     assert {(act.stage, act.mb) for act in acts} == {(s, m) for s in range(table.num_stages) for m in range(8)}
     assert len(acts) == 8 * table.num_stages

@@ -17,7 +17,7 @@ from weft.core.precision import REPRESENTS, Dtype, dtype_faults
 from weft.errors import PlanError, WeftError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.parallel.zero.param_group import Unit
+from weft.parallel.zero.param_group import ParamGroup
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train import precision
@@ -84,7 +84,7 @@ def train(case: Case, dtypes: Dtypes, comm: Comm, *, num_steps: int = 3) -> tupl
     decayed = matrices(model.params)
     step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, decayed), clip=CLIP)
     reports = [step(micro_batches(batch, plan, comm.rank), lr=LR) for batch in batches(case)[:num_steps]]
-    return reports, step.kept.parameters()
+    return reports, step.grads.full_parameters()
 
 
 LAYOUTS = (Case("dp2", microbatches=2), Case("pp2 tp2", family="gpt2"), Case("dp2 tp2", microbatches=2, zero=3))
@@ -104,15 +104,15 @@ def test_float16_logs_the_norm_and_loss_of_the_model_not_of_its_scaled_gradients
 def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right, struck = Unit.start_reduce, set[int]()
+    right, struck = ParamGroup.start_reduce, set[int]()
 
-    def overflow_once(self: Unit) -> None:
+    def overflow_once(self: ParamGroup) -> None:
         if self.comm.rank == 1 and not struck and self.full is not None:
             struck.add(1)
             self.full[0] = torch.inf
         right(self)
 
-    monkeypatch.setattr(Unit, "start_reduce", overflow_once)
+    monkeypatch.setattr(ParamGroup, "start_reduce", overflow_once)
     for reports, _ in run_ranks(case.mesh, lambda comm: train(case, HALF, comm)):
         assert [report.skipped for report in reports] == [True, False, False]
         assert [report.loss_scale for report in reports] == [START, START / 2, START / 2]
@@ -146,7 +146,7 @@ def test_a_scale_that_had_to_be_found_trains_bit_for_bit_as_the_right_one_would(
             batch, skipped = batches(case)[0], 0
             while step(micro_batches(batch, plan, comm.rank), lr=LR).skipped:
                 skipped += 1
-            return skipped, step.kept.parameters()
+            return skipped, step.grads.full_parameters()
 
         return run_ranks("", rank)[0]
 
@@ -178,10 +178,10 @@ def test_masters_keep_steps_that_the_type_of_compute_would_round_away() -> None:
             plan = case.plan.model_copy(update=vars(dtypes))
             model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
             step = TrainStep(model, make_optimizer=lambda tensors: torch.optim.SGD(tensors.values(), lr=1.0), clip=0.0)
-            before = {name: value.float() for name, value in step.kept.parameters().items()}
+            before = {name: value.float() for name, value in step.grads.full_parameters().items()}
             for batch in batches(case):
                 step(micro_batches(batch, plan, comm.rank), lr=1e-2)
-            after = step.kept.parameters()
+            after = step.grads.full_parameters()
             changed = [
                 (after[name].float() != value).float().mean() for name, value in before.items() if "norm" in name
             ]

@@ -11,7 +11,7 @@ from weft.generate.angles import share_angles
 from weft.generate.cache import look_at, remember
 from weft.models.common.batch import Batch, chain
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.pipeline.forward import play_in_turn, whole_vocabulary
+from weft.parallel.pipeline.forward import gather_vocabulary, run_stages
 from weft.train.sample import written_with
 
 
@@ -65,8 +65,8 @@ class Decoder:
         def play(stage: int, x: Tensor) -> Tensor:
             return self._play(stage, x, batch, lasts)
 
-        x = play_in_turn(self.model, batch.inputs, play=play, shape_of=shape_of)
-        return whole_vocabulary(x, self.model, vocab=self.vocab) if self.is_last else None
+        x = run_stages(self.model, batch.inputs, play=play, shape_of=shape_of)
+        return gather_vocabulary(x, self.model, vocab=self.vocab) if self.is_last else None
 
     def _play(self, stage: int, x: Tensor, batch: Batch, lasts: Sequence[int]) -> Tensor:
         """x_BSD through a stage's blocks; the head sees each row's last token alone, and yields logits_BV."""

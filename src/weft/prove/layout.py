@@ -55,6 +55,6 @@ def _record(train: TrainStep, report: StepReport) -> StepTrace:
     return StepTrace(
         loss=report.loss,
         grad_norm=report.grad_norm,
-        grads={owner[name]: gradient for name, gradient in train.kept.gradients().items()},
-        params={owner[name]: value for name, value in train.kept.parameters().items()},
+        grads={owner[name]: gradient for name, gradient in train.grads.full_gradients().items()},
+        params={owner[name]: value for name, value in train.grads.full_parameters().items()},
     )

@@ -68,7 +68,7 @@ def restore(step: TrainStep, checkpoint: Stored) -> None:
     scale = manifest.facts.loss_scale
     if scale and step.loss_scale.is_dynamic:
         step.loss_scale = type(step.loss_scale)(scale["value"], is_dynamic=True, good_steps=scale["good_steps"])
-    step.kept.after_update()
+    step.grads.after_optimizer_step()
 
 
 def load_parameters(step: TrainStep, source: Source) -> None:
@@ -77,8 +77,8 @@ def load_parameters(step: TrainStep, source: Source) -> None:
     Raises:
         CheckpointError: as `restore`, but that `source` may hold more.
     """
-    agree(step.model.comm, lambda: _take_in(parts_of_model(step.model, step.kept), lambda _: source))
-    step.kept.after_update()
+    agree(step.model.comm, lambda: _take_in(parts_of_model(step.model, step.grads), lambda _: source))
+    step.grads.after_optimizer_step()
 
 
 def load_model(model: ParallelModel, source: Source) -> None:

@@ -11,7 +11,7 @@ from weft.core.sequence import home_of
 from weft.models.common.batch import Batch, chain, token_batch
 from weft.models.common.init import name_seed
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.pipeline.forward import play_in_turn, whole_vocabulary
+from weft.parallel.pipeline.forward import gather_vocabulary, run_stages
 
 LEFT_OUT = ("loss", "mtp")
 """Blocks (by the beginning of their names) that only training reads."""
@@ -50,12 +50,12 @@ def _last_logits(model: ParallelModel, window: Sequence[int], *, vocab: int) -> 
     def play(stage: int, x: Tensor) -> Tensor:
         return chain(written_with(model.stages[stage]), x, batch).x
 
-    x = play_in_turn(model, batch.inputs, play=play, shape_of=plan.boundary_shape)
+    x = run_stages(model, batch.inputs, play=play, shape_of=plan.boundary_shape)
     if plan.table.stage_to_rank[-1] != comm.index("pp"):
         return None
     owner, place = home_of(len(window) - 1, plan.seq_len, comm.degree("cp"))
     last = comm.broadcast_(x[0, place].contiguous(), "cp", root=owner)
-    return whole_vocabulary(last, model, vocab=vocab)
+    return gather_vocabulary(last, model, vocab=vocab)
 
 
 def _padded(window: Sequence[int], seq_len: int, device: torch.device) -> Batch:

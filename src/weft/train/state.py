@@ -18,8 +18,8 @@ from torch import Tensor
 
 from weft.core.axes import Box, boxes_of_range, span
 from weft.errors import CheckpointError, Fault
-from weft.parallel.model.grads import Gradients
 from weft.parallel.model.parallelize import ParallelModel, Piece
+from weft.parallel.zero.grad_norm import GradientStore
 from weft.train.optim import NamedOptimizer, Optimizer
 from weft.train.step import TrainStep
 
@@ -78,8 +78,8 @@ class Part:
 
 def parts_of_step(step: TrainStep) -> Iterator[Part]:
     """What this rank has: the values that the optimizer moves, what it remembers of them, and what is not trained."""
-    trained = {name for name in step.kept.tensors if step.model.params[name].requires_grad}
-    for part in parts_of_model(step.model, step.kept):
+    trained = {name for name in step.grads.sharded_params if step.model.params[name].requires_grad}
+    for part in parts_of_model(step.model, step.grads):
         name = part.piece.name
         if name in trained:
             state = named(step.optimizer).state[name]
@@ -90,16 +90,16 @@ def parts_of_step(step: TrainStep) -> Iterator[Part]:
             yield part
 
 
-def parts_of_model(model: ParallelModel, kept: Gradients | None = None) -> Iterator[Part]:
-    """The values alone: those that `kept` has the optimizer move, or spreads over ranks, or else the parameters themselves."""
-    tensors = {**kept.tensors, **kept.frozen} if kept else {}
-    ranges, spread = (kept.ranges, kept.spread) if kept else ({}, {})
+def parts_of_model(model: ParallelModel, grads: GradientStore | None = None) -> Iterator[Part]:
+    """The values alone: those that `grads` has the optimizer move, or spreads over ranks, or else the parameters themselves."""
+    tensors = {**grads.sharded_params, **grads.frozen_shards} if grads else {}
+    ranges, spread = (grads.shard_ranges, grads.shard_axes) if grads else ({}, {})
     for name, param in model.params.items():
         if name in tensors:
             lo, hi = ranges[name]
             if lo < hi:
                 yield _part(model, name, tensors[name], lo=lo, hi=hi, spread=spread.get(name, ()))
-        elif not (param.requires_grad and kept):
+        elif not (param.requires_grad and grads):
             yield _part(model, name, param, lo=0, hi=param.numel())
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from weft.core.axes import data_axes
 from weft.models.common.batch import Batch
 from weft.parallel.data_parallel.buckets import GradientBuckets
-from weft.parallel.model import grads
-from weft.parallel.model.grads import Gradients
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.pipeline.player import Player, Watch
-from weft.parallel.zero import apply
-from weft.parallel.zero.param_group import Policy
+from weft.parallel.pipeline.player import ActionCallback, Player
+from weft.parallel.zero import grad_norm
+from weft.parallel.zero.grad_norm import GradientStore
+from weft.parallel.zero.gradient_reducer import shard
+from weft.parallel.zero.param_group import ShardingPolicy
 from weft.train.balance import imbalance, rebalance_routers, sum_loads
 from weft.train.optim import Optimizer
 from weft.train.precision import LossScale
@@ -82,19 +82,21 @@ class TrainStep:
         *,
         make_optimizer: Callable[[Mapping[str, Tensor]], Optimizer],
         clip: float,
-        watch: Watch | None = None,
+        on_action: ActionCallback | None = None,
     ) -> None:
         self.model, self.clip = model, clip
-        self.kept = keep_gradients(model)
-        self.optimizer = make_optimizer(self.kept.tensors)
+        self.grads = make_gradient_reducer(model)
+        self.optimizer = make_optimizer(self.grads.sharded_params)
         self.loss_scale = LossScale.of(model.plan)
-        self.player = Player(model, before_last_backward=self.kept.arm, watch=watch)
+        self.player = Player(model, before_last_backward=self.grads.set_requires_gradient_sync, on_action=on_action)
 
     @property
     def num_params(self) -> int:
         """Parameters of the whole model, each counted once; every rank must ask at the same time."""
         comm = self.model.comm
-        mine = sum(piece.box.size for name, piece in self.model.pieces.items() if grads.counts_here(self.model, name))
+        mine = sum(
+            piece.box.size for name, piece in self.model.pieces.items() if grad_norm.counts_here(self.model, name)
+        )
         count = torch.tensor(mine, dtype=torch.int64, device=comm.device)
         return int(comm.all_reduce(count, tuple(name for name, _ in comm.mesh.axes)).item())
 
@@ -105,17 +107,17 @@ class TrainStep:
         """
         start, scale = time.perf_counter(), self.loss_scale.value
         targets = self._count_targets(batches)
-        self.kept.zero()
+        self.grads.zero_grad()
         played = self.player.play(batches, scale / targets)
-        self.kept.finish()
-        grads.add_far_ties(self.model, self.kept)
+        self.grads.finish()
+        grad_norm.add_far_ties(self.model, self.grads)
         loads = sum_loads(played.loads, self.model.comm)
         totals = self._gather_totals(played.loss, imbalance(loads), says())
         norm = totals.norm / scale
         is_finite = math.isfinite(norm.item())
         skipped = self.loss_scale.skips(is_finite=is_finite)
         if not skipped:
-            grads.clip(self.kept, norm, most=self.clip, scale=scale)
+            grad_norm.clip(self.grads, norm, most=self.clip, scale=scale)
             self._update(lr)
             rebalance_routers(self.model.blocks, loads)
         self.loss_scale = self.loss_scale.after(is_finite=is_finite)
@@ -135,7 +137,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.kept.after_update()
+        self.grads.after_optimizer_step()
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """Target tokens of the whole step, float64 scalar; at least 1, so that a step without targets has loss 0."""
@@ -148,7 +150,7 @@ class TrainStep:
         comm, mesh = self.model.comm, self.model.comm.mesh
         loss_once = loss if comm.index("tp") == 0 else torch.zeros_like(loss)
         facts = torch.tensor((memory_bytes(comm.device), expert_load, word), dtype=torch.float64, device=comm.device)
-        mine = torch.stack((loss_once, grads.squared_norm(self.model, self.kept), *facts.unbind())).unsqueeze(0)
+        mine = torch.stack((loss_once, grad_norm.squared_norm(self.model, self.grads), *facts.unbind())).unsqueeze(0)
         everyone = comm.all_gather(mine, tuple(name for name, _ in mesh.axes), dim=0)
         losses, squares, mems, expert_loads, words = everyone.unbind(1)
         stage_of_rank = [mesh.coord(rank).get("pp", 0) for rank in range(mesh.size)]
@@ -159,7 +161,7 @@ class TrainStep:
         return Totals(losses.sum(), squares.sum().sqrt(), tuple(per_stage), expert_loads.max().item() or None, said)
 
 
-def keep_gradients(model: ParallelModel) -> Gradients:
+def make_gradient_reducer(model: ParallelModel) -> GradientStore:
     """Buckets where every rank holds everything in one dtype; else shards, as the plan's ZeRO stage and dtypes say."""
     plan = model.plan
     if plan.zero == 0 and plan.params == plan.compute == plan.reduce:
@@ -171,8 +173,8 @@ def keep_gradients(model: ParallelModel) -> Gradients:
             bucket_bytes=plan.bucket_bytes,
         )
     params, compute, reduce = (getattr(torch, name) for name in (plan.params, plan.compute, plan.reduce))
-    policy = Policy(plan.zero, params=params, compute=compute, reduce=reduce, keeps_full=plan.zero <= 1)
-    return apply.shard(model, policy)
+    policy = ShardingPolicy(plan.zero, params=params, compute=compute, reduce=reduce, keeps_full=plan.zero <= 1)
+    return shard(model, policy)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -66,37 +66,37 @@ class GradientBuckets:
         ]
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:
+    def sharded_params(self) -> Mapping[str, Tensor]:
         """What an optimizer moves, by global name, `.grad` beside it."""
         return self._trained
 
     @property
-    def frozen(self) -> Mapping[str, Tensor]:
+    def frozen_shards(self) -> Mapping[str, Tensor]:
         """What nobody moves and no rank holds whole: nothing."""
         return {}
 
     @property
-    def spread(self) -> Mapping[str, tuple[str, ...]]:
+    def shard_axes(self) -> Mapping[str, tuple[str, ...]]:
         """Mesh axes over which the entries of a parameter are spread: none."""
         return {}
 
     @property
-    def ranges(self) -> Mapping[str, tuple[int, int]]:
+    def shard_ranges(self) -> Mapping[str, tuple[int, int]]:
         """Which entries of this rank's piece of a parameter lie in its tensor: all."""
         return {name: (0, param.numel()) for name, param in self._params.items()}
 
-    def after_update(self) -> None:
+    def after_optimizer_step(self) -> None:
         """The blocks use the very tensors that were moved."""
 
-    def gradients(self) -> dict[str, Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         """Finished gradients by global name."""
         return {name: view.clone() for name, view in self.views.items()}
 
-    def parameters(self) -> dict[str, Tensor]:
+    def full_parameters(self) -> dict[str, Tensor]:
         """Values by global name."""
         return {name: param.detach().clone() for name, param in self._params.items()}
 
-    def arm(self, stage: int) -> None:
+    def set_requires_gradient_sync(self, stage: int) -> None:
         """The next backward of `stage` is its last in this step: reduce each bucket as soon as it is complete."""
         self._armed.add(stage)
 
@@ -110,7 +110,7 @@ class GradientBuckets:
             bucket.work, bucket.started, bucket.missing = None, False, set(bucket.names)
         self._armed.clear()
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         """Make every gradient 0, before the first backward of a step."""
         for bucket in self.buckets:
             bucket.flat.zero_()

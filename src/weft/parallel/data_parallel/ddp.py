@@ -58,7 +58,7 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         if self._synchronize and torch.is_grad_enabled():
-            self._buckets.arm(0)
+            self._buckets.set_requires_gradient_sync(0)
         return self.module(*args, **kwargs)
 
     @contextmanager

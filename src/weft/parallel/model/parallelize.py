@@ -20,7 +20,7 @@ from weft.models.common.lora import Factor
 from weft.models.common.moe import Router
 from weft.parallel.context import attend
 from weft.parallel.expert import dispatch
-from weft.parallel.recompute.blocks import recomputed
+from weft.parallel.recompute.blocks import recompute_block
 from weft.parallel.tensor import linear, vocab
 from weft.schedule.actions import Act
 
@@ -127,7 +127,7 @@ def parallelize(
     partial = _apply_transforms(blocks, plan, comm, axes=axes, sizes=_axis_lengths(shapes, axes))
     _check_served(blocks, plan, axes=axes)
     stages = {
-        i: nn.ModuleDict({name: recomputed(name, blocks[name], plan.recompute) for name in names})
+        i: nn.ModuleDict({name: recompute_block(name, blocks[name], plan.recompute) for name in names})
         for i, names in local.items()
     }
     block_stage = {name: i for i, stage in enumerate(plan.stages) for name in stage.blocks}

@@ -10,11 +10,11 @@ from torch import Tensor
 from weft.core.axes import span_sizes
 from weft.models.common.batch import Batch, chain
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.pipeline.player import Play, Player, Watch
+from weft.parallel.pipeline.player import ActionCallback, Play, Player
 from weft.schedule.actions import Act, Table
 
 
-def play_in_turn(
+def run_stages(
     model: ParallelModel,
     x: Tensor,
     *,
@@ -40,7 +40,7 @@ def play_in_turn(
     return x
 
 
-def whole_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Tensor:
+def gather_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Tensor:
     """logits[..., vocab] of this rank's logits[..., its part of the vocabulary]; all ranks along tp get them."""
     comm = model.comm
     if "vocab" not in model.plan.sharding_rule:
@@ -48,7 +48,7 @@ def whole_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Ten
     return comm.all_gather(logits, "tp", dim=-1, sizes=span_sizes(vocab, comm.degree("tp")))
 
 
-def forwards_of(table: Table) -> Table:
+def forward_table(table: Table) -> Table:
     """The forwards of a table, every row in its order: whatever the schedule, they need nothing else."""
     return Table(
         tuple(tuple(act for act in row if act.kind == "F") for row in table.rows), table.stage_to_rank, table.microbatches
@@ -58,9 +58,9 @@ def forwards_of(table: Table) -> Table:
 class ForwardPlayer(Player):
     """Plays the forwards of this rank's row."""
 
-    def __init__(self, model: ParallelModel, *, watch: Watch | None = None) -> None:
+    def __init__(self, model: ParallelModel, *, on_action: ActionCallback | None = None) -> None:
         super().__init__(
-            model, before_last_backward=lambda stage: None, watch=watch, table=forwards_of(model.plan.table)
+            model, before_last_backward=lambda stage: None, on_action=on_action, table=forward_table(model.plan.table)
         )
 
     @torch.no_grad()

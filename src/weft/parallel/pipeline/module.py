@@ -75,7 +75,7 @@ class PipelineParallel(nn.Module):
             reduce={name: piece.reduce for name, piece in self.model.pieces.items()},
             stage_of=self.model.stage_of,
         )
-        self._player = Player(self.model, before_last_backward=self._buckets.arm)
+        self._player = Player(self.model, before_last_backward=self._buckets.set_requires_gradient_sync)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Gradients of the mean loss over `inputs` (of all data ranks); returns that loss, on every rank.
@@ -88,7 +88,7 @@ class PipelineParallel(nn.Module):
         ]
         axes = data_axes(self.comm.mesh)
         seed = torch.tensor(1.0 / (self.microbatches * self.comm.degree(axes)), dtype=torch.float64)
-        self._buckets.zero()
+        self._buckets.zero_grad()
         loss = self._player.play(batches, seed).loss * seed
         self._buckets.finish()
         return self.comm.all_reduce(loss, ("pp", *axes))

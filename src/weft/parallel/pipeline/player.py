@@ -14,12 +14,12 @@ from torch import Tensor
 from weft.comm.transport import Work
 from weft.models.common.batch import Batch, chain
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.pipeline.split_backward import Split
+from weft.parallel.pipeline.split_backward import SplitBackward
 from weft.schedule.actions import Act, Kind, Table
 from weft.schedule.lower import Recv, Send, lower
 from weft.schedule.simulate import ACTIVATION_CHANGE
 
-Watch = Callable[[Act, float, float], None]
+ActionCallback = Callable[[Act, float, float], None]
 """Called with each action and its start and end, seconds of `time.perf_counter`."""
 
 
@@ -28,7 +28,7 @@ MOST_LEAVING = 8
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayResult:
     """What a step yields besides the gradients, on this rank.
 
     Attributes:
@@ -46,7 +46,7 @@ class _Kept:
 
     x: Tensor
     outputs: tuple[Tensor, ...]
-    split: Split | None
+    split: SplitBackward | None
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Play:
         made: tensors that wait to be sent, or to be taken by the next stage on the same rank.
         posted: receives under way, by the action that makes the tensor.
         leaving: sends under way, with what they hold alive.
-        loss, loads: as in `Played`, so far.
+        loss, loads: as in `PlayResult`, so far.
     """
 
     batches: Sequence[Batch]
@@ -67,7 +67,7 @@ class Play:
     loss: Tensor
     loads: dict[str, Tensor] = field(default_factory=dict)
     kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
-    owed: dict[tuple[int, int], Split] = field(default_factory=dict)
+    owed: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
     made: dict[Act, Tensor] = field(default_factory=dict)
     posted: dict[Act, Work] = field(default_factory=dict)
     leaving: deque[tuple[Work, Tensor]] = field(default_factory=deque)
@@ -79,7 +79,7 @@ class Player:
     Args:
         model: this rank's stages.
         before_last_backward: called with a stage just before the backward that completes its gradients.
-        watch: told of every action, for profiles.
+        on_action: told of every action, for profiles.
         table: what is played; by default the plan's.
     """
 
@@ -88,10 +88,10 @@ class Player:
         model: ParallelModel,
         *,
         before_last_backward: Callable[[int], None],
-        watch: Watch | None = None,
+        on_action: ActionCallback | None = None,
         table: Table | None = None,
     ) -> None:
-        self.model, self.watch = model, watch
+        self.model, self.on_action = model, on_action
         self.table = table or model.plan.table
         self.row = lower(self.table).rows[model.comm.index("pp")]
         self.before_last_backward = before_last_backward
@@ -99,7 +99,7 @@ class Player:
         self.last_backward = {act.stage: act for act in acts if ACTIVATION_CHANGE[act.kind] < 0}
         self._params = {stage: tuple(blocks.parameters()) for stage, blocks in model.stages.items()}
 
-    def play(self, batches: Sequence[Batch], seed: Tensor) -> Played:
+    def play(self, batches: Sequence[Batch], seed: Tensor) -> PlayResult:
         """One step: forwards and backwards of all micro-batches, gradients left in `.grad`.
 
         Args:
@@ -118,19 +118,19 @@ class Player:
             else:
                 start = time.perf_counter()
                 act[instruction.kind](play, instruction)
-                if self.watch:
-                    self.watch(instruction, start, time.perf_counter())
+                if self.on_action:
+                    self.on_action(instruction, start, time.perf_counter())
         for work, _ in play.leaving:
             work.wait()
         left = (*play.kept, *play.owed, *play.made, *play.posted)
         assert not left, f"the table left {left[:3]} behind"
-        return Played(play.loss, play.loads)
+        return PlayResult(play.loss, play.loads)
 
     def _forward(self, play: Play, act: Act) -> None:
         batch, blocks = play.batches[act.mb], self.model.stages[act.stage]
         source = self.table.source(act)
         x = batch.inputs if source is None else self._take(play, source).requires_grad_()
-        split = Split(self._params[act.stage]) if (act.stage, act.mb) in self.table.splits else None
+        split = SplitBackward(self._params[act.stage]) if (act.stage, act.mb) in self.table.splits else None
         with split or nullcontext():
             out = chain(blocks, x, batch)
         outputs = (out.x,) if out.loss is None else (out.x, out.loss)

@@ -1,7 +1,7 @@
 """Owns the split backward: the gradient of the input first, the gradients of the weights later, for any block of torch code.
 
 Note [Split backward]
-    A stage runs forward under a `Split`. It is a mode of torch that sees every call of a torch function and tells three
+    A stage runs forward under a `SplitBackward`. It is a mode of torch that sees every call of a torch function and tells three
     cases apart by the arguments (a weight is a parameter, or was made of parameters alone: a cast, a view, one expert's part):
 
         no weight, or weights only     runs as it is
@@ -56,10 +56,10 @@ class Debt(NamedTuple):
     gradient: Tensor
 
 
-class Split(TorchFunctionMode):
+class SplitBackward(TorchFunctionMode):
     """The forward of one micro-batch through one stage, and the two halves of its backward. See Note [Split backward].
 
-    split = Split(stage.parameters())
+    split = SplitBackward(stage.parameters())
     with split:
         y = stage(x)
     torch.autograd.backward(y, dy)      # I: gradient of x
@@ -150,10 +150,10 @@ class Split(TorchFunctionMode):
         return _outer(_Call(self._debts, get_gradient_edge(out), inside), out, self._anchor, *outside)
 
 
-def active_split() -> Split | None:
+def active_split_backward() -> SplitBackward | None:
     """The split that the running forward is under: what plays a forward again in its backward must do so under the same."""
     modes = _get_current_function_mode_stack()
-    return next((mode for mode in modes if isinstance(mode, Split)), None)
+    return next((mode for mode in modes if isinstance(mode, SplitBackward)), None)
 
 
 IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})

@@ -18,19 +18,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from weft.layout.plan import Recompute
 from weft.models.common.batch import Batch
-from weft.parallel.pipeline.split_backward import active_split
-from weft.parallel.recompute.selective import Thrift
+from weft.parallel.pipeline.split_backward import active_split_backward
+from weft.parallel.recompute.selective import SelectiveRecompute
 
 ENDS = ("embed", "head", "loss")
 """Blocks whose results are used at once, or cost nothing to keep."""
 
 
-def recomputed(name: str, block: nn.Module, mode: Recompute) -> nn.Module:
+def recompute_block(name: str, block: nn.Module, mode: Recompute) -> nn.Module:
     """The block as it is played under this mode."""
-    return block if mode == "none" or name in ENDS else Recomputed(block, _PLAYS[mode])
+    return block if mode == "none" or name in ENDS else RecomputedBlock(block, _PLAYS[mode])
 
 
-class Recomputed(nn.Module):
+class RecomputedBlock(nn.Module):
     """A block that keeps less of its forward."""
 
     def __init__(self, block: nn.Module, play: Callable[[Callable[[], Any]], Any]) -> None:
@@ -57,7 +57,7 @@ class _EnoughError(Exception):
     """The last tensor that is needed has been made again."""
 
 
-class Replay:
+class FullRecompute:
     """A call of which autograd keeps nothing; it is made again when a backward asks for the first of what it would have kept.
 
     Note [Why not torch.utils.checkpoint]
@@ -70,7 +70,7 @@ class Replay:
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._call, self._split = call, active_split()
+        self._call, self._split = call, active_split_backward()
         self._slots: list[weakref.ref[_Slot]] = []
 
     def first(self) -> Any:
@@ -113,11 +113,11 @@ class Replay:
 
 
 def _replayed(call: Callable[[], Any]) -> Any:
-    return Replay(call).first()
+    return FullRecompute(call).first()
 
 
 def _thrifty(call: Callable[[], Any]) -> Any:
-    with Thrift():
+    with SelectiveRecompute():
         return call()
 
 

@@ -1,7 +1,7 @@
 """Owns results that are not kept because making them again is cheap: norms, activation functions, products of their results.
 
 Note [Promises]
-    `Thrift` is a mode of torch that sees every call of a torch function. Where the result can be had again from tensors
+    `SelectiveRecompute` is a mode of torch that sees every call of a torch function. Where the result can be had again from tensors
     that autograd keeps anyway, the call is noted as a promise. Whenever autograd saves something that lies in a promised
     result's memory (the result, any view of it), it gets a slot in its place, filled when the backward asks: the call is
     made again, its arguments first where they are promises themselves. Two kinds of calls are promises:
@@ -56,7 +56,7 @@ class _Made:
     version: int
 
 
-class Thrift(TorchFunctionMode):
+class SelectiveRecompute(TorchFunctionMode):
     """The forward of a block that keeps no cheap results. See Note [Promises]."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Thrift(TorchFunctionMode):
         self._made: dict[int, _Made] = {}
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
 
-    def __enter__(self) -> Thrift:
+    def __enter__(self) -> SelectiveRecompute:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._hooks.__enter__()
         return self

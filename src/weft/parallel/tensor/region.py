@@ -29,7 +29,7 @@ from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.core.mesh import Axis
-from weft.parallel.pipeline.split_backward import active_split
+from weft.parallel.pipeline.split_backward import active_split_backward
 
 SEQ_DIM = 1
 """Dim of the sequence in x_BSD."""
@@ -67,7 +67,7 @@ class Region:
         errand = Errand()
         x = _Settle.apply(x, errand)  # type: ignore[no-untyped-call]
         loans = tuple(Loan(weight) for weight in weights)
-        if active_split() is None:
+        if active_split_backward() is None:
             for loan in loans:
                 loan.weight = _Later.apply(loan.weight, loan)  # type: ignore[no-untyped-call]
         return _Enter.apply(x, errand, self), loans  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class Region:
 
 def linear(x: Tensor, loan: Loan, bias: Tensor | None) -> Tensor:
     """x W^T + b whose weight gradient is computed later; see Note [Region order]."""
-    if active_split() is not None:
+    if active_split_backward() is not None:
         return nn.functional.linear(x, loan.weight, bias)
     y: Tensor = _Linear.apply(x, loan.weight, bias, loan)  # type: ignore[no-untyped-call]
     return y

@@ -15,9 +15,9 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Axis, axis_names
 from weft.errors import DataError, Fault, PlanError
 from weft.parallel.model.tree import map_leaves
-from weft.parallel.zero.apply import ShardedParams
+from weft.parallel.zero.gradient_reducer import ShardedParams
 from weft.parallel.zero.meta_init import fill, own_modules, own_params
-from weft.parallel.zero.param_group import Policy, Unit
+from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
 from weft.parallel.zero.unshard_hooks import Needs, gather_on_demand, units_of
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -85,7 +85,7 @@ class FullyShardedDataParallel(nn.Module):
         _hide_parameters(module)
         self._is_stale, self._synchronize = False, True
 
-    def _make_units(self, chain: tuple[nn.Module, ...]) -> Iterator[Unit]:
+    def _make_units(self, chain: tuple[nn.Module, ...]) -> Iterator[ParamGroup]:
         """Units of what each block owns and no block before it had: alike in dtype, all trained or all frozen."""
         axes = axis_names(self.axis) if self.comm.degree(self.axis) > 1 else ()
         taken: set[int] = set()
@@ -95,10 +95,10 @@ class FullyShardedDataParallel(nn.Module):
             taken |= set(map(id, fresh))
             for _, group in groupby(sorted(fresh, key=_kind), key=_kind):
                 members = {self._name_of[id(param)]: param for param in group}
-                yield Unit(members, self.comm, self._policy(next(iter(members.values())).dtype), axes=axes)
+                yield ParamGroup(members, self.comm, self._policy(next(iter(members.values())).dtype), axes=axes)
 
-    def _policy(self, dtype: torch.dtype) -> Policy:
-        return Policy(
+    def _policy(self, dtype: torch.dtype) -> ShardingPolicy:
+        return ShardingPolicy(
             self.zero,
             params=dtype,
             compute=self.compute or dtype,
@@ -110,12 +110,12 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         if self._is_stale:
-            self._sharded.after_update()
+            self._sharded.after_optimizer_step()
         if torch.is_grad_enabled():
             self._is_stale = False  # without gradients: values may still move before the forward that trains
             self._sharded.defers = self.zero == 1 or not self._synchronize
             if self._synchronize:
-                self._sharded.arm(0)
+                self._sharded.set_requires_gradient_sync(0)
         args, kwargs = self._cast((args, kwargs))
         return self.module(*args, **kwargs)
 
@@ -161,7 +161,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state dict that the module would have had unwrapped, whole on every rank; every rank must ask."""
-        state = {**self._sharded.parameters(), **dict(self.module.named_buffers())}
+        state = {**self._sharded.full_parameters(), **dict(self.module.named_buffers())}
         return {key: state[name].detach().clone() for key, name in self._keys.items()}
 
     @torch.no_grad()
@@ -202,7 +202,7 @@ def _kind(param: nn.Parameter) -> tuple[str, bool]:
     return str(param.dtype), param.requires_grad
 
 
-def _as_parameters(unit: Unit) -> dict[str, nn.Parameter]:
+def _as_parameters(unit: ParamGroup) -> dict[str, nn.Parameter]:
     entries = unit.layout.shard_views(unit.shard, unit.index)
     return {name: nn.Parameter(each, requires_grad=unit.is_trained) for name, each in entries.items()}
 

@@ -18,7 +18,7 @@ Zero = Literal[0, 1, 2, 3]
 
 
 @dataclass(frozen=True)
-class Policy:
+class ShardingPolicy:
     """How parameters are held.
 
     Attributes:
@@ -41,7 +41,7 @@ class Policy:
     keeps_grad: bool = True
 
 
-class Unit:
+class ParamGroup:
     """Some parameters of one rank. They are all trained, or none of them is.
 
     Attributes:
@@ -59,7 +59,7 @@ class Unit:
         self,
         params: Mapping[str, nn.Parameter],
         comm: Comm,
-        policy: Policy,
+        policy: ShardingPolicy,
         *,
         axes: tuple[str, ...],
         stage: int = 0,

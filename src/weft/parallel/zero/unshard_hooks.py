@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.parallel.model.tree import tensors_in
-from weft.parallel.zero.param_group import Unit
+from weft.parallel.zero.param_group import ParamGroup
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Needs:
     """A module, and the units whose values its forward and backward need."""
 
     module: nn.Module
-    units: tuple[Unit, ...]
+    units: tuple[ParamGroup, ...]
 
 
-def units_of(params: Iterable[nn.Parameter], units: Iterable[Unit]) -> tuple[Unit, ...]:
+def units_of(params: Iterable[nn.Parameter], units: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
     """Those of `units` that hold one of `params` and are not there all the time."""
     by_param = {id(param): unit for unit in units if unit.is_on_demand for param in unit.params.values()}
     return tuple({id(unit): unit for param in params if (unit := by_param.get(id(param))) is not None}.values())
@@ -58,9 +58,9 @@ class _Demand:
     """Which units a backward under way has in use."""
 
     def __init__(self) -> None:
-        self.in_use: dict[int, Unit] = {}
+        self.in_use: dict[int, ParamGroup] = {}
 
-    def use(self, units: Iterable[Unit]) -> None:
+    def use(self, units: Iterable[ParamGroup]) -> None:
         """Have these until they are given back, or the backward is over."""
         if not self.in_use:
             after_this_backward(self._backward_is_over)
@@ -68,12 +68,12 @@ class _Demand:
             self.in_use[id(unit)] = unit
             unit.finish_gather()
 
-    def give_back(self, units: Iterable[Unit]) -> None:
+    def give_back(self, units: Iterable[ParamGroup]) -> None:
         """These are needed no longer."""
         for unit in units:
             unit.release()
 
-    def is_used(self, unit: Unit) -> bool:
+    def is_used(self, unit: ParamGroup) -> bool:
         """Whether a backward under way needs the unit."""
         return id(unit) in self.in_use
 
@@ -82,7 +82,7 @@ class _Demand:
         self.in_use.clear()
 
 
-def _install(demand: _Demand, needs: Needs, *, after: tuple[Unit, ...], before: tuple[Unit, ...]) -> None:
+def _install(demand: _Demand, needs: Needs, *, after: tuple[ParamGroup, ...], before: tuple[ParamGroup, ...]) -> None:
     units, frozen = needs.units, tuple(unit for unit in needs.units if not unit.is_trained)
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> None:

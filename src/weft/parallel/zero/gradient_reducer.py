@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.zero.param_group import Policy, Unit
+from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
 from weft.parallel.zero.unshard_hooks import Needs, after_this_backward, gather_on_demand, units_of
 
-__all__ = ["Policy", "ShardedParams", "shard"]
+__all__ = ["ShardingPolicy", "ShardedParams", "shard"]
 
 
 class ShardedParams:
-    """All trained parameters of one rank under a `Policy`.
+    """All trained parameters of one rank under a `ShardingPolicy`.
 
     Attributes:
         tensors: what the optimizer moves, by global name: this rank's entries, one-dimensional, `.grad` beside them.
@@ -43,56 +43,56 @@ class ShardedParams:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        units: Sequence[ParamGroup],
         comm: Comm,
-        policy: Policy,
+        policy: ShardingPolicy,
         *,
         split_stages: frozenset[int] = frozenset(),
         shared: frozenset[str] = frozenset(),
     ) -> None:
         self.units, self.comm, self.policy = tuple(units), comm, policy
         self.split_stages, self.shared = split_stages, shared
-        self.tensors: dict[str, Tensor] = {}
-        self.frozen: dict[str, Tensor] = {}
-        self.spread: dict[str, tuple[str, ...]] = {}
-        self.ranges: dict[str, tuple[int, int]] = {}
+        self.sharded_params: dict[str, Tensor] = {}
+        self.frozen_shards: dict[str, Tensor] = {}
+        self.shard_axes: dict[str, tuple[str, ...]] = {}
+        self.shard_ranges: dict[str, tuple[int, int]] = {}
         self.defers = policy.zero <= 1
         self._armed: set[int] = set()
-        self._touched: list[Unit] = []
+        self._touched: list[ParamGroup] = []
         for unit in self.units:
             self._register(unit)
 
-    def _register(self, unit: Unit) -> None:
+    def _register(self, unit: ParamGroup) -> None:
         gradients = unit.layout.shard_views(unit.grad, unit.index) if unit.grad is not None else {}
         held = {slot.name: unit.layout.cut(slot, unit.index)[0] for slot in unit.layout.slots}
         for name, entries in unit.layout.shard_views(unit.shard, unit.index).items():
             is_moved, is_frozen = name in gradients and entries.numel() > 0, unit.is_on_demand and not unit.is_trained
             if is_moved:
                 entries.grad = gradients[name]
-                self.tensors[name] = entries
+                self.sharded_params[name] = entries
             if is_frozen:
-                self.frozen[name] = entries
+                self.frozen_shards[name] = entries
             if is_moved or is_frozen:
-                self.spread[name] = unit.axes if unit.policy.zero else ()
-                self.ranges[name] = (held[name].start, held[name].stop)
+                self.shard_axes[name] = unit.axes if unit.policy.zero else ()
+                self.shard_ranges[name] = (held[name].start, held[name].stop)
         for name, param in unit.params.items() if unit.is_trained else ():
             param.register_post_accumulate_grad_hook(lambda param, name=name: self._arrived(unit, name, param))
 
     @property
-    def trained(self) -> tuple[Unit, ...]:
+    def trained(self) -> tuple[ParamGroup, ...]:
         """Units with gradients."""
         return tuple(unit for unit in self.units if unit.is_trained)
 
-    def zero(self) -> None:
+    def zero_grad(self) -> None:
         """Make every gradient 0, before the first backward of a step."""
         for unit in self.units:
             unit.zero_gradients()
 
-    def arm(self, stage: int) -> None:
+    def set_requires_gradient_sync(self, stage: int) -> None:
         """The next backward of `stage` is its last in this step."""
         self._armed.add(stage)
 
-    def _arrived(self, unit: Unit, name: str, param: Tensor) -> None:
+    def _arrived(self, unit: ParamGroup, name: str, param: Tensor) -> None:
         """A parameter's gradient of one backward is there; the unit's last one sets it off."""
         if not self._touched:
             after_this_backward(self._backward_is_over)
@@ -131,7 +131,7 @@ class ShardedParams:
             if unit.grad is not None:
                 unit.grad.mul_(factor)
 
-    def after_update(self) -> None:
+    def after_optimizer_step(self) -> None:
         """Bring the moved values to the blocks, the next unit's while one is taken in; on demand the blocks ask when they run."""
         held = [unit for unit in self.units if not unit.is_on_demand]
         for unit, following in zip(held, (*held[1:], None), strict=False):
@@ -140,15 +140,15 @@ class ShardedParams:
                 following.start_refresh()
             unit.finish_gather()
 
-    def gradients(self) -> dict[str, Tensor]:
+    def full_gradients(self) -> dict[str, Tensor]:
         """Finished gradients by global name, this rank's whole pieces; every rank must ask at the same time."""
         return self._whole(self.trained, lambda unit: unit.grad)
 
-    def parameters(self) -> dict[str, Tensor]:
+    def full_parameters(self) -> dict[str, Tensor]:
         """Values by global name in `params`, this rank's whole pieces; every rank must ask at the same time."""
         return self._whole(self.units, lambda unit: unit.shard)
 
-    def _whole(self, units: Sequence[Unit], shard_of: Callable[[Unit], Tensor | None]) -> dict[str, Tensor]:
+    def _whole(self, units: Sequence[ParamGroup], shard_of: Callable[[ParamGroup], Tensor | None]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for unit in units:
             shard = shard_of(unit)
@@ -158,7 +158,7 @@ class ShardedParams:
         return found
 
 
-def shard(model: ParallelModel, policy: Policy) -> ShardedParams:
+def shard(model: ParallelModel, policy: ShardingPolicy) -> ShardedParams:
     """The parameters of a model, spread as `policy` says: those that are trained, and those that adapters have frozen.
 
     What is frozen has no gradients and no states to spread: it is spread from ZeRO 3 on, and held in the type of compute.
@@ -183,7 +183,7 @@ def _shared(model: ParallelModel) -> frozenset[str]:
     return frozenset(name for name, param in model.params.items() if users[id(param)] > 1)
 
 
-def _units(model: ParallelModel, policy: Policy) -> Iterator[Unit]:
+def _units(model: ParallelModel, policy: ShardingPolicy) -> Iterator[ParamGroup]:
     """Parameters of equal stage, block, reduce axes; a parameter tied to one on another pipeline rank stands alone, so that
     both ranks cut it alike."""
     far, frozen = {link.name for link in model.far_ties}, model.frozen
@@ -199,4 +199,4 @@ def _units(model: ParallelModel, policy: Policy) -> Iterator[Unit]:
         members = list(group)
         model.start([name for name in members if model.params[name].is_meta])
         params: dict[str, nn.Parameter] = {name: model.params[name] for name in members}
-        yield Unit(params, model.comm, still if is_frozen else policy, axes=axes, stage=stage)
+        yield ParamGroup(params, model.comm, still if is_frozen else policy, axes=axes, stage=stage)

@@ -19,7 +19,7 @@ from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, chain, token_batch, with_later_targets
-from weft.parallel.pipeline.split_backward import PRODUCTS, Split
+from weft.parallel.pipeline.split_backward import PRODUCTS, SplitBackward
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.testing import run_ranks
 
@@ -67,7 +67,7 @@ class Played:
         everything = []
         x = batch.inputs
         for blocks in stages:
-            halves = Split(params_of(blocks)) if split else None
+            halves = SplitBackward(params_of(blocks)) if split else None
             with halves or nullcontext():
                 out = chain(blocks, x, batch)
             everything.append((blocks, halves, x, out))
@@ -234,7 +234,7 @@ def halves_of(code: Callable[[Bag, Tensor], Tensor], *, split: bool, grad: bool 
     params = list(bag.parameters())
     inputs = [torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).cos() * n for n in (1, 2, 3)]
     inputs = [x.requires_grad_(grad) for x in inputs]
-    parts = [Split(params) for _ in inputs]
+    parts = [SplitBackward(params) for _ in inputs]
     outs = []
     for x, part in zip(inputs, parts, strict=True):
         with part if split else nullcontext():
@@ -262,7 +262,7 @@ def test_no_parameter_is_touched_before_w() -> None:
     for name, code in CODE.items():
         bag = Bag()
         x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
-        split = Split(bag.parameters())
+        split = SplitBackward(bag.parameters())
         with split:
             y = code(bag, x * 1.0)
         y.sum().backward()
@@ -276,7 +276,7 @@ def test_torchs_own_attention_is_computed_once() -> None:
     x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
     counted = {}
     for kind in ("B", "I"):
-        split = Split(bag.parameters())
+        split = SplitBackward(bag.parameters())
         with split if kind == "I" else nullcontext():
             y, _ = bag.attention(x, x, x, need_weights=False)
         for half, act in ((kind, y.sum().backward), ("W", split.backward_weights)):
@@ -291,7 +291,7 @@ def test_under_autocast_too(dtype: torch.dtype) -> None:
     def run(*, split: bool) -> list[Tensor | None]:
         bag = Bag().float()
         x = torch.ones(3, 4).cos().requires_grad_()
-        part = Split(bag.parameters())
+        part = SplitBackward(bag.parameters())
         is_cast = dtype == torch.bfloat16
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast), part if split else nullcontext():
             y = F.linear(bag.norm(F.linear(x, bag.w, bag.b)), bag.v)
@@ -314,7 +314,7 @@ def test_on_every_device(device: str) -> None:
     for split in (False, True):
         layer.zero_grad()
         x = torch.ones(2, 8, 128, dtype=torch.float64, device=device).cumsum(-1).cos().requires_grad_()
-        part = Split(layer.parameters())
+        part = SplitBackward(layer.parameters())
         with part if split else nullcontext():
             y = chain(layer, x, batch).x
         (y**2).sum().backward()
@@ -334,7 +334,7 @@ def test_hooks_on_parameters_run_once_in_w_in_the_order_of_the_whole_backward() 
         seen: list[str] = []
         for name, param in nn.ModuleDict(layer).named_parameters():
             param.register_post_accumulate_grad_hook(lambda _, name=name, seen=seen: seen.append(name))
-        part = Split(params_of(layer))
+        part = SplitBackward(params_of(layer))
         with part if split else nullcontext():
             y = chain(layer, x, batch).x
         y.sum().backward()
@@ -375,7 +375,7 @@ def test_between_i_and_w_stay_the_inputs_of_products_and_the_gradients_of_their_
         return holder
 
     x = torch.randn(2, 8, config.dim, dtype=torch.float64, requires_grad=True)
-    split = Split(params)
+    split = SplitBackward(params)
     with saved_tensors_hooks(pack, lambda holder: holder.tensor), split:
         y = chain(layer, x, batch).x
     everything = held_bytes(holders, params)
@@ -408,7 +408,7 @@ def test_tensor_parallel_collectives_belong_to_i_and_run_once(sequence: bool) ->
         counts, gradients = {}, []
         for kind in ("B", "I"):
             x = torch.ones(2, 2, 6, dtype=torch.float64).cumsum(0).requires_grad_()
-            split = Split(params)
+            split = SplitBackward(params)
             with split if kind == "I" else nullcontext():
                 y = row(torch.tanh(column(x)))
             for half, act in ((kind, y.sum().backward), ("W", split.backward_weights)):
@@ -430,7 +430,7 @@ def test_every_product_is_a_function_that_the_mode_meets() -> None:
     bag, x = Bag(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     met: set[Any] = set()
 
-    class Watch(Split):
+    class Watch(SplitBackward):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             met.add(func)
             return super().__torch_function__(func, types, args, kwargs)
