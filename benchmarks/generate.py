@@ -25,7 +25,7 @@ from weft.generate.rows import Row, grow
 from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import FAMILIES, preset
 from weft.models.common.batch import chain, token_batch
-from weft.models.common.init import initialise, named_parameters, tie
+from weft.models.common.init import init_params, named_parameters, tie
 from weft.run.rank_setup import prepare_rank
 from weft.train.build import build_model
 
@@ -70,7 +70,7 @@ def anew(config, samples: int, device: torch.device, dtype: str) -> Way:
     blocks = {name: block.to(device, getattr(torch, dtype)) for name, block in family.blocks(config).items()}
     tie(blocks, family.ties(config))
     params = named_parameters(blocks)
-    initialise(params, family.init(config), seed=SEED, ties=family.ties(config))
+    init_params(params, family.init(config), seed=SEED, ties=family.ties(config))
     kept = {name: block for name, block in blocks.items() if name != "loss" and not name.startswith("mtp")}
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ def theirs(config, samples: int, device: torch.device, dtype: str) -> Way:
     blocks = family.blocks(config)
     tie(blocks, family.ties(config))
     weights = named_parameters(blocks)
-    initialise(weights, family.init(config), seed=SEED, ties=family.ties(config))
+    init_params(weights, family.init(config), seed=SEED, ties=family.ties(config))
     names = {
         **{f"attn.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
         **{f"mlp.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},

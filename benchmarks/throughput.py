@@ -25,8 +25,9 @@ from torch import nn
 from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, canonical_json, make_stages
-from weft.models import llama3
+from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward, token_batch
+from weft.models.llama3 import config as llama3
 from weft.prove.layout import micro_batches
 from weft.prove.oracle import plain_model
 from weft.run.launch import launch
@@ -73,7 +74,7 @@ class Chain(nn.Module):
 
 def torchs_step(args: argparse.Namespace, world: World) -> Callable[[], object]:
     """A plain loop; wrapped in torch's DDP where there are several ranks."""
-    net: nn.Module = Chain(plain_model(llama3, config(args), seed=1, dtype=torch.float32))
+    net: nn.Module = Chain(plain_model(FAMILIES["llama3"], config(args), seed=1, dtype=torch.float32))
     if world.size > 1:
         net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
@@ -101,7 +102,7 @@ def wefts_step(args: argparse.Namespace, world: World, comm: object) -> Callable
         seq_len=args.seq_len,
         clip=CLIP,
     )
-    model = build_model(llama3, model_config, plan, comm, seed=1)
+    model = build_model(FAMILIES["llama3"], model_config, plan, comm, seed=1)
     train = TrainStep(model, make_optimizer=lambda tensors: make_optimizer(tensors, OptimConfig()), clip=CLIP)
     mine = micro_batches(batch_of(args, world.size), plan, world.rank)
     return lambda: train(mine, lr=1e-3)

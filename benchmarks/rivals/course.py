@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.config.schema import OptimConfig
 from weft.layout.plan import Plan, canonical_json, make_stages
-from weft.models import llama3
+from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward, token_batch
+from weft.models.llama3 import config as llama3
 from weft.prove.layout import micro_batches
 from weft.prove.oracle import plain_model
 from weft.train.build import build_model
@@ -76,7 +77,7 @@ class Course:
 
     def plain_blocks(self) -> dict[str, nn.Module]:
         """The plain blocks with their starting values, for torch's own wrappers."""
-        return plain_model(llama3, self.size.config, seed=SEED, dtype=torch.float32)
+        return plain_model(FAMILIES["llama3"], self.size.config, seed=SEED, dtype=torch.float32)
 
     def weft_step(self, *, micro: int, chunks: int = 1, **plan: Any) -> Step:
         """weft's trainer under a plan; `micro` is the number of sequences in a micro-batch of one rank."""
@@ -94,7 +95,7 @@ class Course:
             **plan,
         )
         made.check()
-        model = build_model(llama3, size.config, made, self.comm, seed=SEED)
+        model = build_model(FAMILIES["llama3"], size.config, made, self.comm, seed=SEED)
         train = TrainStep(model, make_optimizer=lambda tensors: make_optimizer(tensors, OPTIM), clip=CLIP)
         mine = micro_batches(self.batch, made, self.comm.rank)
         return lambda: train(mine, lr=OPTIM.lr).loss

@@ -12,7 +12,7 @@ from weft.config.schema import DataConfig
 from weft.data.mixture import CYCLE, Turns, read_mix, turns_of
 from weft.data.opened import open_data
 from weft.data.order import layout_of
-from weft.models import gpt2
+from weft.models.gpt2 import config as gpt2
 from weft.train.event_log import read_events
 from weft.train.feed import samples_of
 

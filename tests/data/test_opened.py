@@ -21,7 +21,9 @@ from weft.data import files, images, opened, tokens
 from weft.data.opened import layout_of, open_data, samples_of_step
 from weft.data.order import permuted
 from weft.errors import DataError
-from weft.models import FAMILIES, gpt2, mnist
+from weft.models import FAMILIES
+from weft.models.gpt2 import config as gpt2
+from weft.models.mnist import config as mnist
 
 BYTES_MODEL = gpt2.Config()
 IMAGES_MODEL = mnist.Config()

@@ -17,7 +17,8 @@ from weft.data.opened import open_data
 from weft.data.packing import pack
 from weft.data.prepare import Recipe, prepare
 from weft.data.samples import IGNORE
-from weft.models import FAMILIES, gpt2
+from weft.models import FAMILIES
+from weft.models.gpt2 import config as gpt2
 from weft.prove.config import prove
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)

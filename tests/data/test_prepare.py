@@ -26,7 +26,8 @@ from weft.data.prepared import open_prepared, tokenizer_of
 from weft.data.sources import open_source
 from weft.data.tokenizer import FileTokenizer, open_tokenizer
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER, DataError
-from weft.models import FAMILIES, gpt2
+from weft.models import FAMILIES
+from weft.models.gpt2 import config as gpt2
 
 TEXTS = [f"document {number}: " + "lorem ipsum " * (number % 7) + "\n" for number in range(60)]
 VOCAB = 300

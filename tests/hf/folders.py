@@ -17,8 +17,13 @@ from weft.core.model_config import ModelConfig
 from weft.hf.tables import TABLES
 from weft.hf.target import targets
 from weft.hf.write import plan, write_folder
-from weft.models import FAMILIES, deepseek, gpt2, llama3, qwen3, qwen3_moe
+from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
+from weft.models.deepseek import config as deepseek
+from weft.models.gpt2 import config as gpt2
+from weft.models.llama3 import config as llama3
+from weft.models.qwen3 import config as qwen3
+from weft.models.qwen3_moe import config as qwen3_moe
 from weft.train.meta_init import skeleton
 
 DEEPSEEK = deepseek.Config(

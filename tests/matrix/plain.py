@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from tests.matrix.layouts import CLIP, SEED, Case, adamw
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward
-from weft.models.common.init import initialise, named_parameters, tie
+from weft.models.common.init import init_params, named_parameters, tie
 from weft.train.optim import matrices
 
 
@@ -105,7 +105,7 @@ class Replica:
         blocks, ties = family.blocks(config), family.ties(config)
         tie(blocks, ties)
         starts = {name: param for name, param in named_parameters(blocks).items() if name not in ties}
-        initialise(starts, family.init(config), seed=SEED)
+        init_params(starts, family.init(config), seed=SEED)
         values = {name: param.detach().to(dtypes["params"], copy=True) for name, param in starts.items()}
         low = copy.deepcopy(nn.ModuleDict(blocks)).to(dtypes["compute"])
         params = {name: param for name, param in named_parameters(low).items() if name not in ties}

@@ -112,16 +112,16 @@ def norms_under_sequence_parallelism_are_not_summed_over_tp(patch: pytest.Monkey
 @mutant(Case("tp2"))
 def tensor_ranks_start_with_identical_shards(patch: pytest.MonkeyPatch) -> None:
     """Half the capacity, and nobody notices from the loss."""
-    right = init.initialise
+    right = init.init_params
 
-    def same(params: Any, table: Any, *, piece: Any = None, **rest: Any) -> None:
+    def same(params: Any, table: Any, *, shard: Any = None, **rest: Any) -> None:
         def first(name: str, whole: Tensor) -> Tensor:
             shape = params[name].shape
             return whole[Box.whole(shape).slices] if shape != whole.shape else whole
 
-        right(params, table, piece=first, **rest)
+        right(params, table, shard=first, **rest)
 
-    patch.setattr(parallelize_module, "initialise", same)
+    patch.setattr(parallelize_module, "init_params", same)
 
 
 @mutant(Case("tp2", family="gpt2"))

@@ -9,12 +9,12 @@ from pydantic import ValidationError
 
 from weft.core.model_config import check_divides
 from weft.models import FAMILIES, PRESETS
-from weft.models.deepseek import Config as Deepseek
-from weft.models.gpt2 import Config as Gpt2
-from weft.models.llama3 import Config as Llama3
-from weft.models.mnist import Config as Mnist
-from weft.models.qwen3 import Config as Qwen3
-from weft.models.qwen3_moe import Config as Qwen3Moe
+from weft.models.deepseek.config import Config as Deepseek
+from weft.models.gpt2.config import Config as Gpt2
+from weft.models.llama3.config import Config as Llama3
+from weft.models.mnist.config import Config as Mnist
+from weft.models.qwen3.config import Config as Qwen3
+from weft.models.qwen3_moe.config import Config as Qwen3Moe
 
 REFUSED = [
     (Gpt2, {"dim": 130}, "heads", "dim 130 does not divide by heads 4; try dim 128 or 132, or heads 2, 5"),
@@ -25,7 +25,7 @@ REFUSED = [
         "kv_heads",
         "heads 6 does not divide by kv_heads 4; try heads 4 or 8, or kv_heads 3, 6",
     ),
-    (Llama3, {"dim": 20}, "heads", "dim 20 / heads 4 = head size 5, and RoPE turns pairs; try dim 40"),
+    (Llama3, {"dim": 20}, "heads", "dim 20 / heads 4 = head size 5, RoPE needs pairs; try dim 40"),
     (
         Llama3,
         {"rope_scaling_low_freq_factor": 8.0},
@@ -82,7 +82,7 @@ def test_a_bad_field_is_refused_under_its_own_key_with_what_would_work(config, f
 def test_all_faults_are_told_at_once():
     with pytest.raises(ValidationError) as refused:
         Llama3(layers=-1, dim=130, ffn=0, vocab=0)
-    assert [error["loc"] for error in refused.value.errors()] == [("layers",), ("heads",), ("ffn",), ("vocab",)]
+    assert [error["loc"] for error in refused.value.errors()] == [("layers",), ("heads",), ("vocab",), ("ffn",)]
 
 
 def test_learned_positions_bound_the_sequence_and_rotary_ones_do_not():

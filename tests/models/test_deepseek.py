@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.models import PRESETS, deepseek
+from weft.models import PRESETS
 from weft.models.common.attention import Attend
 from weft.models.common.batch import IGNORE, Batch, chain, forward, token_batch, with_later_targets
-from weft.models.common.init import initialise, named_parameters, tie
-from weft.models.common.mla import LatentAttention
+from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import rebalance
 from weft.models.common.rope import Rope, YarnScaling, rotate
+from weft.models.deepseek import config as deepseek
+from weft.models.deepseek.model import LatentAttention
+from weft.models.deepseek.model import blocks as deepseek_blocks
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 """Sums of some 100 terms near 1 in float64, where one operation rounds by 1e-16."""
@@ -144,7 +146,7 @@ def test_yarn_scales_scores_and_rotated_parts_with_the_logarithm_of_the_factor()
 
 def test_attention_is_sharpened_and_only_where_the_context_is_stretched():
     plain, stretched = (TINY.model_copy(update={"rope_scaling_factor": factor}) for factor in (1.0, 40.0))
-    scales = [deepseek.blocks(cfg)["layer0"].attn.attend.scale for cfg in (plain, stretched)]
+    scales = [deepseek_blocks(cfg)["layer0"].attn.attend.scale for cfg in (plain, stretched)]
     assert scales[0] == 48**-0.5
     assert scales[1] == pytest.approx(48**-0.5 * (0.1 * math.log(40) + 1) ** 2, rel=1e-12)
 
@@ -154,9 +156,9 @@ def test_attention_is_sharpened_and_only_where_the_context_is_stretched():
 
 def model_and_batch(**fields) -> tuple[deepseek.Config, dict[str, torch.nn.Module], Batch]:
     cfg = TINY.model_copy(update={"mtp_depth": 1, **fields})
-    blocks = deepseek.blocks(cfg)
+    blocks = deepseek_blocks(cfg)
     parameters = named_parameters(blocks)
-    initialise(parameters, deepseek.init(cfg), seed=0, ties=deepseek.ties(cfg))
+    init_params(parameters, deepseek.init(cfg), seed=0, ties=deepseek.ties(cfg))
     tie(blocks, deepseek.ties(cfg))
     tokens = torch.randint(cfg.vocab, (2, 9))
     targets = tokens[:, 1:].clone()
@@ -246,13 +248,13 @@ def test_it_learns_a_sequence_by_heart_while_its_routers_are_rebalanced():
 
 
 def test_layers_are_dense_first_and_mixed_then():
-    blocks = deepseek.blocks(TINY.model_copy(update={"first_k_dense": 2, "mtp_depth": 1}))
+    blocks = deepseek_blocks(TINY.model_copy(update={"first_k_dense": 2, "mtp_depth": 1}))
     assert list(blocks) == ["embed", "layer0", "layer1", "layer2", "mtp0", "head", "loss"]
     assert [hasattr(blocks[f"layer{i}"].mlp, "router") for i in range(3)] == [False, False, True]
     assert blocks["layer2"].mlp.router.rate == TINY.balance_rate
-    every = deepseek.blocks(TINY.model_copy(update={"first_k_dense": 3}))
+    every = deepseek_blocks(TINY.model_copy(update={"first_k_dense": 3}))
     assert not any("router" in name for name in named_parameters(every))
-    assert not any(".shared." in name for name in named_parameters(deepseek.blocks(deepseek.Config(shared_experts=0))))
+    assert not any(".shared." in name for name in named_parameters(deepseek_blocks(deepseek.Config(shared_experts=0))))
 
 
 def test_units_of_the_feed_forward_axis_divide_every_width_that_is_there():

@@ -5,8 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.core.model_config import ModelConfig, causal_attention_flops
-from weft.models import PRESETS, deepseek, family, qwen3
+from weft.models import PRESETS, family
 from weft.models.common.batch import chain, image_batch, token_batch, with_later_targets
+from weft.models.common.decoder_config import DecoderConfig
+from weft.models.deepseek import config as deepseek
 
 NUM, SEQ = 3, 10
 
@@ -46,4 +48,4 @@ def _counted_above_need(cfg: ModelConfig) -> float:
     if isinstance(cfg, deepseek.Config):  # and torch counts the zeros by which v is made as wide as q and k
         padding = cfg.heads * (cfg.qk_head_dim - cfg.v_head_dim)
         return SEQ * SEQ * cfg.heads * (cfg.qk_head_dim + cfg.v_head_dim) + 2.0 * SEQ * SEQ * padding
-    return causal_attention_flops(SEQ, cfg.heads * cfg.head_size if isinstance(cfg, qwen3.Trunk) else cfg.dim)
+    return causal_attention_flops(SEQ, cfg.heads * cfg.head_size if isinstance(cfg, DecoderConfig) else cfg.dim)

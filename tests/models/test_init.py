@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weft.models import PRESETS, family
-from weft.models.common.init import draw, initialise, name_seed, named_parameters, tie
+from weft.models.common.init import draw, init_params, name_seed, named_parameters, tie
 
 SMALL = ("gpt2-tiny", "llama3-tiny", "mnist-mlp", "mnist-conv", "qwen3-tiny", "qwen3-moe-tiny", "deepseek-tiny")
 
@@ -15,7 +15,7 @@ def started(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     cfg = PRESETS[name]
     module = family(cfg.family)
     parameters = {k: v.to(dtype) for k, v in named_parameters(module.blocks(cfg)).items()}
-    initialise(parameters, module.init(cfg), seed=seed, ties=module.ties(cfg))
+    init_params(parameters, module.init(cfg), seed=seed, ties=module.ties(cfg))
     return parameters
 
 
@@ -27,7 +27,7 @@ def test_values_do_not_depend_on_order_or_on_which_blocks_a_rank_holds(name: str
     torch.manual_seed(1234)
     for kept in whole:
         alone = {kept: torch.full_like(whole[kept], math.nan)}
-        initialise(alone, module.init(cfg), seed=0, ties=module.ties(cfg))
+        init_params(alone, module.init(cfg), seed=0, ties=module.ties(cfg))
         assert torch.equal(alone[kept], whole[kept]), kept
 
 
@@ -37,7 +37,7 @@ def test_values_of_another_dtype_are_the_float32_ones_cast(dtype: torch.dtype):
     assert all(torch.equal(whole[name].to(dtype), cast[name]) for name in whole)
 
 
-def test_a_rank_keeps_its_piece_of_the_full_draw():
+def test_a_rank_keeps_its_shard_of_the_full_draw():
     cfg = PRESETS["llama3-tiny"]
     module = family("llama3")
     whole = started("llama3-tiny")
@@ -46,11 +46,11 @@ def test_a_rank_keeps_its_piece_of_the_full_draw():
         cuts = {name: torch.empty_like(value.chunk(2)[half]) for name, value in whole.items()}
         seen: dict[str, tuple[int, ...]] = {}
 
-        def piece(name: str, full: torch.Tensor, half: int = half, seen: dict = seen) -> torch.Tensor:
+        def shard(name: str, full: torch.Tensor, half: int = half, seen: dict = seen) -> torch.Tensor:
             seen[name] = tuple(full.shape)
             return full.chunk(2)[half]
 
-        initialise(cuts, module.init(cfg), seed=0, shapes=shapes, piece=piece)
+        init_params(cuts, module.init(cfg), seed=0, shapes=shapes, shard=shard)
         assert seen == shapes
         assert all(torch.equal(cuts[name], whole[name].chunk(2)[half]) for name in whole)
 
@@ -63,7 +63,7 @@ def test_an_alias_starts_as_its_owner_on_a_stage_that_lacks_the_owner():
     blocks = module.blocks(cfg)
     tie(blocks, module.ties(cfg))
     tied = named_parameters(blocks)
-    initialise(tied, module.init(cfg), seed=0, ties=module.ties(cfg))
+    init_params(tied, module.init(cfg), seed=0, ties=module.ties(cfg))
     assert all(torch.equal(tied[name], whole[name]) for name in whole)
 
 
@@ -71,7 +71,7 @@ def test_an_alias_is_drawn_by_its_owners_row():
     table = {"a.w": ("normal", 1.0), "b.w": ("zeros",)}
     owner, alias = {"a.w": torch.empty(20)}, {"b.w": torch.empty(20)}
     for stage in (owner, alias):
-        initialise(stage, table, seed=0, ties={"b.w": "a.w"})
+        init_params(stage, table, seed=0, ties={"b.w": "a.w"})
     assert torch.equal(owner["a.w"], alias["b.w"])
     assert alias["b.w"].unique().numel() == 20
 

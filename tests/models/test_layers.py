@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from weft.models.common.attention import Attend
 from weft.models.common.batch import IGNORE, Batch, token_batch
-from weft.models.common.layers import Attention, GeluMLP, Loss, SwiGLU
+from weft.models.common.layers import Attention, Loss, SwiGLU
 from weft.models.common.rope import Llama3Scaling, Rope, rotate
+from weft.models.gpt2.model import GeluMLP
 
 DIM, HEADS, KV_HEADS, HEAD_SIZE = 24, 4, 2, 6
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from weft.models import family
 from weft.models.common.batch import forward, image_batch
-from weft.models.common.init import initialise, named_parameters
-from weft.models.mnist import Config
+from weft.models.common.init import init_params, named_parameters
+from weft.models.mnist.config import Config
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_it_learns_32_random_images_by_heart(cfg: Config):
     batch = image_batch(images, torch.randint(10, (32,), generator=generator))
     blocks = family("mnist").blocks(cfg)
     parameters = named_parameters(blocks)
-    initialise(parameters, family("mnist").init(cfg), seed=0)
+    init_params(parameters, family("mnist").init(cfg), seed=0)
     optimizer = torch.optim.AdamW(parameters.values(), lr=2e-3)
     for _ in range(60):
         optimizer.zero_grad()

@@ -7,9 +7,13 @@ import math
 import pytest
 import torch
 
-from weft.models import PRESETS, qwen3, qwen3_moe
+from weft.models import FAMILIES, PRESETS
 from weft.models.common.batch import forward, token_batch
+from weft.models.common.decoder import attention
+from weft.models.common.decoder_config import DecoderConfig
 from weft.models.common.init import named_parameters, tie
+from weft.models.qwen3 import config as qwen3
+from weft.models.qwen3_moe import config as qwen3_moe
 
 RELEASED = {  # layers, hidden_size, heads, kv_heads, tie_word_embeddings
     "qwen3-0.6b": (28, 1024, 16, 8, True),
@@ -28,7 +32,7 @@ def _float64():
 @pytest.mark.parametrize("name", RELEASED)
 def test_presets_have_the_released_shapes(name: str):
     cfg = PRESETS[name]
-    assert isinstance(cfg, qwen3.Trunk)
+    assert isinstance(cfg, DecoderConfig)
     assert (cfg.layers, cfg.dim, cfg.heads, cfg.kv_heads, cfg.tied) == RELEASED[name]
     assert (cfg.head_size, cfg.vocab, cfg.max_seq_len) == (128, 151_936, 40_960)
     assert (cfg.rope_theta, cfg.norm_eps) == (1e6, 1e-6)
@@ -50,7 +54,7 @@ def test_about_a_tenth_of_the_mixed_preset_meets_each_token():
 
 def test_length_of_queries_and_keys_does_not_matter_as_they_are_normalised():
     cfg = qwen3.Config(layers=1, dim=32, heads=4, kv_heads=2, head_size=12, norm_eps=1e-30)
-    attn, x = qwen3.attention(cfg), torch.randn(2, 5, 32)
+    attn, x = attention(cfg, qk_norm=True), torch.randn(2, 5, 32)
     batch = token_batch(*[torch.zeros(2, 5, dtype=torch.int64)] * 2)
     before = attn(x, batch)
     for weight in (attn.q.weight, attn.k.weight):
@@ -62,7 +66,7 @@ def test_length_of_queries_and_keys_does_not_matter_as_they_are_normalised():
 
 def test_heads_are_normalised_one_by_one_before_they_are_rotated():
     cfg = qwen3.Config(layers=1, dim=16, heads=2, kv_heads=1, head_size=6)
-    attn, x = qwen3.attention(cfg), torch.randn(1, 4, 16)
+    attn, x = attention(cfg, qk_norm=True), torch.randn(1, 4, 16)
     for norm in (attn.q_norm, attn.k_norm):
         norm.weight.data = torch.rand(6) + 0.5
     seen = []
@@ -80,7 +84,7 @@ def test_heads_are_normalised_one_by_one_before_they_are_rotated():
             torch.testing.assert_close(ours[0, s, head], turned, rtol=0.0, atol=4 * 6e-8 * h.norm().item())
 
 
-@pytest.mark.parametrize("family", [qwen3, qwen3_moe])
+@pytest.mark.parametrize("family", [FAMILIES["qwen3"], FAMILIES["qwen3-moe"]])
 def test_a_tied_model_has_one_matrix_less(family):
     for tied in (False, True):
         cfg = family.Config(layers=1, dim=16, vocab=11, tied=tied)

@@ -9,9 +9,10 @@ from torch import nn
 
 from weft.core.model_config import ModelConfig, logical_axes, match_row
 from weft.errors import ConfigError, PlanError
-from weft.models import FAMILIES, PRESETS, family, llama3, preset
+from weft.models import FAMILIES, PRESETS, family, preset
 from weft.models.common.batch import chain, forward, image_batch, token_batch
 from weft.models.common.init import named_parameters, tie
+from weft.models.llama3 import config as llama3
 
 PUBLISHED = {
     "gpt2-124m": 124_439_808,

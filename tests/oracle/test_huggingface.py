@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.oracle.hugging_face import EXACT, Views, compare, widened
-from weft.models import PRESETS, gpt2, llama3
+from weft.models import PRESETS
+from weft.models.gpt2 import config as gpt2
+from weft.models.llama3 import config as llama3
+from weft.models.llama3.model import blocks as llama3_blocks
 
 transformers = pytest.importorskip("transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)")
 
@@ -159,7 +162,7 @@ def test_rotation_of_each_preset_is_hugging_faces_bit_for_bit_along_its_whole_co
     cfg = PRESETS[preset]
     assert isinstance(cfg, llama3.Config)
     with torch.device("meta"):
-        rope = llama3.blocks(cfg.model_copy(update={"layers": 1}))["layer0"].attn.rope
+        rope = llama3_blocks(cfg.model_copy(update={"layers": 1}))["layer0"].attn.rope
     positions = torch.tensor([[0, 1, 257, 4099, 8191], [16_387, 32_771, 65_537, 131_070, 131_071]])
     theirs = LlamaRotaryEmbedding(llama_config(cfg))(torch.empty(0), positions)
     for ours, both_halves in zip(rope(positions), theirs, strict=True):

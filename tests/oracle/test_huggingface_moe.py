@@ -37,9 +37,14 @@ from tests.oracle.hugging_face import (
     widened,
 )
 from weft.core.model_config import ModelConfig
-from weft.models import PRESETS, deepseek, qwen3, qwen3_moe
+from weft.models import PRESETS
 from weft.models.common.batch import IGNORE, forward, with_later_targets
+from weft.models.common.decoder_config import DecoderConfig
 from weft.models.common.init import named_parameters
+from weft.models.deepseek import config as deepseek
+from weft.models.deepseek.model import blocks as deepseek_blocks
+from weft.models.qwen3 import config as qwen3
+from weft.models.qwen3_moe import config as qwen3_moe
 
 transformers = pytest.importorskip("transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)")
 
@@ -149,7 +154,7 @@ def shared_fields(cfg: ModelConfig) -> dict[str, Any]:
     }
 
 
-def qwen3_config(cfg: qwen3.Trunk):
+def qwen3_config(cfg: DecoderConfig):
     fields = {
         **shared_fields(cfg),
         "num_key_value_heads": cfg.kv_heads,
@@ -278,7 +283,7 @@ def test_rotation_of_each_preset_is_hugging_faces_bit_for_bit_along_its_whole_co
 
     cfg = PRESETS[preset].model_copy(update={"layers": 1, "scoring": "sigmoid"})
     with torch.device("meta"):
-        attn = deepseek.blocks(cfg)["layer0"].attn
+        attn = deepseek_blocks(cfg)["layer0"].attn
     positions = torch.tensor([[0, 1, 257, 4095, 4096], [16_387, 32_771, 65_537, 163_838, 163_839]])
     theirs = DeepseekV3RotaryEmbedding(deepseek_config(cfg))(torch.empty(0), positions)
     for ours, both_halves in zip(attn.rope(positions), theirs, strict=True):

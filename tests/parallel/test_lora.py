@@ -336,15 +336,15 @@ def adapters_are_scaled_twice(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(Case("tp2", **TINY))
 def every_rank_holds_the_same_rows_of_b(patch: pytest.MonkeyPatch) -> None:
-    right = parallelize_module.initialise
+    right = parallelize_module.init_params
 
-    def same(params: Any, table: Any, *, piece: Any, **rest: Any) -> None:
+    def same(params: Any, table: Any, *, shard: Any, **rest: Any) -> None:
         def first(name: str, whole: Tensor) -> Tensor:
-            return whole[Box.whole(params[name].shape).slices] if name.endswith(LORA_B) else piece(name, whole)
+            return whole[Box.whole(params[name].shape).slices] if name.endswith(LORA_B) else shard(name, whole)
 
-        right(params, table, piece=first, **rest)
+        right(params, table, shard=first, **rest)
 
-    patch.setattr(parallelize_module, "initialise", same)
+    patch.setattr(parallelize_module, "init_params", same)
 
 
 @mutant(Case("tp2", **TINY))

@@ -19,7 +19,7 @@ DEFAULT_PRESET = "llama3-tiny"
 
 
 class ConfigFamily(Protocol):
-    """What the config needs to know of a model family; the modules of `weft.models` are such."""
+    """The config side of a model family; `weft.models.Family` extends it by the model side."""
 
     @property
     def Config(self) -> type[ModelConfig]:  # noqa: N802 (a class: the family's own type)

@@ -1,44 +1,93 @@
-"""Owns the registry: every file of this folder that is no part of one is a family of models. Imports no torch."""
+"""Registry of model families: each folder here that has a config.py is one. Imports no torch."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from weft.config.families import ConfigFamily
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
 
-_PARTS = ("common",)
+
+class Family(ConfigFamily, Protocol):
+    """A model family: its configs, and how a model is built, initialised and sharded."""
+
+    @property
+    def AXES(self) -> AxisTable:  # noqa: N802 (a constant of the family)
+        """Logical axes of every parameter."""
+
+    def ties(self, cfg: Any) -> dict[str, str]:
+        """Tied parameters: alias -> owner."""
+
+    def init(self, cfg: Any) -> InitTable:
+        """Starting values of every parameter."""
+
+    def blocks(self, cfg: Any) -> dict[str, nn.Module]:
+        """The chain of blocks by name, "loss" last; ties are not applied yet."""
 
 
-class Family(Protocol):
-    """What a file models/x.py offers."""
+@dataclass(frozen=True)
+class FamilyFolder:
+    """The `Family` in one folder: config.py is imported at once, model.py (which needs torch) when blocks are built."""
 
+    package: str
     Config: type[ModelConfig]
     PRESETS: Mapping[str, ModelConfig]
     AXES: AxisTable
+    ties: Callable[[Any], dict[str, str]]
+    init: Callable[[Any], InitTable]
 
-    def ties(self, cfg: Any) -> dict[str, str]: ...
-    def init(self, cfg: Any) -> InitTable: ...
-    def blocks(self, cfg: Any) -> dict[str, nn.Module]: ...
+    @classmethod
+    def load(cls, package: str) -> FamilyFolder:
+        """The family of a package."""
+        config = importlib.import_module(f"{package}.config")
+        return cls(
+            package=package,
+            Config=config.Config,
+            PRESETS=config.PRESETS,
+            AXES=config.AXES,
+            ties=config.ties,
+            init=config.init,
+        )
+
+    def blocks(self, cfg: Any) -> dict[str, nn.Module]:
+        """The chain that model.py builds."""
+        model = importlib.import_module(f"{self.package}.model")
+        blocks: dict[str, nn.Module] = model.blocks(cfg)
+        return blocks
 
 
-_MODULES = (
-    importlib.import_module(f"{__name__}.{name}")
-    for name in sorted(module.name for module in pkgutil.iter_modules(__path__))
-    if name not in _PARTS
-)
+def _family_packages() -> Iterator[str]:
+    """Packages of this folder that have a config.py."""
+    folder = Path(__file__).parent
+    for module in pkgutil.iter_modules([str(folder)]):
+        if module.ispkg and (folder / module.name / "config.py").is_file():
+            yield f"{__name__}.{module.name}"
 
-FAMILIES: Mapping[str, Family] = {module.Config.family: cast(Family, module) for module in _MODULES}
 
-PRESETS: Mapping[str, ModelConfig] = {
-    name: config for module in FAMILIES.values() for name, config in module.PRESETS.items()
-}
+def _load_families() -> dict[str, Family]:
+    families = [FamilyFolder.load(package) for package in _family_packages()]
+    families.sort(key=lambda family: family.Config.family)
+    return {family.Config.family: family for family in families}
+
+
+def _collect_presets(families: Mapping[str, Family]) -> dict[str, ModelConfig]:
+    presets: dict[str, ModelConfig] = {}
+    for each in families.values():
+        presets.update(each.PRESETS)
+    return presets
+
+
+FAMILIES: Mapping[str, Family] = _load_families()
+PRESETS: Mapping[str, ModelConfig] = _collect_presets(FAMILIES)
 
 
 def family(name: str) -> Family:
@@ -53,7 +102,7 @@ def family(name: str) -> Family:
 
 
 def preset(name: str) -> ModelConfig:
-    """The published or tiny config of this name; its `family` says which file it belongs to.
+    """The published or tiny config of this name; its `family` is the name of its family.
 
     Raises:
         ConfigError: with the nearest name that exists.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.core.model_config import ModelConfig
 from weft.models import Family
 from weft.models.common.batch import Batch, chain
-from weft.models.common.init import initialise, named_parameters, tie
+from weft.models.common.init import init_params, named_parameters, tie
 from weft.prove.trace import StepTrace
 from weft.train.balance import rebalance_routers
 from weft.train.optim import Optimizer, matrices
@@ -26,7 +26,7 @@ def plain_model(family: Family, config: ModelConfig, *, seed: int, dtype: torch.
     ties = family.ties(config)
     tie(blocks, ties)
     params = {name: param for name, param in named_parameters(blocks).items() if name not in ties}
-    initialise(params, family.init(config), seed=seed)
+    init_params(params, family.init(config), seed=seed)
     return blocks
 
 

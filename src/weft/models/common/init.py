@@ -1,6 +1,6 @@
-"""Owns how parameters start: each one's values are a function of seed, global name and full shape, and of nothing else.
+"""Starting values of parameters: a function of seed, global name and full shape only, so every layout starts bit-equal.
 
-So any layout starts bit-equal: a rank that holds a cut draws the whole tensor and keeps its cut.
+A rank that holds a shard draws the whole tensor and keeps its shard.
 """
 
 from __future__ import annotations
@@ -13,62 +13,72 @@ from torch import Tensor, nn
 
 from weft.core.model_config import Draw, InitTable, match_row
 
+Blocks = Mapping[str, nn.Module] | nn.ModuleDict
 
-def named_parameters(blocks: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, nn.Parameter]:
+
+def named_parameters(blocks: Blocks) -> dict[str, nn.Parameter]:
     """Parameters by global name (`layer17.attn.q.weight`) in chain order; a tied one is there under each name."""
-    return {
-        f"{block_name}.{name}": parameter
-        for block_name, block in blocks.items()
-        for name, parameter in block.named_parameters(remove_duplicate=False)
-    }
+    found: dict[str, nn.Parameter] = {}
+    for block_name, block in blocks.items():
+        for name, parameter in block.named_parameters(remove_duplicate=False):
+            found[f"{block_name}.{name}"] = parameter
+    return found
 
 
-def tie(blocks: Mapping[str, nn.Module] | nn.ModuleDict, ties: Mapping[str, str]) -> None:
-    """Make each alias the very parameter of its owner; a pair whose owner or alias lives elsewhere is left alone."""
+def tie(blocks: Blocks, ties: Mapping[str, str]) -> None:
+    """Make each alias the very parameter of its owner; a pair is skipped if alias or owner is not in these blocks."""
     parameters = named_parameters(blocks)
     for alias, owner in ties.items():
-        if alias in parameters and owner in parameters:
-            block_name, _, path = alias.partition(".")
-            module, _, attribute = path.rpartition(".")
-            setattr(blocks[block_name].get_submodule(module), attribute, parameters[owner])
+        if alias not in parameters or owner not in parameters:
+            continue
+        block_name, _, path = alias.partition(".")
+        module_path, _, attribute = path.rpartition(".")
+        module = blocks[block_name].get_submodule(module_path)
+        setattr(module, attribute, parameters[owner])
 
 
-def initialise(
+def init_params(
     params: Mapping[str, Tensor],
     table: InitTable,
     *,
     seed: int,
     ties: Mapping[str, str] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
-    piece: Callable[[str, Tensor], Tensor] | None = None,
+    shard: Callable[[str, Tensor], Tensor] | None = None,
 ) -> None:
-    """Fill `params` (by global name, of any dtype, on any device) with their starting values.
+    """Set `params` (by global name, of any dtype, on any device) to their starting values.
 
     Args:
-        ties: alias -> owner; the alias starts as its owner does.
-        shapes: full shape of each parameter, where `params` holds cuts; default: the shape that is there.
-        piece: (global name, full tensor) -> what this rank keeps of it; default: all.
+        ties: alias -> owner; an alias starts with its owner's values.
+        shapes: full shape of each parameter, where `params` holds shards; default: the shapes of `params`.
+        shard: (global name, full tensor) -> the shard of this rank; default: the full tensor.
     """
-    shapes = shapes or {name: tuple(tensor.shape) for name, tensor in params.items()}
-    drawn = ("", torch.empty(0))
-    for name in sorted(params, key=lambda name: (ties or {}).get(name, name)):
-        owner = (ties or {}).get(name, name)
-        if drawn[0] != owner:
-            drawn = owner, draw(owner, shapes[name], match_row(owner, table, title="init"), seed=seed)
+    owners = {name: (ties or {}).get(name, name) for name in params}
+    drawn_name = ""
+    drawn = torch.empty(0)
+    for name in sorted(params, key=lambda name: owners[name]):
+        owner = owners[name]
+        if owner != drawn_name:
+            shape = shapes[name] if shapes else tuple(params[name].shape)
+            drawn_name = owner
+            drawn = draw(owner, shape, match_row(owner, table, title="init"), seed=seed)
+        value = shard(name, drawn) if shard else drawn
         with torch.no_grad():
-            params[name].copy_(piece(name, drawn[1]) if piece else drawn[1])
+            params[name].copy_(value)
 
 
 def draw(name: str, shape: tuple[int, ...], rule: Draw, *, seed: int) -> Tensor:
     """The full starting value, float32 on the CPU whatever the dtype and device of the model."""
-    if rule[0] != "normal":
-        return torch.full(shape, 1.0 if rule[0] == "ones" else 0.0, dtype=torch.float32, device="cpu")
+    if rule[0] == "ones":
+        return torch.ones(shape, dtype=torch.float32, device="cpu")
+    if rule[0] == "zeros":
+        return torch.zeros(shape, dtype=torch.float32, device="cpu")
     generator = torch.Generator(device="cpu").manual_seed(name_seed(name, seed))
     value = torch.empty(shape, dtype=torch.float32, device="cpu")
     return value.normal_(0.0, rule[1], generator=generator)
 
 
 def name_seed(name: str, seed: int) -> int:
-    """A stable seed of its own for each name, 32 bits: torch's CPU generator reads no more of a seed than these."""
+    """A stable seed for each name, 32 bits: torch's CPU generator reads no more of a seed."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:4], "big")

@@ -17,8 +17,8 @@ from weft.models.common.rope import Rope, rotate
 class Attention(nn.Module):
     """Multi-head attention with grouped keys and values (Ainslie et al. 2023).
 
-    With `qk_norm_eps` each head of q and k is normalised before it is rotated (Dehghani et al. 2023, as in Qwen3).
-    `attend` says what the attention requires (mask, scale, soft-cap, sinks, bias); default: causal, within documents.
+    `q_norm` and `k_norm` normalise each head of q and k before it is rotated (Dehghani et al. 2023, as in Qwen3).
+    `attend` declares what the attention requires (mask, scale, soft-cap, sinks, bias); default: causal, within documents.
     """
 
     def __init__(
@@ -28,45 +28,37 @@ class Attention(nn.Module):
         heads: int,
         kv_heads: int,
         head_size: int,
-        bias: bool = False,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
         rope: Rope | None = None,
-        qk_norm_eps: float | None = None,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
         attend: Attend | None = None,
     ) -> None:
         super().__init__()
         self.head_size = head_size
-        self.q = nn.Linear(dim, heads * head_size, bias=bias)
-        self.k = nn.Linear(dim, kv_heads * head_size, bias=bias)
-        self.v = nn.Linear(dim, kv_heads * head_size, bias=bias)
-        self.o = nn.Linear(heads * head_size, dim, bias=bias)
-        self.q_norm, self.k_norm = _head_norm(head_size, qk_norm_eps), _head_norm(head_size, qk_norm_eps)
+        self.q = nn.Linear(dim, heads * head_size, bias=qkv_bias)
+        self.k = nn.Linear(dim, kv_heads * head_size, bias=qkv_bias)
+        self.v = nn.Linear(dim, kv_heads * head_size, bias=qkv_bias)
+        self.o = nn.Linear(heads * head_size, dim, bias=out_bias)
+        self.q_norm = q_norm or nn.Identity()
+        self.k_norm = k_norm or nn.Identity()
         self.rope = rope
-        self.attend = Attend() if attend is None else attend
+        self.attend = attend or Attend()
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
-        q, k, v = (linear(x_BSD).unflatten(-1, (-1, self.head_size)) for linear in (self.q, self.k, self.v))
-        q, k = self.q_norm(q), self.k_norm(k)
+        q_BSHK = self.q(x_BSD).unflatten(-1, (-1, self.head_size))
+        k_BSGK = self.k(x_BSD).unflatten(-1, (-1, self.head_size))
+        v_BSGK = self.v(x_BSD).unflatten(-1, (-1, self.head_size))
+        q_BSHK = self.q_norm(q_BSHK)
+        k_BSGK = self.k_norm(k_BSGK)
         if self.rope is not None:
             turn = self.rope(batch.positions)
-            q, k = rotate(q, turn), rotate(k, turn)
-        out_BSD: Tensor = self.o(self.attend(q, k, v, batch).flatten(2))
+            q_BSHK = rotate(q_BSHK, turn)
+            k_BSGK = rotate(k_BSGK, turn)
+        attended = self.attend(q_BSHK, k_BSGK, v_BSGK, batch)
+        out_BSD: Tensor = self.o(attended.flatten(2))
         return out_BSD
-
-
-def _head_norm(head_size: int, eps: float | None) -> nn.Module:
-    return nn.Identity() if eps is None else nn.RMSNorm(head_size, eps=eps)
-
-
-class GeluMLP(nn.Module):
-    """down(gelu(up(x))) with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
-
-    def __init__(self, dim: int, ffn: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, ffn), nn.Linear(ffn, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
-        return out
 
 
 class SwiGLU(nn.Module):
@@ -104,18 +96,6 @@ class Embed(nn.Module):
 
     def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
         x_BSD: Tensor = self.tok(tokens_BS)
-        return x_BSD
-
-
-class EmbedWithPositions(nn.Module):
-    """Tokens to vectors, plus a learned vector for each position."""
-
-    def __init__(self, vocab: int, dim: int, *, max_seq_len: int) -> None:
-        super().__init__()
-        self.tok, self.pos = nn.Embedding(vocab, dim), nn.Embedding(max_seq_len, dim)
-
-    def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
-        x_BSD: Tensor = self.tok(tokens_BS) + self.pos(batch.positions)
         return x_BSD
 
 

@@ -15,7 +15,7 @@ from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.models.common.experts import Experts
-from weft.models.common.init import initialise, named_parameters, tie
+from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.lora import Factor
 from weft.models.common.moe import Router
 from weft.parallel.context import attend
@@ -169,12 +169,12 @@ def materialise(
         empty = nn.Parameter(torch.empty(param.shape, device=device, dtype=dtype), requires_grad=param.requires_grad)
         torch.utils.swap_tensors(param, empty)  # the modules and hooks that hold it keep the same object
     by_owner = {model.pieces[name].owner: model.pieces[name] for name in chosen}
-    initialise(
+    init_params(
         {model.pieces[name].owner: model.params[name] for name in chosen},
         table,
         seed=seed,
         shapes={owner: piece.shape for owner, piece in by_owner.items()},
-        piece=lambda owner, whole: whole[by_owner[owner].box.slices],
+        shard=lambda owner, whole: whole[by_owner[owner].box.slices],
     )
 
 

@@ -1,4 +1,4 @@
-"""Owns the layers of the image classifiers: fully connected ones and convolutions, each with its ReLU."""
+"""The blocks of the image classifiers: fully connected layers and convolutions, each with its ReLU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.common.batch import Batch
+from weft.models.common.decoder import chain_blocks
+from weft.models.mnist.config import Config
 
 
 def brightness(images_B1HW: Tensor, dtype: torch.dtype) -> Tensor:
@@ -23,7 +25,8 @@ class FlatEmbed(nn.Module):
         self.proj = nn.Linear(num_pixels, dim)
 
     def forward(self, images_B1HW: Tensor, batch: Batch) -> Tensor:
-        return F.relu(self.proj(brightness(images_B1HW, self.proj.weight.dtype).flatten(1)))
+        pixels = brightness(images_B1HW, self.proj.weight.dtype)
+        return F.relu(self.proj(pixels.flatten(1)))
 
 
 class FlatLayer(nn.Module):
@@ -31,10 +34,12 @@ class FlatLayer(nn.Module):
 
     def __init__(self, dim: int, ffn: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(dim, ffn), nn.Linear(ffn, dim)
+        self.up = nn.Linear(dim, ffn)
+        self.down = nn.Linear(ffn, dim)
 
     def forward(self, x_BD: Tensor, batch: Batch) -> Tensor:
-        return F.relu(self.down(F.relu(self.up(x_BD))))
+        hidden = F.relu(self.up(x_BD))
+        return F.relu(self.down(hidden))
 
 
 class FlatHead(nn.Module):
@@ -57,7 +62,8 @@ class ConvEmbed(nn.Module):
         self.conv = nn.Conv2d(1, channels, kernel_size=3, padding=1)
 
     def forward(self, images_B1HW: Tensor, batch: Batch) -> Tensor:
-        return F.max_pool2d(F.relu(self.conv(brightness(images_B1HW, self.conv.weight.dtype))), 2)
+        pixels = brightness(images_B1HW, self.conv.weight.dtype)
+        return F.max_pool2d(F.relu(self.conv(pixels)), 2)
 
 
 class ConvLayer(nn.Module):
@@ -76,8 +82,30 @@ class ConvHead(nn.Module):
 
     def __init__(self, num_features: int, *, ffn: int, classes: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(num_features, ffn), nn.Linear(ffn, classes)
+        self.up = nn.Linear(num_features, ffn)
+        self.down = nn.Linear(ffn, classes)
 
     def forward(self, x_BCHW: Tensor, batch: Batch) -> Tensor:
-        logits_BV: Tensor = self.down(F.relu(self.up(F.max_pool2d(x_BCHW, 2).flatten(1))))
+        features = F.max_pool2d(x_BCHW, 2).flatten(1)
+        logits_BV: Tensor = self.down(F.relu(self.up(features)))
         return logits_BV
+
+
+def blocks(cfg: Config) -> dict[str, nn.Module]:
+    """The chain "embed", "layer0", ..., "head", "loss"."""
+    if cfg.arch == "mlp":
+        return _mlp_blocks(cfg)
+    return _conv_blocks(cfg)
+
+
+def _mlp_blocks(cfg: Config) -> dict[str, nn.Module]:
+    embed = FlatEmbed(cfg.image_size**2, cfg.dim)
+    layers = [FlatLayer(cfg.dim, cfg.ffn) for _ in range(cfg.layers)]
+    return chain_blocks(embed, layers, FlatHead(cfg.dim, cfg.classes))
+
+
+def _conv_blocks(cfg: Config) -> dict[str, nn.Module]:
+    layers = [ConvLayer(cfg.dim) for _ in range(cfg.layers)]
+    num_features = cfg.dim * cfg.pooled_size**2
+    head = ConvHead(num_features, ffn=cfg.ffn, classes=cfg.classes)
+    return chain_blocks(ConvEmbed(cfg.dim), layers, head)

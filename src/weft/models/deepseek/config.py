@@ -1,9 +1,9 @@
-"""Owns DeepSeek-V2 and V3 (Liu et al. 2024): latent attention, leading dense layers, shared and routed experts."""
+"""DeepSeek-V2 and V3 (Liu et al. 2024): latent attention, leading dense layers, shared and routed experts."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -20,12 +20,7 @@ from weft.core.model_config import (
     in_layers,
     linear_flops,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from weft.models.common.mla import LatentAttention
-    from weft.models.common.moe import MoE
+from weft.models.common.decoder_config import INIT_STD, check_at_most, decoder_specs, residual_std
 
 
 class Config(ModelConfig):
@@ -60,7 +55,7 @@ class Config(ModelConfig):
     mtp_depth: int = Field(0, ge=0, le=1, description="1 to predict the token after the next one, too")
     mtp_loss: float = Field(0.3, ge=0, description="weight of that prediction's loss")
     vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
-    max_seq_len: int = Field(4096, ge=1, description="context that the model is published for; bounds nothing here")
+    max_seq_len: int = Field(4096, ge=1, description="context length of the published model; informational")
     norm_eps: float = Field(1e-6, gt=0, description="added to the mean square in RMSNorm")
     rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE's wavelengths")
     rope_scaling_factor: float = Field(1.0, ge=1, description="YaRN: long wavelengths grow by this; 1 turns it off")
@@ -73,18 +68,12 @@ class Config(ModelConfig):
     @field_validator("first_k_dense")
     @classmethod
     def _dense_layers_are_layers(cls, first_k_dense: int, info: ValidationInfo) -> int:
-        layers = info.data.get("layers", first_k_dense)
-        if first_k_dense > layers:
-            raise ValueError(f"{first_k_dense} of {layers} layers; try {layers} or less")
-        return first_k_dense
+        return check_at_most(first_k_dense, info.data.get("layers", first_k_dense), of="layers")
 
     @field_validator("top_k")
     @classmethod
-    def _top_k_are_there(cls, top_k: int, info: ValidationInfo) -> int:
-        experts = info.data.get("experts", top_k)
-        if top_k > experts:
-            raise ValueError(f"{top_k} of {experts} experts; try {experts} or less")
-        return top_k
+    def _top_k_exist(cls, top_k: int, info: ValidationInfo) -> int:
+        return check_at_most(top_k, info.data.get("experts", top_k), of="experts")
 
     @field_validator("n_group")
     @classmethod
@@ -98,13 +87,17 @@ class Config(ModelConfig):
     def _groups_hold_top_k(cls, topk_group: int, info: ValidationInfo) -> int:
         if not {"experts", "top_k", "n_group"} <= info.data.keys():
             return topk_group
-        experts, top_k, n_group = (info.data[name] for name in ("experts", "top_k", "n_group"))
+        experts = info.data["experts"]
+        top_k = info.data["top_k"]
+        n_group = info.data["n_group"]
         if topk_group > n_group:
             raise ValueError(f"{topk_group} of n_group {n_group} groups; try {n_group} or less")
-        if top_k > topk_group * experts // n_group:
-            held, need = topk_group * experts // n_group, -(-top_k * n_group // experts)
+        reachable = topk_group * experts // n_group
+        if top_k > reachable:
+            need = -(-top_k * n_group // experts)
             raise ValueError(
-                f"{topk_group} groups hold {held} experts, top_k is {top_k}; try top_k {held}, or topk_group {need}"
+                f"{topk_group} groups hold {reachable} experts, top_k is {top_k}; "
+                f"try top_k {reachable}, or topk_group {need}"
             )
         return topk_group
 
@@ -129,52 +122,73 @@ class Config(ModelConfig):
         """Width of the shared experts, which are computed as one."""
         return self.shared_experts * self.expert_ffn
 
+    @property
+    def num_mixed_layers(self) -> int:
+        """Layers with a mixture of experts, that of multi-token prediction among them."""
+        return self.layers - self.first_k_dense + self.mtp_depth
+
     def axis_sizes(self) -> dict[str, int]:
-        dense = [self.ffn] if self.first_k_dense else []
-        mixed = [self.expert_ffn] if self.first_k_dense < self.layers or self.mtp_depth else []
-        return {"heads": self.heads, "ffn": math.gcd(*dense, *mixed), "experts": self.experts, "vocab": self.vocab}
+        dense = self.ffn if self.first_k_dense else 0
+        mixed = self.expert_ffn if self.num_mixed_layers else 0
+        return {
+            "heads": self.heads,
+            "ffn": math.gcd(dense, mixed),
+            "experts": self.experts,
+            "vocab": self.vocab,
+        }
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
-        hidden = ("batch", "seq", self.dim)
-        attn, head = self._attention_flops(seq_len), linear_flops(seq_len, self.dim * self.vocab)
-        dense = attn + linear_flops(seq_len, 3 * self.dim * self.ffn)
-        visited = self.top_k * self.expert_ffn + self.shared_ffn
-        mixed = attn + linear_flops(seq_len, self.dim * self.experts, 3 * self.dim * visited)
-        layers = [dense if i < self.first_k_dense else mixed for i in range(self.layers)]
+        attention = self._attention_flops(seq_len)
+        dense = attention + linear_flops(seq_len, 3 * self.dim * self.ffn)
+        visited_width = self.top_k * self.expert_ffn + self.shared_ffn
+        mixed = attention + linear_flops(seq_len, self.dim * self.experts, 3 * self.dim * visited_width)
+        num_mixed = self.layers - self.first_k_dense
+        head = linear_flops(seq_len, self.dim * self.vocab)
         mtp = linear_flops(seq_len, 2 * self.dim * self.dim) + mixed + head
-        return (
-            BlockSpec("embed", 0.0, hidden, is_layer=False),
-            *(BlockSpec(f"layer{i}", layer, hidden, is_layer=True) for i, layer in enumerate(layers)),
-            *(BlockSpec(f"mtp{i}", mtp, hidden, is_layer=False) for i in range(self.mtp_depth)),
-            BlockSpec("head", head, ("batch", "seq", self.vocab), is_layer=False),
-            BlockSpec("loss", 0.0, (), is_layer=False),
+        return decoder_specs(
+            dim=self.dim,
+            vocab=self.vocab,
+            seq_len=seq_len,
+            layer_flops=[dense] * self.first_k_dense + [mixed] * num_mixed,
+            side_flops={f"mtp{i}": mtp for i in range(self.mtp_depth)},
         )
 
     def linears(self) -> LinearShapes:
         layers = range(self.layers)
-        dense = in_layers(gated_linears(self.dim, self.ffn), layers[: self.first_k_dense])
-        shared = gated_linears(self.dim, self.shared_ffn, inside="mlp.shared") if self.shared_experts else {}
-        return in_layers(self._attention_linears(), layers) | dense | in_layers(shared, layers[self.first_k_dense :])
+        dense_layers = layers[: self.first_k_dense]
+        mixed_layers = layers[self.first_k_dense :]
+        found = in_layers(self._attention_linears(), layers)
+        found.update(in_layers(gated_linears(self.dim, self.ffn), dense_layers))
+        if self.shared_experts:
+            found.update(in_layers(gated_linears(self.dim, self.shared_ffn, inside="mlp.shared"), mixed_layers))
+        return found
 
     def _attention_linears(self) -> LinearShapes:
-        q_width, kv_width = self.heads * self.qk_head_dim, self.heads * (self.qk_nope_head_dim + self.v_head_dim)
-        latent = self.q_lora_rank
-        queries = {"q_a": (latent, self.dim), "q_b": (q_width, latent)} if latent else {"q": (q_width, self.dim)}
-        kv_a = (self.kv_lora_rank + self.qk_rope_head_dim, self.dim)
-        rest = {"kv_a": kv_a, "kv_b": (kv_width, self.kv_lora_rank), "o": (self.dim, self.heads * self.v_head_dim)}
-        return {f"attn.{name}": sizes for name, sizes in (queries | rest).items()}
+        q_width = self.heads * self.qk_head_dim
+        kv_width = self.heads * (self.qk_nope_head_dim + self.v_head_dim)
+        v_width = self.heads * self.v_head_dim
+        found: LinearShapes = {}
+        if self.q_lora_rank:
+            found["attn.q_a"] = (self.q_lora_rank, self.dim)
+            found["attn.q_b"] = (q_width, self.q_lora_rank)
+        else:
+            found["attn.q"] = (q_width, self.dim)
+        found["attn.kv_a"] = (self.kv_lora_rank + self.qk_rope_head_dim, self.dim)
+        found["attn.kv_b"] = (kv_width, self.kv_lora_rank)
+        found["attn.o"] = (self.dim, v_width)
+        return found
 
     def _attention_flops(self, seq_len: int) -> float:
-        q_width, v_width = self.heads * self.qk_head_dim, self.heads * self.v_head_dim
-        queries = (self.dim + q_width) * self.q_lora_rank if self.q_lora_rank else self.dim * q_width
-        latent = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim)
-        heads = self.kv_lora_rank * self.heads * (self.qk_nope_head_dim + self.v_head_dim) + v_width * self.dim
-        scores = causal_attention_flops(seq_len, q_width) / 2 + causal_attention_flops(seq_len, v_width) / 2
-        return linear_flops(seq_len, queries, latent, heads) + scores
+        q_width = self.heads * self.qk_head_dim
+        v_width = self.heads * self.v_head_dim
+        weights = [size_out * size_in for size_out, size_in in self._attention_linears().values()]
+        scores = causal_attention_flops(seq_len, q_width) / 2
+        values = causal_attention_flops(seq_len, v_width) / 2
+        return linear_flops(seq_len, *weights) + scores + values
 
 
 def _published(**own: Any) -> Config:
-    """What V2 and V3 have in common: heads, latent vector, YaRN from 4096 to 163,840 tokens."""
+    """The fields that V2 and V3 share: heads, latent vector, YaRN from 4096 to 163,840 tokens."""
     heads: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     return Config(**heads, max_seq_len=163_840, rope_scaling_factor=40.0, **own)
 
@@ -241,104 +255,31 @@ AXES: AxisTable = {
 def ties(cfg: Config) -> dict[str, str]:
     """Alias -> owner: multi-token prediction reads and predicts with the model's own embedding, last norm and head."""
     owners = {"tok": "embed.tok", "last_norm": "head.norm", "proj": "head.proj"}
-    return {f"mtp{i}.{own}.weight": f"{owner}.weight" for i in range(cfg.mtp_depth) for own, owner in owners.items()}
+    ties = {}
+    for i in range(cfg.mtp_depth):
+        for alias, owner in owners.items():
+            ties[f"mtp{i}.{alias}.weight"] = f"{owner}.weight"
+    return ties
 
 
 def init(cfg: Config) -> dict[str, Draw]:
-    """Normal, std 0.02; projections onto the residual stream are scaled by 1 / sqrt(2 x layers)."""
-    residual = 0.02 / math.sqrt(2 * cfg.layers)
+    """Normal; projections onto the residual stream are scaled by 1 / sqrt(2 x layers)."""
+    residual = residual_std(cfg.layers)
     return {
-        "*.tok.weight": ("normal", 0.02),
-        "*.attn.q.weight": ("normal", 0.02),
-        "*.attn.*[qv]_[ab].weight": ("normal", 0.02),
+        "*.tok.weight": ("normal", INIT_STD),
+        "*.attn.q.weight": ("normal", INIT_STD),
+        "*.attn.*[qv]_[ab].weight": ("normal", INIT_STD),
         "*.attn.o.weight": ("normal", residual),
-        "*.gate.weight": ("normal", 0.02),
-        "*.up.weight": ("normal", 0.02),
+        "*.gate.weight": ("normal", INIT_STD),
+        "*.up.weight": ("normal", INIT_STD),
         "*.down.weight": ("normal", residual),
-        "*.router.proj.weight": ("normal", 0.02),
+        "*.router.proj.weight": ("normal", INIT_STD),
         "*.router.bias": ("zeros",),
-        "*.experts.gate": ("normal", 0.02),
-        "*.experts.up": ("normal", 0.02),
+        "*.experts.gate": ("normal", INIT_STD),
+        "*.experts.up": ("normal", INIT_STD),
         "*.experts.down": ("normal", residual),
         "*norm.weight": ("ones",),
-        "mtp?.join.weight": ("normal", 0.02),
-        "mtp?.proj.weight": ("normal", 0.02),
-        "head.proj.weight": ("normal", 0.02),
+        "mtp?.join.weight": ("normal", INIT_STD),
+        "mtp?.proj.weight": ("normal", INIT_STD),
+        "head.proj.weight": ("normal", INIT_STD),
     }
-
-
-def blocks(cfg: Config) -> dict[str, nn.Module]:
-    """The chain "embed", "layer0", ..., "mtp0" if there is one, "head", "loss"; `ties` are not applied yet."""
-    from torch import nn  # late: a config is read and checked without torch
-
-    from weft.models.common.layers import Block, Embed, Head, Loss, SwiGLU
-    from weft.models.common.moe import MoEBlock
-    from weft.models.common.mtp import SecondNext
-
-    def norm() -> nn.Module:
-        return nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
-
-    def dense() -> nn.Module:
-        return Block(attn_norm=norm(), attn=_attention(cfg), mlp_norm=norm(), mlp=SwiGLU(cfg.dim, cfg.ffn))
-
-    def mixed() -> nn.Module:
-        return MoEBlock(attn_norm=norm(), attn=_attention(cfg), mlp_norm=norm(), mlp=_moe(cfg))
-
-    def second_next() -> nn.Module:
-        return SecondNext(mixed(), vocab=cfg.vocab, dim=cfg.dim, norm_eps=cfg.norm_eps, weight=cfg.mtp_loss)
-
-    return {
-        "embed": Embed(cfg.vocab, cfg.dim),
-        **{f"layer{i}": dense() if i < cfg.first_k_dense else mixed() for i in range(cfg.layers)},
-        **{f"mtp{i}": second_next() for i in range(cfg.mtp_depth)},
-        "head": Head(norm(), nn.Linear(cfg.dim, cfg.vocab, bias=False)),
-        "loss": Loss(),
-    }
-
-
-def _attention(cfg: Config) -> LatentAttention:
-    from weft.models.common.mla import LatentAttention
-    from weft.models.common.rope import Rope, YarnScaling
-
-    yarn = YarnScaling(
-        factor=cfg.rope_scaling_factor,
-        theta=cfg.rope_theta,
-        original_context=cfg.rope_scaling_original_context,
-        beta_fast=cfg.rope_scaling_beta_fast,
-        beta_slow=cfg.rope_scaling_beta_slow,
-        mscale=cfg.rope_scaling_mscale,
-        mscale_all_dim=cfg.rope_scaling_mscale_all_dim,
-    )
-    return LatentAttention(
-        cfg.dim,
-        heads=cfg.heads,
-        q_lora_rank=cfg.q_lora_rank,
-        kv_lora_rank=cfg.kv_lora_rank,
-        qk_nope_head_dim=cfg.qk_nope_head_dim,
-        v_head_dim=cfg.v_head_dim,
-        rope=Rope(cfg.qk_rope_head_dim, theta=cfg.rope_theta, scaling=None if yarn.factor == 1 else yarn),
-        scale=cfg.qk_head_dim**-0.5 * yarn.sharpness,
-        norm_eps=cfg.norm_eps,
-    )
-
-
-def _moe(cfg: Config) -> MoE:
-    from weft.models.common.experts import Experts
-    from weft.models.common.layers import SwiGLU
-    from weft.models.common.moe import Choice, MoE, Router
-
-    choice = Choice(
-        num_experts=cfg.experts,
-        top_k=cfg.top_k,
-        scoring=cfg.scoring,
-        n_group=cfg.n_group,
-        topk_group=cfg.topk_group,
-        norm_topk_prob=cfg.norm_topk_prob,
-        routed_scaling_factor=cfg.routed_scaling_factor,
-    )
-    return MoE(
-        router=Router(cfg.dim, choice, rate=cfg.balance_rate),
-        experts=Experts(cfg.dim, cfg.expert_ffn, num_experts=cfg.experts),
-        shared=SwiGLU(cfg.dim, cfg.shared_ffn) if cfg.shared_experts else None,
-        balance_weight=cfg.balance_loss,
-    )

@@ -1,14 +1,14 @@
-"""Owns GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU in tanh form, biases, tied embedding."""
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, GELU in tanh form, biases, tied embedding."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from weft.core.model_config import (
+    AxisTable,
     BlockSpec,
     Draw,
     LinearShapes,
@@ -20,9 +20,7 @@ from weft.core.model_config import (
     linear_flops,
 )
 from weft.errors import Fault
-
-if TYPE_CHECKING:
-    from torch import nn
+from weft.models.common.decoder_config import INIT_STD, decoder_specs, residual_std
 
 
 class Config(ModelConfig):
@@ -50,21 +48,14 @@ class Config(ModelConfig):
         return {"heads": self.heads, "ffn": self.ffn, "vocab": self.vocab}
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
-        hidden = ("batch", "seq", self.dim)
         linears = linear_flops(seq_len, 4 * self.dim * self.dim, 2 * self.dim * self.ffn)
         layer = linears + causal_attention_flops(seq_len, self.dim)
-        head = linear_flops(seq_len, self.dim * self.vocab)
-        return (
-            BlockSpec("embed", 0.0, hidden, is_layer=False),
-            *(BlockSpec(f"layer{i}", layer, hidden, is_layer=True) for i in range(self.layers)),
-            BlockSpec("head", head, ("batch", "seq", self.vocab), is_layer=False),
-            BlockSpec("loss", 0.0, (), is_layer=False),
-        )
+        return decoder_specs(dim=self.dim, vocab=self.vocab, seq_len=seq_len, layer_flops=[layer] * self.layers)
 
     def linears(self) -> LinearShapes:
+        attention = attention_linears(self.dim, q_width=self.dim, kv_width=self.dim)
         mlp = {"mlp.up": (self.ffn, self.dim), "mlp.down": (self.dim, self.ffn)}
-        own = attention_linears(self.dim, q_width=self.dim, kv_width=self.dim) | mlp
-        return in_layers(own, range(self.layers))
+        return in_layers({**attention, **mlp}, range(self.layers))
 
     def check_seq_len(self, seq_len: int) -> Fault | None:
         if seq_len <= self.max_seq_len:
@@ -79,7 +70,14 @@ class Config(ModelConfig):
 
 
 def _published(*, layers: int, dim: int, heads: int) -> Config:
-    return Config(layers=layers, dim=dim, heads=heads, ffn=4 * dim, vocab=50_257, max_seq_len=1024)
+    return Config(
+        layers=layers,
+        dim=dim,
+        heads=heads,
+        ffn=4 * dim,
+        vocab=50_257,
+        max_seq_len=1024,
+    )
 
 
 PRESETS = {
@@ -90,7 +88,7 @@ PRESETS = {
     "gpt2-1.5b": _published(layers=48, dim=1600, heads=25),
 }
 
-AXES = {
+AXES: AxisTable = {
     "embed.tok.weight": ("vocab", "embed"),
     "embed.pos.weight": ("pos", "embed"),
     "layer*.attn.[qkv].weight": ("heads", "embed"),
@@ -113,38 +111,17 @@ def ties(cfg: Config) -> dict[str, str]:
 
 
 def init(cfg: Config) -> dict[str, Draw]:
-    """Normal, std 0.02; projections onto the residual stream are scaled by 1 / sqrt(2 x layers)."""
-    residual = 0.02 / math.sqrt(2 * cfg.layers)
+    """Normal; projections onto the residual stream are scaled by 1 / sqrt(2 x layers); biases are zero."""
+    residual = residual_std(cfg.layers)
     return {
-        "embed.*": ("normal", 0.02),
-        "layer*.attn.[qkv].weight": ("normal", 0.02),
+        "embed.*": ("normal", INIT_STD),
+        "layer*.attn.[qkv].weight": ("normal", INIT_STD),
         "layer*.attn.o.weight": ("normal", residual),
-        "layer*.mlp.up.weight": ("normal", 0.02),
+        "layer*.mlp.up.weight": ("normal", INIT_STD),
         "layer*.mlp.down.weight": ("normal", residual),
         "layer*.attn.*.bias": ("zeros",),
         "layer*.mlp.*.bias": ("zeros",),
         "*norm.weight": ("ones",),
         "*norm.bias": ("zeros",),
-        "head.proj.weight": ("normal", 0.02),
-    }
-
-
-def blocks(cfg: Config) -> dict[str, nn.Module]:
-    """The chain "embed", "layer0", ..., "head", "loss"; `ties` are not applied yet."""
-    from torch import nn  # late: a config is read and checked without torch
-
-    from weft.models.common.layers import Attention, Block, EmbedWithPositions, GeluMLP, Head, Loss
-
-    def norm() -> nn.Module:
-        return nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)
-
-    def layer() -> nn.Module:
-        attn = Attention(cfg.dim, heads=cfg.heads, kv_heads=cfg.heads, head_size=cfg.dim // cfg.heads, bias=True)
-        return Block(attn_norm=norm(), attn=attn, mlp_norm=norm(), mlp=GeluMLP(cfg.dim, cfg.ffn))
-
-    return {
-        "embed": EmbedWithPositions(cfg.vocab, cfg.dim, max_seq_len=cfg.max_seq_len),
-        **{f"layer{i}": layer() for i in range(cfg.layers)},
-        "head": Head(norm(), nn.Linear(cfg.dim, cfg.vocab, bias=False)),
-        "loss": Loss(),
+        "head.proj.weight": ("normal", INIT_STD),
     }

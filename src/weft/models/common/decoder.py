@@ -1,0 +1,80 @@
+"""The decoder trunk: attention, layers and the block chain of a `DecoderConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from weft.models.common.attention import Attend
+from weft.models.common.decoder_config import DecoderConfig, DenseConfig
+from weft.models.common.layers import Attention, Block, Embed, Head, Loss, SwiGLU
+from weft.models.common.rope import Rope
+
+
+def rms_norm(cfg: DecoderConfig) -> nn.RMSNorm:
+    """Norm of the residual stream."""
+    return nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
+
+
+def attention(
+    cfg: DecoderConfig,
+    *,
+    rope: Rope | None = None,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    attend: Attend | None = None,
+) -> Attention:
+    """Grouped-query attention.
+
+    Args:
+        rope: default: unscaled, with `cfg.rope_theta`.
+        qkv_bias: whether q, k and v have biases; o has none.
+        qk_norm: whether each head of q and k passes an RMSNorm before it is rotated.
+        attend: default: causal, scores times 1 / sqrt(head size).
+    """
+    return Attention(
+        cfg.dim,
+        heads=cfg.heads,
+        kv_heads=cfg.kv_heads,
+        head_size=cfg.head_size,
+        qkv_bias=qkv_bias,
+        rope=rope or Rope(cfg.head_size, theta=cfg.rope_theta),
+        q_norm=nn.RMSNorm(cfg.head_size, eps=cfg.norm_eps) if qk_norm else None,
+        k_norm=nn.RMSNorm(cfg.head_size, eps=cfg.norm_eps) if qk_norm else None,
+        attend=attend,
+    )
+
+
+def dense_layer(cfg: DenseConfig, attn: nn.Module) -> Block:
+    """One layer with a SwiGLU feed-forward part."""
+    return Block(
+        attn_norm=rms_norm(cfg),
+        attn=attn,
+        mlp_norm=rms_norm(cfg),
+        mlp=SwiGLU(cfg.dim, cfg.ffn),
+    )
+
+
+def decoder_chain(cfg: DecoderConfig, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The chain of `cfg` around these layers."""
+    embed = Embed(cfg.vocab, cfg.dim)
+    head = Head(rms_norm(cfg), nn.Linear(cfg.dim, cfg.vocab, bias=False))
+    return chain_blocks(embed, layers, head)
+
+
+def chain_blocks(
+    embed: nn.Module,
+    layers: Sequence[nn.Module],
+    head: nn.Module,
+    *,
+    side_blocks: Mapping[str, nn.Module] | None = None,
+) -> dict[str, nn.Module]:
+    """Blocks by name: "embed", "layer0", ..., side blocks, "head", "loss"."""
+    blocks: dict[str, nn.Module] = {"embed": embed}
+    for index, layer in enumerate(layers):
+        blocks[f"layer{index}"] = layer
+    blocks.update(side_blocks or {})
+    blocks["head"] = head
+    blocks["loss"] = Loss()
+    return blocks

@@ -1,0 +1,1 @@
+"""GPT-2: config.py (no torch) and model.py."""

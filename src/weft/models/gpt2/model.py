@@ -1,0 +1,67 @@
+"""The blocks of GPT-2."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models.common.batch import Batch
+from weft.models.common.decoder import chain_blocks
+from weft.models.common.layers import Attention, Block, Head
+from weft.models.gpt2.config import Config
+
+
+class EmbedWithPositions(nn.Module):
+    """Tokens to vectors, plus a learned vector for each position."""
+
+    def __init__(self, vocab: int, dim: int, *, max_seq_len: int) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(vocab, dim)
+        self.pos = nn.Embedding(max_seq_len, dim)
+
+    def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
+        x_BSD: Tensor = self.tok(tokens_BS) + self.pos(batch.positions)
+        return x_BSD
+
+
+class GeluMLP(nn.Module):
+    """down(gelu(up(x))) with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
+
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, ffn)
+        self.down = nn.Linear(ffn, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x), approximate="tanh")
+        out: Tensor = self.down(hidden)
+        return out
+
+
+def blocks(cfg: Config) -> dict[str, nn.Module]:
+    """The chain "embed", "layer0", ..., "head", "loss"."""
+    embed = EmbedWithPositions(cfg.vocab, cfg.dim, max_seq_len=cfg.max_seq_len)
+    layers = [_layer(cfg) for _ in range(cfg.layers)]
+    head = Head(_norm(cfg), nn.Linear(cfg.dim, cfg.vocab, bias=False))
+    return chain_blocks(embed, layers, head)
+
+
+def _layer(cfg: Config) -> Block:
+    attn = Attention(
+        cfg.dim,
+        heads=cfg.heads,
+        kv_heads=cfg.heads,
+        head_size=cfg.dim // cfg.heads,
+        qkv_bias=True,
+        out_bias=True,
+    )
+    return Block(
+        attn_norm=_norm(cfg),
+        attn=attn,
+        mlp_norm=_norm(cfg),
+        mlp=GeluMLP(cfg.dim, cfg.ffn),
+    )
+
+
+def _norm(cfg: Config) -> nn.LayerNorm:
+    return nn.LayerNorm(cfg.dim, eps=cfg.norm_eps)

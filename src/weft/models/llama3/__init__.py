@@ -1,0 +1,1 @@
+"""LLaMA 3: config.py (no torch) and model.py."""

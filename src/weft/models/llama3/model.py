@@ -1,0 +1,26 @@
+"""The blocks of LLaMA 3: the decoder trunk with scaled RoPE."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.models.common.decoder import attention, decoder_chain, dense_layer
+from weft.models.common.rope import Llama3Scaling, Rope
+from weft.models.llama3.config import Config
+
+
+def blocks(cfg: Config) -> dict[str, nn.Module]:
+    """The chain "embed", "layer0", ..., "head", "loss"."""
+    layers = [dense_layer(cfg, attention(cfg, rope=_rope(cfg))) for _ in range(cfg.layers)]
+    return decoder_chain(cfg, layers)
+
+
+def _rope(cfg: Config) -> Rope:
+    scaling = Llama3Scaling(
+        factor=cfg.rope_scaling_factor,
+        low_freq_factor=cfg.rope_scaling_low_freq_factor,
+        high_freq_factor=cfg.rope_scaling_high_freq_factor,
+        original_context=cfg.rope_scaling_original_context,
+    )
+    is_scaled = cfg.rope_scaling_factor != 1
+    return Rope(cfg.head_size, theta=cfg.rope_theta, scaling=scaling if is_scaled else None)

@@ -1,0 +1,1 @@
+"""Qwen3: config.py (no torch) and model.py."""
