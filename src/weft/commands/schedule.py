@@ -23,7 +23,7 @@ from weft.schedule.simulate import UNIT_COSTS, peak_live, simulate
 from weft.schedule.timeline import Timeline, bubble, makespan
 from weft.view.colour import paint
 from weft.view.svg import svg
-from weft.view.text import draw
+from weft.view.text import draw, wrapped
 
 USAGE = "[NAME] [--ranks 4 ...]"
 LINE = "draw a pipeline schedule"
@@ -65,8 +65,9 @@ def schedule(words: Sequence[str]) -> int:
     if options.json is not None:
         _write("json", options.json, schedule_json(table, timeline))
     if options.svg is None and options.json is None:
-        print_result(summary)
-        show(timeline, width=options.width)
+        columns = options.width or screen_columns()
+        print_result("\n".join(wrapped(summary, columns)))
+        show(timeline, columns=columns)
     return EXIT_OK
 
 
@@ -81,7 +82,7 @@ def simulate_run(words: Sequence[str]) -> int:
     print_result(
         f"{plan.schedule}; a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward, links free"
     )
-    show(simulate(plan.table, lambda act: action_s(plan, act), unit="s"))
+    show(simulate(plan.table, lambda act: action_s(plan, act), unit="s"), columns=screen_columns())
     return EXIT_OK
 
 
@@ -92,13 +93,17 @@ def action_s(plan: Plan, act: Act) -> float:
     return flops / num_shards / SIMULATED_FLOPS
 
 
-def show(timeline: Timeline, *, width: int | None = None) -> None:
-    """Print the text picture, clipped to `width` columns or to the screen; coloured on a terminal."""
+def screen_columns() -> int:
+    """Columns of the terminal, of the environment variable COLUMNS, or 80."""
+    return shutil.get_terminal_size().columns
+
+
+def show(timeline: Timeline, *, columns: int) -> None:
+    """Print the text picture, clipped to `columns`; coloured on a terminal."""
     console = Console()
-    columns = width or shutil.get_terminal_size().columns
     if console.is_terminal:
         painted = paint(timeline, width=UNCLIPPED, columns=columns)
-        console.print(painted, overflow="crop", crop=False, soft_wrap=True, end="")
+        console.print(painted, overflow="ignore", crop=False, end="")
     else:
         print_result(draw(timeline, width=UNCLIPPED, clip=columns))
 

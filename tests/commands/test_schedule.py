@@ -1,0 +1,45 @@
+"""`weft schedule` at 80 columns, as SVG and as JSON."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from weft import cli
+from weft.errors import EXIT_OK, EXIT_USER
+from weft.schedule.actions import Table
+from weft.schedule.catalog import make_table
+from weft.schedule.simulate import simulate
+from weft.schedule.timeline import Timeline, bubble
+
+
+def test_schedule_clips_rows_and_wraps_text_at_the_columns_of_the_screen(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["schedule", "interleaved", "--ranks", "8", "--microbatches", "64", "--chunks", "4"]) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("rank")]
+    assert len(rows) == 8
+    assert all(len(line) <= 80 for line in lines)
+    assert all(row.endswith("…") for row in rows)
+
+
+def test_schedule_writes_svg_and_json(tmp_path, capsys):
+    picture, numbers = tmp_path / "zbv.svg", tmp_path / "zbv.json"
+    assert cli.main(["schedule", "zbv", "--svg", str(picture), "--json", str(numbers)]) == EXIT_OK
+    assert capsys.readouterr().out.splitlines() == [f"wrote {picture}", f"wrote {numbers}"]
+    table = make_table("zbv", ranks=4, microbatches=8)
+    root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    tooltips = root.findall(".//{http://www.w3.org/2000/svg}title")
+    assert len(tooltips) == len(list(table.actions))
+    fields = json.loads(numbers.read_text(encoding="utf-8"))
+    assert Table.from_json(json.dumps(fields["table"])) == table
+    timeline = Timeline.from_json(json.dumps(fields["timeline"]))
+    assert timeline.unit == "units"
+    assert fields["bubble"] == pytest.approx(float(bubble(simulate(table))))
+
+
+def test_schedule_names_the_option_whose_file_cannot_be_written(tmp_path, capsys):
+    assert cli.main(["schedule", "--svg", str(tmp_path / "missing" / "x.svg")]) == EXIT_USER
+    assert "error: svg: cannot write the file" in capsys.readouterr().err
