@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 MESH ?= pp2 dp2 tp2
 RESULTS := $(CURDIR)/runs/matrix.jsonl
 
-.PHONY: help setup train test slow check matrix support bench clean
+.PHONY: help setup train test slow check docs matrix support bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -47,6 +47,10 @@ check: $(STAMP)  ## style, types, layers
 	@$(BIN)/mypy
 	@MYPYPATH=src:examples $(BIN)/mypy --explicit-package-bases examples
 
+docs: $(STAMP)  ## the documentation as HTML in build/site; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html"
+
 bench: $(STAMP)  ## speed against torch's own, and seconds to the first step
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rivals
 	@$(BIN)/python benchmarks/throughput.py
@@ -64,4 +68,4 @@ support: $(STAMP)  ## docs/support.md from the last results of make matrix
 	@PYTHONPATH=. $(BIN)/python -m tests.matrix.support $(RESULTS)
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import Field
 
+from weft import __version__
 from weft.commands import schedule as commands_schedule
 from weft.commands.console import (
     HELP,
@@ -77,7 +77,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in HELP:
         return lambda _words: print_result(overview())
     if name == "--version":
-        return lambda _words: print_result(f"weft {version('weft')}")
+        return lambda _words: print_result(f"weft {__version__}")
     if name in COMMANDS:
         return COMMANDS[name].run
     if name in COMMANDS_TO_COME:

@@ -93,4 +93,4 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     import sys
 
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert complaint("hf:a/b").endswith("Fix: pip install 'weft[hub]', or name files")
+    assert complaint("hf:a/b").endswith("Fix: pip install 'weft-train[hub]', or name files")

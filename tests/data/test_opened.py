@@ -332,7 +332,7 @@ def test_the_digits_stand_in_for_mnist():
 
 def test_the_digits_need_scikit_learn(monkeypatch):
     monkeypatch.setattr(images.importlib.util, "find_spec", lambda _name: None)
-    assert "pip install 'weft[digits]'" in complaint("digits", IMAGES_MODEL)
+    assert "pip install 'weft-train[digits]'" in complaint("digits", IMAGES_MODEL)
 
 
 @pytest.mark.parametrize(

@@ -472,14 +472,14 @@ def test_what_is_cut_short_leaves_nothing(tmp_path, monkeypatch, capsys, error, 
 def test_libraries_that_are_missing_are_named(tmp_path, monkeypatch, capsys):
     words = ["data", "prepare", "stdlib", "--out", str(tmp_path / "x"), "--tokenizer", "train"]
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    assert "needs the library tokenizers, which is not installed. Fix: pip install 'weft[data]'" in refused(
+    assert "needs the library tokenizers, which is not installed. Fix: pip install 'weft-train[data]'" in refused(
         words, capsys
     )
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").touch()
     words = ["data", "prepare", f"{tmp_path}/a.parquet", "--out", str(tmp_path / "x")]
-    assert "parquet files need pyarrow, which is not installed. Fix: pip install 'weft[data]'" in refused(words, capsys)
+    assert "parquet files need pyarrow, which is not installed. Fix: pip install 'weft-train[data]'" in refused(words, capsys)
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_not_a_crash(tmp_path):

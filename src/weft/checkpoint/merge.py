@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from weft.checkpoint.cover import first_flaw
 from weft.checkpoint.format import Facts, Manifest, Part, Stored, Versions, part_name
 from weft.checkpoint.shard import BLOCK_BYTES
+from weft import __version__
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
 
@@ -28,7 +28,7 @@ def merged(tmp: Path, facts: Facts, *, ranks: int) -> Manifest:
             tensors[name] = joined(name, tensors.get(name), stored)
     _check_whole(tensors)
     return Manifest(
-        versions=Versions(weft=version("weft"), torch=torch.__version__),
+        versions=Versions(weft=__version__, torch=torch.__version__),
         facts=facts,
         block_bytes=BLOCK_BYTES,
         files={name: file for part in parts for name, file in part.files.items()},

@@ -217,6 +217,6 @@ def _pyarrow() -> Any:
     try:
         import pyarrow.parquet as parquet  # an extra, and 100 ms to import
     except ImportError:
-        fix = "pip install 'weft[data]', or write JSONL"
+        fix = "pip install 'weft-train[data]', or write JSONL"
         raise DataError(Fault(KEY, "parquet files need pyarrow, which is not installed", fix=fix)) from None
     return parquet

@@ -93,7 +93,7 @@ def _library() -> Any:
     try:
         import datasets  # type: ignore[import-untyped]  # an extra, and a second to import
     except ImportError:
-        fix = "pip install 'weft[hub]', or name files"
+        fix = "pip install 'weft-train[hub]', or name files"
         raise DataError(Fault(KEY, "hf: needs the library datasets, which is not installed", fix=fix)) from None
     datasets.disable_progress_bars()
     return datasets

@@ -75,7 +75,7 @@ def check_digits() -> None:
         DataError: scikit-learn is missing.
     """
     if importlib.util.find_spec("sklearn") is None:
-        fix = "pip install 'weft[digits]', or name a folder with MNIST's IDX files"
+        fix = "pip install 'weft-train[digits]', or name a folder with MNIST's IDX files"
         raise DataError(Fault(KEY, "'digits' comes with scikit-learn, which is not installed", fix=fix))
 
 

@@ -147,6 +147,6 @@ def library() -> Any:
     try:
         import tokenizers  # an extra, and 40 ms to import
     except ImportError:
-        fix = "pip install 'weft[data]', or --data.tokenizer bytes"
+        fix = "pip install 'weft-train[data]', or --data.tokenizer bytes"
         raise DataError(Fault(KEY, "needs the library tokenizers, which is not installed", fix=fix)) from None
     return tokenizers
