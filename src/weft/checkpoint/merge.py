@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from weft import __version__
 from weft.checkpoint.cover import first_flaw
 from weft.checkpoint.format import Facts, Manifest, Part, Stored, Versions, part_name
 from weft.checkpoint.shard import BLOCK_BYTES
-from weft import __version__
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
 
