@@ -121,7 +121,7 @@ class MeasureStates:
         before, resident = live_bytes(), psutil.Process().memory_info().rss
         model = build_model(family, family.Config(**fields), plan, comm, seed=1)
         decayed = matrices(model.params)
-        num_params = sum(piece.box.size for piece in model.pieces.values())
+        num_params = sum(piece.box.size for piece in model.shards.values())
 
         def optimizer(tensors: Mapping[str, Tensor]) -> Any:
             return make_optimizer(tensors, OptimConfig(), decay_names=decayed)

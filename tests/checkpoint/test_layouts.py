@@ -60,7 +60,7 @@ def trained(case: Case, number: int, comm: Comm) -> TrainStep:
 
 def parameters(step: TrainStep) -> list[Entries]:
     """Whole pieces by global name: gathered by the code that `weft prove` uses, not by the one that saves."""
-    found, pieces = step.grads.full_parameters(), step.model.pieces
+    found, pieces = step.grads.full_parameters(), step.model.shards
     found |= {name: param.clone() for name, param in step.model.params.items() if name not in found}
     return [Entries(f"model/{pieces[name].owner}", pieces[name].box, value) for name, value in found.items()]
 

@@ -36,8 +36,8 @@ def test_every_rank_reads_its_pieces_and_no_more(family: str, mesh: str):
     def rank(comm: Comm) -> None:
         counted = Counted(source.tensors)
         model = load_model(FAMILIES[family], config, counted, plan=plan_of(config, mesh), comm=comm)
-        assert sorted(counted.reads) == sorted((piece.owner, piece.box.size) for piece in model.pieces.values())
-        for name, piece in model.pieces.items():
+        assert sorted(counted.reads) == sorted((piece.owner, piece.box.size) for piece in model.shards.values())
+        for name, piece in model.shards.items():
             assert torch.equal(model.params[name], source.tensors[piece.owner][piece.box.slices])
             assert not model.params[name].requires_grad
 

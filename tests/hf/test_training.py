@@ -126,9 +126,9 @@ def test_each_rank_starts_from_its_own_boxes_under_zero_3(tmp_path: Path, monkey
 
     def rank(comm: Comm) -> None:
         step = build_step(run, comm)
-        assert read[threading.current_thread().name] == sum(piece.box.size for piece in step.model.pieces.values())
+        assert read[threading.current_thread().name] == sum(piece.box.size for piece in step.model.shards.values())
         for name, value in step.grads.full_parameters().items():
-            piece = step.model.pieces[name]
+            piece = step.model.shards[name]
             assert torch.equal(value, plain(whole, piece.owner, piece.box).to(torch.float64)), name
 
     run_ranks(plan_of(run).mesh, rank, timeout_s=100)

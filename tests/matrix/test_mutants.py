@@ -196,7 +196,7 @@ class _Alone:
 @mutant(Case("pp2", family="gpt2"))
 def tied_embeddings_are_not_summed_across_stages(patch: pytest.MonkeyPatch) -> None:
     """Embedding and head drift apart."""
-    patch.setattr(grad_norm, "add_far_ties", lambda model, kept: None)
+    patch.setattr(grad_norm, "add_cross_stage_ties", lambda model, kept: None)
 
 
 @mutant(Case("pp2", family="gpt2"))

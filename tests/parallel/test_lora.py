@@ -235,7 +235,7 @@ def test_only_adapters_have_gradients_and_optimizer_state(zero: Any) -> None:
         grads = make_gradient_reducer(built)
         states = 2 * sum(tensor.numel() for tensor in grads.sharded_params.values())
         gradients = sum(tensor.grad.numel() for tensor in grads.sharded_params.values())
-        adapters = sum(piece.box.size for name, piece in built.pieces.items() if adapted_linear(name) is not None)
+        adapters = sum(piece.box.size for name, piece in built.shards.items() if adapted_linear(name) is not None)
         assert {adapted_linear(name) is not None for name in grads.sharded_params} == {True}
         return (
             states,
@@ -290,7 +290,7 @@ def test_adapters_add_no_operation_between_tensor_ranks_but_the_sum_of_their_gra
         comm.observers = (counter := Counter(),)
         step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
         summed = sum(
-            piece.box.size for name, piece in built.pieces.items() if piece.reduce and built.params[name].requires_grad
+            piece.box.size for name, piece in built.shards.items() if piece.reduce_axes and built.params[name].requires_grad
         )
         sent = Sum[str]()
         for (axis, _), traffic in counter.traffic.items():

@@ -145,7 +145,7 @@ def test_sequence_parallel_norm_gradient_is_summed_over_tp_and_others_are_not() 
 
         def rank(comm: Comm) -> dict[str, tuple[str, ...]]:
             model = build_model(FAMILIES["gpt2"], case.config, case.plan, comm, seed=SEED)
-            return {name: piece.reduce for name, piece in model.pieces.items()}
+            return {name: piece.reduce_axes for name, piece in model.shards.items()}
 
         return run_ranks("dp2 tp2", rank)[0]
 

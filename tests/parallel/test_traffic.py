@@ -51,14 +51,14 @@ def gradients_and_values(model: ParallelModel, case: Case, dtypes: Dtypes) -> Su
     0: 2 e_g     1: e_g + e_p     2: m e_g + e_p     3: m (2 e_p + e_g)        times (d-1)/d N
     """
     e_g, e_p, m, sent = BYTES[dtypes.reduce], BYTES[dtypes.compute], case.microbatches, Sum[str]()
-    far = {link.name for link in model.far_ties}
+    far = {link.name for link in model.cross_stage_ties}
 
     def group(name: str) -> tuple[int, str, tuple[str, ...], str]:
         block = "" if case.zero == 0 and dtypes == DOUBLE else name.partition(".")[0]
-        return model.stage_of[name], block, model.pieces[name].reduce, name if block and name in far else ""
+        return model.stage_of[name], block, model.shards[name].reduce_axes, name if block and name in far else ""
 
     for (_, _, axes, _), members in groupby(sorted(model.params, key=group), key=group):
-        degree, entries = model.comm.degree(axes), sum(model.pieces[name].box.size for name in members)
+        degree, entries = model.comm.degree(axes), sum(model.shards[name].box.size for name in members)
         padded = -(-entries // degree) * degree
         both = {1: e_g + e_p, 2: m * e_g + e_p, 3: m * (2 * e_p + e_g)}
         sent["+".join(axes)] += (

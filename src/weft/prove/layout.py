@@ -46,12 +46,12 @@ def run_layout(
     decayed = matrices(model.params)
     train = TrainStep(model, make_optimizer=lambda tensors: optimizer(tensors, decayed), clip=plan.clip)
     traces = tuple(_record(train, train(micro_batches(batch, plan, comm.rank), lr=lr)) for batch in steps)
-    boxes = {piece.owner: piece.box for piece in model.pieces.values()}
+    boxes = {piece.owner: piece.box for piece in model.shards.values()}
     return Held(plan.mesh.coord_text(comm.rank), boxes, traces)
 
 
 def _record(train: TrainStep, report: StepReport) -> StepTrace:
-    owner = {name: piece.owner for name, piece in train.model.pieces.items()}
+    owner = {name: piece.owner for name, piece in train.model.shards.items()}
     return StepTrace(
         loss=report.loss,
         grad_norm=report.grad_norm,

@@ -16,7 +16,7 @@ from weft.data.opened import Samples, open_valid
 from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
 from weft.models.common.lora import adapted
-from weft.parallel.model.parallelize import ParallelModel, materialise, parallelize
+from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
 from weft.train.evaluate import Evaluation
 from weft.train.feed import Feed
 from weft.train.meta_init import skeleton
@@ -35,7 +35,7 @@ def build_model(
 ) -> ParallelModel:
     """This rank's part of the model; the whole model is never in memory.
 
-    Parameters have their starting values, but where they come on demand (ZeRO 3): there `model.start` gives them.
+    Parameters have their starting values, but where they come on demand (ZeRO 3): there `model.materialize` gives them.
 
     Args:
         source: holds starting values; what it does not hold is drawn.
@@ -46,15 +46,15 @@ def build_model(
     stored = frozenset(source.shapes) if source else frozenset()
 
     def start(names: Sequence[str]) -> None:
-        drawn = [name for name in names if model.pieces[name].owner not in stored]
-        materialise(model, family.init(config), seed=seed, device=comm.device, dtype=dtype, names=drawn)
+        drawn = [name for name in names if model.shards[name].owner not in stored]
+        materialize_params(model, family.init(config), seed=seed, device=comm.device, dtype=dtype, names=drawn)
         if source:
-            read = [name for name in names if model.pieces[name].owner in stored]
+            read = [name for name in names if model.shards[name].owner in stored]
             start_from(source, model, read, device=comm.device, dtype=dtype)
 
     if plan.zero < 3:
         start(tuple(model.params))
-    return replace(model, start=start)
+    return replace(model, materialize=start)
 
 
 def build_step(run: Run, comm: Comm) -> TrainStep:

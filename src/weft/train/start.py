@@ -70,7 +70,7 @@ def start_from(
     """
     shapes = source.shapes
     for name in names:
-        piece, param = model.pieces[name], model.params[name]
+        piece, param = model.shards[name], model.params[name]
         if shapes[piece.owner] != piece.shape:
             got, need = str(list(shapes[piece.owner])), str(list(piece.shape))
             raise CheckpointError(Fault(piece.owner, "is stored with another shape", got, need))

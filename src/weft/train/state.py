@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.core.axes import Box, boxes_of_range, span
 from weft.errors import CheckpointError, Fault
-from weft.parallel.model.parallelize import ParallelModel, Piece
+from weft.parallel.model.parallelize import ParallelModel, ParamShard
 from weft.parallel.zero.grad_norm import GradientStore
 from weft.train.optim import NamedOptimizer, Optimizer
 from weft.train.step import TrainStep
@@ -43,7 +43,7 @@ class Part:
         is_alias: whether the same stands under its owner's name on another rank.
     """
 
-    piece: Piece
+    piece: ParamShard
     lo: int
     hi: int
     tensors: Mapping[str, Tensor]
@@ -106,7 +106,7 @@ def parts_of_model(model: ParallelModel, grads: GradientStore | None = None) -> 
 def names_of_step(step: TrainStep) -> frozenset[str]:
     """Stored names of all that stands on this rank, also of what others hold of it under ZeRO."""
     keys = named(step.optimizer).fresh_state(torch.empty(1))
-    owners = {name: piece.owner for name, piece in step.model.pieces.items()}
+    owners = {name: piece.owner for name, piece in step.model.shards.items()}
     trained = [owner for name, owner in owners.items() if step.model.params[name].requires_grad]
     values = {f"{MODEL}/{owner}" for owner in owners.values()}
     return frozenset(values | {f"optim/{key}/{owner}" for key in keys for owner in trained})
@@ -125,8 +125,8 @@ def named(optimizer: Optimizer) -> NamedOptimizer:
 
 
 def _part(model: ParallelModel, name: str, tensor: Tensor, *, lo: int, hi: int, spread: tuple[str, ...] = ()) -> Part:
-    piece, comm = model.pieces[name], model.comm
-    copied = tuple(axis for axis, _ in comm.mesh.axes if axis not in ("pp", *piece.cut, *spread))
+    piece, comm = model.shards[name], model.comm
+    copied = tuple(axis for axis, _ in comm.mesh.axes if axis not in ("pp", *piece.shard_axes, *spread))
     return Part(
         piece=piece,
         lo=lo,
@@ -135,5 +135,5 @@ def _part(model: ParallelModel, name: str, tensor: Tensor, *, lo: int, hi: int, 
         numbers={},
         copies=comm.degree(copied),
         copy=comm.index(copied),
-        is_alias=any(link.name == name and not link.counts for link in model.far_ties),
+        is_alias=any(link.name == name and not link.is_owner for link in model.cross_stage_ties),
     )

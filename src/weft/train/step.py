@@ -95,7 +95,7 @@ class TrainStep:
         """Parameters of the whole model, each counted once; every rank must ask at the same time."""
         comm = self.model.comm
         mine = sum(
-            piece.box.size for name, piece in self.model.pieces.items() if grad_norm.counts_here(self.model, name)
+            piece.box.size for name, piece in self.model.shards.items() if grad_norm.counts_here(self.model, name)
         )
         count = torch.tensor(mine, dtype=torch.int64, device=comm.device)
         return int(comm.all_reduce(count, tuple(name for name, _ in comm.mesh.axes)).item())
@@ -110,7 +110,7 @@ class TrainStep:
         self.grads.zero_grad()
         played = self.player.play(batches, scale / targets)
         self.grads.finish()
-        grad_norm.add_far_ties(self.model, self.grads)
+        grad_norm.add_cross_stage_ties(self.model, self.grads)
         loads = sum_loads(played.loads, self.model.comm)
         totals = self._gather_totals(played.loss, imbalance(loads), says())
         norm = totals.norm / scale
@@ -168,7 +168,7 @@ def make_gradient_reducer(model: ParallelModel) -> GradientStore:
         return GradientBuckets(
             model.params,
             comm=model.comm,
-            reduce={name: piece.reduce for name, piece in model.pieces.items()},
+            reduce={name: piece.reduce_axes for name, piece in model.shards.items()},
             stage_of=model.stage_of,
             bucket_bytes=plan.bucket_bytes,
         )

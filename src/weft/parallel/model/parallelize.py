@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from weft.schedule.actions import Act
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """What this rank holds of one parameter, and over which mesh axes its gradient is summed.
 
     Attributes:
@@ -34,16 +34,16 @@ class Piece:
         owner: the name it is tied to, or its own.
         shape: of the whole parameter.
         box: the part of it that this rank holds.
-        cut: mesh axes that cut it.
-        reduce: mesh axes over which its gradient is summed.
+        shard_axes: mesh axes over which it is sharded.
+        reduce_axes: mesh axes over which its gradient is summed.
     """
 
     name: str
     owner: str
     shape: tuple[int, ...]
     box: Box
-    cut: tuple[str, ...]
-    reduce: tuple[str, ...]
+    shard_axes: tuple[str, ...]
+    reduce_axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,21 @@ class ParallelModel:
 
     Attributes:
         stages: stage index -> its blocks, for the stages that live here.
-        pieces: global name -> geometry of each parameter here; a parameter under two names appears under its owner's.
-        params: global name -> the parameter, same keys and order as `pieces`.
+        shards: global name -> geometry of each parameter here; a parameter under two names appears under its owner's.
+        params: global name -> the parameter, same keys and order as `shards`.
         stage_of: global name -> the local stage whose backward completes its gradient.
-        far_ties: (alias, owner) pairs that live on two pipeline ranks, with the other's pp index, in a fixed order.
-        start: gives parameters on the meta device, by name, memory and their starting values; until somebody knows them, nothing.
+        cross_stage_ties: (alias, owner) pairs that live on two pipeline ranks, with the other's pp index, in a fixed order.
+        materialize: allocates the parameters of these names that are on the meta device and gives them their starting values.
     """
 
     plan: Plan
     comm: Comm
     stages: Mapping[int, nn.ModuleDict]
-    pieces: Mapping[str, Piece]
+    shards: Mapping[str, ParamShard]
     params: Mapping[str, nn.Parameter]
     stage_of: Mapping[str, int]
-    far_ties: tuple[FarTie, ...]
-    start: Callable[[Sequence[str]], None] = lambda names: None
+    cross_stage_ties: tuple[CrossStageTie, ...]
+    materialize: Callable[[Sequence[str]], None] = lambda names: None
 
     @property
     def blocks(self) -> dict[str, nn.Module]:
@@ -84,12 +84,12 @@ class ParallelModel:
 
 
 @dataclass(frozen=True)
-class FarTie:
-    """A parameter that stands on two pipeline ranks under two names: its gradients are added, it is counted once."""
+class CrossStageTie:
+    """A tied parameter with copies on two pipeline ranks: both gradients are summed; the owner's copy counts in norms."""
 
     name: str
     peer: int
-    counts: bool = field(default=True)
+    is_owner: bool = True
 
 
 def parallelize(
@@ -103,7 +103,7 @@ def parallelize(
     """This rank's part of `model`, an ordered mapping of block name -> plain module.
 
     The blocks of other stages are dropped, parameters are cut as `axes` and the plan's rule say, and each dimension's
-    transform is applied. Parameters on the meta device stay there until `materialise`; real ones keep their values.
+    transform is applied. Parameters on the meta device stay there until `materialize_params`; real ones keep their values.
 
     Args:
         model: blocks in order; the last one yields the summed loss. It is changed in place: pass a fresh one.
@@ -136,22 +136,22 @@ def parallelize(
         for name, param in named_parameters(blocks).items()
         if not (name in ties and ties[name].partition(".")[0] in blocks)
     }
-    pieces = {
-        name: _piece(name, shapes[name], plan, comm, axes=axes, owner=ties.get(name, name), partial=name in partial)
+    shards = {
+        name: _shard(name, shapes[name], plan, comm, axes=axes, owner=ties.get(name, name), partial=name in partial)
         for name in params
     }
     return ParallelModel(
         plan=plan,
         comm=comm,
         stages=stages,
-        pieces=pieces,
+        shards=shards,
         params=params,
         stage_of=_completing_stages(stages, params, plan.table.rows[here]),
-        far_ties=_far_ties(ties, params, {name: home[i] for name, i in block_stage.items()}, here),
+        cross_stage_ties=_cross_stage_ties(ties, params, {name: home[i] for name, i in block_stage.items()}, here),
     )
 
 
-def materialise(
+def materialize_params(
     model: ParallelModel,
     table: InitTable,
     *,
@@ -168,9 +168,9 @@ def materialise(
     for param in (model.params[name] for name in chosen):
         empty = nn.Parameter(torch.empty(param.shape, device=device, dtype=dtype), requires_grad=param.requires_grad)
         torch.utils.swap_tensors(param, empty)  # the modules and hooks that hold it keep the same object
-    by_owner = {model.pieces[name].owner: model.pieces[name] for name in chosen}
+    by_owner = {model.shards[name].owner: model.shards[name] for name in chosen}
     init_params(
-        {model.pieces[name].owner: model.params[name] for name in chosen},
+        {model.shards[name].owner: model.params[name] for name in chosen},
         table,
         seed=seed,
         shapes={owner: piece.shape for owner, piece in by_owner.items()},
@@ -248,19 +248,19 @@ def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTabl
                 )
 
 
-def _piece(
+def _shard(
     name: str, shape: tuple[int, ...], plan: Plan, comm: Comm, *, axes: AxisTable, owner: str, partial: bool
-) -> Piece:
+) -> ParamShard:
     logical = logical_axes(name, axes)
     cut = sharding_axes(logical, plan.sharding_rule, plan.mesh)
     varies = (*data_axes(plan.mesh), *(("tp",) if partial else ()))
-    return Piece(
+    return ParamShard(
         name=name,
         owner=owner,
         shape=shape,
         box=box_of(shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank),
-        cut=cut,
-        reduce=gradient_axes(plan.mesh, varies=varies, cut=cut),
+        shard_axes=cut,
+        reduce_axes=gradient_axes(plan.mesh, varies=varies, cut=cut),
     )
 
 
@@ -275,16 +275,16 @@ def _completing_stages(
     return {name: by_param[id(param)] for name, param in params.items()}
 
 
-def _far_ties(
+def _cross_stage_ties(
     ties: Mapping[str, str], params: Mapping[str, nn.Parameter], home: Mapping[str, int], here: int
-) -> tuple[FarTie, ...]:
+) -> tuple[CrossStageTie, ...]:
     far = []
     for alias, owner in sorted(ties.items()):
         alias_home, owner_home = home[alias.partition(".")[0]], home[owner.partition(".")[0]]
         if alias_home == owner_home:
             continue
         if here == owner_home:
-            far.append(FarTie(name=owner, peer=alias_home))
+            far.append(CrossStageTie(name=owner, peer=alias_home))
         elif here == alias_home and alias in params:
-            far.append(FarTie(name=alias, peer=owner_home, counts=False))
+            far.append(CrossStageTie(name=alias, peer=owner_home, is_owner=False))
     return tuple(far)

@@ -72,7 +72,7 @@ class PipelineParallel(nn.Module):
         self._buckets = GradientBuckets(
             self.model.params,
             comm=comm,
-            reduce={name: piece.reduce for name, piece in self.model.pieces.items()},
+            reduce={name: piece.reduce_axes for name, piece in self.model.shards.items()},
             stage_of=self.model.stage_of,
         )
         self._player = Player(self.model, before_last_backward=self._buckets.set_requires_gradient_sync)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.parallel.model.parallelize import FarTie, ParallelModel, Piece
+from weft.parallel.model.parallelize import CrossStageTie, ParallelModel, ParamShard
 
 
 class GradientStore(Protocol):
@@ -32,11 +32,11 @@ class GradientStore(Protocol):
     def full_parameters(self) -> dict[str, Tensor]: ...
 
 
-def add_far_ties(model: ParallelModel, grads: GradientStore) -> None:
+def add_cross_stage_ties(model: ParallelModel, grads: GradientStore) -> None:
     """Add the gradients of parameters that stand on two pipeline ranks under two names; both ranks get the same sum."""
     sends = []
-    theirs: list[tuple[FarTie, Tensor]] = []
-    for link in model.far_ties:
+    theirs: list[tuple[CrossStageTie, Tensor]] = []
+    for link in model.cross_stage_ties:
         if link.name not in grads.sharded_params:
             continue  # a shard without an entry of it, on both ranks alike
         gradient = _gradient(grads, link.name)
@@ -69,8 +69,8 @@ def counts_here(model: ParallelModel, name: str, *, spread: tuple[str, ...] = ()
 
     `spread` names mesh axes over which the entries of the piece are spread further.
     """
-    is_copy = any(link.name == name and not link.counts for link in model.far_ties)
-    return not is_copy and _is_first_holder(model.pieces[name], model.comm, spread)
+    is_copy = any(link.name == name and not link.is_owner for link in model.cross_stage_ties)
+    return not is_copy and _is_first_holder(model.shards[name], model.comm, spread)
 
 
 def clip(grads: GradientStore, norm: Tensor, *, most: float, scale: float = 1.0) -> None:
@@ -83,9 +83,9 @@ def clip(grads: GradientStore, norm: Tensor, *, most: float, scale: float = 1.0)
         grads.scale(factor / scale)
 
 
-def _is_first_holder(piece: Piece, comm: Comm, spread: tuple[str, ...]) -> bool:
+def _is_first_holder(piece: ParamShard, comm: Comm, spread: tuple[str, ...]) -> bool:
     """Whether this rank stands first among those that hold the same entries."""
-    different = ("pp", *piece.cut, *spread)
+    different = ("pp", *piece.shard_axes, *spread)
     return all(comm.index(axis) == 0 for axis, _ in comm.mesh.axes if axis not in different)
 
 

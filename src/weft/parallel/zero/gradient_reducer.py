@@ -169,7 +169,7 @@ def shard(model: ParallelModel, policy: ShardingPolicy) -> ShardedParams:
     split = frozenset(stage for stage, _ in model.plan.table.splits)
     units, shared = tuple(_units(model, policy)), _shared(model)
     sharded = ShardedParams(units, model.comm, policy, split_stages=split, shared=shared)
-    model.start([name for name, param in model.params.items() if param.is_meta])
+    model.materialize([name for name, param in model.params.items() if param.is_meta])
     chains = [list(blocks.values()) for blocks in model.stages.values()]
     gather_on_demand(
         [[Needs(block, units_of(block.parameters(), sharded.units)) for block in blocks] for blocks in chains]
@@ -186,17 +186,17 @@ def _shared(model: ParallelModel) -> frozenset[str]:
 def _units(model: ParallelModel, policy: ShardingPolicy) -> Iterator[ParamGroup]:
     """Parameters of equal stage, block, reduce axes; a parameter tied to one on another pipeline rank stands alone, so that
     both ranks cut it alike."""
-    far, frozen = {link.name for link in model.far_ties}, model.frozen
+    far, frozen = {link.name for link in model.cross_stage_ties}, model.frozen
     still = replace(policy, zero=3 if policy.zero == 3 else 0, params=policy.compute)
     names = [name for name, param in model.params.items() if param.requires_grad or name in frozen]
 
     def key(name: str) -> tuple[int, str, tuple[str, ...], str, bool]:
-        piece, is_far = model.pieces[name], name if name in far else ""
-        return model.stage_of[name], name.partition(".")[0], piece.reduce, is_far, name in frozen
+        piece, is_far = model.shards[name], name if name in far else ""
+        return model.stage_of[name], name.partition(".")[0], piece.reduce_axes, is_far, name in frozen
 
     order = {name: place for place, name in enumerate(names)}
     for (stage, _, axes, _, is_frozen), group in groupby(sorted(names, key=lambda n: (key(n), order[n])), key=key):
         members = list(group)
-        model.start([name for name in members if model.params[name].is_meta])
+        model.materialize([name for name in members if model.params[name].is_meta])
         params: dict[str, nn.Parameter] = {name: model.params[name] for name in members}
         yield ParamGroup(params, model.comm, still if is_frozen else policy, axes=axes, stage=stage)

@@ -41,7 +41,7 @@ def fill(block: nn.Module, others: Iterable[nn.Module], comm: Comm, axis: Axis, 
     modules = tuple(own_modules(block, others))
     for path, module in modules:
         if any(tensor.is_meta for tensor in _own_tensors(module)):
-            _materialise(path, module, comm.device, taken=taken)
+            _materialize(path, module, comm.device, taken=taken)
     for _, module in modules:
         for tensor in _own_tensors(module):
             if id(tensor) not in taken:
@@ -53,7 +53,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def _materialise(path: str, module: nn.Module, device: torch.device, *, taken: Collection[int]) -> None:
+def _materialize(path: str, module: nn.Module, device: torch.device, *, taken: Collection[int]) -> None:
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
         what = f"{type(module).__name__} is on the meta device and has no reset_parameters"
