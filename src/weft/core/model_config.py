@@ -10,11 +10,12 @@ from typing import ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from weft.core.shard import DimAxis
 from weft.errors import Fault, PlanError
 
 T = TypeVar("T")
 
-AxisTable = Mapping[str, tuple[str, ...]]
+AxisTable = Mapping[str, tuple[DimAxis, ...]]
 """Pattern of global parameter names -> the logical axis of each dimension; each parameter is matched exactly once."""
 
 Draw = tuple[Literal["normal"], float] | tuple[Literal["ones"]] | tuple[Literal["zeros"]]
@@ -111,7 +112,7 @@ def match_row(name: str, table: Mapping[str, T], *, title: str) -> T:
     )
 
 
-def logical_axes(name: str, table: AxisTable) -> tuple[str, ...]:
+def logical_axes(name: str, table: AxisTable) -> tuple[DimAxis, ...]:
     """Logical axes of the parameter's dimensions; errors as in `row_of`."""
     return match_row(name, table, title="AXES")
 

@@ -46,8 +46,8 @@ def run_layout(
     decayed = matrices(model.params)
     train = TrainStep(model, make_optimizer=lambda tensors: optimizer(tensors, decayed), clip=plan.clip)
     traces = tuple(_record(train, train(micro_batches(batch, plan, comm.rank), lr=lr)) for batch in steps)
-    boxes = {piece.owner: piece.box for piece in model.shards.values()}
-    return Held(plan.mesh.coord_text(comm.rank), boxes, traces)
+    shards = {piece.owner: piece.shard for piece in model.shards.values()}
+    return Held(plan.mesh.coord_text(comm.rank), shards, traces)
 
 
 def _record(train: TrainStep, report: StepReport) -> StepTrace:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.core.axes import Box
+from weft.core.shard import Shard
+from weft.parallel.model.parallelize import read_shard
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Held:
     """What one rank held of each parameter during some steps."""
 
     where: str
-    boxes: Mapping[str, Box]
+    shards: Mapping[str, Shard]
     steps: tuple[StepTrace, ...]
 
 
@@ -63,18 +64,24 @@ def differences(truth: Sequence[StepTrace], ranks: Iterable[Held], *, lr: float)
                 ("parameter", mine.params, right.params, lr),
             ):
                 for name, value in theirs.items():
-                    relative = _tensor_relative(value, whole[name][rank.boxes[name].slices], floor=floor)
+                    relative = _tensor_relative(
+                        value,
+                        read_shard(lambda box, whole=whole[name]: whole[box.slices], rank.shards[name]),
+                        floor=floor,
+                    )
                     found.append(Difference(step, f"{kind} {name}", rank.where, relative))
     return sorted(found, key=lambda difference: difference.step)
 
 
 def uncovered(whole: Mapping[str, Tensor], ranks: Iterable[Held]) -> list[str]:
     """Names of parameters of which some entries lie on no rank."""
-    pieces: dict[str, set[Box]] = {}
+    shards: dict[str, set[Shard]] = {}
     for rank in ranks:
-        for name, box in rank.boxes.items():
-            pieces.setdefault(name, set()).add(box)
-    return [name for name, tensor in whole.items() if sum(box.size for box in pieces.get(name, ())) != tensor.numel()]
+        for name, shard in rank.shards.items():
+            shards.setdefault(name, set()).add(shard)
+    return [
+        name for name, tensor in whole.items() if sum(shard.size for shard in shards.get(name, ())) != tensor.numel()
+    ]
 
 
 def _relative(value: float, want: float) -> float:

@@ -11,7 +11,7 @@ import torch
 from weft.checkpoint.format import Manifest
 from weft.checkpoint.held import Held, dtype_name
 from weft.checkpoint.source import Source
-from weft.core.axes import Box, boxes_of_range
+from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
 from weft.parallel.model.parallelize import ParallelModel
 from weft.train.agree import agree
@@ -43,7 +43,7 @@ def _held_of(part: Part) -> Iterator[Held]:
     for section, tensor in part.tensors.items():
         flat = tensor.detach().reshape(-1)[start - part.lo : stop - part.lo]
         at = 0
-        for box in boxes_of_range(part.piece.box, start, stop):
+        for box in part.piece.shard.boxes_of_range(start, stop):
             yield Held(f"{section}/{owner}", part.piece.shape, box, flat[at : at + box.size].view(box.shape))
             at += box.size
     if part.writes_numbers:

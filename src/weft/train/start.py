@@ -17,7 +17,7 @@ from weft.hf.adapters import lora_of, plain
 from weft.hf.folder import HfFolder
 from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
-from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.model.parallelize import ParallelModel, read_shard
 from weft.train.adapter_base import base_of_run
 from weft.train.meta_init import skeleton
 from weft.train.preflight import starts_anew
@@ -74,5 +74,7 @@ def start_from(
         if shapes[piece.owner] != piece.shape:
             got, need = str(list(shapes[piece.owner])), str(list(piece.shape))
             raise CheckpointError(Fault(piece.owner, "is stored with another shape", got, need))
-        value = source.read(piece.owner, piece.box).to(device=device, dtype=dtype)
+        value = read_shard(lambda box, owner=piece.owner: source.read(owner, box), piece.shard).to(  # type: ignore[misc]
+            device=device, dtype=dtype
+        )
         torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))

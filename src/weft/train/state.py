@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.core.axes import Box, boxes_of_range, span
+from weft.core.axes import Box, span
 from weft.errors import CheckpointError, Fault
 from weft.parallel.model.parallelize import ParallelModel, ParamShard
 from weft.parallel.zero.grad_norm import GradientStore
@@ -55,7 +55,7 @@ class Part:
     @property
     def boxes(self) -> tuple[Box, ...]:
         """All entries here, as boxes in row-major order."""
-        return boxes_of_range(self.piece.box, self.lo, self.hi)
+        return self.piece.shard.boxes_of_range(self.lo, self.hi)
 
     @property
     def share(self) -> tuple[int, int]:
@@ -73,7 +73,7 @@ class Part:
     def writes_numbers(self) -> bool:
         """Whether this rank writes the parameter's first entry."""
         start, stop = self.share
-        return start == 0 and stop > 0 and not any(self.piece.box.lo)
+        return start == 0 and stop > 0 and self.piece.shard.holds_first_entry
 
 
 def parts_of_step(step: TrainStep) -> Iterator[Part]:

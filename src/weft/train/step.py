@@ -95,7 +95,7 @@ class TrainStep:
         """Parameters of the whole model, each counted once; every rank must ask at the same time."""
         comm = self.model.comm
         mine = sum(
-            piece.box.size for name, piece in self.model.shards.items() if grad_norm.counts_here(self.model, name)
+            piece.shard.size for name, piece in self.model.shards.items() if grad_norm.counts_here(self.model, name)
         )
         count = torch.tensor(mine, dtype=torch.int64, device=comm.device)
         return int(comm.all_reduce(count, tuple(name for name, _ in comm.mesh.axes)).item())

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.core.axes import Box, box_of, data_axes, gradient_axes, sharding_axes
+from weft.core.axes import Box, data_axes, gradient_axes, sharding_axes
 from weft.core.model_config import AxisTable, InitTable, logical_axes
+from weft.core.shard import Shard, first_axes, shard_of
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
@@ -33,7 +34,7 @@ class ParamShard:
         name: global name, the same under every layout.
         owner: the name it is tied to, or its own.
         shape: of the whole parameter.
-        box: the part of it that this rank holds.
+        shard: the entries of it that this rank holds.
         shard_axes: mesh axes over which it is sharded.
         reduce_axes: mesh axes over which its gradient is summed.
     """
@@ -41,9 +42,15 @@ class ParamShard:
     name: str
     owner: str
     shape: tuple[int, ...]
-    box: Box
+    shard: Shard
     shard_axes: tuple[str, ...]
     reduce_axes: tuple[str, ...]
+
+    @property
+    def box(self) -> Box:
+        """The shard as one box; a parameter with a `Stacked` dim has several, see `shard`."""
+        (box,) = self.shard.boxes
+        return box
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ def parallelize(
     shapes = {name: tuple(param.shape) for name, param in whole.items()}
     local = {i: stage.blocks for i, stage in enumerate(plan.stages) if home[i] == here}
     blocks = {name: model[name] for names in local.values() for name in names}
-    _cut_parameters(blocks, plan, comm, axes=axes)
+    _shard_parameters(blocks, plan, comm, axes=axes)
     tie(blocks, ties)
     partial = _apply_transforms(blocks, plan, comm, axes=axes, sizes=_axis_lengths(shapes, axes))
     _check_served(blocks, plan, axes=axes)
@@ -174,23 +181,36 @@ def materialize_params(
         table,
         seed=seed,
         shapes={owner: piece.shape for owner, piece in by_owner.items()},
-        shard=lambda owner, whole: whole[by_owner[owner].box.slices],
+        shard=lambda owner, whole: read_shard(lambda box: whole[box.slices], by_owner[owner].shard),
     )
 
 
-def _cut_parameters(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable) -> None:
-    """Replace each parameter by this rank's piece of it."""
+def read_shard(read: Callable[[Box], Tensor], shard: Shard) -> Tensor:
+    """The local tensor of a shard, from a function that yields the entries of one box."""
+    tensors = [read(box) for box in shard.boxes]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=shard.dim)
+
+
+def _shard_parameters(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable) -> None:
+    """Replace each parameter by this rank's shard of it."""
     for block_name, block in blocks.items():
         for path, param in list(block.named_parameters(remove_duplicate=False)):
             name = f"{block_name}.{path}"
-            box = box_of(
-                tuple(param.shape), logical_axes(name, axes), rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank
+            shape = tuple(param.shape)
+            shard = shard_of(
+                name,
+                shape,
+                logical_axes(name, axes),
+                rule=plan.sharding_rule,
+                mesh=plan.mesh,
+                rank=comm.rank,
             )
-            if box.shape == tuple(param.shape):
+            if shard.shape == shape:
                 continue
-            piece = param.detach()[box.slices].clone()
+            whole = param.detach()
+            local = read_shard(lambda box, whole=whole: whole[box.slices], shard).clone()  # type: ignore[misc]
             parent, _, leaf = path.rpartition(".")
-            setattr(block.get_submodule(parent), leaf, nn.Parameter(piece, requires_grad=param.requires_grad))
+            setattr(block.get_submodule(parent), leaf, nn.Parameter(local, requires_grad=param.requires_grad))
 
 
 def _apply_transforms(
@@ -223,7 +243,12 @@ def _known_axes(plan: Plan, params: Mapping[str, nn.Parameter]) -> AxisTable:
 
 def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dict[str, int]:
     """Length of each logical axis, as the parameters have it."""
-    return {axis: n for name, shape in shapes.items() for axis, n in zip(logical_axes(name, axes), shape, strict=True)}
+    return {
+        axis: n
+        for name, shape in shapes.items()
+        for axis, n in zip(logical_axes(name, axes), shape, strict=True)
+        if isinstance(axis, str)
+    }
 
 
 def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTable) -> None:
@@ -231,7 +256,7 @@ def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTabl
     served = (linear.ColumnParallelLinear, linear.RowParallelLinear, vocab.VocabParallelEmbedding, Experts, Factor)
     for block_name, block in blocks.items():
         for path, _ in block.named_parameters():
-            name, logical = f"{block_name}.{path}", logical_axes(f"{block_name}.{path}", axes)
+            name, logical = f"{block_name}.{path}", first_axes(logical_axes(f"{block_name}.{path}", axes))
             module = block.get_submodule(path.rpartition(".")[0])
             in_mixture = any(path.startswith(f"{mixture}.") for mixture in dispatch.mixtures(block))
             if (
@@ -252,13 +277,13 @@ def _shard(
     name: str, shape: tuple[int, ...], plan: Plan, comm: Comm, *, axes: AxisTable, owner: str, partial: bool
 ) -> ParamShard:
     logical = logical_axes(name, axes)
-    cut = sharding_axes(logical, plan.sharding_rule, plan.mesh)
+    cut = sharding_axes(first_axes(logical), plan.sharding_rule, plan.mesh)
     varies = (*data_axes(plan.mesh), *(("tp",) if partial else ()))
     return ParamShard(
         name=name,
         owner=owner,
         shape=shape,
-        box=box_of(shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank),
+        shard=shard_of(name, shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank),
         shard_axes=cut,
         reduce_axes=gradient_axes(plan.mesh, varies=varies, cut=cut),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,7 +12,8 @@ from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.axes import Rule, span, span_sizes
 from weft.core.mesh import Axis
-from weft.core.model_config import logical_axes
+from weft.core.model_config import AxisTable, logical_axes
+from weft.core.shard import sharded_over
 from weft.errors import Fault, PlanError
 from weft.models.common.lora import plus_adapter, take_adapter
 from weft.parallel.expert import dispatch
@@ -133,9 +133,7 @@ class Linears:
     rows: tuple[str, ...]
 
 
-def apply(
-    name: str, block: nn.Module, *, comm: Comm, table: Mapping[str, tuple[str, ...]], rule: Rule, sequence: bool
-) -> frozenset[str]:
+def apply(name: str, block: nn.Module, *, comm: Comm, table: AxisTable, rule: Rule, sequence: bool) -> frozenset[str]:
     """Make the linears below `block` tensor parallel; their weights must have been cut already.
 
     Returns the names (global) of the parameters that are whole on each rank but meet only this rank's heads or features:
@@ -163,13 +161,13 @@ def apply(
     return frozenset(inside)
 
 
-def _find(name: str, block: nn.Module, *, table: Mapping[str, tuple[str, ...]], rule: Rule) -> Linears:
+def _find(name: str, block: nn.Module, *, table: AxisTable, rule: Rule) -> Linears:
     columns, rows = [], []
     for path, module in block.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         out_axis, in_axis = logical_axes(f"{name}.{path}.weight", table)
-        cuts_out, cuts_in = rule.get(out_axis) == "tp", rule.get(in_axis) == "tp"
+        cuts_out, cuts_in = sharded_over(out_axis, rule) == "tp", sharded_over(in_axis, rule) == "tp"
         if cuts_out and cuts_in:
             raise PlanError(Fault(f"{name}.{path}.weight", "cut along both dims over tp", got=f"{out_axis}, {in_axis}"))
         if cuts_out:

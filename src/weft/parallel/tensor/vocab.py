@@ -7,7 +7,6 @@ Note [Uneven vocabulary]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,7 +17,8 @@ from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.axes import Rule, span
 from weft.core.mesh import Axis
-from weft.core.model_config import logical_axes
+from weft.core.model_config import AxisTable, logical_axes
+from weft.core.shard import sharded_over
 from weft.errors import Fault, PlanError
 from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.layers import Loss
@@ -119,9 +119,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return (delta * (counted * gradient).unsqueeze(-1)).to(ctx.dtype), None, None, None, None
 
 
-def apply(
-    name: str, block: nn.Module, *, comm: Comm, table: Mapping[str, tuple[str, ...]], rule: Rule, sequence: bool
-) -> None:
+def apply(name: str, block: nn.Module, *, comm: Comm, table: AxisTable, rule: Rule, sequence: bool) -> None:
     """Make the embeddings of `block` whose rows are the cut vocabulary parallel; their tables must have been cut already.
 
     Under sequence parallelism the block's output is this rank's part of the sequence; what else the block looks up (learned
@@ -136,11 +134,11 @@ def apply(
         if not isinstance(module, nn.Embedding):
             continue
         row_axis, feature_axis = logical_axes(f"{name}.{path}.weight", table)
-        if rule.get(feature_axis) == "tp":
+        if sharded_over(feature_axis, rule) == "tp":
             raise PlanError(
-                Fault(f"{name}.{path}.weight", "an embedding cannot be cut along its features", got=feature_axis)
+                Fault(f"{name}.{path}.weight", "an embedding cannot be cut along its features", got=str(feature_axis))
             )
-        if rule.get(row_axis) == "tp":
+        if sharded_over(row_axis, rule) == "tp":
             block.set_submodule(path, VocabParallelEmbedding.adopt(module, region))
             found = True
     learns_positions = any(isinstance(module, nn.Embedding) for module in block.modules())

@@ -1,0 +1,166 @@
+"""The shard of a parameter that one rank holds, and fused projections whose parts are sharded separately (`Stacked`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weft.core.axes import Box, Rule, box_of, boxes_of_range
+from weft.core.mesh import Mesh
+from weft.errors import Fault, PlanError
+
+
+@dataclass(frozen=True, init=False)
+class Stacked:
+    """Logical axis of a dim that holds several projections one after the other, each of them sharded separately.
+
+    Each part is (logical axis, units); a part has units x (entries per unit) entries, and the entries per unit (head size, or 1)
+    are the same for all parts:
+
+        Stacked(("heads", 8), ("kv_heads", 2), ("kv_heads", 2))     q, k, v in one weight; a rank of tp2 holds
+                                                                    4 heads of q, then 1 of k, then 1 of v
+        Stacked(("ffn", 1), ("ffn", 1))                             gate, up in one weight, of equal size
+    """
+
+    parts: tuple[tuple[str, int], ...]
+
+    def __init__(self, *parts: tuple[str, int]) -> None:
+        object.__setattr__(self, "parts", parts)
+
+    def __str__(self) -> str:
+        return "+".join(axis for axis, _ in self.parts)
+
+    def sizes(self, length: int) -> tuple[int, ...] | None:
+        """Entries of each part of a dim of this length; None where the units do not divide it."""
+        total = sum(units for _, units in self.parts)
+        if length % total:
+            return None
+        return tuple(units * (length // total) for _, units in self.parts)
+
+
+DimAxis = str | Stacked
+"""Logical axis of one dim of a parameter."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The entries of a tensor that one rank holds: boxes, which are concatenated along `dim` in the local tensor.
+
+    One box, but for a parameter with a `Stacked` dim: one box per part.
+    """
+
+    boxes: tuple[Box, ...]
+    dim: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the local tensor."""
+        first = self.boxes[0].shape
+        if len(self.boxes) == 1:
+            return first
+        length = sum(box.shape[self.dim] for box in self.boxes)
+        return (*first[: self.dim], length, *first[self.dim + 1 :])
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return sum(box.size for box in self.boxes)
+
+    @property
+    def holds_first_entry(self) -> bool:
+        """Whether the tensor's very first entry is the first one here."""
+        return not any(self.boxes[0].lo)
+
+    def boxes_of_range(self, start: int, stop: int) -> tuple[Box, ...]:
+        """Boxes of the whole tensor that entries `start` to `stop` of the local tensor are, in row-major order."""
+        if len(self.boxes) == 1:
+            return boxes_of_range(self.boxes[0], start, stop)
+        local_boxes = boxes_of_range(Box.whole(self.shape), start, stop)
+        return tuple(box for local in local_boxes for box in self._to_whole(local))
+
+    def _to_whole(self, local: Box) -> Iterator[Box]:
+        """A run of local entries as boxes of the whole tensor: split where one part ends and the next begins."""
+        leading = [range(lo, hi) for lo, hi in zip(local.lo[: self.dim], local.hi[: self.dim], strict=True)]
+        for index in itertools.product(*leading):
+            offset = 0
+            for part in self.boxes:
+                length = part.shape[self.dim]
+                first = max(local.lo[self.dim], offset)
+                last = min(local.hi[self.dim], offset + length)
+                if first < last:
+                    lo = (*index, first - offset, *local.lo[self.dim + 1 :])
+                    hi = (*(i + 1 for i in index), last - offset, *local.hi[self.dim + 1 :])
+                    yield _shifted(Box(lo, hi), part.lo)
+                offset += length
+
+
+def _shifted(box: Box, by: tuple[int, ...]) -> Box:
+    lo = tuple(a + b for a, b in zip(box.lo, by, strict=True))
+    hi = tuple(a + b for a, b in zip(box.hi, by, strict=True))
+    return Box(lo, hi)
+
+
+def sharded_over(axis: DimAxis, rule: Rule) -> str | None:
+    """Mesh axis over which a dim with this logical axis is sharded, if any."""
+    if isinstance(axis, Stacked):
+        axis = axis.parts[0][0]
+    return rule.get(axis)
+
+
+def first_axes(axes: tuple[DimAxis, ...]) -> tuple[str, ...]:
+    """The axes with each `Stacked` one replaced by that of its first part: all parts are sharded over one mesh axis."""
+    return tuple(axis.parts[0][0] if isinstance(axis, Stacked) else axis for axis in axes)
+
+
+def shard_of(
+    name: str, shape: tuple[int, ...], axes: tuple[DimAxis, ...], *, rule: Rule, mesh: Mesh, rank: int
+) -> Shard:
+    """The shard of parameter `name` that `rank` holds.
+
+    Raises:
+        PlanError: a `Stacked` dim whose units do not fit the dim's length or do not divide over the mesh axis.
+    """
+    stacked_dims = [dim for dim, axis in enumerate(axes) if isinstance(axis, Stacked)]
+    plain = first_axes(axes)
+    sharded = [dim for dim in stacked_dims if plain[dim] in rule and mesh.degree(rule[plain[dim]]) > 1]
+    if not sharded:
+        return Shard((box_of(shape, plain, rule=rule, mesh=mesh, rank=rank),))
+    if len(sharded) > 1:
+        raise PlanError(Fault(name, "two Stacked dims are sharded", need="one at most"))
+    (dim,) = sharded
+    stacked = axes[dim]
+    assert isinstance(stacked, Stacked), f"dim {dim} was found to be Stacked"
+    sizes = _part_sizes(name, stacked, shape[dim], rule=rule, mesh=mesh)
+    boxes = []
+    offset = 0
+    for (axis, _), size in zip(stacked.parts, sizes, strict=True):
+        part_shape = (*shape[:dim], size, *shape[dim + 1 :])
+        part_axes = (*plain[:dim], axis, *plain[dim + 1 :])
+        box = box_of(part_shape, part_axes, rule=rule, mesh=mesh, rank=rank)
+        start = tuple(offset if d == dim else 0 for d in range(len(shape)))
+        boxes.append(_shifted(box, start))
+        offset += size
+    return Shard(tuple(boxes), dim)
+
+
+def _part_sizes(name: str, stacked: Stacked, length: int, *, rule: Rule, mesh: Mesh) -> tuple[int, ...]:
+    """Entries of each part; errors as in `shard_of`."""
+    sizes = stacked.sizes(length)
+    if sizes is None:
+        total = sum(units for _, units in stacked.parts)
+        need = f"a multiple of {total}, the units of all parts"
+        raise PlanError(Fault(name, f"Stacked units of {stacked} do not fit the dim", got=str(length), need=need))
+    mesh_axes = {rule.get(axis) for axis, _ in stacked.parts}
+    if len(mesh_axes) > 1:
+        raise PlanError(Fault(name, f"parts of {stacked} are sharded over different mesh axes"))
+    (mesh_axis,) = mesh_axes
+    assert mesh_axis is not None, "only sharded dims are asked for"
+    degree = mesh.degree(mesh_axis)
+    for (axis, _units), size in zip(stacked.parts, sizes, strict=True):
+        if size % degree:
+            need = f"a multiple of {mesh_axis}{degree}"
+            raise PlanError(
+                Fault(name, f"part {axis!r} of a fused weight does not divide", got=f"{size} entries", need=need)
+            )
+    return sizes

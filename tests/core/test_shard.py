@@ -1,0 +1,80 @@
+"""Shards of parameters with `Stacked` dims: they cover every entry once, and their boxes follow the local tensor's order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.mesh import Mesh
+from weft.core.shard import Shard, Stacked, shard_of
+from weft.errors import PlanError
+
+RULE = {"heads": "tp", "kv_heads": "tp", "ffn": "tp", "experts": "ep"}
+QKV = Stacked(("heads", 4), ("kv_heads", 2), ("kv_heads", 2))
+CASES = {
+    "qkv tp2": ((16, 3), (QKV, "embed"), "tp2"),
+    "qkv bias tp2": ((24,), (QKV,), "tp2"),
+    "gate_up tp4": ((16, 2), (Stacked(("ffn", 1), ("ffn", 1)), "embed"), "tp4"),
+    "experts' gate_up": ((4, 8, 3), ("experts", Stacked(("ffn", 1), ("ffn", 1)), "embed"), "ep2 tp2"),
+    "stacked input": ((3, 8), ("embed", Stacked(("ffn", 1), ("ffn", 1))), "tp2"),
+    "not sharded": ((8, 3), (QKV, "embed"), "dp2"),
+}
+
+
+def local(whole: np.ndarray, shard: Shard) -> np.ndarray:
+    return np.concatenate([whole[box.slices] for box in shard.boxes], axis=shard.dim)
+
+
+def shards(case: str) -> list[Shard]:
+    shape, axes, text = CASES[case]
+    mesh = Mesh.parse(text)
+    return [shard_of("w", shape, axes, rule=RULE, mesh=mesh, rank=rank) for rank in range(mesh.size)]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "not sharded"])
+def test_shards_of_all_ranks_cover_every_entry_once(case: str) -> None:
+    shape = CASES[case][0]
+    counts = np.zeros(shape, dtype=int)
+    for shard in shards(case):
+        for box in shard.boxes:
+            counts[box.slices] += 1
+    assert (counts == 1).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+@given(data=st.data())
+def test_boxes_of_a_range_are_the_local_entries_in_order(case: str, data: st.DataObject) -> None:
+    whole = np.arange(np.prod(CASES[case][0])).reshape(CASES[case][0])
+    shard = data.draw(st.sampled_from(shards(case)))
+    start = data.draw(st.integers(0, shard.size))
+    stop = data.draw(st.integers(start, shard.size))
+    flat = local(whole, shard).reshape(-1)
+    found = [whole[box.slices].reshape(-1) for box in shard.boxes_of_range(start, stop)]
+    assert local(whole, shard).shape == shard.shape
+    assert np.array_equal(np.concatenate(found) if found else flat[:0], flat[start:stop])
+
+
+def test_a_rank_holds_its_heads_of_each_part() -> None:
+    whole = np.arange(16)  # 4 heads of q, 2 of k, 2 of v, head size 2
+    first, second = (shard_of("w", (16,), (QKV,), rule=RULE, mesh=Mesh.parse("tp2"), rank=rank) for rank in (0, 1))
+    assert local(whole, first).tolist() == [0, 1, 2, 3, 8, 9, 12, 13]
+    assert local(whole, second).tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
+
+
+@pytest.mark.parametrize(
+    ("length", "axis", "message"),
+    [
+        (15, QKV, "w: Stacked units of heads+kv_heads+kv_heads do not fit the dim, got 15, need a multiple of 8"),
+        (
+            6,
+            Stacked(("heads", 4), ("kv_heads", 1), ("kv_heads", 1)),
+            "part 'kv_heads' of a fused weight does not divide",
+        ),
+        (8, Stacked(("heads", 1), ("experts", 1)), "parts of heads+experts are sharded over different mesh axes"),
+    ],
+)
+def test_sizes_that_do_not_match_are_rejected(length: int, axis: Stacked, message: str) -> None:
+    with pytest.raises(PlanError, match=message.replace("+", r"\+")):
+        shard_of("w", (length,), (axis,), rule=RULE, mesh=Mesh.parse("tp2"), rank=0)
