@@ -275,13 +275,13 @@ def every_cp_rank_counts_positions_from_zero(patch: pytest.MonkeyPatch) -> None:
 @mutant(Case("cp2", microbatches=2))
 def attention_never_leaves_the_rank(patch: pytest.MonkeyPatch) -> None:
     """Ring attention silently not used: ScaleTorch read its flag too early."""
-    patch.setattr(attend, "apply", lambda name, block, *, comm, variant: None)
+    patch.setattr(attend, "apply", lambda blocks, *, comm, variant: None)
 
 
 @mutant(Case("cp2", grouped=True, microbatches=2))
 def gradients_of_keys_and_values_do_not_come_home(patch: pytest.MonkeyPatch) -> None:
     """Each rank keeps what it found itself."""
-    patch.setattr(ring.RingSum, "finish", lambda self: (self.hop.wait(), self.home)[1])
+    patch.setattr(ring.RingAccumulator, "finish", lambda self: (self.hop.wait(), self.own)[1])
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -17,10 +17,10 @@ from weft.comm.transport import Work
 from weft.core.mesh import Mesh
 from weft.core.sequence import Context
 from weft.models.common.batch import Batch
-from weft.parallel.context import block
+from weft.parallel.context import kernels
 from weft.parallel.context.attend import VARIANTS
-from weft.parallel.context.pair import Pair
-from weft.parallel.context.ring import Hop, Ring
+from weft.parallel.context.kv_exchange import KeyValue
+from weft.parallel.context.ring import Hop, RingExchange
 from weft.testing import run_ranks
 
 B, S, H, G, K = 2, 24, 24, 12, 8
@@ -103,13 +103,13 @@ def test_keys_and_values_travel_while_the_block_in_hand_is_attended_to(
 ) -> None:
     diary = Diary()
     for name in ("attend", "attend_backward"):
-        right = getattr(block, name)
+        right = getattr(kernels, name)
 
         def noted(*given: object, name: str = name, right: Callable[..., object] = right) -> object:
             diary.note(name)
             return right(*given)
 
-        monkeypatch.setattr(block, name, noted)
+        monkeypatch.setattr(kernels, name, noted)
 
     def rank(comm: Comm) -> list[str]:
         q, k, v = own_part(comm, torch.float32)
@@ -158,14 +158,15 @@ class Scribe:
         return Work.done(out)
 
 
-@pytest.mark.parametrize("degree", range(3, 10))
-def test_hops_cannot_deadlock_where_every_message_blocks_until_its_partner_comes(degree: int) -> None:
+@pytest.mark.parametrize(("degree", "step"), [(degree, step) for degree in range(3, 10) for step in range(1, degree)])
+def test_hops_cannot_deadlock_where_every_message_blocks_until_its_partner_comes(degree: int, step: int) -> None:
     """One line a pair, no tags, sends and receives one after the other on each rank; two ranks exchange in one operation."""
     rows = []
     for index in range(degree):
         scribe = Scribe(index, degree)
+        sent = KeyValue.of(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
         for _ in range(3):
-            Hop(Ring(scribe, "cp"), Pair.of(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)))  # type: ignore[arg-type]
+            Hop(RingExchange(scribe, "cp"), sent, step=step)  # type: ignore[arg-type]
         rows.append(scribe.messages)
     while any(rows):
         heads = [row[0] for row in rows if row]

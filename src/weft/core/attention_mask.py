@@ -85,6 +85,21 @@ class AttentionMask:
             nearest = -farthest
         return nearest <= queries[0] - keys[-1] and queries[-1] - keys[0] <= farthest
 
+    def visible_part(self, queries: range, keys: range) -> tuple[range, range]:
+        """The consecutive queries that see any of these keys, and the consecutive keys that those see, of a visible block.
+
+        >>> AttentionMask(window=2).visible_part(range(8, 12), range(4, 8))
+        (range(8, 9), range(7, 8))
+        """
+        nearest, farthest = self.distances
+        if self.prefix:
+            nearest = -farthest
+        first_query = max(queries.start, keys[0] + nearest)
+        last_query = min(queries[-1], keys[-1] + farthest)
+        first_key = max(keys.start, first_query - farthest)
+        last_key = min(keys[-1], last_query - nearest)
+        return range(int(first_query), int(last_query) + 1), range(int(first_key), int(last_key) + 1)
+
     def is_triangle(self, queries: range, keys: range) -> bool:
         """Whether query i of the block sees exactly the keys 0..i of the block.
 
@@ -94,6 +109,10 @@ class AttentionMask:
         nearest, farthest = self.distances
         is_square = queries == keys and keys.start >= self.prefix
         return is_square and nearest == 0 and len(queries) - 1 <= farthest
+
+
+CAUSAL = AttentionMask()
+"""Each query sees itself and the keys before it, of its own document."""
 
 
 def _overlap(queries: range, keys: range, nearest: float, farthest: float) -> bool:

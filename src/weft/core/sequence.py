@@ -1,56 +1,187 @@
-"""Owns how a sequence is cut over the context axis: which rank holds which columns, and which of them see which.
+"""Sharding of sequences over the context axis: the columns of each rank, and the blocks of scores that it computes.
 
 Note [Zigzag]
-    A causal token sees the tokens left of it, so the right end of a sequence costs most. With degree c a sequence is cut
-    into 2c chunks and rank i holds chunks i and 2c-1-i, one cheap and one dear:
+    A causal token sees the tokens left of it, so the right end of a sequence costs most. With c ranks a sequence is split
+    into 2c chunks and rank i holds chunks i and 2c-1-i, one cheap and one expensive:
 
         c = 4    chunk   0  1  2  3  4  5  6  7
                  rank    0  1  2  3  3  2  1  0
 
-    Rank i meets the keys of rank j (each has a first half, chunk i or j, and a second half):
+    The queries of rank i against the keys of rank j (each has a first half, chunk i or j, and a second half):
 
-        j = i    itself: causal within its own two chunks, in their order
-        j < i    both halves of its queries see the first half of the keys, nobody the second
-        j > i    its second half sees both halves of the keys, its first half none
+        j = i    causal within its own two chunks, in their order
+        j < i    both halves of the queries see the first half of the keys, neither sees the second
+        j > i    the second half sees both halves of the keys, the first half none
 
-    Each case computes as much as every other rank does in the same turn of a ring, and nothing that a mask would hide.
+    In each case a rank computes as much as every other rank does in the same turn of a ring, and nothing that a mask hides.
     Source: Brandon et al. 2023 (striped attention) for the imbalance; the pairing of ends is Megatron-LM's.
+
+Note [Skipped blocks]
+    A window, a prefix or packed documents hide more. Then each pair of a query chunk and a key chunk is a block of its own:
+    it is skipped if no query sees a key, narrowed to the columns that the mask lets through, and masked element by element
+    only if the mask divides it. A turn of the ring in which every rank skips everything is left out, see `ring_turns`:
+
+        c = 4, window of at most one chunk and 1: a chunk sees itself and the chunk before it
+                 query chunk    0   1   2   3   4   5   6   7
+                 on rank        0   1   2   3   3   2   1   0
+                 keys of ranks  0  01  12  23   3  32  21  10        turns 0, 1 and 3; turn 2 is left out
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
+from weft.core.attention_mask import AttentionMask
 from weft.core.mesh import Mesh
 
 Context = Literal["ring", "allgather", "ulysses"]
-"""How attention crosses the cut: keys and values pass from rank to rank, or are gathered, or heads change for columns."""
+"""How attention crosses ranks: keys and values pass around a ring, or are gathered, or heads are exchanged for columns."""
+
+DocumentRange = tuple[int, int]
+"""Smallest and largest document number in a chunk of a sequence."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Which of a rank's queries meet which keys of one rank, as slices of their columns; `causal`: as a triangle."""
+class BlockMask:
+    """Some of a rank's queries against some keys of one rank, as slices of the columns that each holds.
+
+    Attributes:
+        kind: full: each query sees each key; triangle: query i sees keys 0..i; partial: masked element by element.
+    """
 
     queries: slice
     keys: slice
-    causal: bool
+    kind: Literal["full", "triangle", "partial"]
+
+
+@dataclass(frozen=True)
+class SequenceBlocks:
+    """The blocks of scores of one attention over sequences that `num_ranks` ranks share.
+
+    Attributes:
+        length: columns of a whole sequence.
+        documents: document ranges of each chunk of each sequence, [row][chunk]; None: nothing is known of documents, or the
+            mask ignores them.
+        has_documents: whether the mask depends on documents, known or not.
+    """
+
+    length: int
+    num_ranks: int
+    mask: AttentionMask
+    documents: tuple[tuple[DocumentRange, ...], ...] | None = None
+    has_documents: bool = False
+
+    def block_masks(self, index: int, source: int) -> tuple[BlockMask, ...]:
+        """Blocks of the queries of rank `index` against the keys of rank `source`.
+
+        The first ones of a rank against itself let every query see a key.
+        """
+        if not self._is_by_chunk:
+            return (self._merged_block(index, source),)
+        pairs = [(queries, keys) for queries in self._chunks(index) for keys in self._chunks(source)]
+        pairs.sort(key=lambda pair: pair[0] != pair[1])
+        blocks = [self._chunk_block(queries, keys) for queries, keys in pairs]
+        return tuple(block for block in blocks if block is not None)
+
+    @cached_property
+    def ring_turns(self) -> tuple[int, ...]:
+        """Turns of the ring in which any rank computes; at turn t rank i has the keys of rank i - t. Turn 0 is always one."""
+        if not self._is_by_chunk:
+            return tuple(range(self.num_ranks))
+        turns = []
+        for turn in range(self.num_ranks):
+            pairs = [(index, (index - turn) % self.num_ranks) for index in range(self.num_ranks)]
+            if any(self.block_masks(index, source) for index, source in pairs):
+                turns.append(turn)
+        return tuple(turns)
+
+    def columns(self, index: int) -> tuple[int, ...]:
+        """Columns of a sequence that rank `index` holds, in its order."""
+        spans = zigzag(self.length, self.num_ranks, index)
+        return tuple(column for span in spans for column in span)
+
+    @property
+    def _is_by_chunk(self) -> bool:
+        return self.has_documents or self.mask.window is not None or self.mask.prefix > 0
+
+    def _chunks(self, index: int) -> Iterator[_Chunk]:
+        offset = 0
+        for span in zigzag(self.length, self.num_ranks, index):
+            yield _Chunk(number=span.start // len(span), columns=span, offset=offset)
+            offset += len(span)
+
+    def _merged_block(self, index: int, source: int) -> BlockMask:
+        """Of a causal or bidirectional mask: one block a turn, see Note [Zigzag]."""
+        num_columns = self.length // self.num_ranks
+        whole = slice(0, num_columns)
+        half = num_columns // 2
+        if not self.mask.causal:
+            return BlockMask(whole, whole, "full")
+        if source == index:
+            return BlockMask(whole, whole, "triangle")
+        if source < index:
+            return BlockMask(whole, slice(0, half), "full")
+        return BlockMask(slice(half, num_columns), whole, "full")
+
+    def _chunk_block(self, queries: _Chunk, keys: _Chunk) -> BlockMask | None:
+        """See Note [Skipped blocks]; None: no query sees a key."""
+        shared = self._shared_documents(queries.number, keys.number)
+        if shared == "none" or not self.mask.sees_any(queries.columns, keys.columns):
+            return None
+        query_columns, key_columns = self.mask.visible_part(queries.columns, keys.columns)
+        query_slice = queries.local(query_columns)
+        key_slice = keys.local(key_columns)
+        if shared == "some":
+            return BlockMask(query_slice, key_slice, "partial")
+        if self.mask.sees_all(query_columns, key_columns):
+            return BlockMask(query_slice, key_slice, "full")
+        is_triangle = self.mask.is_triangle(query_columns, key_columns)
+        return BlockMask(query_slice, key_slice, "triangle" if is_triangle else "partial")
+
+    def _shared_documents(self, one: int, other: int) -> Literal["none", "some", "all"]:
+        """Which tokens of two chunks may be of the same document."""
+        if not self.has_documents:
+            return "all"
+        if self.documents is None:
+            return "some"
+        pairs = [(row[one], row[other]) for row in self.documents]
+        if all(left == right and left[0] == left[1] for left, right in pairs):
+            return "all"
+        if any(left[0] <= right[1] and right[0] <= left[1] for left, right in pairs):
+            return "some"
+        return "none"
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Consecutive columns of a sequence, and where the rank that holds them has the first one."""
+
+    number: int
+    columns: range
+    offset: int
+
+    def local(self, columns: range) -> slice:
+        """Some of its columns, as a slice of the rank's columns."""
+        shift = self.offset - self.columns.start
+        return slice(columns.start + shift, columns.stop + shift)
 
 
 def zigzag(length: int, degree: int, index: int) -> tuple[range, ...]:
-    """Columns that rank `index` of `degree` holds of a sequence, in its order; see Note [Zigzag].
+    """Columns that rank `index` of `degree` ranks holds of a sequence, in its order; see Note [Zigzag].
 
     >>> zigzag(8, 2, 0), zigzag(8, 2, 1), zigzag(8, 1, 0)
     ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)), (range(0, 8),))
     """
     if degree == 1:
         return (range(length),)
-    assert length % (2 * degree) == 0, (
-        f"{length} columns were to be refused at the door: 2 x cp{degree} does not divide"
-    )
+    assert length % (2 * degree) == 0, f"{length} columns are validated to be a multiple of 2 x cp{degree}"
     chunk = length // (2 * degree)
-    return tuple(range(chunk * number, chunk * (number + 1)) for number in (index, 2 * degree - 1 - index))
+    numbers = (index, 2 * degree - 1 - index)
+    return tuple(range(chunk * number, chunk * (number + 1)) for number in numbers)
 
 
 def home_of(column: int, length: int, degree: int) -> tuple[int, int]:
@@ -63,21 +194,13 @@ def home_of(column: int, length: int, degree: int) -> tuple[int, int]:
     return next((index, columns.index(column)) for index, columns in held.items() if column in columns)
 
 
-def meeting(index: int, source: int, *, columns: int, causal: bool) -> Meeting:
-    """What the queries of rank `index` see of the keys of rank `source`, where each holds `columns`; see Note [Zigzag]."""
-    whole, half = slice(0, columns), columns // 2
-    if not causal or source == index:
-        return Meeting(whole, whole, causal)
-    if source < index:
-        return Meeting(whole, slice(0, half), causal=False)
-    return Meeting(slice(half, columns), whole, causal=False)
-
-
 def length_unit(mesh: Mesh, *, sequence_parallel: bool) -> int:
     """What a sequence's length must be a multiple of: two chunks a cp rank, and equal parts of them for tp ranks.
 
     >>> length_unit(Mesh.parse("cp2 tp3"), sequence_parallel=True)
     12
     """
-    cp, tp = mesh.degree("cp"), mesh.degree("tp") if sequence_parallel else 1
-    return cp * math.lcm(2 if cp > 1 else 1, tp)
+    cp = mesh.degree("cp")
+    tp = mesh.degree("tp") if sequence_parallel else 1
+    chunks = 2 if cp > 1 else 1
+    return cp * math.lcm(chunks, tp)

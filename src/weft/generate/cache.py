@@ -139,7 +139,7 @@ class CachedAttention:
 
 def remember(stages: Mapping[int, nn.ModuleDict]) -> tuple[Cache, ...]:
     """Let every `Attend` of these stages keep keys and values; the caches, empty."""
-    caches = []
+    caches: list[Cache] = []
     for number, stage in stages.items():
         made = set_implementations(stage, CachedAttention, name=f"stage {number}")
         caches.extend(implementation.cache for implementation in made)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.core.attention_mask import ALL_FEATURES, AttentionMask, Feature
+from weft.core.attention_mask import ALL_FEATURES, CAUSAL, AttentionMask, Feature
 from weft.errors import Fault, PlanError
 from weft.models.common.batch import Batch
 
@@ -32,7 +32,7 @@ class AttentionSpec:
         head_bias: one slope per head [H]: scores get slope * (key column - query column) (ALiBi, Press et al. 2022).
     """
 
-    mask: AttentionMask = AttentionMask()
+    mask: AttentionMask = CAUSAL
     scale: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -139,7 +139,7 @@ class Attend(nn.Module):
     def __init__(
         self,
         *,
-        mask: AttentionMask = AttentionMask(),  # noqa: B008 - frozen
+        mask: AttentionMask = CAUSAL,
         scale: float | None = None,
         softcap: float | None = None,
         sinks: nn.Parameter | None = None,

@@ -1,4 +1,4 @@
-"""Attention across context-parallel ranks: each holds part of every sequence; implementations of the `Attend` seam."""
+"""Context parallelism: implementations of the `Attend` seam for ranks that each hold part of every sequence."""
 
 from __future__ import annotations
 
@@ -7,55 +7,89 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.core.attention_mask import Feature
-from weft.core.sequence import Context
+from weft.core.attention_mask import ALL_FEATURES, AttentionMask
+from weft.core.sequence import Context, SequenceBlocks
 from weft.models.common.attention import AttentionImplementation, AttentionSpec, set_implementations
 from weft.models.common.batch import Batch
-from weft.parallel.context import documents
-from weft.parallel.context.gathered import Gathered
-from weft.parallel.context.pieces import Attention, Route
-from weft.parallel.context.ring import Ring
+from weft.parallel.context.blocks import BlockAttention
+from weft.parallel.context.documents import document_ranges, gather_documents
+from weft.parallel.context.kv_exchange import AllGatherExchange, KVExchange
+from weft.parallel.context.ring import RingExchange
 from weft.parallel.context.ulysses import UlyssesAttention
 
 AXIS = "cp"
 
 
 class BlockwiseAttention:
-    """Queries stay on their rank; keys and values of the other ranks come in blocks."""
+    """Queries stay on their rank; keys and values of the other ranks are received, and attended to block by block."""
 
-    supports: frozenset[Feature] = frozenset(("causal", "documents"))
+    supports = ALL_FEATURES
     alternative = "--parallel.context ulysses"
 
-    def __init__(self, route: Route, comm: Comm, *, name: str) -> None:
-        self.route, self.comm, self.name = route, comm, name
+    def __init__(self, exchange: KVExchange, comm: Comm, *, name: str) -> None:
+        self.exchange = exchange
+        self.comm = comm
+        self.name = name
+        self._last_documents: Tensor | None = None
+        self._last_blocks: dict[AttentionMask, SequenceBlocks] = {}
 
     def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
         """This rank's columns of q, k and v -> its out_BSHW."""
-        attention = Attention(
-            self.route, scale=spec.scale_of(q_BSHK), causal=spec.mask.causal, documents=self._documents(batch, spec)
-        )
+        whole_documents = self._whole_documents(batch, spec)
+        length = q_BSHK.shape[1] * self.exchange.num_ranks
+        blocks = self._blocks(length, spec.mask, whole_documents)
+        attention = BlockAttention(self.exchange, spec, blocks, whole_documents)
         return attention(q_BSHK, k_BSGK, v_BSGW)
 
-    def _documents(self, batch: Batch, spec: AttentionSpec) -> tuple[Tensor, ...] | None:
+    def _whole_documents(self, batch: Batch, spec: AttentionSpec) -> Tensor | None:
         if batch.documents is None or not spec.mask.documents:
             return None
-        if batch.whole_documents is None:
-            return documents.of_each_rank(batch.documents, self.comm, AXIS)
-        return documents.cut(batch.whole_documents, self.comm.degree(AXIS))
+        if batch.whole_documents is not None:
+            return batch.whole_documents
+        return gather_documents(batch.documents, self.comm, AXIS)
+
+    def _blocks(self, length: int, mask: AttentionMask, documents: Tensor | None) -> SequenceBlocks:
+        """Computed once for all layers that attend alike within the same documents."""
+        known = self._last_blocks.get(mask)
+        if known is not None and known.length == length and documents is self._last_documents:
+            return known
+        if documents is not self._last_documents:
+            self._last_documents = documents
+            self._last_blocks.clear()
+        num_ranks = self.exchange.num_ranks
+        self._last_blocks[mask] = SequenceBlocks(
+            length,
+            num_ranks,
+            mask,
+            documents=None if documents is None else document_ranges(documents, num_ranks),
+            has_documents=documents is not None,
+        )
+        return self._last_blocks[mask]
+
+
+def ring(comm: Comm) -> BlockwiseAttention:
+    """Keys and values pass around a ring."""
+    return BlockwiseAttention(RingExchange(comm, AXIS), comm, name="ring")
+
+
+def all_gather(comm: Comm) -> BlockwiseAttention:
+    """Keys and values are gathered by every rank."""
+    return BlockwiseAttention(AllGatherExchange(comm, AXIS), comm, name="all-gather")
 
 
 VARIANTS: Mapping[Context, Callable[[Comm], AttentionImplementation]] = {
-    "ring": lambda comm: BlockwiseAttention(Ring(comm, AXIS), comm, name="ring"),
-    "allgather": lambda comm: BlockwiseAttention(Gathered(comm, AXIS), comm, name="all-gather"),
+    "ring": ring,
+    "allgather": all_gather,
     "ulysses": UlyssesAttention,
 }
 
 
-def apply(name: str, block: nn.Module, *, comm: Comm, variant: Context) -> None:
-    """Let the attention below the block of this name reach the keys of every rank along cp.
+def apply(blocks: Mapping[str, nn.Module], *, comm: Comm, variant: Context) -> None:
+    """Let the attention in these named blocks reach the keys of every rank along cp.
 
     Raises:
         PlanError: an `Attend` that requires what the variant does not support, or does not declare what it requires.
     """
     implementation = VARIANTS[variant](comm)
-    set_implementations(block, lambda: implementation, name=name)
+    for name, block in blocks.items():
+        set_implementations(block, lambda: implementation, name=name)

@@ -1,4 +1,4 @@
-"""Owns which document each column of every rank belongs to, as each rank must know it to mask what it attends to."""
+"""Documents of whole packed sequences, where each rank holds some columns, and their ranges per chunk."""
 
 from __future__ import annotations
 
@@ -7,18 +7,40 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
-from weft.core.sequence import zigzag
+from weft.core.sequence import DocumentRange, zigzag
 
 
-def of_each_rank(own_BS: Tensor, comm: Comm, axis: Axis) -> tuple[Tensor, ...]:
-    """documents_BS of every rank's columns, by rank, from each one's own: a small gather."""
-    return comm.all_gather(own_BS, axis, dim=1).chunk(comm.degree(axis), dim=1)
+def gather_documents(own_BS: Tensor, comm: Comm, axis: Axis) -> Tensor:
+    """documents_BT of whole sequences from those of each rank's columns: a small all-gather."""
+    return in_sequence_order(comm.all_gather(own_BS, axis, dim=1), comm.degree(axis))
 
 
-def cut(whole_BS: Tensor, degree: int) -> tuple[Tensor, ...]:
-    """The same from the documents of whole sequences: nothing is sent."""
-    length = whole_BS.shape[1]
-    return tuple(
-        torch.cat([whole_BS[:, span.start : span.stop] for span in zigzag(length, degree, index)], dim=1)
-        for index in range(degree)
-    )
+def in_sequence_order(by_rank: Tensor, num_ranks: int) -> Tensor:
+    """Columns (dim 1) rank after rank -> columns as the sequence has them."""
+    if num_ranks == 1:
+        return by_rank
+    numbers = chunk_numbers(num_ranks)
+    chunks = by_rank.chunk(len(numbers), 1)
+    in_order = [chunks[numbers.index(number)] for number in range(len(numbers))]
+    return torch.cat(in_order, 1)
+
+
+def chunk_numbers(num_ranks: int) -> list[int]:
+    """Numbers of the chunks of a sequence, rank after rank: [0, 3, 1, 2] for two ranks."""
+    spans = [span for index in range(num_ranks) for span in zigzag(2 * num_ranks, num_ranks, index)]
+    return [span.start for span in spans]
+
+
+def document_ranges(whole_BT: Tensor, num_ranks: int) -> tuple[tuple[DocumentRange, ...], ...] | None:
+    """Smallest and largest document of each chunk of each sequence, [row][chunk]; None on the meta device.
+
+    It waits for the device: the numbers decide which blocks are computed.
+    """
+    if whole_BT.is_meta:
+        return None
+    num_chunks = 1 if num_ranks == 1 else 2 * num_ranks
+    by_chunk = whole_BT.unflatten(1, (num_chunks, -1))
+    smallest = by_chunk.amin(2).tolist()
+    largest = by_chunk.amax(2).tolist()
+    rows = zip(smallest, largest, strict=True)
+    return tuple(tuple(zip(low, high, strict=True)) for low, high in rows)

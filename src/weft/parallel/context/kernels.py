@@ -1,13 +1,19 @@
-"""Owns torch's fused attention kernels, one pair of functions each: output and log-sum-exp forward, gradients backward.
+"""Attention of one block of queries to one block of keys, forward and backward: torch's fused kernels, and a plain one.
 
-All take q_BHSK, k_BGTK and v_BGTK (T keys, G divides H) of one head size and give out_BHSK and lse_BHS.
+Note [Blocks add up]
+    With scores s = scale q k^T and lse = log sum exp(s) over the keys of a block, the softmax over several blocks is the
+    blocks' outputs weighted by exp(lse - global lse). And the gradients of one block, computed with the *global* output and
+    lse, are its part of the global gradients: dq, dk and dv of all blocks just add up. Nothing but q, out and lse is saved,
+    no S x S scores exist. Source: Dao 2023 (FlashAttention-2); Liu et al. 2023 (ring attention).
+
+All kernels take q_BHSK, k_BGTK and v_BGTK (T keys, G divides H) of one head size and return out_BHSK and lse_BHS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,55 +26,147 @@ NO_WEIGHT = float("-inf")
 
 @dataclass(frozen=True)
 class Scores:
-    """How the scores of a block are made.
+    """How the scores of a block are computed.
 
     Attributes:
         scale: factor of q k^T.
         causal: query i sees keys 0..i of the block.
-        mask: [B, 1, Sq, Sk] or None, True where a query sees a key; excludes `causal`.
+        mask: [B or 1, 1, Sq, Sk] or None, True where a query sees a key; excludes `causal`.
+        softcap: scores s become softcap * tanh(s / softcap).
+        head_bias: slopes [H]: scores get -slope * distance.
+        distance: query column - key column, [Sq, Sk]; given with `head_bias`.
     """
 
     scale: float
     causal: bool = False
     mask: Tensor | None = None
+    softcap: float | None = None
+    head_bias: Tensor | None = None
+    distance: Tensor | None = None
+
+
+class BlockGradients(NamedTuple):
+    """Gradients of one block, shaped like q, k and v, and like the slopes where there are any."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    head_bias: Tensor | None = None
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor, Tensor]]
+"""q, k, v, scores -> out, lse."""
+
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores], BlockGradients]
+"""Gradient of out, q, k, v, out, lse, scores -> gradients; out and lse are those over all blocks."""
 
 
 class Kernel(NamedTuple):
-    """A fused attention. Both functions take q, k and v of one head size, a multiple of `head_unit`."""
+    """An attention kernel. Both functions take q, k and v of one head size, a multiple of `head_unit`."""
 
     forward: Forward
     backward: Backward
     head_unit: int = 1
 
 
-def _bias(scores: Scores, dtype: torch.dtype) -> Tensor | None:
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """q_BHSK, k_BGTK, v_BGTW (T keys, G divides H) -> out_BHSW and lse_BHS, float32 at least.
+
+    A query that sees no key has output 0 and lse -inf.
+    """
+    kernel = _choose_kernel(q, scores)
+    size = _padded_head_size(kernel, q, v)
+    out, lse = kernel.forward(_pad(q, size), _pad(k, size), _pad(v, size), scores)
+    out = out[..., : v.shape[-1]]
+    if scores.mask is not None:  # kernels disagree on rows without a key: 0 and lse 0, or not a number
+        sees_nothing = ~scores.mask.any(-1)
+        out = out.masked_fill(sees_nothing.unsqueeze(-1), 0.0)
+        lse = lse.masked_fill(sees_nothing, NO_WEIGHT)
+    return out, lse
+
+
+def attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+) -> BlockGradients:
+    """The block's part of the gradients; `out` and `lse` are those over all blocks, `grad` is the gradient of `out`."""
+    kernel = _choose_kernel(q, scores)
+    size = _padded_head_size(kernel, q, v)
+    padded = kernel.backward(
+        _pad(grad, size),
+        _pad(q, size),
+        _pad(k, size),
+        _pad(v, size),
+        _pad(out, size),
+        lse,
+        scores,
+    )
+    return BlockGradients(
+        padded.q[..., : q.shape[-1]],
+        padded.k[..., : k.shape[-1]],
+        padded.v[..., : v.shape[-1]],
+        padded.head_bias,
+    )
+
+
+def _choose_kernel(q: Tensor, scores: Scores) -> Kernel:
+    if scores.softcap is not None or scores.head_bias is not None:
+        return PLAIN
+    if not q.is_cuda:
+        return CPU
+    if q.dtype == torch.float64:
+        return PLAIN
+    is_16_bit = q.dtype != torch.float32
+    return CUDA_FLASH if is_16_bit and scores.mask is None else CUDA_EFFICIENT
+
+
+def _padded_head_size(kernel: Kernel, q: Tensor, v: Tensor) -> int:
+    """Fused kernels take one head size for q, k and v; zeros behind each head change no score."""
+    widest = max(q.shape[-1], v.shape[-1])
+    num_units = -(-widest // kernel.head_unit)
+    return num_units * kernel.head_unit
+
+
+def _pad(x: Tensor, size: int) -> Tensor:
+    missing = size - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def _mask_as_bias(scores: Scores, dtype: torch.dtype) -> Tensor | None:
     if scores.mask is None:
         return None
-    return torch.zeros(scores.mask.shape, dtype=dtype, device=scores.mask.device).masked_fill_(~scores.mask, NO_WEIGHT)
+    bias = torch.zeros(scores.mask.shape, dtype=dtype, device=scores.mask.device)
+    return bias.masked_fill_(~scores.mask, NO_WEIGHT)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    return cast(
-        tuple[Tensor, Tensor],
-        aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, scores.causal, attn_mask=_bias(scores, q.dtype), scale=scores.scale
-        ),
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q,
+        k,
+        v,
+        0.0,
+        scores.causal,
+        attn_mask=_mask_as_bias(scores, q.dtype),
+        scale=scores.scale,
     )
+    return out, lse
 
 
 def _cpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    return cast(
-        tuple[Tensor, Tensor, Tensor],
-        aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, scores.causal, attn_mask=_bias(scores, q.dtype), scale=scores.scale
-        ),
+) -> BlockGradients:
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        0.0,
+        scores.causal,
+        attn_mask=_mask_as_bias(scores, q.dtype),
+        scale=scores.scale,
     )
+    return BlockGradients(dq, dk, dv)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -78,15 +176,26 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Ten
 
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    no_draws = torch.zeros(2, dtype=torch.int64, device=q.device)
-    return cast(
-        tuple[Tensor, Tensor, Tensor],
-        aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, scores.causal,
-            no_draws, no_draws, scale=scores.scale,
-        ),
-    )  # fmt: skip
+) -> BlockGradients:
+    no_dropout_state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        scores.causal,
+        no_dropout_state,
+        no_dropout_state,
+        scale=scores.scale,
+    )
+    return BlockGradients(dq, dk, dv)
 
 
 EFFICIENT_ROWS = 32
@@ -96,63 +205,115 @@ EFFICIENT_BIAS = 16
 
 
 def _efficient_bias(q: Tensor, k: Tensor, scores: Scores) -> Tensor | None:
-    bias, keys = _bias(scores, q.dtype), k.shape[2]
+    bias = _mask_as_bias(scores, q.dtype)
     if bias is None:
         return None
-    aligned = F.pad(bias, (0, -keys % EFFICIENT_BIAS))[..., :keys]
+    num_keys = k.shape[2]
+    aligned = F.pad(bias, (0, -num_keys % EFFICIENT_BIAS))[..., :num_keys]
     return aligned.expand(q.shape[0], q.shape[1], -1, -1)
 
 
-def _per_head(x: Tensor, q: Tensor) -> Tensor:
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+def _repeat_heads(x_BGTK: Tensor, q_BHSK: Tensor) -> Tensor:
+    group_size = q_BHSK.shape[1] // x_BGTK.shape[1]
+    return x_BGTK.repeat_interleave(group_size, dim=1)
+
+
+def _sum_heads(x_BHTK: Tensor, k_BGTK: Tensor) -> Tensor:
+    """Gradients of repeated key heads -> of the heads themselves."""
+    grouped: Tensor = x_BHTK.unflatten(1, (k_BGTK.shape[1], -1))
+    return grouped.sum(2)
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, _per_head(k, q), _per_head(v, q), _efficient_bias(q, k, scores), True, 0.0, scores.causal, scale=scores.scale
+        q,
+        _repeat_heads(k, q),
+        _repeat_heads(v, q),
+        _efficient_bias(q, k, scores),
+        True,
+        0.0,
+        scores.causal,
+        scale=scores.scale,
     )
     return out, lse[..., : q.shape[2]]
 
 
 def _efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = F.pad(lse, (0, -lse.shape[-1] % EFFICIENT_ROWS)).contiguous()
-    no_draws = torch.zeros((), dtype=torch.int64, device=q.device)
+) -> BlockGradients:
+    missing_rows = -lse.shape[-1] % EFFICIENT_ROWS
+    no_dropout_state = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, _per_head(k, q), _per_head(v, q), _efficient_bias(q, k, scores), out, rows, no_draws, no_draws,
-        0.0, (True, True, True, False), scores.causal, scale=scores.scale,
-    )  # fmt: skip
-    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+        grad,
+        q,
+        _repeat_heads(k, q),
+        _repeat_heads(v, q),
+        _efficient_bias(q, k, scores),
+        out,
+        F.pad(lse, (0, missing_rows)).contiguous(),
+        no_dropout_state,
+        no_dropout_state,
+        0.0,
+        (True, True, True, False),
+        scores.causal,
+        scale=scores.scale,
+    )
+    return BlockGradients(dq, _sum_heads(dk, k), _sum_heads(dv, k))
 
 
-def _weights(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
-    """Scores in full, masked: [B, H, Sq, Sk]."""
-    square = (q @ _per_head(k, q).transpose(-1, -2)) * scores.scale
-    seen = torch.ones_like(square[:1, :1], dtype=torch.bool).tril() if scores.causal else scores.mask
-    return square if seen is None else square.masked_fill(~seen, NO_WEIGHT)
+def _raw_scores(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+    """Before soft-cap, bias and mask: [B, H, Sq, Sk]."""
+    return (q @ _repeat_heads(k, q).transpose(-1, -2)) * scores.scale
+
+
+def _final_scores(raw: Tensor, scores: Scores) -> Tensor:
+    """Capped, biased and masked: [B, H, Sq, Sk]."""
+    final = raw
+    if scores.softcap is not None:
+        final = scores.softcap * torch.tanh(raw / scores.softcap)
+    if scores.head_bias is not None and scores.distance is not None:
+        final = final - scores.head_bias[:, None, None] * scores.distance
+    allowed = scores.mask
+    if scores.causal:
+        allowed = torch.ones_like(raw[:1, :1], dtype=torch.bool).tril()
+    return final if allowed is None else final.masked_fill(~allowed, NO_WEIGHT)
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    square = _weights(q, k, scores)
-    return square.softmax(-1) @ _per_head(v, q), square.logsumexp(-1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    final = _final_scores(_raw_scores(q, k, scores).to(wide), scores)
+    lse = final.logsumexp(-1)
+    out = final.softmax(-1).to(v.dtype) @ _repeat_heads(v, q)
+    return out, lse
 
 
 def _plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights = (_weights(q, k, scores) - lse.unsqueeze(-1)).exp()
-    through = grad @ _per_head(v, q).transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)
-    dscores = weights * through * scores.scale
-    dk, dv = dscores.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
-    return dscores @ _per_head(k, q), *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+) -> BlockGradients:
+    wide = lse.dtype
+    raw = _raw_scores(q, k, scores).to(wide)
+    weights = (_final_scores(raw, scores) - lse.unsqueeze(-1)).exp()
+    dweights = (grad @ _repeat_heads(v, q).transpose(-1, -2)).to(wide)
+    mean_dweights = (grad * out).to(wide).sum(-1, keepdim=True)
+    dfinal = weights * (dweights - mean_dweights)
+    dhead_bias = None
+    if scores.head_bias is not None and scores.distance is not None:
+        dhead_bias = -(dfinal * scores.distance).sum((0, 2, 3))
+    draw = dfinal
+    if scores.softcap is not None:
+        draw = dfinal * (1 - torch.tanh(raw / scores.softcap).square())
+    dscaled = (draw * scores.scale).to(q.dtype)
+    dq = dscaled @ _repeat_heads(k, q)
+    dk = dscaled.transpose(-1, -2) @ q
+    dv = weights.to(q.dtype).transpose(-1, -2) @ grad
+    return BlockGradients(dq, _sum_heads(dk, k), _sum_heads(dv, k), dhead_bias)
 
 
 CPU = Kernel(_cpu_forward, _cpu_backward)
-"""float64, float32, bfloat16, float16; masks; fewer key heads. Yields shapes on the meta device, too."""
+"""float64, float32, bfloat16, float16; masks; fewer key heads. Returns shapes on the meta device, too."""
 CUDA_FLASH = Kernel(_flash_forward, _flash_backward, head_unit=8)
 """bfloat16 and float16 without a mask; fewer key heads."""
 CUDA_EFFICIENT = Kernel(_efficient_forward, _efficient_backward, head_unit=8)
 """float32 and 16-bit types, with a mask as a bias; as many key heads as query heads."""
 PLAIN = Kernel(_plain_forward, _plain_backward)
-"""Anything, with the whole square of scores: what no fused kernel takes, and the measure of the others in tests."""
+"""Every feature, with all scores of the block in memory: what no fused kernel computes, and the reference in tests."""

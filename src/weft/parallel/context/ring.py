@@ -1,119 +1,152 @@
-"""Owns ring attention: keys and values go from rank to rank around the ring while each attends to what it has in hand."""
+"""Ring attention: keys and values pass from rank to rank around a ring while each rank attends to those that it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.comm.transport import Work
+from weft.core.attention_mask import AttentionMask
 from weft.core.mesh import Axis
+from weft.core.sequence import SequenceBlocks
 from weft.errors import Fault, PlanError
-from weft.parallel.context.documents import of_each_rank
-from weft.parallel.context.pair import Pair
-from weft.parallel.context.pieces import Attention
+from weft.models.common.attention import AttentionSpec
+from weft.parallel.context.blocks import BlockAttention
+from weft.parallel.context.documents import document_ranges, gather_documents
+from weft.parallel.context.kv_exchange import KeyValue, KVGradient
 
 # Note [Two rings]
-# Four ranks; at turn t rank i has the keys and values of rank i - t in hand, and passes them on while it computes:
+# Four ranks; at turn t rank i holds the keys and values of rank i - t, and passes them on while it computes:
 #
-#     turn            0     1     2     3                 what rank 0 has in hand: 0 3 2 1
+#     turn            0     1     2     3                 what rank 0 holds: 0 3 2 1
 #     keys, values    s  -> . ->  . ->  .                 c - 1 hops, forward and again backward
 #     gradients             s  -> . ->  . -> s            c - 1 hops: they start one turn late, at the first rank that is
-#                                                         not home, and are added at home to what home found itself
+#                                                         not the source, and are added there to what it computed itself
 #
 # So a forward sends (c-1) x 2(s/c) b kv entries a rank and a backward twice that (gradients of 16-bit types travel in
-# float32: their sums are made on the way).
+# float32: their sums are made on the way). Where a mask leaves turns out (Note [Skipped blocks] in core/sequence.py), one
+# hop goes over several ranks at once, and there are as many hops as turns with work besides turn 0.
 
 
 @dataclass(frozen=True)
-class Ring:
-    """The route of ring attention over one axis."""
+class RingExchange:
+    """Keys and values around the ring of one axis."""
 
     comm: Comm
     axis: Axis
 
     @property
     def index(self) -> int:
-        """This rank's place."""
+        """This rank's place on the axis."""
         return self.comm.index(self.axis)
 
-    def pieces(self, own: Pair) -> Iterator[tuple[int, Pair]]:
-        """Own keys and values, then those of the rank before, then of the one before that."""
-        degree, piece = self.comm.degree(self.axis), own
-        for turn in range(degree):
-            hop = Hop(self, piece) if turn < degree - 1 else None
-            yield (self.index - turn) % degree, piece
-            if hop is not None:
-                piece = hop.wait()
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share a sequence."""
+        return self.comm.degree(self.axis)
 
-    def sum(self, own: Pair, dtype: torch.dtype) -> RingSum:
+    def receive(self, own: KeyValue, turns: Sequence[int]) -> Iterator[tuple[int, KeyValue]]:
+        """Own keys and values, then those of the ranks before, at each turn with work."""
+        held = own
+        for number, turn in enumerate(turns):
+            hop = None
+            if number + 1 < len(turns):
+                hop = Hop(self, held, step=turns[number + 1] - turn)
+            yield (self.index - turn) % self.num_ranks, held
+            if hop is not None:
+                held = hop.wait()
+
+    def accumulator(self, own: KeyValue, turns: Sequence[int], dtype: torch.dtype) -> RingAccumulator:
         """Gradients that follow the keys and values around the ring."""
-        return RingSum(self, own, dtype)
+        return RingAccumulator(self, own, turns, dtype)
 
 
 class Hop:
-    """A message to the next rank and one from the rank before, under way from now on.
+    """A message to the rank `step` places on and one from the rank `step` places before, in flight from now on.
 
     Of two ranks the next one is the one before: one exchange does for both messages, and does not wait until the other
     side is ready to receive.
     """
 
-    def __init__(self, ring: Ring, pair: Pair) -> None:
-        self.pair = pair
-        self.works = _exchange(ring, pair) if ring.comm.degree(ring.axis) == 2 else _messages(ring, pair)
+    def __init__(self, ring: RingExchange, sent: KeyValue, *, step: int = 1) -> None:
+        self.sent = sent
+        if ring.num_ranks == 2:
+            self.works = _start_exchange(ring, sent)
+        else:
+            self.works = _start_messages(ring, sent, step)
 
-    def wait(self) -> Pair:
-        """What came."""
-        line = [work.wait() for work in self.works][-1]
-        return self.pair.shaped(line)
-
-
-def _exchange(ring: Ring, pair: Pair) -> tuple[Work, ...]:
-    entries = pair.line.numel()
-    sizes = (0, entries) if ring.index == 0 else (entries, 0)
-    return (ring.comm.start_all_to_all(pair.line, ring.axis, send_sizes=sizes, recv_sizes=sizes),)
+    def wait(self) -> KeyValue:
+        """What was received."""
+        results = [work.wait() for work in self.works]
+        return self.sent.with_buffer(results[-1])
 
 
-def _messages(ring: Ring, pair: Pair) -> tuple[Work, ...]:
-    """Neighbours in opposite order: nothing deadlocks where both directions of a pair share one line without tags."""
-    comm, axis, index, degree = ring.comm, ring.axis, ring.index, ring.comm.degree(ring.axis)
-
-    def send() -> Work:
-        return comm.start_send(pair.line, axis, to=(index + 1) % degree)
-
-    def recv() -> Work:
-        return comm.start_recv(torch.empty_like(pair.line), axis, source=(index - 1) % degree)
-
-    if index % 2 == 0:
-        return send(), recv()
-    coming = recv()
-    return send(), coming
+def _start_exchange(ring: RingExchange, sent: KeyValue) -> tuple[Work, ...]:
+    num_entries = sent.buffer.numel()
+    sizes = (0, num_entries) if ring.index == 0 else (num_entries, 0)
+    work = ring.comm.start_all_to_all(sent.buffer, ring.axis, send_sizes=sizes, recv_sizes=sizes)
+    return (work,)
 
 
-class RingSum:
-    """See Note [Two rings]."""
+def _start_messages(ring: RingExchange, sent: KeyValue, step: int) -> tuple[Work, ...]:
+    """Neighbours in opposite order: nothing deadlocks where both directions of a pair share one connection without tags."""
+    comm, axis = ring.comm, ring.axis
+    target = (ring.index + step) % ring.num_ranks
+    source = (ring.index - step) % ring.num_ranks
+    buffer = torch.empty_like(sent.buffer)
+    if _place_in_cycle(ring.index, step, ring.num_ranks) % 2 == 0:
+        sending = comm.start_send(sent.buffer, axis, to=target)
+        receiving = comm.start_recv(buffer, axis, source=source)
+    else:
+        receiving = comm.start_recv(buffer, axis, source=source)
+        sending = comm.start_send(sent.buffer, axis, to=target)
+    return sending, receiving
 
-    def __init__(self, ring: Ring, own: Pair, dtype: torch.dtype) -> None:
-        self.ring, self.home = ring, own.zeros(dtype)
+
+def _place_in_cycle(index: int, step: int, num_ranks: int) -> int:
+    """Hops of `step` from the smallest rank of the cycle that `index` lies on; `index` itself where step is 1."""
+    at = index % gcd(step, num_ranks)
+    place = 0
+    while at != index:
+        at = (at + step) % num_ranks
+        place += 1
+    return place
+
+
+class RingAccumulator:
+    """Gradients that follow their keys and values, see Note [Two rings]."""
+
+    def __init__(self, ring: RingExchange, own: KeyValue, turns: Sequence[int], dtype: torch.dtype) -> None:
+        self.ring = ring
+        self.own = own.zeros(dtype)
         self.hop: Hop | None = None
+        stops = (*turns[1:], ring.num_ranks)
+        self.steps = [after - before for before, after in pairwise(stops)]
 
-    def add(self, source: int, columns: slice, dk: Tensor, dv: Tensor) -> None:
-        """Add to what came with the piece, and send it on."""
+    def add(self, source: int, gradients: Sequence[KVGradient]) -> None:
+        """Add to what came with the keys and values, and send it on."""
         if source == self.ring.index:
-            self.home.add(columns, dk, dv)
-            return
-        passing = self.hop.wait() if self.hop is not None else self.home.zeros(self.home.line.dtype)
-        passing.add(columns, dk, dv)
-        self.hop = Hop(self.ring, passing)
+            held = self.own
+        elif self.hop is None:
+            held = self.own.zeros(self.own.buffer.dtype)
+        else:
+            held = self.hop.wait()
+        for gradient in gradients:
+            held.add(gradient)
+        if source != self.ring.index:
+            self.hop = Hop(self.ring, held, step=self.steps.pop(0))
 
-    def finish(self) -> Pair:
-        """What the others found, when it has come home, and what was found here."""
+    def finish(self) -> KeyValue:
+        """The sum of what the other ranks computed, when it has arrived, and of what this rank computed."""
         if self.hop is not None:
-            self.home.line.add_(self.hop.wait().line)
-        return self.home
+            self.own.buffer.add_(self.hop.wait().buffer)
+        return self.own
 
 
 def ring_attention(
@@ -124,20 +157,23 @@ def ring_attention(
     axis: Axis = "cp",
     *,
     causal: bool = True,
+    window: int | None = None,
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention over sequences whose columns are cut over `axis`, exact; every rank of the axis calls it, and its backward.
+    """Attention over sequences that are sharded over `axis`, exact; every rank of the axis calls it, and its backward.
 
-    Keys and values travel around the ring while each rank attends to those in hand; only they travel, H / G times less than
-    queries would. With c ranks, causal, rank i holds chunks i and 2c-1-i of the 2c equal chunks of each sequence
-    (`weft.core.sequence.zigzag`), so that all have as much to do; not causal, any cut of equal parts will do.
+    Keys and values travel around the ring while each rank attends to those that it holds; only they travel, H / G times less
+    than queries would. With c ranks, causal, rank i holds chunks i and 2c-1-i of the 2c equal chunks of each sequence
+    (`weft.core.sequence.zigzag`), so that all have as much to do; bidirectional without window and documents, any cut into
+    equal parts will do. Blocks that window or documents hide are skipped.
 
     Args:
         q_BSHK: this rank's S columns, of B sequences, H heads of size K.
         k_BSGK, v_BSGW: this rank's keys and values, G heads that divide H; W may differ from K.
-        comm: this rank's way to the others.
+        comm: this rank's collectives.
         causal: a token sees itself and those before it; else all.
+        window: a token sees those at a distance below this; None: any.
         documents: documents_BS, whole numbers for this rank's columns: tokens see those of their own document only.
         scale: factor of q k^T; 1 / sqrt(K) where it is None.
 
@@ -145,26 +181,43 @@ def ring_attention(
         out_BSHW, this rank's columns, in the type of q. Sums over blocks are made in float32, in float64 for float64.
 
     Raises:
-        PlanError: shapes that do not fit together, or an odd number of columns under `causal`.
+        PlanError: shapes that do not fit together, or an odd number of columns that must be two chunks.
 
     Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; Brandon et al. 2023, Striped Attention.
     """
-    _check(q_BSHK, k_BSGK, v_BSGW, causal=causal, degree=comm.degree(axis))
-    return Attention(
-        Ring(comm, axis),
-        scale=q_BSHK.shape[-1] ** -0.5 if scale is None else scale,
-        causal=causal,
-        documents=None if documents is None else of_each_rank(documents, comm, axis),
-    )(q_BSHK, k_BSGK, v_BSGW)
+    num_ranks = comm.degree(axis)
+    mask = AttentionMask(causal=causal, window=window)
+    _check_shapes(q_BSHK, k_BSGK, v_BSGW)
+    is_zigzag = causal or window is not None or documents is not None
+    if is_zigzag and num_ranks > 1 and q_BSHK.shape[1] % 2:
+        need = f"an even number of columns a rank: 2 of the {2 * num_ranks} chunks of a sequence"
+        got = _shapes_text(q_BSHK, k_BSGK, v_BSGW)
+        raise PlanError(Fault("ring_attention", "an odd number of columns", got, need))
+    whole_documents = None if documents is None else gather_documents(documents, comm, axis)
+    blocks = SequenceBlocks(
+        num_ranks * q_BSHK.shape[1],
+        num_ranks,
+        mask,
+        documents=None if whole_documents is None else document_ranges(whole_documents, num_ranks),
+        has_documents=documents is not None,
+    )
+    spec = AttentionSpec(mask, scale)
+    attention = BlockAttention(RingExchange(comm, axis), spec, blocks, whole_documents)
+    return attention(q_BSHK, k_BSGK, v_BSGW)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, degree: int) -> None:
-    shapes = ", ".join(f"{name}{list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
-    if not q.dim() == k.dim() == v.dim() == 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
-        raise PlanError(Fault("ring_attention", "columns differ", shapes, "q_BSHK, k_BSGK, v_BSGW of the same B and S"))
-    if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2] or q.shape[3] != k.shape[3]:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    got = _shapes_text(q, k, v)
+    has_four_dims = q.dim() == k.dim() == v.dim() == 4
+    if not has_four_dims or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        need = "q_BSHK, k_BSGK, v_BSGW of the same B and S"
+        raise PlanError(Fault("ring_attention", "columns differ", got, need))
+    heads_fit = k.shape[2] == v.shape[2] and q.shape[2] % k.shape[2] == 0
+    if not heads_fit or q.shape[3] != k.shape[3]:
         need = "as many heads in k as in v, a divisor of those in q; q and k of one head size"
-        raise PlanError(Fault("ring_attention", "heads do not fit together", shapes, need))
-    if causal and degree > 1 and q.shape[1] % 2:
-        need = f"an even number of columns a rank: 2 of the {2 * degree} chunks of a sequence"
-        raise PlanError(Fault("ring_attention", "an odd number of columns", shapes, need))
+        raise PlanError(Fault("ring_attention", "heads do not fit together", got, need))
+
+
+def _shapes_text(q: Tensor, k: Tensor, v: Tensor) -> str:
+    named = {"q": q, "k": k, "v": v}
+    return ", ".join(f"{name}{list(x.shape)}" for name, x in named.items())

@@ -1,4 +1,4 @@
-"""Owns attention by exchange of heads for columns: each rank attends over whole sequences, with its share of the heads."""
+"""Ulysses attention: an all-to-all exchanges heads for columns; each rank attends over whole sequences, with 1/c of the heads."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch import Tensor
 from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.attention_mask import ALL_FEATURES
-from weft.core.sequence import zigzag
 from weft.models.common.attention import AttentionSpec, FusedAttention
 from weft.models.common.batch import Batch
-from weft.parallel.context import documents
+from weft.parallel.context.documents import chunk_numbers, gather_documents, in_sequence_order
 
 AXIS = "cp"
 COLUMNS, HEADS = 1, 2
@@ -33,37 +32,31 @@ class UlyssesAttention:
     alternative = "--parallel.context ring"
 
     def __init__(self, comm: Comm) -> None:
-        self.inner, self.comm = FusedAttention(), comm
+        self.comm = comm
+        self.inner = FusedAttention()
 
     def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
         """This rank's columns of q, k and v -> its out_BSHW."""
-        q, k, v = (self._whole_sequences(x) for x in (q_BSHK, k_BSGK, v_BSGW))
-        whole_batch = replace(batch, documents=self._documents(batch))
-        heads, first = q.shape[HEADS], self.comm.index(AXIS) * q.shape[HEADS]
-        own_spec = spec.select_heads(slice(first, first + heads))
+        q = self._whole_sequences(q_BSHK)
+        k = self._whole_sequences(k_BSGK)
+        v = self._whole_sequences(v_BSGW)
+        num_heads = q.shape[HEADS]
+        first_head = self.comm.index(AXIS) * num_heads
+        own_spec = spec.select_heads(slice(first_head, first_head + num_heads))
+        whole_batch = replace(batch, documents=self._whole_documents(batch))
         return self._own_columns(self.inner(q, k, v, whole_batch, own_spec))
 
     def _whole_sequences(self, x: Tensor) -> Tensor:
-        return self._in_sequence(ops.all_to_all(x, self.comm, AXIS, HEADS, join_dim=COLUMNS))
+        by_rank = ops.all_to_all(x, self.comm, AXIS, HEADS, join_dim=COLUMNS)
+        return in_sequence_order(by_rank, self.comm.degree(AXIS))
 
     def _own_columns(self, x: Tensor) -> Tensor:
-        chunks = x.chunk(2 * self.comm.degree(AXIS), COLUMNS)
-        by_rank = torch.cat([chunks[number] for number in self._held()], COLUMNS)
+        numbers = chunk_numbers(self.comm.degree(AXIS))
+        chunks = x.chunk(len(numbers), COLUMNS)
+        by_rank = torch.cat([chunks[number] for number in numbers], COLUMNS)
         return ops.all_to_all(by_rank, self.comm, AXIS, COLUMNS, join_dim=HEADS)
 
-    def _in_sequence(self, by_rank: Tensor) -> Tensor:
-        """Columns of all ranks, rank after rank -> columns as the sequence has them."""
-        held = self._held()
-        chunks = by_rank.chunk(len(held), COLUMNS)
-        return torch.cat([chunks[held.index(number)] for number in range(len(held))], COLUMNS)
-
-    def _held(self) -> list[int]:
-        """Numbers of the chunks of a sequence, rank after rank: [0, 3, 1, 2] for two ranks."""
-        degree = self.comm.degree(AXIS)
-        return [span.start for index in range(degree) for span in zigzag(2 * degree, degree, index)]
-
-    def _documents(self, batch: Batch) -> Tensor | None:
-        """Of whole sequences."""
+    def _whole_documents(self, batch: Batch) -> Tensor | None:
         if batch.documents is None or batch.whole_documents is not None:
             return batch.whole_documents
-        return self._in_sequence(torch.cat(documents.of_each_rank(batch.documents, self.comm, AXIS), COLUMNS))
+        return gather_documents(batch.documents, self.comm, AXIS)

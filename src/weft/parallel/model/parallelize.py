@@ -218,8 +218,7 @@ def _apply_transforms(
 ) -> frozenset[str]:
     """Let each dimension change its modules; returns names of parameters whose gradients are partial sums over tp."""
     if comm.degree("cp") > 1:
-        for name, block in blocks.items():
-            attend.apply(name, block, comm=comm, variant=plan.context)
+        attend.apply(blocks, comm=comm, variant=plan.context)
     for block in blocks.values():
         dispatch.apply(block, comm=comm)
     if comm.degree("tp") == 1:

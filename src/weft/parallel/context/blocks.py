@@ -1,0 +1,214 @@
+"""Attention of a rank's queries to keys and values that are received block by block, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft.core.sequence import BlockMask, SequenceBlocks
+from weft.models.common.attention import AttentionSpec, visible_keys
+from weft.parallel.context import kernels
+from weft.parallel.context.kernels import Scores
+from weft.parallel.context.kv_exchange import KeyValue, KVExchange, KVGradient
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """One attention over sequences that are sharded among ranks as `core/sequence.py` says.
+
+    Attributes:
+        blocks: which blocks of scores are computed.
+        documents: documents_BT of whole sequences; None: every sequence is one document, or the mask ignores them.
+    """
+
+    exchange: KVExchange
+    spec: AttentionSpec
+    blocks: SequenceBlocks
+    documents: Tensor | None = None
+
+    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor) -> Tensor:
+        """This rank's q, k and v -> its out_BSHW; differentiable."""
+        out = _BlockwiseAttention.apply(  # type: ignore[no-untyped-call]
+            q_BSHK,
+            k_BSGK,
+            v_BSGW,
+            self.spec.sinks,
+            self.spec.head_bias,
+            self,
+        )
+        return cast(Tensor, out)
+
+    def blocks_of(self, source: int) -> tuple[BlockMask, ...]:
+        """Blocks of this rank's queries against the keys of rank `source`."""
+        return self.blocks.block_masks(self.exchange.index, source)
+
+    def scores(self, block: BlockMask, source: int, q_BHSK: Tensor) -> Scores:
+        """How the scores of a block are computed."""
+        distance = None
+        if self.spec.head_bias is not None:
+            queries, keys = self._columns(block, source, q_BHSK.device)
+            distance = queries[:, None] - keys
+        return Scores(
+            self.spec.scale_of(q_BHSK),
+            causal=block.kind == "triangle",
+            mask=self._mask(block, source, q_BHSK.device) if block.kind == "partial" else None,
+            softcap=self.spec.softcap,
+            head_bias=self.spec.head_bias,
+            distance=distance,
+        )
+
+    def _mask(self, block: BlockMask, source: int, device: torch.device) -> Tensor | None:
+        """True where a query sees a key, [B or 1, 1, Sq, Sk]."""
+        queries, keys = self._columns(block, source, device)
+        allowed = visible_keys(self.spec.mask, queries, keys)
+        if allowed is not None:
+            allowed = allowed[None, None]
+        if self.documents is None:
+            return allowed
+        query_documents = self.documents[:, queries]
+        key_documents = self.documents[:, keys]
+        is_same = query_documents[:, None, :, None] == key_documents[:, None, None, :]
+        return is_same if allowed is None else is_same & allowed
+
+    def _columns(self, block: BlockMask, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Columns of the block's queries and of its keys in the whole sequence."""
+        queries = self.blocks.columns(self.exchange.index)[block.queries]
+        keys = self.blocks.columns(source)[block.keys]
+        return torch.tensor(queries, device=device), torch.tensor(keys, device=device)
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        sinks: Tensor | None,
+        head_bias: Tensor | None,
+        attention: BlockAttention,
+    ) -> Tensor:
+        q_BHSK = _swap_heads(q_BSHK)
+        own = KeyValue.of(k_BSGK, v_BSGW)
+        merged = _MergedBlocks(q_BHSK, width=v_BSGW.shape[-1])
+        for block, source, k, v in _received_blocks(attention, own):
+            q = q_BHSK[:, :, block.queries]
+            out, lse = kernels.attend(q, k, v, attention.scores(block, source, q))
+            merged.add(block.queries, out, lse)
+        if sinks is not None:
+            merged.add_sinks(sinks)
+        out = merged.out.to(q_BHSK.dtype)
+        ctx.save_for_backward(q_BHSK, own.buffer, out, merged.lse, sinks)
+        ctx.attention = attention
+        ctx.shapes = own.keys_shape, own.values_shape  # not `own`: it holds its buffer
+        return _swap_heads(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSHW: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHSK, buffer, out, lse, sinks = ctx.saved_tensors
+        attention: BlockAttention = ctx.attention
+        own = KeyValue(buffer, *ctx.shapes)
+        grad = _swap_heads(grad_BSHW.contiguous())
+        dq = torch.zeros_like(q_BHSK, dtype=wide_dtype(q_BHSK.dtype))
+        head_bias = attention.spec.head_bias
+        dhead_bias = None if head_bias is None else torch.zeros_like(head_bias, dtype=dq.dtype)
+        turns = attention.blocks.ring_turns
+        accumulator = attention.exchange.accumulator(own, turns, dq.dtype)
+        for source, received in attention.exchange.receive(own, turns):
+            gradients = []
+            for block in attention.blocks_of(source):
+                queries = block.queries
+                q = q_BHSK[:, :, queries]
+                block_gradients = kernels.attend_backward(
+                    grad[:, :, queries],
+                    q,
+                    _swap_heads(received.keys[:, block.keys]),
+                    _swap_heads(received.values[:, block.keys]),
+                    out[:, :, queries],
+                    lse[:, :, queries],
+                    attention.scores(block, source, q),
+                )
+                dq[:, :, queries] += block_gradients.q
+                dk = _swap_heads(block_gradients.k)
+                dv = _swap_heads(block_gradients.v)
+                gradients.append(KVGradient(block.keys, dk, dv))
+                if dhead_bias is not None and block_gradients.head_bias is not None:
+                    dhead_bias += block_gradients.head_bias
+            accumulator.add(source, gradients)
+        own_gradients = accumulator.finish()
+        dsinks = None if sinks is None else _sinks_gradient(sinks, grad, out, lse)
+        return (
+            _swap_heads(dq.to(q_BHSK.dtype)),
+            own_gradients.keys.to(q_BHSK.dtype),
+            own_gradients.values.to(q_BHSK.dtype),
+            dsinks,
+            None if dhead_bias is None or head_bias is None else dhead_bias.to(head_bias.dtype),
+            None,
+        )
+
+
+def _received_blocks(attention: BlockAttention, own: KeyValue) -> Iterator[tuple[BlockMask, int, Tensor, Tensor]]:
+    """(block, source, its keys k_BGTK, its values v_BGTW), as they arrive."""
+    for source, received in attention.exchange.receive(own, attention.blocks.ring_turns):
+        for block in attention.blocks_of(source):
+            k = _swap_heads(received.keys[:, block.keys])
+            v = _swap_heads(received.values[:, block.keys])
+            yield block, source, k, v
+
+
+class _MergedBlocks:
+    """Output and log-sum-exp over the blocks so far: see Note [Blocks add up] in kernels.py.
+
+    The first block of each query lets it see a key.
+    """
+
+    def __init__(self, q_BHSK: Tensor, *, width: int) -> None:
+        shape = q_BHSK.shape[:-1]
+        dtype = wide_dtype(q_BHSK.dtype)
+        self.num_queries = shape[2]
+        self.out = q_BHSK.new_zeros((*shape, width), dtype=dtype)
+        self.lse = q_BHSK.new_full(shape, kernels.NO_WEIGHT, dtype=dtype)
+        self.is_empty = True
+
+    def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge the results of a block, of some queries."""
+        if self.is_empty and out.shape[2] == self.num_queries:
+            self.out = out.to(self.out.dtype)
+            self.lse = lse
+        else:
+            merged_out = self.out[:, :, queries]
+            merged_lse = self.lse[:, :, queries]
+            weight = torch.sigmoid(lse - merged_lse)
+            merged_out.lerp_(out.to(merged_out.dtype), weight.unsqueeze(-1))
+            merged_lse.copy_(torch.logaddexp(merged_lse, lse))
+        self.is_empty = False
+
+    def add_sinks(self, sinks_H: Tensor) -> None:
+        """Merge one more key of each head: its score is the sink, its value 0."""
+        sinks = sinks_H[:, None].to(self.lse.dtype)
+        lse = torch.logaddexp(self.lse, sinks)
+        self.out = self.out * torch.exp(self.lse - lse).unsqueeze(-1)
+        self.lse = lse
+
+
+def _sinks_gradient(sinks_H: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """The softmax's gradient for a key whose value is 0: minus its weight times grad . out, summed over the queries."""
+    weights_BHS = torch.exp(sinks_H[:, None].to(lse.dtype) - lse)
+    dots_BHS = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(weights_BHS * dots_BHS).sum((0, 2)).to(sinks_H.dtype)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums over blocks: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _swap_heads(x: Tensor) -> Tensor:
+    """x_BSHK -> x_BHSK, and back."""
+    return x.transpose(1, 2)

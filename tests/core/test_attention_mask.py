@@ -1,0 +1,47 @@
+"""Attention masks: block questions agree with the pairs, features are named, impossible masks are rejected."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.attention_mask import AttentionMask
+
+spans = st.builds(lambda start, length: range(start, start + length), st.integers(0, 9), st.integers(1, 6))
+masks = st.one_of(
+    st.builds(AttentionMask, window=st.none() | st.integers(1, 12), prefix=st.integers(0, 8)),
+    st.builds(AttentionMask, causal=st.just(False), window=st.none() | st.integers(1, 12)),
+)
+
+
+@given(masks, spans, spans)
+def test_questions_about_a_block_agree_with_its_pairs(mask: AttentionMask, queries: range, keys: range) -> None:
+    visible = {(query, key) for query in queries for key in keys if mask.allows(query, key)}
+    triangle = {(queries[i], keys[j]) for i in range(len(queries)) for j in range(min(i + 1, len(keys)))}
+    assert mask.sees_any(queries, keys) == bool(visible)
+    if mask.sees_all(queries, keys):
+        assert len(visible) == len(queries) * len(keys)
+    if mask.is_triangle(queries, keys):
+        assert visible == triangle
+    if visible:
+        some_queries, some_keys = mask.visible_part(queries, keys)
+        assert {query for query, _ in visible} <= set(some_queries)
+        assert {key for _, key in visible} <= set(some_keys)
+
+
+def test_a_window_counts_the_query_itself() -> None:
+    """As `sliding_window` of transformers."""
+    assert [key for key in range(9) if AttentionMask(window=3).allows(5, key)] == [3, 4, 5]
+
+
+def test_features_are_named() -> None:
+    mask = AttentionMask(window=4, prefix=2, documents=False)
+    assert mask.features == {"causal", "window", "prefix"}
+    assert AttentionMask(causal=False).features == {"bidirectional", "documents"}
+
+
+@pytest.mark.parametrize("wrong", [{"window": 0}, {"prefix": -1}, {"causal": False, "prefix": 2}])
+def test_impossible_masks_are_rejected(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"window 0|prefix"):
+        AttentionMask(**wrong)
