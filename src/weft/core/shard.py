@@ -15,12 +15,12 @@ from weft.errors import Fault, PlanError
 class Stacked:
     """Logical axis of a dim that holds several projections one after the other, each of them sharded separately.
 
-    Each part is (logical axis, units); a part has units x (entries per unit) entries, and the entries per unit (head size, or 1)
-    are the same for all parts:
+    Each part is (logical axis, units): ranks hold whole units, and all parts have the same number of entries per unit (the head
+    size, or 1):
 
         Stacked(("heads", 8), ("kv_heads", 2), ("kv_heads", 2))     q, k, v in one weight; a rank of tp2 holds
                                                                     4 heads of q, then 1 of k, then 1 of v
-        Stacked(("ffn", 1), ("ffn", 1))                             gate, up in one weight, of equal size
+        Stacked(("ffn", 352), ("ffn", 352))                         gate, up in one weight
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -157,10 +157,9 @@ def _part_sizes(name: str, stacked: Stacked, length: int, *, rule: Rule, mesh: M
     (mesh_axis,) = mesh_axes
     assert mesh_axis is not None, "only sharded dims are asked for"
     degree = mesh.degree(mesh_axis)
-    for (axis, _units), size in zip(stacked.parts, sizes, strict=True):
-        if size % degree:
-            need = f"a multiple of {mesh_axis}{degree}"
-            raise PlanError(
-                Fault(name, f"part {axis!r} of a fused weight does not divide", got=f"{size} entries", need=need)
-            )
+    for axis, units in stacked.parts:
+        if units % degree:
+            need = f"a multiple of {degree}, the ranks along {mesh_axis}"
+            what = f"part {axis!r} of a Stacked dim does not divide"
+            raise PlanError(Fault(name, what, got=f"{units} units", need=need))
     return sizes
