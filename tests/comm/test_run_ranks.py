@@ -122,7 +122,7 @@ def test_a_rank_that_is_killed_is_told():
         time.sleep(30)
 
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1 \(dp1\): the process was killed by SIGKILL"):
+    with pytest.raises(RankError, match=r"rank 1 \(dp1\): process was killed by SIGKILL"):
         run_ranks("dp2", fail, transport="processes")
     assert time.monotonic() - start < 10
 

@@ -137,7 +137,7 @@ def test_of_a_rank_that_died_and_those_who_lost_it_the_dead_one_is_told():
             os._exit(7)
         comm.all_reduce(torch.ones(200_000), "dp")
 
-    with pytest.raises(RankError, match=r"rank 1 \(dp1\): the process exited with code 7"):
+    with pytest.raises(RankError, match=r"rank 1 \(dp1\): process exited with code 7"):
         run_ranks("dp3", play, transport="processes")
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from weft.errors import LaunchError
-from weft.run.crew import fork_ranks
 from weft.run.rank_setup import choose_device
+from weft.run.worker_group import fork_workers
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_too_few_gpus_are_one_line_where_cuda_is_asked_for(monkeypatch):
 def test_a_process_that_uses_cuda_is_not_forked(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(LaunchError, match="CUDA does not survive a fork"):
-        fork_ranks(2, tmp_path)
+        fork_workers(2, tmp_path)
 
 
 def test_a_system_that_refuses_processes_is_one_line(monkeypatch, tmp_path):
@@ -53,5 +53,5 @@ def test_a_system_that_refuses_processes_is_one_line(monkeypatch, tmp_path):
     with pytest.raises(
         LaunchError, match=r"^ranks: cannot start rank 0 of 2 \(got .*Resource temporarily unavailable\)$"
     ):
-        fork_ranks(2, tmp_path)
+        fork_workers(2, tmp_path)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), "signals come through afterwards"

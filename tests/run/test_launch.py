@@ -95,12 +95,12 @@ def test_ranks_that_do_their_work_give_0(played, name):
         ("raises", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
         ("raises_amid_talk", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
         ("raises_amid_talk:threads", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
-        ("killed_amid_talk", "rank 2 (pp2): was killed by SIGKILL (out of memory?)"),
+        ("killed_amid_talk", "rank 2 (pp2): process was killed by SIGKILL (out of memory?)"),
         ("echo_before_cause", "rank 2 (pp2): ValueError: rank 2 cannot go on [scenarios.py:"),
         ("echo_alone", "rank 1 (pp1): CommTimeout: rank 2 did not come [scenarios.py:"),
-        ("crashes", "rank 0 (pp0): was killed by SIGSEGV"),
+        ("crashes", "rank 0 (pp0): process was killed by SIGSEGV"),
         ("refuses_to_end", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
-        ("says_nothing", "rank 2 (pp2): ended with exit code 3 and said nothing"),
+        ("says_nothing", "rank 2 (pp2): process exited with code 3 and no error report"),
     ],
 )
 def test_only_the_first_failing_ranks_error_is_told_with_its_coordinates(played, name, error):

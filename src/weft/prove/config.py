@@ -16,7 +16,7 @@ from weft.models.common.batch import Batch
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
 from weft.prove.trace import Difference, Held, differences, uncovered
-from weft.testing import run_ranks
+from weft.run.run_ranks import run_ranks
 from weft.train.build import family_of
 from weft.train.feed import samples_of, whole_batch
 from weft.train.lr_schedule import learning_rate

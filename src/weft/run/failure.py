@@ -1,7 +1,8 @@
-"""Owns what is told of a rank that failed, and which of several failures came first."""
+"""Failures of ranks: a record that can be sent between processes, the root cause among several, the error it becomes."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import traceback
@@ -10,33 +11,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from weft.core.mesh import Mesh
 from weft.errors import CommError, MismatchError, RankError, UserError
 
-# Note [Which failure came first]
-# A rank that dies takes its connections along, and its peers fail within milliseconds: "connection closed by peer". These
-# echoes say nothing of the cause. So a failure is an `echo` if it is about the talk between ranks (other than that they
-# brought different things), and any other failure, however late, comes before the earliest echo. Among equals the clock
-# decides; it is one clock for all processes of a machine. A rank that is killed cannot say anything: the parent notes when
-# it found it dead.
+# Note [Root cause of a failed run]
+# The connections of a rank that dies are closed, and its peers fail within milliseconds: "connection closed by peer".
+# These secondary failures say nothing about the cause. So a failure is `secondary` if it is about communication (except a
+# mismatch of collectives), and any other failure, however late, comes before the earliest secondary one. Among failures
+# of one kind the earliest is the cause; all processes of a machine share one monotonic clock. A rank that is killed sends
+# no report: its parent records when it found the process dead.
 
-Kind = Literal["user", "error", "echo"]
+Kind = Literal["user", "error", "secondary"]
 
-TRACE = "WEFT_TRACEBACK"
-ECHOES = re.compile(
+TRACE_VARIABLE = "WEFT_TRACEBACK"
+"""Environment variable: print tracebacks below errors."""
+
+SECONDARY = re.compile(
     r"[Cc]onnection (was )?(closed|reset|refused)|[Bb]roken pipe|gloo/transport|[Ss]ocket [Tt]imeout|NCCL .*(abort|remote)"
 )
-MOST_TEXT, MOST_TRACE = 4_000, 10_000
-"""Characters; with both, a report fits into a pipe that nobody reads yet."""
+MAX_TEXT = 4_000
+MAX_TRACE = 10_000
+"""Characters. A report of this size fits into the buffer of a pipe that is not read yet."""
 
 
 @dataclass(frozen=True)
-class Failure:
-    """One rank's end.
+class RankFailure:
+    """How one rank failed.
 
     Attributes:
-        at_s: when, on the machine's monotonic clock.
-        text: the error in words.
-        trace: the traceback, "" where there is none.
+        at_s: time on the machine's monotonic clock.
+        text: the error message and where it was raised.
+        trace: the traceback, "" if there is none.
+        exception: the pickled exception, for `run_ranks`, which raises it again; b"" elsewhere.
     """
 
     rank: int
@@ -44,53 +50,66 @@ class Failure:
     at_s: float
     text: str
     trace: str = ""
+    exception: bytes = b""
 
 
-def describe(error: BaseException, *, rank: int, at_s: float) -> Failure:
-    """What `error` says, so that it can travel to another process."""
-    trace = "".join(traceback.format_exception(error))
-    if isinstance(error, UserError):
-        return Failure(rank, "user", at_s, str(error)[:MOST_TEXT], trace[-MOST_TRACE:])
-    is_echo = isinstance(error, (CommError, ConnectionError)) and not isinstance(error, MismatchError)
-    kind: Kind = "echo" if is_echo or ECHOES.search(str(error)) else "error"
-    text = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return Failure(rank, kind, at_s, f"{text[:MOST_TEXT]}{_place(error)}", trace[-MOST_TRACE:])
+@dataclass(frozen=True)
+class ErrorContext:
+    """What an error message needs besides the failure: the mesh for coordinates, the run folder for the traceback."""
 
+    mesh: Mesh | None = None
+    out: Path | None = None
 
-def _place(error: BaseException) -> str:
-    """Where it was raised: ` [loop.py:31 in train_on_ranks]`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" [{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}]" if frames else ""
+    def to_error(self, failure: RankFailure) -> RankError:
+        """The error that the user sees. The traceback is written to the run folder, or shown if WEFT_TRACEBACK is set."""
+        text = failure.text
+        if failure.trace and os.environ.get(TRACE_VARIABLE):
+            text = f"{text}\n{failure.trace.rstrip()}"
+        elif failure.trace and failure.kind != "user":
+            text = f"{text}\n  traceback: {self._save_trace(failure)}"
+        where = self.mesh.coord_text(failure.rank) if self.mesh else "no mesh"
+        return RankError(failure.rank, where, text, kind="user" if failure.kind == "user" else "failure")
 
-
-def describe_exit(code: int, *, rank: int, at_s: float, trace: str = "") -> Failure:
-    """What is known of a process that ended with `code` (minus a signal's number) and said nothing."""
-    if code >= 0:
-        return Failure(rank, "error", at_s, f"ended with exit code {code} and said nothing", trace)
-    name = signal.Signals(-code).name
-    guess = " (out of memory?)" if name == "SIGKILL" else ""
-    return Failure(rank, "error", at_s, f"was killed by {name}{guess}", trace)
-
-
-def first_of(failures: Iterable[Failure]) -> Failure:
-    """The cause of all, see Note [Which failure came first]."""
-    return min(failures, key=lambda failure: (failure.kind == "echo", failure.at_s))
-
-
-def to_error(failure: Failure, where: str, *, out: Path | None, show_trace: bool) -> RankError:
-    """The one error that the person sees; the traceback goes to the run folder, or below it when asked for."""
-    text = failure.text
-    if failure.trace and show_trace:
-        text += f"\n{failure.trace.rstrip()}"
-    elif failure.trace and failure.kind != "user":
-        text += f"\n  traceback: {_keep_trace(failure, out)}"
-    return RankError(failure.rank, where, text, kind="user" if failure.kind == "user" else "failure")
-
-
-def _keep_trace(failure: Failure, out: Path | None) -> str:
-    """Put the traceback into the run folder; where it went, or how to see it."""
-    if out is not None and out.is_dir():
-        path = out / f"traceback-rank{failure.rank}.txt"
+    def _save_trace(self, failure: RankFailure) -> str:
+        """Write the traceback to the run folder; its path, or how to see the traceback."""
+        if self.out is None or not self.out.is_dir():
+            return f"set {TRACE_VARIABLE}=1 and run again"
+        path = self.out / f"traceback-rank{failure.rank}.txt"
         path.write_text(failure.trace, encoding="utf-8")
         return str(path)
-    return f"set {TRACE}=1 and run again"
+
+
+def describe_error(error: BaseException, *, rank: int, at_s: float) -> RankFailure:
+    """The record of an exception that `rank` raised."""
+    message = str(error)
+    trace = "".join(traceback.format_exception(error))[-MAX_TRACE:]
+    if isinstance(error, UserError):
+        return RankFailure(rank, "user", at_s, message[:MAX_TEXT], trace)
+    about_communication = isinstance(error, (CommError, ConnectionError)) and not isinstance(error, MismatchError)
+    kind: Kind = "secondary" if about_communication or SECONDARY.search(message) else "error"
+    name = type(error).__name__
+    text = f"{name}: {message}" if message else name
+    return RankFailure(rank, kind, at_s, text[:MAX_TEXT] + _location(error), trace)
+
+
+def _location(error: BaseException) -> str:
+    """Where the error was raised: ` [loop.py:31 in train_on_ranks]`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f" [{Path(frame.filename).name}:{frame.lineno} in {frame.name}]"
+
+
+def describe_exit(code: int, *, rank: int, at_s: float, trace: str = "") -> RankFailure:
+    """The record of a process that ended with `code` (a signal's number negated) and sent no report."""
+    if code >= 0:
+        return RankFailure(rank, "error", at_s, f"process exited with code {code} and no error report", trace)
+    name = signal.Signals(-code).name
+    guess = " (out of memory?)" if name == "SIGKILL" else ""
+    return RankFailure(rank, "error", at_s, f"process was killed by {name}{guess}", trace)
+
+
+def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
+    """The failure that caused the others, see Note [Root cause of a failed run]."""
+    return min(failures, key=lambda failure: (failure.kind == "secondary", failure.at_s))

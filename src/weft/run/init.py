@@ -1,4 +1,4 @@
-"""Owns `init`: a plain script becomes one rank of a mesh with one line.
+"""`init`: one line that turns a plain script into the ranks of a mesh.
 
 import weft
 
@@ -20,34 +20,38 @@ from typing import NoReturn
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, RankError
-from weft.run.crew import Crew, fork_ranks
-from weft.run.fork import Child
-from weft.run.launch import Telling, local_world, settle
-from weft.run.rank import report
+from weft.run.failure import ErrorContext
+from weft.run.launch import local_world, wait_for_workers
 from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, open_comm, prepare_rank
 from weft.run.signals import SignalQueue
+from weft.run.worker import WorkerProcess, send_failure
+from weft.run.worker_group import WorkerGroup, fork_workers
 from weft.run.world import World, detect
 
 
 def init(
-    mesh: str | Mesh, *, device: DeviceChoice = "auto", port: int | None = None, timeout_s: float = TIMEOUT_S
+    mesh: str | Mesh,
+    *,
+    device: DeviceChoice = "auto",
+    port: int | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Comm:
-    """Be a rank of `mesh`: join the world that torchrun or Slurm has started, else make one on this machine.
+    """Become a rank of `mesh`: join the world that torchrun or Slurm has started, else create one on this machine.
 
-    A world is made by forking this process: every rank goes on from here with a Comm of its own. The process that the
-    user started stays behind: it waits for the ranks, tells the first error, and exits. So call it early, before
-    anything is computed or a thread is started. A mesh of one rank is this process itself.
+    A world is created by forking this process: every rank continues from here with a Comm of its own. The process that
+    the user started waits for the ranks, prints the first error, and exits. So call it early, before anything is computed
+    or a thread is started. A mesh of one rank is this process itself.
 
     Args:
-        device: cpu, cuda, or auto: one GPU for each local rank where there are enough.
-        port: where ranks that are made here meet; None: in a private file.
-        timeout_s: how long a rank waits for the others.
+        device: cpu, cuda, or auto: one GPU for each local rank if there are enough.
+        port: TCP port of the rendezvous of ranks created here; None: a private file.
+        timeout_s: time-out of a collective.
 
     Raises:
-        LaunchError: the world that is there is not as large as the mesh, or there are not enough GPUs.
+        LaunchError: the size of the existing world differs from the mesh, or there are not enough GPUs.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    world = detect(os.environ) or _make_world(shape, device, port)
+    world = detect(os.environ) or _create_world(shape, device, port)
     chosen = choose_device(device, local_rank=world.local_rank, local_size=world.local_size)
     stack = ExitStack()
     atexit.register(stack.close)
@@ -56,24 +60,25 @@ def init(
     return comm
 
 
-def _make_world(mesh: Mesh, device: DeviceChoice, port: int | None) -> World:
+def _create_world(mesh: Mesh, device: DeviceChoice, port: int | None) -> World:
+    """Fork the ranks of `mesh`. Returns in the ranks only."""
     choose_device(device, local_rank=0, local_size=mesh.size)
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
     if mesh.size == 1:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         return local_world(0, 1, folder=folder, port=port)
     with SignalQueue() as signals:
-        ours = fork_ranks(mesh.size, folder)
-        if isinstance(ours, Crew):
-            _stay_behind(ours, signals, folder=folder, telling=Telling(mesh))
-    _report_at_the_end(ours)
-    return local_world(ours.rank, mesh.size, folder=folder, port=port)
+        forked = fork_workers(mesh.size, folder)
+        if isinstance(forked, WorkerGroup):
+            _wait_and_exit(forked, signals, folder=folder, context=ErrorContext(mesh))
+    _report_uncaught_errors(forked)
+    return local_world(forked.rank, mesh.size, folder=folder, port=port)
 
 
-def _stay_behind(crew: Crew, signals: SignalQueue, *, folder: Path, telling: Telling) -> NoReturn:
-    """Wait for the ranks, and exit as they did."""
+def _wait_and_exit(group: WorkerGroup, signals: SignalQueue, *, folder: Path, context: ErrorContext) -> NoReturn:
+    """Wait for the ranks, and exit with their exit code."""
     try:
-        code = settle(crew, signals, folder=folder, telling=telling)
+        code = wait_for_workers(group, signals, folder=folder, context=context)
     except RankError as error:
         sys.stderr.write(f"error: {error}\n")
         code = EXIT_USER if error.kind == "user" else EXIT_FAILED
@@ -82,11 +87,11 @@ def _stay_behind(crew: Crew, signals: SignalQueue, *, folder: Path, telling: Tel
     raise SystemExit(code)
 
 
-def _report_at_the_end(child: Child) -> None:
-    """Have an error that nobody catches travel to the parent instead of the screen."""
+def _report_uncaught_errors(worker: WorkerProcess) -> None:
+    """Send an uncaught error to the parent instead of printing it."""
 
-    def tell(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         if not isinstance(error, KeyboardInterrupt):
-            report(error, rank=child.rank, pipe=child.pipe)
+            send_failure(error, rank=worker.rank, pipe=worker.pipe)
 
-    sys.excepthook = tell
+    sys.excepthook = report

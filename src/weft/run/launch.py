@@ -1,48 +1,32 @@
-"""Owns starting the ranks of this machine and saying how they ended."""
+"""Launching local ranks as processes or threads, and joining the ranks that torchrun or Slurm has started."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
-from weft.errors import EXIT_OK, RankError
-from weft.run.crew import Crew, fork_ranks
-from weft.run.failure import TRACE, Failure, describe, first_of, to_error
-from weft.run.fork import Child
-from weft.run.rank import leave, play
-from weft.run.rank_setup import DeviceChoice, choose_device, prepare_rank
+from weft.errors import EXIT_OK
+from weft.run.failure import ErrorContext, describe_error, root_cause
+from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, prepare_rank
+from weft.run.rank_threads import run_rank_threads
 from weft.run.signals import SignalQueue
-from weft.run.threads import play_threads
-from weft.run.world import World
+from weft.run.worker import WorkerProcess, exit_code_of, exit_now, run_worker
+from weft.run.worker_group import WorkerGroup, fork_workers, supervise
+from weft.run.world import ThreadRendezvous, World
 
-Main = Callable[[World], None]
+RankMain = Callable[[World], None]
 LOCALHOST = "127.0.0.1"
-PATIENCE_S = 2.0
-
-
-@dataclass(frozen=True)
-class Telling:
-    """How a failure is told: the mesh gives coordinates, the folder takes the traceback."""
-
-    mesh: Mesh | None = None
-    out: Path | None = None
-
-    def error(self, failure: Failure) -> RankError:
-        """The error that the person sees."""
-        where = self.mesh.coord_text(failure.rank) if self.mesh else "no mesh"
-        return to_error(failure, where, out=self.out, show_trace=bool(os.environ.get(TRACE)))
+SECONDARY_DELAY_S = 2.0
 
 
 def launch(
-    main: Main,
+    main: RankMain,
     nproc: int,
     *,
     transport: Literal["process", "threads"] = "process",
@@ -53,77 +37,90 @@ def launch(
 ) -> int:
     """Call `main(world)` on `nproc` local ranks, and wait for them.
 
-    Processes are forks of this one: call it before any tensor has been computed and from the main thread. When a rank
-    fails the others are ended; Ctrl-C ends all; none is left when this returns, raises or is killed.
+    Processes are forks of this one: call it from the main thread, before any tensor has been computed. When a rank fails
+    or on Ctrl-C, all are ended; none is left when this function returns or raises, or this process is killed.
 
     Args:
-        device: looked at before a rank starts, so that a missing GPU is one error.
-        port: ranks meet there, on this machine; None: in a private file.
-        mesh: gives the coordinates in an error.
-        out: run folder, takes the traceback of an error.
+        device: validated before a rank starts, so that a missing GPU is one error.
+        port: TCP port of the rendezvous on this machine; None: a private file.
+        mesh: for the coordinates in an error.
+        out: run folder, for the traceback of an error.
 
     Returns:
-        0, or 75 if ranks saved and left on SIGTERM or SIGUSR1, or 143 if they left without.
+        0, or 75 if ranks saved and stopped on SIGTERM or SIGUSR1, or 143 if they stopped without saving.
 
     Raises:
         RankError: the first failing rank's error.
-        LaunchError: they cannot be started.
+        LaunchError: the ranks cannot be started.
         KeyboardInterrupt: Ctrl-C; all ranks have ended.
     """
     devices = [choose_device(device, local_rank=rank, local_size=nproc) for rank in range(nproc)]
-    telling = Telling(mesh, out)
+    context = ErrorContext(mesh, out)
     if transport == "threads":
-        ended = play_threads(main, devices)
-        if ended.failures:
-            raise telling.error(first_of(ended.failures))
-        return ended.code
+        return _launch_threads(main, ThreadWorld(nproc, devices=devices, timeout_s=TIMEOUT_S), context)
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
     with SignalQueue() as signals:
-        ours = fork_ranks(nproc, folder)
-        if isinstance(ours, Child):
-            world = local_world(ours.rank, nproc, folder=folder, port=port)
-            leave(play(lambda: _become(main, world), rank=ours.rank, pipe=ours.pipe))
-        return settle(ours, signals, folder=folder, telling=telling)
+        forked = fork_workers(nproc, folder)
+        if isinstance(forked, WorkerProcess):
+            world = local_world(forked.rank, nproc, folder=folder, port=port)
+            exit_now(run_worker(lambda: _run_main(main, world), rank=forked.rank, pipe=forked.pipe))
+        return wait_for_workers(forked, signals, folder=folder, context=context)
 
 
-def join(main: Main, world: World, *, mesh: Mesh | None = None, out: Path | None = None) -> int:
-    """Call `main(world)` in this process, which is one rank of a world that is there already; 0 when it is through.
+def join(main: RankMain, world: World, *, mesh: Mesh | None = None, out: Path | None = None) -> int:
+    """Call `main(world)` in this process, which is one rank of an existing world; 0 when it has returned.
 
-    torchrun and Slurm end all ranks when one ends. So a rank that only sees the echo of another's failure, or an error
-    that rank 0 sees too, waits a moment to be ended before it speaks.
+    torchrun and Slurm end all ranks when one ends. So a rank with a secondary failure, or with an error that rank 0 has
+    too, waits SECONDARY_DELAY_S, in which it is usually ended, before it reports.
 
     Raises:
         RankError: what went wrong, with this rank's coordinates.
     """
-    prepare_rank(world.local_size)
     try:
-        main(world)
+        _run_main(main, world)
     except Exception as error:
-        failure = describe(error, rank=world.rank, at_s=time.monotonic())
-        if failure.kind == "echo" or (failure.kind == "user" and world.rank > 0):
-            time.sleep(PATIENCE_S)
-        raise Telling(mesh, out).error(failure) from error
+        failure = describe_error(error, rank=world.rank, at_s=time.monotonic())
+        is_repeated = failure.kind == "user" and world.rank > 0
+        if failure.kind == "secondary" or is_repeated:
+            time.sleep(SECONDARY_DELAY_S)
+        raise ErrorContext(mesh, out).to_error(failure) from error
     return EXIT_OK
 
 
 def local_world(rank: int, size: int, *, folder: Path, port: int | None) -> World:
-    """The world of one forked rank."""
-    meeting = f"file://{folder}/meet" if port is None else f"tcp://{LOCALHOST}:{port}"
-    return World(rank, size, rank, size, meeting)
+    """The world of one of `size` local ranks."""
+    rendezvous = f"file://{folder}/store" if port is None else f"tcp://{LOCALHOST}:{port}"
+    return World(rank, size, local_rank=rank, local_size=size, rendezvous=rendezvous)
 
 
-def settle(crew: Crew, signals: SignalQueue, *, folder: Path, telling: Telling) -> int:
-    """Wait for the forked ranks, clean up after them, and say how they ended; see `launch`."""
+def wait_for_workers(group: WorkerGroup, signals: SignalQueue, *, folder: Path, context: ErrorContext) -> int:
+    """Supervise a group to its end and remove its folder; the exit code. Raises as `launch`."""
     try:
-        crew.wait(signals)
+        supervise(group, signals)
     finally:
-        crew.end(signal.SIGKILL)
+        group.kill()
         shutil.rmtree(folder, ignore_errors=True)
-    if crew.failures:
-        raise telling.error(first_of(crew.failures))
-    return crew.exit_code()
+    if group.failures:
+        raise context.to_error(root_cause(group.failures))
+    return group.exit_code()
 
 
-def _become(main: Main, world: World) -> None:
+def _run_main(main: RankMain, world: World) -> None:
     prepare_rank(world.local_size)
     main(world)
+
+
+def _launch_threads(main: RankMain, threads: ThreadWorld, context: ErrorContext) -> int:
+    def run_rank(rank: int) -> int:
+        rendezvous = ThreadRendezvous(threads)
+        world = World(rank, threads.size, local_rank=rank, local_size=threads.size, rendezvous=rendezvous)
+        try:
+            _run_main(main, world)
+        except SystemExit as stop:
+            return exit_code_of(stop)
+        return EXIT_OK
+
+    run = run_rank_threads(run_rank, threads, daemon=False)
+    if run.failures:
+        raise context.to_error(root_cause(run.failures))
+    return max(run.results.values(), default=EXIT_OK)

@@ -1,0 +1,229 @@
+"""The worker processes of one run: forked, watched and ended together; none outlives its group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import torch
+
+from weft.errors import EXIT_OK, EXIT_PREEMPTED, Fault, LaunchError
+from weft.run.failure import RankFailure, describe_exit
+from weft.run.signals import SignalQueue
+from weft.run.worker import STACK_SIGNAL, RankResult, WorkerProcess, fork_worker
+
+POLL_S = 0.02
+EXIT_POLL_S = 0.001
+"""Between looks at a worker that has closed its pipe and is about to end."""
+SETTLE_S = 0.3
+"""After the first failure, time for reports of the others: one of them may be the cause."""
+GRACE_S = 1.0
+"""Between a signal that ends a worker and SIGKILL."""
+PRELOAD = ("numpy.ma", "torch.fx.experimental.symbolic_shapes")
+"""Modules that the first backward pass would import in every rank (485 modules, 0.4 s)."""
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+
+def fork_workers(size: int, folder: Path, *, close: Connection | None = None) -> WorkerProcess | WorkerGroup:
+    """Fork this process `size` times: each fork returns its WorkerProcess, the parent returns the WorkerGroup.
+
+    Requires that no other thread runs and no tensor was computed: OpenMP and CUDA do not survive a fork.
+
+    Args:
+        folder: holds the stack files.
+        close: a connection of the parent that the workers close.
+
+    Raises:
+        LaunchError: the system refuses another process, or CUDA is initialised.
+    """
+    if torch.cuda.is_initialized():
+        what = "this process uses CUDA already, and CUDA does not survive a fork"
+        raise LaunchError(Fault("ranks", what, fix="start the ranks before anything is computed, or use torchrun"))
+    for name in PRELOAD:
+        with suppress(ImportError):
+            import_module(name)
+    group = WorkerGroup()
+    inherited = [] if close is None else [close]
+    for rank in range(size):
+        try:
+            worker = fork_worker(rank, folder / f"stack{rank}.txt", close=inherited)
+        except OSError as error:
+            group.kill()
+            raise LaunchError(Fault("ranks", f"cannot start rank {rank} of {size}", got=str(error))) from error
+        if worker.pid == 0:
+            return worker
+        group.workers.append(worker)
+        inherited.append(worker.pipe)
+    return group
+
+
+class WorkerGroup:
+    """The workers of one run, in the process that forked them.
+
+    Attributes:
+        failures: in the order in which they were found, without those that followed from ending the group.
+    """
+
+    def __init__(self) -> None:
+        self.workers: list[WorkerProcess] = []
+        self.failures: list[RankFailure] = []
+        self._settled_at = float("inf")
+        self._stop_requested = False
+        self._is_ending = False
+
+    def running(self) -> list[WorkerProcess]:
+        """The workers that have not ended."""
+        return [worker for worker in self.workers if worker.exit_code is None]
+
+    def is_settled(self) -> bool:
+        """Whether a worker has failed and the others had time to report the cause."""
+        return time.monotonic() >= self._settled_at
+
+    def poll(self, timeout_s: float, *, client: Connection | None = None) -> bool:
+        """Wait at most `timeout_s` for reports and ends, and record them; whether `client` can be read or was closed."""
+        running = self.running()
+        if any(worker.pipe.closed for worker in running):
+            timeout_s = min(timeout_s, EXIT_POLL_S)
+        watched = [worker.pipe for worker in running if not worker.pipe.closed]
+        if client is not None:
+            watched.append(client)
+        if watched:
+            ready = wait(watched, timeout_s)
+        else:
+            ready = []
+            time.sleep(timeout_s)
+        for worker in running:
+            if worker.pipe in ready:
+                _receive(worker)
+            if _has_ended(worker):
+                self._collect(worker)
+        return client in ready
+
+    def request_stop(self) -> None:
+        """Ask the workers to save and stop."""
+        self._stop_requested = True
+        self.send_signal(signal.SIGTERM)
+
+    def pause(self) -> None:
+        """Stop the workers and this process until SIGCONT."""
+        self.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.send_signal(signal.SIGCONT)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process groups of all running workers."""
+        for worker in self.running():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.pid, number)
+
+    def terminate(self, number: int, *, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Send `number`, and SIGKILL to the workers that still run after GRACE_S, or once `hurry` returns True."""
+        self._is_ending = True
+        self.send_signal(number)
+        deadline = time.monotonic() + GRACE_S
+        while self.running() and time.monotonic() < deadline and not hurry():
+            self.poll(POLL_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL all running workers and wait until they have ended."""
+        self._is_ending = True
+        self.send_signal(signal.SIGKILL)
+        while self.running():
+            self.poll(POLL_S)
+
+    def stacks(self) -> dict[int, str]:
+        """The stacks of the running workers by rank, as far as they write them within SETTLE_S."""
+        running = self.running()
+        if not running:
+            return {}
+        for worker in running:
+            os.kill(worker.pid, STACK_SIGNAL)
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and not all(worker.stack() for worker in running):
+            time.sleep(0.01)
+        time.sleep(POLL_S)  # the last one may still be writing
+        return {worker.rank: worker.stack() for worker in running}
+
+    def results(self) -> dict[int, bytes]:
+        """The values that workers reported, by rank."""
+        reports = [worker.report for worker in self.workers]
+        return {report.rank: report.value for report in reports if isinstance(report, RankResult)}
+
+    def exit_code(self) -> int:
+        """The exit code of a group that ended without a failure: 75 if a worker saved and stopped, 143 if it stopped only."""
+        codes = {worker.exit_code for worker in self.workers}
+        if EXIT_PREEMPTED in codes:
+            return EXIT_PREEMPTED
+        return EXIT_TERMINATED if -signal.SIGTERM in codes else EXIT_OK
+
+    def _collect(self, worker: WorkerProcess) -> None:
+        """Record the end of a worker, and kill the processes that it has left."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, signal.SIGKILL)
+        _, status = os.waitpid(worker.pid, 0)
+        worker.exit_code = os.waitstatus_to_exitcode(status)
+        while not worker.pipe.closed and worker.pipe.poll():
+            _receive(worker)
+        worker.pipe.close()
+        failure = self._failure_of(worker, worker.exit_code)
+        if failure is not None and not self._is_ending:
+            self.failures.append(failure)
+            self._settled_at = min(self._settled_at, time.monotonic() + SETTLE_S)
+
+    def _failure_of(self, worker: WorkerProcess, code: int) -> RankFailure | None:
+        if isinstance(worker.report, RankFailure):
+            return worker.report
+        stopped_as_requested = self._stop_requested and code == -signal.SIGTERM
+        if code in (EXIT_OK, EXIT_PREEMPTED) or stopped_as_requested:
+            return None
+        return describe_exit(code, rank=worker.rank, at_s=time.monotonic(), trace=worker.stack())
+
+
+def _has_ended(worker: WorkerProcess) -> bool:
+    """Whether the process has ended; it stays in the process table, so that its process group can still be killed."""
+    return os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _receive(worker: WorkerProcess) -> None:
+    """Read a report, or close the pipe at its end."""
+    try:
+        worker.report = worker.pipe.recv()
+    except (EOFError, OSError):  # OSError: the worker ended within a report
+        worker.pipe.close()
+
+
+def supervise(group: WorkerGroup, signals: SignalQueue) -> None:
+    """Wait until all workers have ended, by themselves or because one failed.
+
+    SIGTERM and SIGUSR1 are passed on as SIGTERM: workers may save and exit with code 75. A second SIGTERM kills them.
+    SIGTSTP (Ctrl-Z) pauses them too.
+
+    Raises:
+        KeyboardInterrupt: on SIGINT, after all workers have ended.
+    """
+    was_terminated = False
+    while group.running():
+        group.poll(POLL_S)
+        if group.is_settled():
+            group.terminate(signal.SIGTERM, hurry=lambda: signals.next() is not None)
+            return
+        match signals.next():
+            case signal.SIGINT:
+                group.terminate(signal.SIGINT, hurry=lambda: signals.next() is not None)
+                raise KeyboardInterrupt
+            case signal.SIGTERM if was_terminated:
+                group.kill()
+            case signal.SIGTERM:
+                was_terminated = True
+                group.request_stop()
+            case signal.SIGUSR1:
+                group.request_stop()
+            case signal.SIGTSTP:
+                group.pause()
