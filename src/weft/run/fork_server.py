@@ -197,7 +197,7 @@ def _call(job: Job, rank: int) -> object:
 def _pickle_exception(error: BaseException) -> bytes:
     """The pickled exception; b"" if it cannot be unpickled again."""
     try:
-        data = cloudpickle.dumps(error)
+        data: bytes = cloudpickle.dumps(error)
         cloudpickle.loads(data)
     except Exception:  # noqa: BLE001 - its text is reported instead
         return b""

@@ -153,7 +153,7 @@ def _add_stacks(error: BaseException, stacks: dict[int, str]) -> None:
         error.add_note(f"rank {rank} is at:\n{stack}")
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
+class _Pickler(cloudpickle.Pickler):
     """cloudpickle, with modules always by name, and with cached properties, which hold a lock before Python 3.12."""
 
     def reducer_override(self, obj: Any) -> Any:
