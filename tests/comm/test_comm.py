@@ -1,4 +1,4 @@
-"""`Comm` at the door: groups by axis, arguments that cannot be right."""
+"""`Comm`: groups by axis, and invalid arguments."""
 
 import pytest
 import torch
@@ -40,13 +40,13 @@ FAULTY = {
     "sum": (lambda c, x: c.reduce_scatter(x, "dp", sizes=[1, 2]), "has 5 entries, sizes [1, 2] add up to 3"),
     "count": (lambda c, x: c.reduce_scatter(x, "dp", sizes=[5]), "must be 2 lengths, one per member"),
     "negative": (lambda c, x: c.all_to_all(x, "dp", send_sizes=[6, -1]), "none negative"),
-    "own size": (lambda c, x: c.all_gather(x, "dp", sizes=[4, 5]), "dim 0 is 5 long here, `sizes` say 4"),
+    "own size": (lambda c, x: c.all_gather(x, "dp", sizes=[4, 5]), "dim 0 has length 5 here, `sizes` say 4"),
     "dimension": (lambda c, x: c.all_gather(x, "dp", dim=1), "dimension 1 is outside shape [5]"),
     "scalar": (lambda c, x: c.all_gather(x[0], "dp"), "dimension 0 is outside shape []"),
     "root": (lambda c, x: c.broadcast_(x, "dp", root=2), "root 2 is outside axis 'dp' of degree 2"),
-    "itself": (lambda c, x: c.send(x, "dp", to=0), "rank 0 has no other rank to talk to along 'dp'"),
-    "nobody": (lambda c, x: c.recv(x, "tp", source=0), "rank 0 has no other rank to talk to along 'tp'"),
-    "average": (lambda c, x: c.all_reduce(x.long(), "dp", op="avg"), "avg of torch.int64 does not stay an integer"),
+    "itself": (lambda c, x: c.send(x, "dp", to=0), "rank 0 is both source and destination of a message along 'dp'"),
+    "nobody": (lambda c, x: c.recv(x, "tp", source=0), "rank 0 is both source and destination of a message along 'tp'"),
+    "average": (lambda c, x: c.all_reduce(x.long(), "dp", op="avg"), "avg of torch.int64 would not be an integer"),
     "pieces": (lambda c, x: c.scatter([x], x, "dp"), "the root needs 2 pieces of shape [5]"),
     "piece shape": (lambda c, x: c.scatter([x, x[:4]], x, "dp"), "the root needs 2 pieces of shape [5]"),
     "piece dtype": (

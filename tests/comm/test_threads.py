@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from weft.comm.comm import Comm
+from weft.comm.observe import LateRanks
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
 from weft.errors import CommError, CommTimeout, MismatchError
@@ -35,11 +36,11 @@ MISMATCHES = {
     ),
     "pieces": (
         lambda comm, x: comm.all_gather(x, "dp") if comm.rank else comm.all_gather(x[:2], "dp"),
-        "disagree about the elements of each piece: rank 0: all_gather(dim 0) float32[2*] giving (2, 2, 2)",
+        "split sizes of the ranks do not match: rank 0: all_gather(dim 0) float32[2*] input_split_sizes (2, 2, 2)",
     ),
     "rows": (
         lambda comm, x: comm.all_to_all(x[:3], "dp", recv_sizes=[1, 1, 1 + (comm.rank == 2)]),
-        "rank 2: all_to_all float32[3*] giving (1, 1, 1) taking (1, 1, 2)",
+        "rank 2: all_to_all float32[3*] input_split_sizes (1, 1, 1) output_split_sizes (1, 1, 2)",
     ),
 }
 
@@ -87,11 +88,36 @@ def test_a_time_out_names_who_is_missing_and_who_is_there():
         thread.join()
     for rank in (0, 2):
         assert "all_reduce(sum) float32[2] over tp, ranks 0 1 2: rank 1 did not come within 0.2 s" in str(errors[rank])
-        assert f"seen by rank {rank} (tp{rank}) of mesh tp3; ranks: 0 = tp0, 1 = tp1" in errors[rank].__notes__[0]
+        assert f"reported by rank {rank} (tp{rank}) of mesh tp3; ranks: 0 = tp0, 1 = tp1" in errors[rank].__notes__[0]
+
+
+def test_a_late_rank_is_reported_once_and_the_collective_completes_when_it_joins():
+    world, mesh = ThreadWorld(4, late_after_s=0.1), Mesh.parse("dp2 tp2")
+    reports: list[LateRanks] = []
+    results = {}
+
+    def play(rank):
+        comm = Comm(mesh, rank, world.transport(rank), on_late=reports.append)
+        if rank == 3:
+            time.sleep(0.5)
+        results[rank] = comm.all_reduce(torch.ones(2), ("dp", "tp"))[0].item()
+
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == dict.fromkeys(range(4), 4.0)
+    assert len(reports) == 1
+    reporter = reports[0].rank
+    assert str(reports[0]) == (
+        f"rank {reporter} ({mesh.coord_text(reporter)}) has waited 0.1 s in "
+        "all_reduce(sum) float32[2] over dp+tp, ranks 0 1 2 3: rank 3 (dp1 tp1) has not arrived; still waiting"
+    )
 
 
 def test_the_first_failing_rank_releases_all_who_wait_at_once(monkeypatch):
-    monkeypatch.setattr("weft.comm.rooms.SLICE_S", 30.0)  # nobody looks up by himself meanwhile
+    monkeypatch.setattr("weft.comm.rendezvous.WAIT_SLICE_S", 30.0)  # nobody looks up by himself meanwhile
     released = []
 
     def fail(comm):

@@ -43,7 +43,7 @@ def test_a_mismatch_names_the_ranks_and_the_group_stays_usable():
         assert "ranks 0 2: all_reduce(sum) float32[4]; rank 1: all_gather(dim 0) float32[4*]" in told[0]
         assert "rank 0: all_reduce(sum) float32[3]; ranks 1 2: all_reduce(sum) float32[4]" in told[1]
         assert "rank 0: all_reduce(sum) float32[4]; ranks 1 2: all_reduce(sum) float64[4]" in told[2]
-        assert "rank 0: all_gather(dim 0) float32[2*] giving (2, 2, 2) taking (2, 2, 2)" in told[3]
+        assert "rank 0: all_gather(dim 0) float32[2*] input_split_sizes (2, 2, 2) output_split_sizes (2, 2, 2)" in told[3]
         assert total == [3.0] * 4
 
 

@@ -1,1 +1,1 @@
-"""Communication between ranks: `Comm` by mesh-axis name, over one of several transports."""
+"""Collectives and messages between ranks: `Comm`, addressed by mesh axis, over interchangeable transports."""

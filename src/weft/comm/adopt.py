@@ -1,4 +1,4 @@
-"""Owns how a plain script's strategies find the other ranks: by the Comm they are given, or in torch.distributed's world."""
+"""The `Comm` of strategies used in a plain script: the one passed in, or the world of torch.distributed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from weft.core.mesh import Axis, Mesh, axis_names
 
 
 def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Comm:
-    """`comm`, or else the world that the script has initialised torch.distributed with, all of it along `axis`.
+    """`comm`, or if it is None the world that the script initialised torch.distributed with, all of it along `axis`.
 
-    Every call with None makes connections of its own; every rank must make the same calls in the same order.
+    Every call with None opens connections of its own; every rank must make the same calls in the same order.
 
     Raises:
-        LaunchError: there is no Comm, and torch.distributed has not been initialised.
+        LaunchError: `comm` is None, and torch.distributed has not been initialised.
     """
     if comm is not None:
         return comm
     transport = ProcessTransport.adopt(device=device)
-    return Comm(Mesh.parse(f"{axis_names(axis)[0]}{transport.size}"), transport.rank, transport)
+    first_axis = axis_names(axis)[0]
+    mesh = Mesh.parse(f"{first_axis}{transport.size}")
+    return Comm(mesh, transport.rank, transport)

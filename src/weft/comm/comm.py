@@ -1,49 +1,63 @@
-"""Owns `Comm`: every operation between ranks, by mesh-axis name. One object per rank."""
+"""`Comm`: every operation between ranks, addressed by mesh-axis name. One object per rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
-from weft.comm import orders
-from weft.comm.observe import Observer, Operation, operation
-from weft.comm.orders import Group, Order
-from weft.comm.transport import Call, Pending, Reduce, Transport, Work
+from weft.comm import collectives
+from weft.comm.collectives import AxisGroup, LoweredOp
+from weft.comm.observe import LateRanks, Observer, operation, print_late_ranks
+from weft.comm.transport import Call, Reduce, Transport, Work
 from weft.core.mesh import AXES, Axis, Mesh, axis_names
 from weft.errors import CommError, Fault, MeshError, did_you_mean
 
 T = TypeVar("T")
 
+MAX_RANKS_IN_NOTE = 16
+"""Members whose coordinates are listed in the note of an error."""
+
 
 class Comm:
-    """A rank's way to the others: `comm.all_reduce(x, "tp")`, `comm.all_gather(x, ("dp", "cp"), dim=1)`.
+    """Collectives and messages of one rank: `comm.all_reduce(x, "tp")`, `comm.all_gather(x, ("dp", "cp"), dim=1)`.
 
-    An axis is the name of a mesh axis or a tuple of names, taken together as one group in mesh order. An axis of
+    An axis is the name of a mesh axis, or a tuple of names taken together as one group in mesh order. An axis of
     degree 1 returns at once: no transport, nothing counted. Functional operations return new memory, those that end in
-    `_` work in place and return their argument. Every operation has a `start_` twin that returns a `Work`; the tensors
-    it was given are not to be touched until that was waited for. Autograd sees nothing of these: `comm/ops.py` has
-    differentiable ones.
+    `_` work in place and return their argument. Every operation has a `start_` variant that returns a `Work`; its
+    tensors must not be read or written until that has been waited for. Autograd does not record these operations:
+    `comm/ops.py` has differentiable ones.
+
+    Args:
+        observers: see every operation that goes to the transport.
+        on_late: called when a group's members have not joined a call after some seconds (10 for `ProcessTransport`),
+            once per call and from any thread, while the call goes on waiting. It prints a note on stderr by default.
 
     Attributes:
-        checked: whether members first compare what they bring, where that costs messages (processes). On at first; it
-            may be switched off, on every rank at the same point.
+        checked: whether members first compare their signatures, if that costs messages (processes). True at first; it
+            may be switched, on every rank at the same point.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, transport: Transport, *, observers: tuple[Observer, ...] = ()) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        transport: Transport,
+        *,
+        observers: tuple[Observer, ...] = (),
+        on_late: Callable[[LateRanks], None] = print_late_ranks,
+    ) -> None:
         if (rank, mesh.size) != (transport.rank, transport.size):
-            here, there = (
-                f"rank {rank} of mesh {mesh} ({mesh.size} ranks)",
-                f"rank {transport.rank} of {transport.size}",
-            )
+            here = f"rank {rank} of mesh {mesh} ({mesh.size} ranks)"
+            there = f"rank {transport.rank} of {transport.size}"
             raise CommError(f"{here} was given the transport of {there}")
         self.mesh, self.rank, self.transport, self.observers = mesh, rank, transport, observers
+        self.on_late = on_late
         self.device = transport.device
         self.checked = True
-        self._groups: dict[tuple[Axis, bool], Group] = {}
+        self._groups: dict[tuple[Axis, bool], AxisGroup] = {}
 
     def degree(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""
@@ -59,8 +73,9 @@ class Comm:
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Without comparing first, inside the block; every rank must enter it at the same point."""
-        before, self.checked = self.checked, False
+        """Signatures are not compared inside the block; every rank must enter it at the same point."""
+        before = self.checked
+        self.checked = False
         try:
             yield
         finally:
@@ -71,28 +86,28 @@ class Comm:
         return self.start_all_reduce(x, axis, op=op).wait()
 
     def start_all_reduce(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        return self._start(orders.all_reduce(x, self._group(axis), op))
+        return self._start(collectives.all_reduce(x, self._group(axis), op))
 
     def all_reduce_(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """The reduction of every member's x, written into x."""
         return self.start_all_reduce_(x, axis, op=op).wait()
 
     def start_all_reduce_(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        return self._start(orders.all_reduce_(x, self._group(axis), op))
+        return self._start(collectives.all_reduce_(x, self._group(axis), op))
 
     def all_gather(self, x: Tensor, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
-        """Every member's x, joined along `dim`; `sizes` are the members' lengths along `dim` where they differ."""
+        """Every member's x, concatenated along `dim`; `sizes` are the members' lengths along `dim` if they differ."""
         return self.start_all_gather(x, axis, dim=dim, sizes=sizes).wait()
 
     def start_all_gather(self, x: Tensor, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Work:
-        return self._start(orders.all_gather(x, self._group(axis), dim, sizes))
+        return self._start(collectives.all_gather(x, self._group(axis), dim, sizes))
 
-    def all_gather_(self, whole: Tensor, axis: Axis) -> Tensor:
-        """`whole` is one line of equal pieces, of which this member has its own: every other one is written into it."""
-        return self.start_all_gather_(whole, axis).wait()
+    def all_gather_(self, buffer: Tensor, axis: Axis) -> Tensor:
+        """`buffer` is flat, one equal shard per member: every other member's shard is written into it."""
+        return self.start_all_gather_(buffer, axis).wait()
 
-    def start_all_gather_(self, whole: Tensor, axis: Axis) -> Work:
-        return self._start(orders.all_gather_(whole, self._group(axis)))
+    def start_all_gather_(self, buffer: Tensor, axis: Axis) -> Work:
+        return self._start(collectives.all_gather_(buffer, self._group(axis)))
 
     def reduce_scatter(
         self, x: Tensor, axis: Axis, *, dim: int = 0, op: Reduce = "sum", sizes: Sequence[int] | None = None
@@ -103,17 +118,17 @@ class Comm:
     def start_reduce_scatter(
         self, x: Tensor, axis: Axis, *, dim: int = 0, op: Reduce = "sum", sizes: Sequence[int] | None = None
     ) -> Work:
-        return self._start(orders.reduce_scatter(x, self._group(axis), dim, op, sizes))
+        return self._start(collectives.reduce_scatter(x, self._group(axis), dim, op, sizes))
 
-    def reduce_scatter_(self, whole: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
-        """`whole` is one line of equal pieces: the reduction of every member's is written into this member's own.
+    def reduce_scatter_(self, buffer: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
+        """`buffer` is flat, one equal shard per member: the reduction of all buffers is written into this member's shard.
 
-        Returns that piece, a view; the others stay as they were.
+        Returns that shard, a view; the other shards do not change.
         """
-        return self.start_reduce_scatter_(whole, axis, op=op).wait()
+        return self.start_reduce_scatter_(buffer, axis, op=op).wait()
 
-    def start_reduce_scatter_(self, whole: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        return self._start(orders.reduce_scatter_(whole, self._group(axis), op))
+    def start_reduce_scatter_(self, buffer: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
+        return self._start(collectives.reduce_scatter_(buffer, self._group(axis), op))
 
     def all_to_all(
         self,
@@ -123,7 +138,7 @@ class Comm:
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Piece j of x along dim 0 to member j; the pieces that came, joined in group order. Without sizes: even."""
+        """Piece j of x along dim 0 goes to member j; returns the received pieces in group order. Equal pieces by default."""
         return self.start_all_to_all(x, axis, send_sizes=send_sizes, recv_sizes=recv_sizes).wait()
 
     def start_all_to_all(
@@ -134,98 +149,104 @@ class Comm:
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
     ) -> Work:
-        return self._start(orders.all_to_all(x, self._group(axis), send_sizes, recv_sizes))
+        return self._start(collectives.all_to_all(x, self._group(axis), send_sizes, recv_sizes))
 
     def broadcast_(self, x: Tensor, axis: Axis, *, root: int = 0) -> Tensor:
         """x of member `root` (a place along the axis), written into every member's x."""
         return self.start_broadcast_(x, axis, root=root).wait()
 
     def start_broadcast_(self, x: Tensor, axis: Axis, *, root: int = 0) -> Work:
-        return self._start(orders.broadcast_(x, self._group(axis), root))
+        return self._start(collectives.broadcast_(x, self._group(axis), root))
 
     def gather(self, x: Tensor, axis: Axis, *, root: int = 0) -> tuple[Tensor, ...] | None:
         """Every member's x, in group order, at member `root`; None elsewhere."""
         return self.start_gather(x, axis, root=root).wait()
 
     def start_gather(self, x: Tensor, axis: Axis, *, root: int = 0) -> Work[tuple[Tensor, ...] | None]:
-        return self._start(orders.gather(x, self._group(axis), root))
+        return self._start(collectives.gather(x, self._group(axis), root))
 
     def scatter(self, pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, *, root: int = 0) -> Tensor:
         """Piece i of member `root`'s `pieces` (None elsewhere), written into member i's `out`."""
         return self.start_scatter(pieces, out, axis, root=root).wait()
 
     def start_scatter(self, pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, *, root: int = 0) -> Work:
-        return self._start(orders.scatter(pieces, out, self._group(axis), root))
+        return self._start(collectives.scatter(pieces, out, self._group(axis), root))
 
     def send(self, x: Tensor, axis: Axis, *, to: int) -> None:
         """x to member `to` (a place along the axis); returns when it was received."""
         self.start_send(x, axis, to=to).wait()
 
     def start_send(self, x: Tensor, axis: Axis, *, to: int) -> Work:
-        return self._start(orders.send(x, self._group(axis), to))
+        return self._start(collectives.send(x, self._group(axis), to))
 
     def recv(self, out: Tensor, axis: Axis, *, source: int) -> Tensor:
         """What member `source` sends, written into `out`."""
         return self.start_recv(out, axis, source=source).wait()
 
     def start_recv(self, out: Tensor, axis: Axis, *, source: int) -> Work:
-        return self._start(orders.recv(out, self._group(axis), source))
+        return self._start(collectives.recv(out, self._group(axis), source))
 
     def barrier(self, axis: Axis) -> None:
-        """Return when every member has come."""
+        """Return when every member has called this."""
         self.start_barrier(axis).wait()
 
     def start_barrier(self, axis: Axis) -> Work[None]:
-        return self._start(orders.barrier(self._group(axis)))
+        return self._start(collectives.barrier(self._group(axis)))
 
-    def _group(self, axis: Axis) -> Group:
-        group = self._groups.get((axis, self.checked))
+    def _group(self, axis: Axis) -> AxisGroup:
+        key = (axis, self.checked)
+        group = self._groups.get(key)
         if group is None:
-            group = self._groups[axis, self.checked] = _find_group(self.mesh, self.rank, axis, checked=self.checked)
+            group = _axis_group(self.mesh, self.rank, axis, checked=self.checked)
+            self._groups[key] = group
         return group
 
-    def _start(self, order: Order[T]) -> Work[T]:
-        call = order.call
+    def _start(self, lowered: LoweredOp[T]) -> Work[T]:
+        call = lowered.call
         if call is None:
-            return Work.done(order.finish())
-        record = operation(call) if self.observers else None
-        if record is not None:
+            return Work.done(lowered.finish())
+        if not self.observers:
+            pending = self.transport.start(call, self._report_late)
+            return Work(pending, lowered.finish, lambda: self._failure_note(call))
+        record = operation(call)
+        for observer in self.observers:
+            observer.started(record)
+        pending = self.transport.start(call, self._report_late)
+
+        def finish() -> T:
             for observer in self.observers:
-                observer.started(record)
-        return Work(_Watched(self.transport.start(call), self, call, record), order.finish)
+                observer.finished(record)
+            return lowered.finish()
+
+        return Work(pending, finish, lambda: self._failure_note(call))
+
+    def _failure_note(self, call: Call) -> str:
+        coordinates = [f"{rank} = {self.mesh.coord_text(rank)}" for rank in call.ranks[:MAX_RANKS_IN_NOTE]]
+        reporter = f"rank {self.rank} ({self.mesh.coord_text(self.rank)}) of mesh {self.mesh}"
+        return f"reported by {reporter}; ranks: {', '.join(coordinates)}"
+
+    def _report_late(self, call: Call, missing: tuple[int, ...], waited_s: float) -> None:
+        coordinates = {rank: self.mesh.coord_text(rank) for rank in (self.rank, *missing)}
+        late = LateRanks(
+            call=call.description,
+            rank=self.rank,
+            missing=missing,
+            coordinates=coordinates,
+            waited_s=waited_s,
+        )
+        self.on_late(late)
 
 
-@dataclass(slots=True)
-class _Watched:
-    """A pending operation whose end is told to the observers and whose failure says where on the mesh it happened."""
+def _axis_group(mesh: Mesh, rank: int, axis: Axis, *, checked: bool) -> AxisGroup:
+    """The group of `rank` along `axis`; axes of degree 1 are left out of its name.
 
-    pending: Pending
-    comm: Comm
-    call: Call
-    record: Operation | None
-
-    def wait(self) -> None:
-        try:
-            self.pending.wait()
-        except CommError as error:
-            mesh = self.comm.mesh
-            members = ", ".join(f"{rank} = {mesh.coord_text(rank)}" for rank in self.call.ranks[:16])
-            error.add_note(
-                f"seen by rank {self.comm.rank} ({mesh.coord_text(self.comm.rank)}) of mesh {mesh}; ranks: {members}"
-            )
-            raise
-        if self.record is not None:
-            for observer in self.comm.observers:
-                observer.finished(self.record)
-
-    def is_completed(self) -> bool:
-        return self.pending.is_completed()
-
-
-def _find_group(mesh: Mesh, rank: int, axis: Axis, *, checked: bool) -> Group:
-    for name in axis_names(axis):
+    Raises:
+        MeshError: an axis of an unknown name.
+    """
+    wanted = axis_names(axis)
+    for name in wanted:
         if name not in AXES:
             raise MeshError(Fault("axis", f"unknown axis {name!r}", fix=did_you_mean(name, AXES)))
-    cut = tuple(name for name, degree in mesh.axes if name in axis_names(axis) and degree > 1)
-    text = "+".join(cut) or "+".join(axis_names(axis))
-    return Group(text, mesh.group(rank, cut), mesh.index(rank, cut), checked)
+    present = tuple(name for name, degree in mesh.axes if name in wanted and degree > 1)
+    label = "+".join(present or wanted)
+    return AxisGroup(label, mesh.group(rank, present), mesh.index(rank, present), checked)

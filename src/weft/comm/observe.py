@@ -1,7 +1,8 @@
-"""Owns what can be seen of communication: the `Operation` record, who may look on, and the `Counter`."""
+"""Observation of communication: the `Operation` record, the `Observer` protocol, `Counter`, and notes on late ranks."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,15 +15,15 @@ from weft.comm.transport import Call, Op
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of one rank. The same object is handed to `started` and `finished`.
+    """One operation of one rank. The same object is passed to `started` and `finished`.
 
-    `axis` is the mesh axis, or several joined by "+". `payload_bytes` is the size of the tensor that this rank brings
-    (for recv and broadcast: receives). `sent_bytes` is what this rank sends if the operation is played as a ring;
-    summed over the group it is what crosses the wires. n members, whole = the large tensor, own = this rank's piece:
+    `axis` is the mesh axis, or several joined by "+". `payload_bytes` is the size of this rank's input (for recv and
+    broadcast: output). `sent_bytes` is what this rank sends with a ring algorithm; its sum over the group is what
+    crosses the network. With n members, whole = the large tensor, own = this rank's piece:
 
         all_reduce      2 (n-1)/n whole     a reduce-scatter and an all-gather; rounded down to whole bytes
-        all_gather      whole - next one's  each rank passes on every piece but that of the one after it: (n-1) pieces
-        reduce_scatter  whole - own         (n-1)/n whole where pieces are even
+        all_gather      whole - next one's  each rank forwards every piece but that of the next rank: (n-1) pieces
+        reduce_scatter  whole - own         (n-1)/n whole with equal pieces
         all_to_all      whole - own         what leaves this rank
         broadcast       (n-1) whole         at the root, else 0
         gather          own                 0 at the root
@@ -40,15 +41,49 @@ class Operation:
 
 
 class Observer(Protocol):
-    """Who is told of every operation: `started` before it goes to the transport, `finished` when it was waited for."""
+    """Sees every operation of a `Comm`: `started` before the transport gets it, `finished` once it was waited for."""
 
     def started(self, op: Operation) -> None: ...
     def finished(self, op: Operation) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
+class LateRanks:
+    """Members of a group that have not joined a call for which `rank` waits; it waits on, up to its time-out.
+
+    Attributes:
+        call: operation, dtype, shape, axis and group, e.g. `all_reduce(sum) float32[4] over dp, ranks 0 1 2`.
+        rank: world rank that waits.
+        missing: world ranks that have not joined.
+        coordinates: mesh coordinates of `rank` and of each rank in `missing`, e.g. {1: "dp1 tp0"}.
+        waited_s: seconds that `rank` has waited.
+    """
+
+    call: str
+    rank: int
+    missing: tuple[int, ...]
+    coordinates: dict[int, str]
+    waited_s: float
+
+    def __str__(self) -> str:
+        waiting = self._with_coordinates(self.rank)
+        missing = ", ".join(self._with_coordinates(rank) for rank in self.missing)
+        have = "has" if len(self.missing) == 1 else "have"
+        return f"{waiting} has waited {self.waited_s:.3g} s in {self.call}: {missing} {have} not arrived; still waiting"
+
+    def _with_coordinates(self, rank: int) -> str:
+        return f"rank {rank} ({self.coordinates[rank]})"
+
+
+def print_late_ranks(late: LateRanks) -> None:
+    """Print a note on stderr: the default of `Comm.on_late`."""
+    sys.stderr.write(f"note: {late}\n")
+    sys.stderr.flush()
+
+
+@dataclass(frozen=True, slots=True)
 class Traffic:
-    """Operations and bytes, added up."""
+    """Totals of operations and bytes."""
 
     operations: int = 0
     payload_bytes: int = 0
@@ -56,14 +91,14 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
-            self.operations + other.operations,
-            self.payload_bytes + other.payload_bytes,
-            self.sent_bytes + other.sent_bytes,
+            operations=self.operations + other.operations,
+            payload_bytes=self.payload_bytes + other.payload_bytes,
+            sent_bytes=self.sent_bytes + other.sent_bytes,
         )
 
 
 class Counter:
-    """Observer that adds up traffic per (axis, op); one may serve the ranks of several threads at once."""
+    """Observer that adds up traffic per (axis, op); one may be shared by the ranks of several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,59 +106,66 @@ class Counter:
 
     def started(self, op: Operation) -> None:
         """Count `op`."""
+        key = (op.axis, op.op)
+        one = Traffic(operations=1, payload_bytes=op.payload_bytes, sent_bytes=op.sent_bytes)
         with self._lock:
-            known = self.traffic.get((op.axis, op.op), Traffic())
-            self.traffic[op.axis, op.op] = known + Traffic(1, op.payload_bytes, op.sent_bytes)
+            self.traffic[key] = self.traffic.get(key, Traffic()) + one
 
     def finished(self, op: Operation) -> None:
-        """Nothing more to count."""
+        """Do nothing: operations are counted when they start."""
 
     def total(self) -> Traffic:
-        """All axes and operations together."""
+        """Sum over all axes and operations."""
         with self._lock:
             return sum(self.traffic.values(), Traffic())
 
 
 def operation(call: Call) -> Operation:
     """The record of `call`."""
-    payload = _bytes(call.give) if call.give is not None else _bytes(call.take)
-    sent = _SENT_BYTES.get(call.op, _nothing)(call)
-    return Operation(call.op, call.axis, call.ranks, call.rank, payload, sent)
+    payload = call.input if call.input is not None else call.output
+    count_sent = _SENT_BYTES.get(call.op)
+    return Operation(
+        op=call.op,
+        axis=call.axis,
+        group=call.ranks,
+        rank=call.rank,
+        payload_bytes=_num_bytes(payload),
+        sent_bytes=0 if count_sent is None else count_sent(call),
+    )
 
 
-def _bytes(x: Tensor | None) -> int:
+def _num_bytes(x: Tensor | None) -> int:
     return 0 if x is None else x.numel() * x.element_size()
 
 
-def _nothing(call: Call) -> int:
-    return 0
-
-
 def _all_reduce(call: Call) -> int:
-    return 2 * (len(call.ranks) - 1) * _bytes(call.take) // len(call.ranks)
+    size = len(call.ranks)
+    return 2 * (size - 1) * _num_bytes(call.output) // size
 
 
 def _all_gather(call: Call) -> int:
-    assert call.take is not None, "all_gather takes the whole"
-    following = call.take_counts[(call.index + 1) % len(call.ranks)]
-    return (sum(call.take_counts) - following) * call.take.element_size()
+    next_index = (call.index + 1) % len(call.ranks)
+    numel = sum(call.output_split_sizes) - call.output_split_sizes[next_index]
+    return numel * call.required_output.element_size()
 
 
 def _all_but_own(call: Call) -> int:
-    assert call.give is not None, f"{call.op} gives the whole"
-    return (sum(call.give_counts) - call.give_counts[call.index]) * call.give.element_size()
+    numel = sum(call.input_split_sizes) - call.input_split_sizes[call.index]
+    return numel * call.required_input.element_size()
 
 
-def _broadcast(call: Call) -> int:
-    return (len(call.ranks) - 1) * _bytes(call.take) if call.index == call.root else 0
+def _from_root(call: Call) -> int:
+    is_root = call.index == call.root
+    return (len(call.ranks) - 1) * _num_bytes(call.output) if is_root else 0
 
 
-def _gather(call: Call) -> int:
-    return 0 if call.index == call.root else _bytes(call.give)
+def _to_root(call: Call) -> int:
+    is_root = call.index == call.root
+    return 0 if is_root else _num_bytes(call.input)
 
 
-def _scatter(call: Call) -> int:
-    return (len(call.ranks) - 1) * _bytes(call.take) if call.index == call.root else 0
+def _send(call: Call) -> int:
+    return _num_bytes(call.input)
 
 
 _SENT_BYTES: dict[Op, Callable[[Call], int]] = {
@@ -131,8 +173,8 @@ _SENT_BYTES: dict[Op, Callable[[Call], int]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _all_but_own,
     "all_to_all": _all_but_own,
-    "broadcast": _broadcast,
-    "gather": _gather,
-    "scatter": _scatter,
-    "send": lambda call: _bytes(call.give),
+    "broadcast": _from_root,
+    "gather": _to_root,
+    "scatter": _from_root,
+    "send": _send,
 }

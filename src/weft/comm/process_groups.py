@@ -1,8 +1,9 @@
-"""Owns the processes transport: one rank a process, over gloo and NCCL. The only file that imports torch.distributed."""
+"""Process transport: one rank per process, over gloo and NCCL. The only module that imports torch.distributed."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from datetime import timedelta
@@ -13,19 +14,31 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
-from weft.comm.board import Board, pauses
-from weft.comm.channels import Channel
-from weft.comm.transport import Call, Pending, Reduce
-from weft.comm.wire import Backend, Line
+from weft.comm.backend import ProcessGroupBackend, TorchProcessGroup
+from weft.comm.group_queue import GroupCall, GroupQueue
+from weft.comm.presence import PresenceStore, poll_intervals
+from weft.comm.transport import Call, OnLate, Reduce
 from weft.errors import CommError, CommTimeout, Fault, LaunchError
 
 # Note [Groups without a registry]
-# Backends are made here one by one and not by `dist.new_group`: that keeps names and counters for the whole process, is
-# not to be called from two threads, and wants every rank to make its groups in the same order. A backend needs nothing
-# but a store in which its members find each other; so each group is connected when it is first used, in whatever order
-# its members come to it, and several transports may live in one process, beside a world of torch.distributed's own.
+# Process groups are made here one by one and not by `dist.new_group`, which keeps names and counters for the whole
+# process, must not be called from two threads, and needs every rank to make its groups in the same order. A process
+# group needs nothing but a store in which its members find each other. So each group is connected when it is first
+# used, in whatever order its members come to it, and several transports may exist in one process, beside a world of
+# torch.distributed's own.
 
-_REDUCE: dict[Reduce, Any] = {
+LATE_AFTER_S = 10.0
+"""How long a rank waits in a call before members that have not joined it are reported; see `Comm.on_late`."""
+
+MONITOR_INTERVAL_S = 0.25
+"""How often the monitor thread looks at the calls of a rank, unless `late_after_s` is short."""
+
+GLOO_THREADS = 2
+
+GroupKey = tuple[bool, tuple[int, ...]]
+"""Whether the group is an ordered pair for messages, and its world ranks."""
+
+_REDUCE_OPS: dict[Reduce, Any] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
@@ -41,9 +54,11 @@ class ProcessTransport:
             sets), "tcp://host:port" (rank 0 listens there) or "file:///path" (a file that does not exist yet).
         device: where this rank computes. Tensors on the CPU travel over gloo, tensors on a CUDA device over NCCL.
         timeout_s: how long a rank waits for the others.
+        late_after_s: how long a rank waits before it reports members that have not joined (on CUDA devices, where the
+            host does not wait for collectives: only for CPU tensors and for signatures).
 
     Raises:
-        LaunchError: no meeting place: a variable is missing, a port is taken, the host does not answer.
+        LaunchError: the rendezvous failed: a variable is missing, a port is taken, the host does not answer.
     """
 
     def __init__(
@@ -54,22 +69,35 @@ class ProcessTransport:
         *,
         device: str | torch.device = "cpu",
         timeout_s: float = 600.0,
+        late_after_s: float = LATE_AFTER_S,
     ) -> None:
-        self.rank, self.size, self.device, self.timeout_s = rank, size, torch.device(device), timeout_s
+        self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.timeout_s, self.late_after_s = timeout_s, late_after_s
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._gloo_devices = _gloo_devices()
-        self._store = _own_corner(_store_of(rendezvous, rank, size, timeout_s), rank)
-        self._board = Board(self._store)
-        self._channels: dict[tuple[bool, tuple[int, ...]], Channel] = {}
-        self._finalizer = weakref.finalize(self, _close, self._board, self._channels, rank)
+        shared_store = _find_store(rendezvous, rank, size, timeout_s)
+        self._store = _own_namespace(shared_store, rank)
+        self._presence = PresenceStore(self._store)
+        self._queues: dict[GroupKey, GroupQueue] = {}
+        self._closing = threading.Event()
+        self._monitor_interval_s = min(MONITOR_INTERVAL_S, late_after_s / 8)
+        self._monitor = threading.Thread(
+            target=_monitor,
+            args=(self._queues, self._closing, self._monitor_interval_s),
+            name="weft monitor",
+            daemon=True,
+        )
+        self._finalizer = weakref.finalize(
+            self, _close, self._presence, self._queues, rank, monitor=self._monitor, closing=self._closing
+        )
 
     @staticmethod
     def adopt(*, device: str | torch.device = "cpu", timeout_s: float = 600.0) -> ProcessTransport:
-        """Be the rank that `torch.distributed.init_process_group` has made of this process.
+        """The transport of the world that `torch.distributed.init_process_group` has made.
 
         Raises:
-            LaunchError: nobody has.
+            LaunchError: torch.distributed is not initialised.
         """
         if not dist.is_available() or not dist.is_initialized():
             what = "no other ranks are known: torch.distributed is not initialised"
@@ -78,63 +106,102 @@ class ProcessTransport:
         store = dist.distributed_c10d._get_default_store()
         return ProcessTransport(dist.get_rank(), dist.get_world_size(), store, device=device, timeout_s=timeout_s)
 
-    def start(self, call: Call) -> Pending:
-        """Hand `call` to the channel of its group; messages have a channel for each ordered pair."""
-        if self._board.is_closed:
-            raise CommError(f"{call.where}: this transport was closed")
+    def start(self, call: Call, on_late: OnLate) -> GroupCall:
+        """Hand `call` to the queue of its group; each ordered pair has a queue for its messages."""
+        if self._presence.is_closed:
+            raise CommError(f"{call.description}: this transport was closed")
         key = (call.is_p2p, call.ranks)
-        channel = self._channels.get(key)
-        if channel is None:
-            channel = self._channels.setdefault(key, self._channel(call))
-        return channel.start(call)
+        group_queue = self._queues.get(key)
+        if group_queue is None:
+            group_queue = self._queues.setdefault(key, self._make_queue(call))
+            self._start_monitor()
+        return group_queue.start(call, on_late)
 
     def close(self) -> None:
-        """Drop all connections; what was started and never waited for is given up, other ranks see it fail.
+        """Drop all connections; calls that were not waited for are aborted, and other ranks see them fail.
 
         Without it this happens at the end of the program.
         """
         self._finalizer()
 
-    def _channel(self, call: Call) -> Channel:
-        name = ("pair " if call.is_p2p else "group ") + "-".join(map(str, call.ranks))
-        size, index = len(call.ranks), call.index
+    def _start_monitor(self) -> None:
+        if self._monitor.ident is None:
+            self._monitor.start()
 
-        def open_line() -> Line:
-            self._board.meet(name, call, self.timeout_s)
-            return Line(lambda kind: self._connect(f"{name}/{kind}", kind, index, size), _REDUCE)
+    def _make_queue(self, call: Call) -> GroupQueue:
+        kind = "pair" if call.is_p2p else "group"
+        name = f"{kind} {'-'.join(map(str, call.ranks))}"
 
-        return Channel(name, open_line, board=self._board, timeout_s=self.timeout_s)
+        def connect() -> ProcessGroupBackend:
+            self._presence.wait_for_members(name, call, timeout_s=self.timeout_s)
+            return ProcessGroupBackend(connect_device_type, _REDUCE_OPS)
 
-    def _connect(self, name: str, kind: str, index: int, size: int) -> Backend:
-        store, timeout = PrefixStore(name, self._store), timedelta(seconds=self.timeout_s)
-        if kind == "cpu":
+        def connect_device_type(device_type: str) -> TorchProcessGroup:
+            return self._connect(f"{name}/{device_type}", device_type, index=call.index, size=len(call.ranks))
+
+        return GroupQueue(
+            name,
+            connect,
+            presence=self._presence,
+            timeout_s=self.timeout_s,
+            late_after_s=self.late_after_s,
+            announce_after_s=self._monitor_interval_s,
+        )
+
+    def _connect(self, prefix: str, device_type: str, *, index: int, size: int) -> TorchProcessGroup:
+        store = PrefixStore(prefix, self._store)
+        timeout = timedelta(seconds=self.timeout_s)
+        if device_type == "cpu":
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
-            options._devices, options._timeout, options._threads = self._gloo_devices, timeout, 2
-            return cast(Backend, gloo(_PatientStore(store, self._board, self.timeout_s), index, size, options))
-        if kind == "cuda" and dist.is_nccl_available():
+            options._devices = self._gloo_devices
+            options._timeout = timeout
+            options._threads = GLOO_THREADS
+            polling_store = _PollingStore(store, self._presence, self.timeout_s)
+            return cast(TorchProcessGroup, gloo(polling_store, index, size, options))
+        if device_type == "cuda" and dist.is_nccl_available():
             nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
             options._timeout = timeout
-            return cast(Backend, nccl(store, index, size, options))
-        raise CommError(f"no backend carries tensors on {kind!r} between processes")
+            return cast(TorchProcessGroup, nccl(store, index, size, options))
+        raise CommError(f"no backend carries tensors on {device_type!r} between processes")
 
 
-def _close(board: Board, channels: dict[tuple[bool, tuple[int, ...]], Channel], rank: int) -> None:
-    board.is_closed = True
-    for (_, ranks), channel in channels.items():
-        channel.break_off(ranks.index(rank))
-    for channel in channels.values():
-        channel.join()
-    channels.clear()
+def _monitor(queues: dict[GroupKey, GroupQueue], closing: threading.Event, interval_s: float) -> None:
+    """Monitor thread of a transport: announces this rank's calls and reports late ranks, until `closing` is set."""
+    while not closing.wait(interval_s):
+        for group_queue in list(queues.values()):
+            try:
+                group_queue.check_progress()
+            except RuntimeError:
+                return  # the store is lost: calls report what they wait for when they fail
 
 
-class _PatientStore(Store):
-    """A store that looks again and again instead of blocking: a group that connects must not hold up another."""
+def _close(
+    presence: PresenceStore,
+    queues: dict[GroupKey, GroupQueue],
+    rank: int,
+    *,
+    monitor: threading.Thread,
+    closing: threading.Event,
+) -> None:
+    presence.is_closed = True
+    closing.set()
+    for (_, ranks), group_queue in queues.items():
+        group_queue.abort(ranks.index(rank))
+    for group_queue in queues.values():
+        group_queue.join()
+    if monitor.ident is not None and monitor is not threading.current_thread():
+        monitor.join()
+    queues.clear()
 
-    def __init__(self, store: Store, board: Board, timeout_s: float) -> None:
+
+class _PollingStore(Store):
+    """A store that polls instead of blocking: a group that connects must not hold up the store's other users."""
+
+    def __init__(self, store: Store, presence: PresenceStore, timeout_s: float) -> None:
         super().__init__()
-        self._store, self._board, self._timeout_s = store, board, timeout_s
+        self._store, self._presence, self._timeout_s = store, presence, timeout_s
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
@@ -144,37 +211,37 @@ class _PatientStore(Store):
         return bytes(self._store.get(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        deadline = time.monotonic() + (timeout.total_seconds() if timeout else self._timeout_s)
-        for pause_s in pauses():
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline = time.monotonic() + timeout_s
+        for interval_s in poll_intervals():
             if self._store.check(keys):
                 return
-            if time.monotonic() > deadline or self._board.is_closed:
-                raise CommTimeout(f"a member of the group went away while it was being connected; missing {keys}")
-            time.sleep(pause_s)
+            if time.monotonic() > deadline or self._presence.is_closed:
+                raise CommTimeout(f"a member of the group left while it was being connected; missing {keys}")
+            time.sleep(interval_s)
 
 
 def _gloo_devices() -> list[Any]:
     gloo: Any = dist.ProcessGroupGloo
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")  # gloo's own variable: which network to use
-    return [gloo.create_device(interface=name) for name in interfaces.split(",") if name] or [
-        gloo.create_default_device()
-    ]
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")  # gloo's own variable: network interfaces to use
+    devices = [gloo.create_device(interface=name) for name in names if name]
+    return devices or [gloo.create_default_device()]
 
 
-def _store_of(rendezvous: str | Store, rank: int, size: int, timeout_s: float) -> Store:
+def _find_store(rendezvous: str | Store, rank: int, size: int, timeout_s: float) -> Store:
     if isinstance(rendezvous, Store):
         return rendezvous
     try:
         found = next(find_rendezvous(rendezvous, rank, size, timeout=timedelta(seconds=timeout_s)))
     except (ValueError, RuntimeError) as error:
-        told = str(error).splitlines()[0]
-        raise LaunchError(
-            Fault("rendezvous", f"rank {rank} of {size} cannot meet the others at {rendezvous}", got=told)
-        ) from error
-    return cast(Store, found[0])
+        reason = str(error).splitlines()[0]
+        what = f"rank {rank} of {size} cannot meet the others at {rendezvous}"
+        raise LaunchError(Fault("rendezvous", what, got=reason)) from error
+    store = found[0]
+    return cast(Store, store)
 
 
-def _own_corner(store: Store, rank: int) -> Store:
+def _own_namespace(store: Store, rank: int) -> Store:
     """Keys of this transport alone: a restart by torchrun, or a second transport in this world, starts afresh."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     generation = store.add(f"weft/{attempt}/joined/{rank}", 1)

@@ -1,4 +1,4 @@
-"""Owns the threads transport: one rank a thread of this process. Deterministic, quick to start, and hangs are named."""
+"""Thread transport: one rank per thread of this process; deterministic, starts fast, and detects deadlocks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.comm.rooms import House, Meeting
-from weft.comm.transport import Call
+from weft.comm.rendezvous import PendingCollective, ThreadRendezvous
+from weft.comm.transport import Call, OnLate
 from weft.errors import CommError
 
 # Note [Backward passes in rank threads]
@@ -22,71 +22,83 @@ from weft.errors import CommError
 
 
 class ThreadWorld:
-    """A world of `size` ranks that meet in this process's memory.
+    """A world of `size` ranks, one per thread, that exchange tensors in this process's memory.
 
     >>> world = ThreadWorld(2)
     >>> comm = Comm(Mesh.parse("dp2"), 0, world.transport(0))     # in rank 0's thread
 
     Args:
-        devices: one for each rank; CPU for all of them by default. Pieces are moved to the device that takes them.
+        devices: one for each rank; CPU for all of them by default. Pieces are moved to the device of the output.
         timeout_s: how long a rank waits for the others of its group.
+        late_after_s: how long a rank waits before it reports members that have not joined; see `Comm.on_late`.
     """
 
-    def __init__(self, size: int, *, devices: Sequence[torch.device | str] = (), timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        devices: Sequence[torch.device | str] = (),
+        timeout_s: float = 60.0,
+        late_after_s: float = 10.0,
+    ) -> None:
         if devices and len(devices) != size:
             raise CommError(f"{size} ranks need {size} devices, got {len(devices)}")
         self.size = size
-        self._devices = tuple(map(torch.device, devices)) or (torch.device("cpu"),) * size
-        self._house = House(size, timeout_s)
+        self._devices = tuple(torch.device(device) for device in devices or ("cpu",) * size)
+        self._rendezvous = ThreadRendezvous(size, timeout_s=timeout_s, late_after_s=late_after_s)
 
     def transport(self, rank: int) -> ThreadTransport:
-        """The transport of `rank`, for the thread that plays it."""
+        """The transport of `rank`, for its thread."""
         if not 0 <= rank < self.size:
             raise CommError(f"rank {rank} is outside a world of {self.size}")
-        return ThreadTransport(rank, self.size, self._devices[rank], self._house)
+        return ThreadTransport(rank, self.size, self._devices[rank], self._rendezvous)
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Rank `rank` has failed: release all who wait, with an error that names it. Only the first failure counts."""
-        self._house.condemn(CommError, f"rank {rank} failed first: {type(error).__name__}: {error}")
+        """`rank` has failed: all that wait raise an error that names it. Only the first failure counts."""
+        self._rendezvous.abort(CommError, f"rank {rank} failed first: {type(error).__name__}: {error}")
 
     def leave(self, rank: int) -> None:
-        """Rank `rank` has finished: whoever still waits for it is told at once."""
-        self._house.leave(rank)
+        """`rank` has finished: those that wait for it raise at once."""
+        self._rendezvous.finish(rank)
 
 
 class ThreadTransport:
     """One rank's side of a `ThreadWorld`."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, house: House) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, rendezvous: ThreadRendezvous) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._house = house
-        self._home = 0
+        self._rendezvous = rendezvous
+        self._home_thread: int | None = None
 
-    def start(self, call: Call) -> ThreadPending:
-        """Join the meeting whose turn it is; the last one to come plays it at once."""
-        self._home = self._home or threading.get_ident()
-        return ThreadPending(self._house, self._house.room(call).enter(call), call, self._home)
+    def start(self, call: Call, on_late: OnLate) -> ThreadCall:
+        """Join the group's next collective; the last member to join runs it at once."""
+        if self._home_thread is None:
+            self._home_thread = threading.get_ident()
+        collective = self._rendezvous.group(call).join(call)
+        return ThreadCall(self._rendezvous, collective, call, on_late, self._home_thread)
 
 
 @dataclass(slots=True)
-class ThreadPending:
-    """A meeting that this rank has joined."""
+class ThreadCall:
+    """A collective that this rank has joined."""
 
-    house: House
-    meeting: Meeting
+    rendezvous: ThreadRendezvous
+    collective: PendingCollective
     call: Call
-    home: int
+    on_late: OnLate
+    home_thread: int
 
     def wait(self) -> None:
-        """Block until all have come.
+        """Block until all members have joined.
 
         Raises:
-            MismatchError: they brought different things.
-            CommTimeout: some did not come in time, have finished, or wait for this rank.
+            MismatchError: their signatures differ.
+            CommTimeout: some did not join in time, have finished, or wait for this rank.
             CommError: another rank has failed.
         """
-        self.house.wait(self.meeting, self.call, is_only_thread=threading.get_ident() == self.home)
+        is_only_thread = threading.get_ident() == self.home_thread
+        self.rendezvous.wait(self.collective, self.call, is_only_thread=is_only_thread, on_late=self.on_late)
 
     def is_completed(self) -> bool:
-        """Whether all have come."""
-        return self.meeting.done
+        """Whether all members have joined."""
+        return self.collective.is_done

@@ -1,4 +1,4 @@
-"""Owns what a transport is: one `Call` in, one `Pending` out; and `Work`, the handle that callers hold."""
+"""The transport contract: a `Call` on flat buffers, a `PendingCall` while it runs; and `Work`, the handle callers hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Generic, Literal, Protocol
 import torch
 from torch import Tensor
 from typing_extensions import TypeVar
+
+from weft.errors import CommError
 
 Op = Literal[
     "all_reduce",
@@ -29,37 +31,45 @@ T = TypeVar("T", default=Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One rank's part of one operation, brought down to flat memory: see Note [Flat calls].
+    """One rank's part of one collective or message, on flat buffers: see Note [Flat calls].
 
-    `ranks` is the group in mesh order and `index` this rank's place in it; for send and recv: (source, destination).
-    `give` and `take` are contiguous one-dimensional tensors. `give_counts[j]` is how many elements this rank gives to
-    member j, `take_counts[j]` how many it takes from member j; both are () where every member brings the same shape.
+    Attributes:
+        axis: mesh axis, or several joined by "+"; for messages and diagnostics.
+        ranks: world ranks of the group in mesh order; for send and recv: (source, destination).
+        index: this rank's place in `ranks`.
+        signature: operation, dtype and shape as text; members compare it.
+        input, output: contiguous one-dimensional tensors.
+        input_split_sizes: elements this rank sends to each member; () if all members pass the same shape.
+        output_split_sizes: elements this rank receives from each member; () likewise.
+        root: place of the root in `ranks`, for broadcast, gather and scatter.
+        checked: whether members compare their signatures first, if that costs messages.
     """
 
     # Note [Flat calls]
-    # A transport moves pieces of flat memory, it never hears of tensor dimensions: `comm/pieces.py` packs and unpacks.
+    # A transport moves contiguous buffers and knows nothing of tensor dimensions: `comm/flat_buffers.py` packs and
+    # unpacks them.
     #
-    #     op              give                      take                       counts
-    #     all_reduce      -                         the whole, in place        -
-    #     all_gather      own piece                 every piece, in order      give (own,)*n    take every piece
-    #     reduce_scatter  every piece, in order     own piece                  give every piece take (own,)*n
-    #     all_to_all      a piece for each          a piece from each          both
-    #     broadcast       -                         the whole, in place        -
-    #     gather          the whole                 at the root: n wholes      -
-    #     scatter         at the root: n wholes     the whole                  -
-    #     send, recv      the whole (source)        the whole (destination)    -
+    #     op              input                     output                     split sizes
+    #     all_reduce      -                         whole, in place            -
+    #     all_gather      own piece                 all pieces, in order       input (own,)*n      output all pieces
+    #     reduce_scatter  all pieces, in order      own piece                  input all pieces    output (own,)*n
+    #     all_to_all      one piece per member      one piece per member       both
+    #     broadcast       -                         whole, in place            -
+    #     gather          whole                     at the root: n wholes      -
+    #     scatter         at the root: n wholes     whole                      -
+    #     send, recv      whole (source)            whole (destination)        -
     #
-    # Both tensors belong to the operation until its `Work` has been waited for.
+    # Neither buffer may be read or written by the caller until its `Work` has been waited for.
 
     op: Op
     axis: str
     ranks: tuple[int, ...]
     index: int
-    brings: str
-    give: Tensor | None = None
-    take: Tensor | None = None
-    give_counts: tuple[int, ...] = ()
-    take_counts: tuple[int, ...] = ()
+    signature: str
+    input: Tensor | None = None
+    output: Tensor | None = None
+    input_split_sizes: tuple[int, ...] = ()
+    output_split_sizes: tuple[int, ...] = ()
     reduce: Reduce = "sum"
     root: int = 0
     checked: bool = True
@@ -70,22 +80,35 @@ class Call:
         return self.ranks[self.index]
 
     @property
+    def required_input(self) -> Tensor:
+        """`input`, of an operation that has one on this rank."""
+        assert self.input is not None, f"{self.op} has an input"
+        return self.input
+
+    @property
+    def required_output(self) -> Tensor:
+        """`output`, of an operation that has one on this rank."""
+        assert self.output is not None, f"{self.op} has an output"
+        return self.output
+
+    @property
     def is_p2p(self) -> bool:
-        """Whether this is a message along one ordered pair, with an order of its own."""
+        """Whether this is a send or recv; messages of each ordered pair are matched in their own order."""
         return self.op in ("send", "recv")
 
     @property
-    def where(self) -> str:
-        """What, along which axis, among whom: `all_reduce(sum) float32[4] over tp, ranks 0 1`."""
-        members = " -> ".join(map(str, self.ranks)) if self.is_p2p else " ".join(map(str, self.ranks))
-        return f"{self.brings} over {self.axis}, ranks {members}"
+    def description(self) -> str:
+        """Signature, axis and group: `all_reduce(sum) float32[4] over tp, ranks 0 1`."""
+        separator = " -> " if self.is_p2p else " "
+        members = separator.join(map(str, self.ranks))
+        return f"{self.signature} over {self.axis}, ranks {members}"
 
 
-class Pending(Protocol):
-    """An operation under way."""
+class PendingCall(Protocol):
+    """A started call."""
 
     def wait(self) -> None:
-        """Block until the caller's tensors are its own again; raise what went wrong."""
+        """Block until the caller may use its buffers again; raise CommError if the call failed."""
         ...
 
     def is_completed(self) -> bool:
@@ -93,8 +116,12 @@ class Pending(Protocol):
         ...
 
 
+OnLate = Callable[[Call, tuple[int, ...], float], None]
+"""Called with a call that this rank waits for, the members that have not joined it, and the seconds waited so far."""
+
+
 class Transport(Protocol):
-    """What carries calls between ranks: threads, processes, or nobody at all."""
+    """Carries calls between ranks: threads of one process, processes, or none (`MetaTransport`)."""
 
     @property
     def rank(self) -> int: ...
@@ -103,44 +130,69 @@ class Transport(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def start(self, call: Call) -> Pending:
-        """Begin `call` and return without waiting for other ranks.
+    def start(self, call: Call, on_late: OnLate) -> PendingCall | None:
+        """Start `call` and return without waiting for other ranks; None if it is complete already.
 
         Calls of one group (and of one ordered pair, for messages) are matched in the order in which each rank starts
-        them; between groups there is no order.
+        them; there is no order between groups. `on_late` is called at most once per call, from any thread, when
+        members have not joined the call after some seconds of waiting; the call goes on waiting until its time-out.
         """
         ...
 
 
 class Work(Generic[T]):
-    """Handle of a started operation: `wait()` gives its result, as often as asked."""
+    """Handle of a started collective or message; `wait()` returns its result, any number of times.
 
-    def __init__(self, pending: Pending, finish: Callable[[], T]) -> None:
-        self._pending: Pending | None = pending
-        self._finish = finish
+    Args:
+        pending: the call in the hands of a transport, None if it is complete.
+        finish: makes the result; called once, by the first `wait`.
+        failure_note: text to add to a CommError of `pending`.
+    """
+
+    def __init__(
+        self, pending: PendingCall | None, finish: Callable[[], T], failure_note: Callable[[], str] = str
+    ) -> None:
+        self._pending = pending
+        self._finish: Callable[[], T] | None = finish
+        self._failure_note: Callable[[], str] | None = failure_note
         self._result: T
 
     @staticmethod
     def done(result: T) -> Work[T]:
-        """Work that is finished before it began."""
+        """Work that is complete, with this result."""
         work: Work[T] = Work.__new__(Work)
-        work._pending, work._result = None, result
+        work._pending = None
+        work._finish = None
+        work._failure_note = None
+        work._result = result
         return work
 
     def wait(self) -> T:
-        """Block until the operation is done and return its result.
+        """Block until the operation is complete and return its result.
 
         Raises:
-            MismatchError: ranks brought different operations, shapes or dtypes.
-            CommTimeout: some ranks did not come in time.
+            MismatchError: the ranks called different operations, shapes or dtypes.
+            CommTimeout: some ranks did not join within the time-out.
+            CommError: a connection was lost, or another rank failed.
         """
-        if self._pending is not None:
-            self._pending.wait()
+        if self._finish is not None:
+            self._wait_for_pending()
             self._result = self._finish()
-            self._pending = None
-            del self._finish
+            self._pending = None  # these three hold the buffers of the call
+            self._finish = None
+            self._failure_note = None
         return self._result
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         return self._pending is None or self._pending.is_completed()
+
+    def _wait_for_pending(self) -> None:
+        if self._pending is None:
+            return
+        try:
+            self._pending.wait()
+        except CommError as error:
+            if self._failure_note is not None:
+                error.add_note(self._failure_note())
+            raise

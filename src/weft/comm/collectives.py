@@ -1,0 +1,337 @@
+"""Lowering of collectives: tensors and arguments in, a flat `Call` and the function that makes the result out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from weft.comm import flat_buffers
+from weft.comm.signature import signature_text
+from weft.comm.transport import Call, Op, Reduce
+from weft.errors import CommError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class AxisGroup:
+    """The ranks along an axis.
+
+    Attributes:
+        axis: mesh axis, or several joined by "+".
+        ranks: world ranks in mesh order.
+        index: this rank's place in `ranks`.
+        checked: whether members compare signatures before each call.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    index: int
+    checked: bool = True
+
+    @property
+    def degree(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def call(
+        self,
+        op: Op,
+        signature: str,
+        *,
+        input: Tensor | None = None,
+        output: Tensor | None = None,
+        input_split_sizes: tuple[int, ...] = (),
+        output_split_sizes: tuple[int, ...] = (),
+        reduce: Reduce = "sum",
+        root: int = 0,
+    ) -> Call:
+        """A call of this group; the arguments are fields of `Call`."""
+        return Call(
+            op=op,
+            axis=self.axis,
+            ranks=self.ranks,
+            index=self.index,
+            signature=signature,
+            input=input,
+            output=output,
+            input_split_sizes=input_split_sizes,
+            output_split_sizes=output_split_sizes,
+            reduce=reduce,
+            root=root,
+            checked=self.checked,
+        )
+
+    def check_member(self, index: int, what: str) -> None:
+        """Raise CommError unless `index` is a place in the group."""
+        if not 0 <= index < self.degree:
+            raise CommError(f"{what} {index} is outside axis {self.axis!r} of degree {self.degree}")
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredOp(Generic[T]):
+    """A call, or None if the group has one member, and `finish`, which makes the result once the call is complete."""
+
+    call: Call | None
+    finish: Callable[[], T]
+
+
+def all_reduce(x: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[Tensor]:
+    """The reduction of every member's x, in new memory."""
+    copy = x.detach().clone(memory_format=torch.contiguous_format)
+    return all_reduce_(copy, group, op)
+
+
+def all_reduce_(x: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[Tensor]:
+    """The reduction of every member's x, in place."""
+    _check_average(x, op)
+    if group.degree == 1:
+        return LoweredOp(None, lambda: x)
+    output = flat_buffers.flatten(x)
+    signature = signature_text(f"all_reduce({op})", x.dtype, x.shape)
+    call = group.call("all_reduce", signature, output=output, reduce=op)
+    return LoweredOp(call, lambda: _copy_back(x, output))
+
+
+def all_gather(x: Tensor, group: AxisGroup, dim: int, sizes: Sequence[int] | None) -> LoweredOp[Tensor]:
+    """Every member's x, concatenated along `dim`; `sizes` are the members' lengths if they differ."""
+    dim = _normalized_dim(x, dim)
+    what = f"all_gather over {group.axis}: dim {dim}"
+    if sizes is None:
+        lengths = (x.shape[dim],) * group.degree
+    else:
+        lengths = flat_buffers.member_sizes(sizes, group.degree, what=what)
+    if lengths[group.index] != x.shape[dim]:
+        raise CommError(f"{what} has length {x.shape[dim]} here, `sizes` say {lengths[group.index]}")
+    if group.degree == 1:
+        return LoweredOp(None, x.detach().clone)
+    numels = flat_buffers.piece_numels(x.shape, dim, lengths)
+    output = x.new_empty(sum(numels))
+    call = group.call(
+        "all_gather",
+        signature_text(f"all_gather(dim {dim})", x.dtype, x.shape, variable_dim=dim),
+        input=flat_buffers.flatten(x),
+        output=output,
+        input_split_sizes=(x.numel(),) * group.degree,
+        output_split_sizes=numels,
+    )
+    shapes = [flat_buffers.with_length(x.shape, dim, length) for length in lengths]
+    return LoweredOp(call, lambda: flat_buffers.unpack(output, shapes, dim))
+
+
+def all_gather_(buffer: Tensor, group: AxisGroup) -> LoweredOp[Tensor]:
+    """Equal shards of one flat buffer: each member's own shard is copied to all members, in place."""
+    own_shard = _own_shard(buffer, group, "all_gather")
+    if group.degree == 1:
+        return LoweredOp(None, lambda: buffer)
+    sizes = (own_shard.numel(),) * group.degree
+    call = group.call(
+        "all_gather",
+        signature_text("all_gather(in place)", buffer.dtype, buffer.shape),
+        input=own_shard,
+        output=buffer.detach(),
+        input_split_sizes=sizes,
+        output_split_sizes=sizes,
+    )
+    return LoweredOp(call, lambda: buffer)
+
+
+def reduce_scatter_(buffer: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[Tensor]:
+    """Equal shards of one flat buffer: the reduction of every member's buffer, written into this member's own shard."""
+    _check_average(buffer, op)
+    own_shard = _own_shard(buffer, group, "reduce_scatter")
+    if group.degree == 1:
+        return LoweredOp(None, lambda: own_shard)
+    sizes = (own_shard.numel(),) * group.degree
+    call = group.call(
+        "reduce_scatter",
+        signature_text(f"reduce_scatter({op}, in place)", buffer.dtype, buffer.shape),
+        input=buffer.detach(),
+        output=own_shard,
+        input_split_sizes=sizes,
+        output_split_sizes=sizes,
+        reduce=op,
+    )
+    return LoweredOp(call, lambda: own_shard)
+
+
+def reduce_scatter(x: Tensor, group: AxisGroup, dim: int, op: Reduce, sizes: Sequence[int] | None) -> LoweredOp[Tensor]:
+    """This member's piece, along `dim`, of the reduction of every member's x."""
+    _check_average(x, op)
+    dim = _normalized_dim(x, dim)
+    what = f"reduce_scatter over {group.axis}: dim {dim}"
+    lengths = flat_buffers.split_sizes(x.shape[dim], group.degree, sizes, what=what)
+    if group.degree == 1:
+        return LoweredOp(None, x.detach().clone)
+    numels = flat_buffers.piece_numels(x.shape, dim, lengths)
+    own_numel = numels[group.index]
+    output = x.new_empty(own_numel)
+    call = group.call(
+        "reduce_scatter",
+        signature_text(f"reduce_scatter({op}, dim {dim})", x.dtype, x.shape),
+        input=flat_buffers.pack(x, dim, lengths),
+        output=output,
+        input_split_sizes=numels,
+        output_split_sizes=(own_numel,) * group.degree,
+        reduce=op,
+    )
+    shape = flat_buffers.with_length(x.shape, dim, lengths[group.index])
+    return LoweredOp(call, lambda: output.view(shape))
+
+
+def all_to_all(
+    x: Tensor, group: AxisGroup, send_sizes: Sequence[int] | None, recv_sizes: Sequence[int] | None
+) -> LoweredOp[Tensor]:
+    """Along dim 0: piece j goes to member j; the result holds the received pieces in group order."""
+    _normalized_dim(x, 0)
+    what = f"all_to_all over {group.axis}: dim 0"
+    sent = flat_buffers.split_sizes(x.shape[0], group.degree, send_sizes, what=what)
+    received = sent if recv_sizes is None else flat_buffers.member_sizes(recv_sizes, group.degree, what=what)
+    if group.degree == 1:
+        return LoweredOp(None, x.detach().clone)
+    output_numels = flat_buffers.piece_numels(x.shape, 0, received)
+    output = x.new_empty(sum(output_numels))
+    call = group.call(
+        "all_to_all",
+        signature_text("all_to_all", x.dtype, x.shape, variable_dim=0),
+        input=flat_buffers.flatten(x),
+        output=output,
+        input_split_sizes=flat_buffers.piece_numels(x.shape, 0, sent),
+        output_split_sizes=output_numels,
+    )
+    shape = flat_buffers.with_length(x.shape, 0, sum(received))
+    return LoweredOp(call, lambda: output.view(shape))
+
+
+def broadcast_(x: Tensor, group: AxisGroup, root: int) -> LoweredOp[Tensor]:
+    """x of member `root`, written into every member's x."""
+    group.check_member(root, "root")
+    if group.degree == 1:
+        return LoweredOp(None, lambda: x)
+    output = flat_buffers.flatten(x)
+    signature = signature_text(f"broadcast(root {root})", x.dtype, x.shape)
+    call = group.call("broadcast", signature, output=output, root=root)
+    return LoweredOp(call, lambda: _copy_back(x, output))
+
+
+def gather(x: Tensor, group: AxisGroup, root: int) -> LoweredOp[tuple[Tensor, ...] | None]:
+    """Every member's x, at member `root`; None elsewhere."""
+    group.check_member(root, "root")
+    if group.degree == 1:
+        return LoweredOp(None, lambda: (x.detach().clone(),))
+    is_root = group.index == root
+    output = x.new_empty(x.numel() * group.degree) if is_root else None
+    call = group.call(
+        "gather",
+        signature_text(f"gather(root {root})", x.dtype, x.shape),
+        input=flat_buffers.flatten(x),
+        output=output,
+        root=root,
+    )
+
+    def finish() -> tuple[Tensor, ...] | None:
+        if output is None:
+            return None
+        return output.view(group.degree, *x.shape).unbind(0)
+
+    return LoweredOp(call, finish)
+
+
+def scatter(pieces: Sequence[Tensor] | None, out: Tensor, group: AxisGroup, root: int) -> LoweredOp[Tensor]:
+    """Piece i of `pieces` at member `root`, written into member i's `out`."""
+    group.check_member(root, "root")
+    is_root = group.index == root
+    packed = _packed_pieces(pieces, out, group) if is_root else None
+    if group.degree == 1:
+        assert packed is not None, "the only member is the root"
+        return LoweredOp(None, lambda: out.copy_(packed.view(out.shape)))
+    output = flat_buffers.flatten(out)
+    signature = signature_text(f"scatter(root {root})", out.dtype, out.shape)
+    call = group.call("scatter", signature, input=packed, output=output, root=root)
+    return LoweredOp(call, lambda: _copy_back(out, output))
+
+
+def send(x: Tensor, group: AxisGroup, to: int) -> LoweredOp[Tensor]:
+    """x to member `to`; the result is x itself."""
+    group.check_member(to, "send to")
+    call = Call(
+        op="send",
+        axis=group.axis,
+        ranks=_pair(source=group.ranks[group.index], destination=group.ranks[to], axis=group.axis),
+        index=0,
+        signature=signature_text("send", x.dtype, x.shape),
+        input=flat_buffers.flatten(x),
+        checked=group.checked,
+    )
+    return LoweredOp(call, lambda: x)
+
+
+def recv(out: Tensor, group: AxisGroup, source: int) -> LoweredOp[Tensor]:
+    """What member `source` sends, written into `out`."""
+    group.check_member(source, "receive from")
+    output = flat_buffers.flatten(out)
+    call = Call(
+        op="recv",
+        axis=group.axis,
+        ranks=_pair(source=group.ranks[source], destination=group.ranks[group.index], axis=group.axis),
+        index=1,
+        signature=signature_text("recv", out.dtype, out.shape),
+        output=output,
+        checked=group.checked,
+    )
+    return LoweredOp(call, lambda: _copy_back(out, output))
+
+
+def barrier(group: AxisGroup) -> LoweredOp[None]:
+    """Complete when every member has called it."""
+    call = None if group.degree == 1 else group.call("barrier", "barrier")
+    return LoweredOp(call, lambda: None)
+
+
+def _normalized_dim(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise CommError(f"dimension {dim} is outside shape {list(x.shape)}; a scalar needs a dimension first")
+    return dim % x.dim()
+
+
+def _copy_back(x: Tensor, flat: Tensor) -> Tensor:
+    """x, with the contents of `flat`, its flattened form."""
+    if not x.is_contiguous():  # otherwise `flat` shares memory with x
+        x.detach().copy_(flat.view(x.shape))
+    return x
+
+
+def _own_shard(buffer: Tensor, group: AxisGroup, what: str) -> Tensor:
+    """This member's part of a flat buffer of equal shards, a view."""
+    is_flat = buffer.dim() == 1 and buffer.is_contiguous()
+    if not is_flat or buffer.numel() % group.degree:
+        need = f"one contiguous dimension that {group.degree} divides"
+        raise CommError(f"{what} in place over {group.axis} needs {need}, got shape {list(buffer.shape)}")
+    length = buffer.numel() // group.degree
+    return buffer.detach().narrow(0, group.index * length, length)
+
+
+def _packed_pieces(pieces: Sequence[Tensor] | None, out: Tensor, group: AxisGroup) -> Tensor:
+    shapes = [] if pieces is None else [piece.shape for piece in pieces]
+    if pieces is None or shapes != [out.shape] * group.degree:
+        need = f"{group.degree} pieces of shape {list(out.shape)}"
+        raise CommError(f"scatter over {group.axis}: the root needs {need}")
+    packed = torch.cat([piece.detach().reshape(-1) for piece in pieces])
+    if packed.dtype != out.dtype:
+        raise CommError(f"scatter over {group.axis}: pieces are {packed.dtype}, out is {out.dtype}")
+    return packed
+
+
+def _check_average(x: Tensor, op: Reduce) -> None:
+    if op == "avg" and not (x.is_floating_point() or x.is_complex()):
+        raise CommError(f"avg of {x.dtype} would not be an integer: reduce with sum and divide the result")
+
+
+def _pair(*, source: int, destination: int, axis: str) -> tuple[int, int]:
+    if source == destination:
+        raise CommError(f"rank {source} is both source and destination of a message along {axis!r}")
+    return source, destination

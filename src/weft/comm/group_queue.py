@@ -1,0 +1,281 @@
+"""Per-group call queue of processes: connects at the first call, compares signatures, names late ranks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+
+from weft.comm.backend import ProcessGroupBackend
+from weft.comm.backend_work import BackendCall
+from weft.comm.presence import PresenceStore, presence_key
+from weft.comm.signature import rank_list
+from weft.comm.transport import Call, OnLate
+from weft.errors import CommError, CommTimeout
+
+WAIT_SLICE_S = 0.25
+"""A wait for a collective is made of waits of this length, so that Ctrl-C interrupts it."""
+
+TIMEOUT_GRACE_S, LOST_GRACE_S = 0.1, 0.5
+"""How long a rank looks for the others' announcements after a time-out and after a lost connection."""
+
+CLOSE_WAIT_S = 5.0
+"""How long closing waits for the worker thread to end."""
+
+# Note [Order in a group queue]
+# Members of a group match calls by the order in which they start them. Three things would make `start` wait for other
+# ranks: connecting the group at its first use, comparing signatures, and launching before the comparison is done (gloo
+# aborts the process if sizes differ). Waiting there deadlocks correct programs: rank 0 starts an all_reduce and then
+# sends, rank 1 receives and then starts the all_reduce. So these calls are queued for a worker thread, one per group,
+# that runs them one after the other. A call is launched directly if the group is connected, its signature is not to be
+# compared and no call is queued.
+
+
+class GroupQueue:
+    """Calls of one group of ranks (or of one ordered pair, for messages), in the order in which they were started.
+
+    Args:
+        name: name of the group, the same on all members.
+        connect: connects the group; it may block until all members have joined.
+        presence: store by which the ranks of the world see which of them have joined a call.
+        timeout_s: how long a call waits for other ranks.
+        late_after_s: how long a call waits before members that have not joined are reported.
+        announce_after_s: age of a collective at which this rank announces that it has joined it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[], ProcessGroupBackend],
+        *,
+        presence: PresenceStore,
+        timeout_s: float,
+        late_after_s: float,
+        announce_after_s: float,
+    ) -> None:
+        self.name, self.presence = name, presence
+        self.timeout_s, self.late_after_s, self.announce_after_s = timeout_s, late_after_s, announce_after_s
+        self.in_flight: set[GroupCall] = set()
+        self.waiting: set[GroupCall] = set()
+        self._connect = connect
+        self._backend: ProcessGroupBackend | None = None
+        self._failure: CommError | None = None
+        self._lock = threading.Lock()
+        self._num_started = 0
+        self._num_queued = 0
+        self._queued: queue.SimpleQueue[GroupCall | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._running: GroupCall | None = None
+
+    def start(self, call: Call, on_late: OnLate) -> GroupCall:
+        """Start `call`: see Note [Order in a group queue]."""
+        with self._lock:
+            group_call = GroupCall(self, call, position=self._num_started, on_late=on_late)
+            self._num_started += 1
+            if self._backend is None or call.checked or self._num_queued:
+                self._enqueue(group_call)
+            else:
+                group_call.launch(self._backend)
+            return group_call
+
+    def abort(self, index: int) -> None:
+        """Fail what member `index`, this rank, has started and not waited for; let the worker thread end."""
+        if self._backend is not None and (self.in_flight or self._num_queued):
+            self._backend.abort(index)
+        self._queued.put(None)
+
+    def join(self) -> None:
+        """Return when the worker thread has ended: one that drops a backend while Python exits aborts the process."""
+        if self._worker is not None:
+            self._worker.join(CLOSE_WAIT_S)
+
+    def check_progress(self) -> None:
+        """Announce calls that have been in flight for a while, report late ranks of those this rank waits for.
+
+        Called from time to time by the monitor thread of the transport.
+        """
+        now = time.monotonic()
+        for group_call in list(self.in_flight):
+            if now - group_call.started_at_s >= self.announce_after_s:
+                group_call.announce()
+        for group_call in list(self.waiting):
+            if now - group_call.waiting_since_s >= self.late_after_s:
+                self._blocking(group_call).report_late(now - group_call.waiting_since_s)
+
+    def missing(self, group_call: GroupCall, *, within_s: float) -> tuple[int, ...]:
+        """Members that have not joined `group_call`: its group is not connected, or they are not in the collective."""
+        call = group_call.call
+        if self._backend is None:
+            return self.presence.missing(call, self.name, within_s=within_s)
+        if call.is_p2p:
+            return tuple(rank for rank in call.ranks if rank != call.rank)
+        return self.presence.missing(call, group_call.presence_prefix, within_s=within_s)
+
+    def diagnose(self, group_call: GroupCall, error: RuntimeError | None) -> CommError:
+        """The error of a call that timed out (`error` None) or that the backend failed; later calls refer to it."""
+        description = group_call.call.description
+        if self._failure is not None:
+            return CommError(f"{description}: its connections were closed after an earlier failure: {self._failure}")
+        is_timeout = error is None or "imed out" in str(error)
+        group_call.announce()
+        missing = self.missing(group_call, within_s=TIMEOUT_GRACE_S if is_timeout else LOST_GRACE_S)
+        if is_timeout:
+            cause = f"{rank_list(missing)} did not come" if missing else "all ranks came, but it did not complete"
+            self._failure = CommTimeout(f"{description}: {cause} within {self.timeout_s:g} s")
+        else:
+            cause = f"lost {rank_list(missing)}" if missing else "lost a connection"
+            reason = str(error).splitlines()[0]
+            self._failure = CommError(f"{description}: {cause} ({reason})")
+        return self._failure
+
+    def _blocking(self, group_call: GroupCall) -> GroupCall:
+        """The call that `group_call` waits for: itself, or the running one if the worker thread has not come to it."""
+        if group_call.done is None:
+            return group_call
+        return self._running or group_call
+
+    def _enqueue(self, group_call: GroupCall) -> None:
+        group_call.done = threading.Event()
+        self._num_queued += 1
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=f"weft {self.name}", daemon=True)
+            self._worker.start()
+        self._queued.put(group_call)
+
+    def _work(self) -> None:
+        """Worker thread: run queued calls one after the other, until None."""
+        for group_call in iter(self._queued.get, None):
+            self._running = group_call
+            try:
+                self._run(group_call)
+            except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the call
+                group_call.error = error
+            self._running = None
+            with self._lock:
+                self._num_queued -= 1
+            done = group_call.done
+            del group_call  # its tensors would live until the next call otherwise
+            assert done is not None, "queued calls have an event"
+            done.set()
+
+    def _run(self, group_call: GroupCall) -> None:
+        call = group_call.call
+        if self._backend is None:
+            self._backend = self._connected(call)
+        if call.checked:
+            group_call.wait_for_backend(self._backend.exchange_signatures(call))
+        stream = group_call.stream
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            group_call.wait_for_backend(group_call.launch(self._backend))
+
+    def _connected(self, call: Call) -> ProcessGroupBackend:
+        try:
+            return self._connect()
+        except RuntimeError as error:
+            raise CommError(f"{call.description}: the group cannot be connected: {error}") from error
+
+
+class GroupCall:
+    """One call of a `GroupQueue`: run by its worker thread if queued, otherwise launched by the thread that starts it.
+
+    Attributes:
+        position: place of the call in the order of its group, the same on all members.
+        stream: the caller's CUDA stream, on which the worker must launch the call.
+        done, error: set by the worker thread; `done` is None if the call was launched directly.
+        started_at_s, waiting_since_s: time.monotonic() of the start and of the current `wait`.
+    """
+
+    def __init__(self, group_queue: GroupQueue, call: Call, *, position: int, on_late: OnLate) -> None:
+        self.queue, self.call, self.position = group_queue, call, position
+        self.stream = _current_stream(call)
+        self.done: threading.Event | None = None
+        self.error: Exception | None = None
+        self.started_at_s = time.monotonic()
+        self.waiting_since_s = self.started_at_s
+        self._on_late = on_late
+        self._backend_call: BackendCall | None = None
+        self._is_announced = False
+        self._is_reported = False
+
+    @property
+    def presence_prefix(self) -> str:
+        """Prefix of the keys that members set when they have joined this call."""
+        return f"{self.queue.name}/{self.position}"
+
+    def launch(self, backend: ProcessGroupBackend) -> BackendCall:
+        """Hand the call to the backend."""
+        self._backend_call = backend.launch(self.call)
+        self.queue.in_flight.add(self)
+        return self._backend_call
+
+    def wait(self) -> None:
+        """Block until the call is complete."""
+        self.waiting_since_s = time.monotonic()
+        self.queue.waiting.add(self)
+        try:
+            if self.done is not None:
+                self.done.wait()  # the worker thread keeps the time-out
+            else:
+                assert self._backend_call is not None, "calls that are not queued are launched"
+                self.wait_for_backend(self._backend_call)
+        finally:
+            self.queue.waiting.discard(self)
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        if self.done is not None:
+            return self.done.is_set()
+        return self._backend_call is not None and self._backend_call.is_completed()
+
+    def wait_for_backend(self, backend_call: BackendCall) -> None:
+        """Block until `backend_call` is complete; raise the diagnosis if it fails or times out."""
+        self.queue.in_flight.add(self)
+        try:
+            is_complete = self._wait_in_slices(backend_call)
+        except RuntimeError as error:
+            raise self.queue.diagnose(self, error) from error
+        finally:
+            self.queue.in_flight.discard(self)
+        if not is_complete:
+            raise self.queue.diagnose(self, None)
+
+    def announce(self) -> None:
+        """Let the other members see that this rank has joined the call."""
+        if not self._is_announced and not self.call.is_p2p:
+            self._is_announced = True
+            self.queue.presence.announce(presence_key(self.presence_prefix, self.call.rank))
+
+    def report_late(self, waited_s: float) -> None:
+        """Report the members that have not joined, once; only the first rank of the group to see it does."""
+        if self._is_reported:
+            return
+        missing = self.queue.missing(self, within_s=0.0)
+        if not missing:
+            return
+        self._is_reported = True
+        if self.queue.presence.is_first(f"{self.presence_prefix}/reported"):
+            self._on_late(self.call, missing, waited_s)
+
+    def _wait_in_slices(self, backend_call: BackendCall) -> bool:
+        timeout_s = self.queue.timeout_s
+        if self.call.is_p2p:
+            return backend_call.wait(timeout_s)  # a message has one wait: see Note [Messages on gloo]
+        deadline = time.monotonic() + timeout_s
+        while not backend_call.wait(min(WAIT_SLICE_S, timeout_s)):
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+
+def _current_stream(call: Call) -> torch.cuda.Stream | None:
+    """The stream that orders the caller's work with its tensors; None on the CPU."""
+    tensor = call.output if call.output is not None else call.input
+    if tensor is None or not tensor.is_cuda:
+        return None
+    return torch.cuda.current_stream(tensor.device)

@@ -1,0 +1,215 @@
+"""Rendezvous of rank threads: one `GroupState` per group, one `PendingCollective` per call; `abort` wakes all waiters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from weft.comm.in_process import run_collective
+from weft.comm.signature import Signature, check_signatures, rank_list
+from weft.comm.transport import Call, OnLate
+from weft.errors import CommError, CommTimeout
+
+WAIT_SLICE_S = 1.0
+"""A rank that waits longer than this looks for deadlocks each time it has passed."""
+
+
+class PendingCollective:
+    """One collective or message: the calls that have joined, and how it ended. The last member to join runs it."""
+
+    __slots__ = ("calls", "error", "is_done", "is_reported", "num_missing", "ranks")
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.calls: list[Call | None] = [None] * len(ranks)
+        self.num_missing = len(ranks)
+        self.is_done = False
+        self.is_reported = False
+        self.error: CommError | None = None
+
+    def add(self, call: Call) -> bool:
+        """Join with `call`; whether it was the last member."""
+        self.calls[call.index] = call
+        self.num_missing -= 1
+        return self.num_missing == 0
+
+    def run(self) -> None:
+        """Check the signatures of all members and run the collective."""
+        calls = [call for call in self.calls if call is not None]
+        signatures = [Signature.of(call) for call in calls]
+        try:
+            check_signatures(calls[0].axis, calls[0].ranks, signatures)
+            run_collective(calls)
+        except CommError as error:
+            self.error = error
+        except (RuntimeError, TypeError, ValueError) as error:
+            self.error = CommError(f"{calls[0].description}: {error}")
+
+    def missing(self) -> tuple[int, ...]:
+        """World ranks that have not joined; () once it is done."""
+        if self.is_done:
+            return ()
+        return tuple(rank for rank, call in zip(self.ranks, self.calls, strict=False) if call is None)
+
+
+class GroupState:
+    """Collectives of one group, with its own lock and condition, so that groups do not wake each other."""
+
+    __slots__ = ("condition", "num_started", "pending", "ranks")
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.condition = threading.Condition(threading.Lock())
+        self.pending: dict[int, PendingCollective] = {}
+        self.num_started = [0] * len(ranks)
+
+    def join(self, call: Call) -> PendingCollective:
+        """Join this member's next collective; the last member to join runs it."""
+        with self.condition:
+            position = self.num_started[call.index]
+            self.num_started[call.index] = position + 1
+            collective = self.pending.get(position)
+            if collective is None:
+                collective = PendingCollective(self.ranks)
+                self.pending[position] = collective
+            if not collective.add(call):
+                return collective
+            del self.pending[position]
+        collective.run()
+        with self.condition:
+            collective.calls = []
+            collective.is_done = True
+            self.condition.notify_all()
+        return collective
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    """A rank that waits for a collective."""
+
+    collective: PendingCollective
+    call: Call
+
+    def __str__(self) -> str:
+        missing = rank_list(self.collective.missing())
+        return f"rank {self.call.rank} at {self.call.description}, for {missing}"
+
+
+class ThreadRendezvous:
+    """Groups of a world of threads; ranks that have finished, ranks that are stuck, and the error that aborts all.
+
+    Args:
+        size: number of ranks.
+        timeout_s: how long a rank waits for the others of a group.
+        late_after_s: how long a rank waits before members that have not joined are reported.
+    """
+
+    def __init__(self, size: int, *, timeout_s: float, late_after_s: float) -> None:
+        self.size, self.timeout_s, self.late_after_s = size, timeout_s, late_after_s
+        self._groups: dict[tuple[bool, tuple[int, ...]], GroupState] = {}
+        self._lock = threading.Lock()
+        self._abort_error: tuple[type[CommError], str] | None = None
+        self._finished: set[int] = set()
+        self._stuck: dict[int, _Waiter] = {}  # by rank: those whose only thread waits
+
+    def group(self, call: Call) -> GroupState:
+        """State of the group of `call`; each ordered pair has one for its messages."""
+        key = (call.is_p2p, call.ranks)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups.setdefault(key, GroupState(call.ranks))
+        return group
+
+    def abort(self, kind: type[CommError], message: str) -> None:
+        """Make all that wait, now or later, raise this error. The first call counts."""
+        with self._lock:
+            self._abort_error = self._abort_error or (kind, message)
+        self._wake_all()
+
+    def finish(self, rank: int) -> None:
+        """`rank` starts no more calls: those that wait for it raise."""
+        self._finished.add(rank)
+        self._wake_all()
+
+    def wait(self, collective: PendingCollective, call: Call, *, is_only_thread: bool, on_late: OnLate) -> None:
+        """Block until `collective` is done; `is_only_thread`: while it blocks, the rank can start no other call.
+
+        Raises:
+            CommError: the collective failed, another rank has failed, or the rest of its members cannot join any more.
+        """
+        if not collective.is_done:
+            try:
+                self._wait_or_raise(_Waiter(collective, call), is_only_thread, on_late)
+            finally:
+                self._stuck.pop(call.rank, None)
+        if collective.error is not None:
+            raise type(collective.error)(*collective.error.args)
+
+    def _wait_or_raise(self, waiter: _Waiter, is_only_thread: bool, on_late: OnLate) -> None:
+        start_s = time.monotonic()
+        deadline_s = start_s + self.timeout_s
+        late_at_s = start_s + self.late_after_s
+        is_done = self._wait_until(min(late_at_s, deadline_s), waiter, is_only_thread)
+        if not is_done and late_at_s < deadline_s:
+            self._report_late(waiter, on_late)
+            is_done = self._wait_until(deadline_s, waiter, is_only_thread)
+        if not is_done:
+            raise CommTimeout(self._timeout_message(waiter))
+
+    def _wait_until(self, deadline_s: float, waiter: _Waiter, is_only_thread: bool) -> bool:
+        """Whether the collective is done before `deadline_s` on the monotonic clock."""
+        collective, call = waiter.collective, waiter.call
+        condition = self.group(call).condition
+        with condition:
+            while not collective.is_done:
+                self._raise_if_hopeless(waiter)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                is_notified = condition.wait(min(left_s, WAIT_SLICE_S))
+                if not is_notified and is_only_thread:
+                    self._stuck[call.rank] = waiter
+        return True
+
+    def _report_late(self, waiter: _Waiter, on_late: OnLate) -> None:
+        """Report the members that have not joined; only the first waiter of a collective does."""
+        collective = waiter.collective
+        with self._lock:
+            is_first = not collective.is_reported
+            collective.is_reported = True
+        missing = collective.missing()
+        if is_first and missing:
+            on_late(waiter.call, missing, self.late_after_s)
+
+    def _raise_if_hopeless(self, waiter: _Waiter) -> None:
+        description = waiter.call.description
+        if self._abort_error is not None:
+            kind, message = self._abort_error
+            raise kind(f"{description}: {message}")
+        finished = [rank for rank in waiter.collective.missing() if rank in self._finished]
+        if finished:
+            raise CommTimeout(f"{description}: {rank_list(finished)} finished without coming")
+        if len(self._stuck) + len(self._finished) >= self.size:
+            self._raise_if_deadlocked(waiter)
+
+    def _raise_if_deadlocked(self, waiter: _Waiter) -> None:
+        stuck = dict(self._stuck)
+        if waiter.call.rank not in stuck or any(other.collective.is_done for other in stuck.values()):
+            return
+        waits = "; ".join(str(stuck[rank]) for rank in sorted(stuck))
+        with self._lock:
+            self._abort_error = self._abort_error or (CommTimeout, f"deadlock, every rank waits: {waits}")
+            message = self._abort_error[1]
+        raise CommTimeout(message)
+
+    def _timeout_message(self, waiter: _Waiter) -> str:
+        missing = waiter.collective.missing()
+        present = [rank for rank in waiter.call.ranks if rank not in missing]
+        late = f"{rank_list(missing)} did not come within {self.timeout_s:g} s"
+        return f"{waiter.call.description}: {late}; present: {rank_list(present)}"
+
+    def _wake_all(self) -> None:
+        for group in list(self._groups.values()):
+            with group.condition:
+                group.condition.notify_all()
