@@ -1,1 +1,1 @@
-"""Owns what a run reads: files of any kind, tokenizers, packing, mixtures, the order of samples. No torch, no ranks."""
+"""Training data: files, tokenizers, packing, mixtures, and the order of samples. No torch, no ranks."""

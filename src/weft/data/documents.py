@@ -1,4 +1,4 @@
-"""Owns documents as they stand in files: a text file each, a JSONL line each, a parquet row each, in pieces of bounded size."""
+"""Documents in files: one a text file, one a JSONL line, one a parquet row; read in chunks of bounded size."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from weft.data.files import GZIP_SUFFIX, KEY, LINES_SUFFIX, TABLE_SUFFIX, kind_o
 from weft.errors import DataError, Fault, did_you_mean
 
 FIELD_KEY = "data.text_field"
-PIECE_CHARS = 2**16
-"""Characters of a piece at most."""
+CHUNK_CHARS = 2**16
+"""Characters of a chunk at most."""
 READ_BYTES = 2**18
-ROWS = 256
+PARQUET_ROWS = 256
+"""Rows of a parquet file that are read at once."""
+MAX_ERROR_CHARS = 160
+PARQUET_TEXT_TYPES = ("string", "large_string", "string_view")
 
 SplitOn = Literal["file", "blank"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextChunk:
     """A part of a document.
 
     Attributes:
@@ -39,29 +42,33 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """How files are read.
 
     Attributes:
-        text_field: which field of a JSONL line, or column of a parquet file, is the text.
-        split_on: a text file is one document, or blank lines part its documents.
-        takes_any_bytes: whether bytes that are no UTF-8 pass, as they are, to who can take them (surrogateescape).
+        text_field: the field of a JSONL line, or column of a parquet file, that is the text.
+        split_on: a text file is one document, or blank lines separate its documents.
+        allow_any_bytes: whether bytes that are not UTF-8 pass unchanged (surrogateescape), for the byte tokenizer.
     """
 
     text_field: str = "text"
     split_on: SplitOn = "file"
-    takes_any_bytes: bool = False
+    allow_any_bytes: bool = False
 
 
-def read_documents(file: Path, reading: Reading) -> Iterator[Piece]:
+def read_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     """The documents of a file, one after the other; those without text are left out.
 
     Raises:
-        DataError: a file that cannot be read, is no such file or has no such field, with its line.
+        DataError: a file that cannot be read, has another format or has no such field, with its line.
     """
-    readers: dict[str, Callable[[Path, Reading], Iterator[Piece]]] = {LINES_SUFFIX: _lines, TABLE_SUFFIX: _rows}
+    readers: dict[str, Callable[[Path, ReadOptions], Iterator[TextChunk]]] = {
+        LINES_SUFFIX: _jsonl_documents,
+        TABLE_SUFFIX: _parquet_documents,
+    }
+    reader = readers.get(kind_of(file), _text_documents)
     try:
-        yield from readers.get(kind_of(file), _text)(file, reading)
+        yield from reader(file, options)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(Fault(KEY, f"{file} is a broken gzip file", str(error), fix="fetch the file again")) from None
     except OSError as error:
@@ -69,151 +76,174 @@ def read_documents(file: Path, reading: Reading) -> Iterator[Piece]:
         raise DataError(Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")) from None
 
 
-def cut(text: str, *, limit: int = PIECE_CHARS) -> Iterator[str]:
-    """A long text in parts of at most `limit` characters, at the start of a line if there is one, or before a word.
+def split_text(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
+    """A long text in parts of at most `limit` characters, split at the start of a line if there is one, or before a word.
 
-    Tokenizers that split text into words before they look for tokens (all byte-level BPE) make the same tokens of the
-    parts as of the whole: a line break before a character that is no space is a border of words to all of them, and so is
-    the place before a space that a word follows.
+    Tokenizers that split text into words before they look for tokens (all byte-level BPE) produce the same tokens for the
+    parts as for the whole: a line break before a character that is not a space is a word boundary for all of them, and so
+    is the position before a space that a word follows.
     """
     start = 0
     while len(text) - start > limit:
-        stop = _border(text, start, start + limit)
+        stop = _last_word_boundary(text, start, start + limit)
         yield text[start:stop]
         start = stop
     yield text[start:]
 
 
-def _border(text: str, start: int, stop: int) -> int:
-    """The last good place to cut in (start, stop]."""
-    for mark, offset in (("\n", 1), (" ", 0)):
-        at = text.rfind(mark, start + 1, stop)
-        while at > start:
-            if not text[at + 1].isspace():
-                return at + offset
-            at = text.rfind(mark, start + 1, at)
+def _last_word_boundary(text: str, start: int, stop: int) -> int:
+    """The last good index to split at in (start, stop]; `stop` if there is none."""
+    for separator, offset in (("\n", 1), (" ", 0)):
+        index = text.rfind(separator, start + 1, stop)
+        while index > start:
+            if not text[index + 1].isspace():
+                return index + offset
+            index = text.rfind(separator, start + 1, index)
     return stop
 
 
-def _text(file: Path, reading: Reading) -> Iterator[Piece]:
+def document_chunks(text: str, at: int) -> Iterator[TextChunk]:
+    """The chunks of a whole document that is in memory."""
+    *parts, last = split_text(text)
+    for part in parts:
+        yield TextChunk(part, ends=False, at=at)
+    yield TextChunk(last, ends=True, at=at)
+
+
+def _text_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     """A text file as one document, or as those between its blank lines."""
-    if reading.split_on == "blank":
-        yield from _paragraphs(file, reading)
+    if options.split_on == "blank":
+        yield from _paragraphs(file, options)
         return
-    waiting, at = "", 0
-    for chunk, at in _chunks(file, reading):
-        waiting += chunk
-        *whole, waiting = cut(waiting)
-        yield from (Piece(part, False, at) for part in whole)
-    if waiting:
-        yield Piece(waiting, True, at)
+    pending, at = "", 0
+    for block in _decoded_blocks(file, options):
+        at = block.at
+        *parts, pending = split_text(pending + block.text)
+        for part in parts:
+            yield TextChunk(part, ends=False, at=at)
+    if pending:
+        yield TextChunk(pending, ends=True, at=at)
 
 
-def _paragraphs(file: Path, reading: Reading) -> Iterator[Piece]:
-    """What stands between blank lines, a document each; a line of any length, and as many of them as there are."""
-    held, rest = "", ""
-    for chunk, at in _chunks(file, reading):
-        *lines, rest = (rest + chunk).split("\n")
+def _paragraphs(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
+    """The texts between blank lines, a document each; lines and documents may have any length."""
+    paragraph, incomplete_line = "", ""
+    for block in _decoded_blocks(file, options):
+        *lines, incomplete_line = (incomplete_line + block.text).split("\n")
         for line in lines:
             if line.strip():
-                held += line + "\n"
-                if len(held) > 2 * PIECE_CHARS:
-                    *whole, held = cut(held)
-                    yield from (Piece(part, False, at) for part in whole)
-            elif held:
-                yield from document(held, at)
-                held = ""
-    if held + rest.strip():
-        yield from document(held + rest, file.stat().st_size)
+                paragraph += line + "\n"
+                if len(paragraph) > 2 * CHUNK_CHARS:
+                    *parts, paragraph = split_text(paragraph)
+                    for part in parts:
+                        yield TextChunk(part, ends=False, at=block.at)
+            elif paragraph:
+                yield from document_chunks(paragraph, block.at)
+                paragraph = ""
+    if paragraph or incomplete_line.strip():
+        yield from document_chunks(paragraph + incomplete_line, file.stat().st_size)
 
 
-def document(text: str, at: int) -> Iterator[Piece]:
-    """A whole text that is in memory."""
-    *whole, last = cut(text)
-    yield from (Piece(part, False, at) for part in whole)
-    yield Piece(last, True, at)
+@dataclass(frozen=True)
+class _Block:
+    """Decoded text, and how many bytes of the file have been read."""
+
+    text: str
+    at: int
 
 
-def _chunks(file: Path, reading: Reading) -> Iterator[tuple[str, int]]:
-    """The text of a file bit by bit, line ends as they are, and how many of its bytes have been read."""
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape" if reading.takes_any_bytes else "strict")
-    done = 0
-    with file.open("rb") as raw, _unpacked(raw, file) as source:
+def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_Block]:
+    """The text of a file block by block, line ends unchanged."""
+    errors = "surrogateescape" if options.allow_any_bytes else "strict"
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    num_decoded = 0
+    with file.open("rb") as raw, _decompressed(raw, file) as source:
         while True:
-            block = source.read(READ_BYTES)
+            data = source.read(READ_BYTES)
             try:
-                text = decoder.decode(block, not block)
+                text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                place = done + len(block) - len(error.object) + error.start
-                fix = "convert the file, or take the tokenizer bytes, which takes any"
-                raise DataError(
-                    Fault(KEY, f"{file} is no UTF-8 text", f"{error.object[error.start]:#04x} at byte {place}", fix=fix)
-                ) from None
-            done += len(block)
+                index = num_decoded + len(data) - len(error.object) + error.start
+                got = f"{error.object[error.start]:#04x} at byte {index}"
+                fix = "convert the file, or use the tokenizer bytes, which accepts any bytes"
+                raise DataError(Fault(KEY, f"{file} is not UTF-8 text", got, fix=fix)) from None
+            num_decoded += len(data)
             if text:
-                yield text, raw.tell()
-            if not block:
+                yield _Block(text, raw.tell())
+            if not data:
                 return
 
 
-def _unpacked(raw: IO[bytes], file: Path) -> IO[bytes] | gzip.GzipFile:
+def _decompressed(raw: IO[bytes], file: Path) -> IO[bytes] | gzip.GzipFile:
     return gzip.open(raw) if file.suffix == GZIP_SUFFIX else raw
 
 
-def _lines(file: Path, reading: Reading) -> Iterator[Piece]:
+def _jsonl_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     """A JSONL file: the text field of every line."""
-    with file.open("rb") as raw, _unpacked(raw, file) as source:
+    with file.open("rb") as raw, _decompressed(raw, file) as source:
         for number, line in enumerate(source, start=1):
             if not line.strip():
                 continue
-            if text := _text_of(line, reading.text_field, f"{file}:{number}"):
-                yield from document(text, raw.tell())
+            text = _text_of_line(line, options.text_field, f"{file}:{number}")
+            if text:
+                yield from document_chunks(text, raw.tell())
 
 
-def _text_of(line: bytes, field: str, where: str) -> str:
+def _text_of_line(line: bytes, field: str, where: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise DataError(Fault(KEY, f"{where} is no JSON", str(error), "one JSON object a line")) from None
+        raise DataError(Fault(KEY, f"{where} is not JSON", str(error), "one JSON object a line")) from None
     if not isinstance(row, dict):
-        raise DataError(Fault(KEY, f"{where} is no JSON object", type(row).__name__, '{"text": "..."}'))
+        raise DataError(Fault(KEY, f"{where} is not a JSON object", type(row).__name__, '{"text": "..."}'))
     if field not in row:
-        raise DataError(Fault(FIELD_KEY, f"{where} has no such field", repr(field), fix=other_field(field, row)))
-    if not isinstance(row[field], str):
-        raise DataError(Fault(FIELD_KEY, f"{where}: the field {field!r} is no text", type(row[field]).__name__, "text"))
-    return str(row[field]).encode("utf-8", "replace").decode()  # JSON may spell half a character
+        raise DataError(Fault(FIELD_KEY, f"{where} has no such field", repr(field), fix=suggest_field(field, row)))
+    text = row[field]
+    if not isinstance(text, str):
+        raise DataError(Fault(FIELD_KEY, f"{where}: the field {field!r} is not text", type(text).__name__, "text"))
+    return text.encode("utf-8", "replace").decode()  # JSON may hold half of a surrogate pair
 
 
-def other_field(field: str, known: Any) -> str:
+def suggest_field(field: str, known: Any) -> str:
     """What to do about a field that is not there."""
-    return did_you_mean(field, map(str, known)) if known else "name another, or mend the file"
+    return did_you_mean(field, map(str, known)) if known else "name another field, or repair the file"
 
 
-def _rows(file: Path, reading: Reading) -> Iterator[Piece]:
+def _parquet_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     """A parquet file: the text column of every row, some rows at a time."""
-    parquet = _pyarrow()
+    parquet = _import_pyarrow()
+    field = options.text_field
     with file.open("rb") as raw:
         try:
             table = parquet.ParquetFile(raw)
         except Exception as error:  # noqa: BLE001 - the library's own errors, about the file alone
-            why = str(error).partition("\n")[0][:160]
-            raise DataError(Fault(KEY, f"{file} is no parquet file", why, fix="fetch the file again")) from None
-        names, field = table.schema_arrow.names, reading.text_field
-        if field not in names:
-            got, need = repr(field), f"one of {', '.join(names)}"
-            raise DataError(Fault(FIELD_KEY, f"{file} has no such column", got, need, other_field(field, names)))
-        if str(table.schema_arrow.field(field).type) not in ("string", "large_string", "string_view"):
-            kind = str(table.schema_arrow.field(field).type)
-            raise DataError(Fault(FIELD_KEY, f"{file}: the column {field!r} is no text", kind, "strings"))
-        done, total, size = 0, max(table.metadata.num_rows, 1), file.stat().st_size
-        for batch in table.iter_batches(batch_size=ROWS, columns=[field]):
-            done += len(batch)
+            why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]
+            raise DataError(Fault(KEY, f"{file} is not a parquet file", why, fix="fetch the file again")) from None
+        _check_text_column(table.schema_arrow, field, file)
+        num_rows = max(table.metadata.num_rows, 1)
+        file_bytes = file.stat().st_size
+        num_read = 0
+        for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[field]):
+            num_read += len(batch)
+            at = file_bytes * num_read // num_rows
             for text in batch.column(0).to_pylist():
                 if text:
-                    yield from document(text, size * done // total)
+                    yield from document_chunks(text, at)
 
 
-def _pyarrow() -> Any:
+def _check_text_column(schema: Any, field: str, file: Path) -> None:
+    names = schema.names
+    if field not in names:
+        need = f"one of {', '.join(names)}"
+        raise DataError(
+            Fault(FIELD_KEY, f"{file} has no such column", repr(field), need, suggest_field(field, names))
+        )
+    kind = str(schema.field(field).type)
+    if kind not in PARQUET_TEXT_TYPES:
+        raise DataError(Fault(FIELD_KEY, f"{file}: the column {field!r} is not text", kind, "strings"))
+
+
+def _import_pyarrow() -> Any:
     try:
         import pyarrow.parquet as parquet  # an extra, and 100 ms to import
     except ImportError:

@@ -1,4 +1,4 @@
-"""Owns which files a data source means: the standard library's own sources, a file, a folder or a glob."""
+"""Files of a data source: the standard library's own sources, a file, a folder or a glob."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from weft.errors import DataError, Fault
 
 KEY = "data.source"
-STDLIB_MOST_BYTES = 20 * 2**20
-STDLIB_LEFT_OUT = {
+STDLIB_MAX_BYTES = 20 * 2**20
+STDLIB_EXCLUDED = {
     *("site-packages", "dist-packages", "__pycache__"),  # not the standard library's own
     *("test", "tests", "idlelib", "lib2to3", "turtledemo"),  # not always installed
     *("encodings", "pydoc_data", "msilib"),  # tables rather than text
@@ -24,30 +24,30 @@ LINES_SUFFIX, TABLE_SUFFIX = ".jsonl", ".parquet"
 READ_SUFFIXES = (
     *TEXT_SUFFIXES, TOKEN_SUFFIX, LINES_SUFFIX, TABLE_SUFFIX, LINES_SUFFIX + GZIP_SUFFIX, ".txt" + GZIP_SUFFIX
 )  # fmt: skip
-"""What is read of a folder; a file that is named, or matched by a pattern, is text whatever its suffix."""
+"""Suffixes of the files that are read in a folder; a file that is named, or matched by a pattern, is text whatever its suffix."""
 
 
 def find_files(source: str) -> tuple[Path, ...]:
     """Files of a token source, sorted; either all of them hold tokens (.bin) or none.
 
     Raises:
-        DataError: nothing there, nothing that matches, or kinds that do not mix.
+        DataError: no such file, no match, or text and token files together.
     """
     try:
-        files = _matches(source)
+        files = _matching_files(source)
     except (OSError, RuntimeError) as error:  # a name too long, a folder without rights, an unknown ~user
-        raise DataError(Fault(KEY, "cannot look for files there", f"{source!r}: {error}")) from None
-    tokens = [file for file in files if file.suffix == TOKEN_SUFFIX]
-    if tokens and len(tokens) < len(files):
-        got = f"{len(tokens)} .bin and {len(files) - len(tokens)} others"
-        raise DataError(
-            Fault(KEY, f"{source} holds text and token files", got, "one kind", f"say which: '{source}/*.bin'")
-        )
+        raise DataError(Fault(KEY, "cannot search for files there", f"{source!r}: {error}")) from None
+    num_token_files = sum(file.suffix == TOKEN_SUFFIX for file in files)
+    num_others = len(files) - num_token_files
+    if num_token_files and num_others:
+        got = f"{num_token_files} .bin and {num_others} others"
+        fix = f"choose one kind: '{source}/*.bin'"
+        raise DataError(Fault(KEY, f"{source} holds text and token files", got, "one kind", fix))
     return files
 
 
 def kind_of(file: Path) -> str:
-    """`.jsonl` or `.parquet`, `.gz` for other packed text, `.bin` for tokens, "" for plain text."""
+    """`.jsonl` or `.parquet`, `.gz` for other compressed text, `.bin` for tokens, "" for plain text."""
     kind = Path(file.stem).suffix if file.suffix == GZIP_SUFFIX else file.suffix
     if kind == LINES_SUFFIX or file.suffix in (TABLE_SUFFIX, GZIP_SUFFIX, TOKEN_SUFFIX):
         return LINES_SUFFIX if kind == LINES_SUFFIX else file.suffix
@@ -59,7 +59,7 @@ def is_plain_text(file: Path) -> bool:
     return kind_of(file) == ""
 
 
-def _matches(source: str) -> tuple[Path, ...]:
+def _matching_files(source: str) -> tuple[Path, ...]:
     path = Path(source).expanduser()
     if source == "stdlib":
         return tuple(stdlib_files())
@@ -68,13 +68,12 @@ def _matches(source: str) -> tuple[Path, ...]:
     if path.exists():
         return (path,)
     if not glob.has_magic(source):
-        raise DataError(
-            Fault(KEY, "no such file or folder", repr(source), fix="check the path, or leave it out: stdlib")
-        )
+        fix = "check the path, or leave it out: stdlib"
+        raise DataError(Fault(KEY, "no such file or folder", repr(source), fix=fix))
     found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
     files = tuple(file for file in found if file.is_file())
     if not files:
-        raise DataError(Fault(KEY, "no file matches", repr(source), fix="check the pattern; ** goes into folders"))
+        raise DataError(Fault(KEY, "no file matches", repr(source), fix="check the pattern; ** matches folders of any depth"))
     return files
 
 
@@ -82,32 +81,33 @@ def _in_folder(folder: Path) -> tuple[Path, ...]:
     files = tuple(sorted(file for file in _below(folder) if file.name.endswith(READ_SUFFIXES)))
     if not files:
         need = f"{' '.join(READ_SUFFIXES)} files"
-        raise DataError(
-            Fault(KEY, "no file to read in the folder", repr(str(folder)), need, f"name others: '{folder}/*.c'")
-        )
+        fix = f"name others: '{folder}/*.c'"
+        raise DataError(Fault(KEY, "no file to read in the folder", repr(str(folder)), need, fix))
     return files
 
 
-def _below(folder: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Files below a folder, but for hidden ones and folders that are left out."""
+def _below(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Files below a folder, except hidden ones and those in excluded folders."""
     for here, folders, names in os.walk(folder, onerror=_unreadable_folder):
-        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
         yield from (Path(here, name) for name in names if not name.startswith("."))
 
 
 def _unreadable_folder(error: OSError) -> None:
-    raise DataError(
-        Fault(KEY, "cannot read the folder", repr(error.filename), fix=f"{error.strerror}: check its rights")
-    )
+    fix = f"{error.strerror}: check its permissions"
+    raise DataError(Fault(KEY, "cannot read the folder", repr(error.filename), fix=fix))
 
 
 def stdlib_files() -> Iterator[Path]:
     """This Python's own .py files, sorted by path below its library folder, up to about 20 MB."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = (file for file in _below(root, frozenset(STDLIB_LEFT_OUT)) if file.suffix == ".py")
-    total = 0
-    for file in sorted(file for file in files if not file.name.startswith("_sysconfigdata")):
-        total += file.stat().st_size
-        if total > STDLIB_MOST_BYTES:
+    candidates = []
+    for file in _below(root, frozenset(STDLIB_EXCLUDED)):
+        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata"):
+            candidates.append(file)
+    total_bytes = 0
+    for file in sorted(candidates):
+        total_bytes += file.stat().st_size
+        if total_bytes > STDLIB_MAX_BYTES:
             return
         yield file

@@ -1,4 +1,4 @@
-"""Owns grey images with their classes: real MNIST IDX files, and scikit-learn's digits as their stand-in."""
+"""Grey images with their classes: MNIST's IDX files, or scikit-learn's digits where there are none."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from weft.errors import DataError, Fault
 Bytes = NDArray[np.uint8]
 
 DIGITS_SIZE = 28
-"""Height and width to which the 8 x 8 digits are brought, as MNIST's are."""
+"""Height and width to which the 8 x 8 digits are enlarged: MNIST's."""
+GZIP_MAGIC = b"\x1f\x8b"
 IDX_UINT8 = 0x08
 IDX_IMAGES, IDX_LABELS = "idx3", "idx1"
 
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """images_N1HW and labels_N, both uint8, and what to call them."""
+    """images_N1HW and labels_N, both uint8, and a name for messages."""
 
     name: str
     images: Bytes
@@ -48,28 +49,29 @@ class LabelledImages:
         return hashlib.sha256(self.images.tobytes() + self.labels.tobytes()).hexdigest()
 
     def check(self, *, image_size: int, classes: int) -> None:
-        """Whether a model of these sizes can take them.
+        """Check sizes and labels against a model.
 
         Raises:
             DataError: with every fault.
         """
-        faults, (height, width) = [], self.images.shape[2:]
+        faults = []
+        height, width = self.images.shape[2:]
         if (height, width) != (image_size, image_size):
-            fix = f"--model.image_size {height}" if height == width else "cut or pad the images to squares"
-            faults.append(
-                Fault(KEY, f"{self.name}: images of another size", f"{height} x {width}", f"{image_size}", fix)
-            )
-        if (beyond := np.flatnonzero(self.labels >= classes)).size:
-            at = int(beyond[0])
-            what = f"{self.name}: label beyond the classes at image {at}"
+            what = f"{self.name}: images of another size"
+            fix = f"--model.image_size {height}" if height == width else "crop or pad the images to squares"
+            faults.append(Fault(KEY, what, f"{height} x {width}", f"{image_size}", fix))
+        (out_of_range,) = np.nonzero(self.labels >= classes)
+        if out_of_range.size:
+            first = int(out_of_range[0])
+            what = f"{self.name}: label out of range at image {first}"
             fix = f"--model.classes {int(self.labels.max()) + 1}"
-            faults.append(Fault(KEY, what, f"{self.labels[at]}", f"below model.classes = {classes}", fix))
+            faults.append(Fault(KEY, what, f"{self.labels[first]}", f"below model.classes = {classes}", fix))
         if faults:
             raise DataError(*faults)
 
 
 def check_digits() -> None:
-    """Whether the digits are there, without loading them.
+    """Check that scikit-learn is installed, without loading the digits.
 
     Raises:
         DataError: scikit-learn is missing.
@@ -80,7 +82,7 @@ def check_digits() -> None:
 
 
 def digits() -> LabelledImages:
-    """scikit-learn's 1,797 digits: 8 x 8 in 17 greys, every pixel drawn as 3 x 3, on a 28 x 28 ground as MNIST's are.
+    """scikit-learn's 1,797 digits: 8 x 8 in 17 greys, every pixel enlarged to 3 x 3, padded to 28 x 28 as MNIST's are.
 
     Raises:
         DataError: scikit-learn is missing.
@@ -89,7 +91,8 @@ def digits() -> LabelledImages:
     from sklearn.datasets import load_digits  # an extra, and a second to import
 
     found: Any = load_digits()
-    large_NHW = np.kron(found.images * (255 / 16), np.ones((1, 3, 3))).round().astype(np.uint8)
+    grey_NHW = found.images * (255 / 16)
+    large_NHW = np.kron(grey_NHW, np.ones((1, 3, 3))).round().astype(np.uint8)
     border = (DIGITS_SIZE - large_NHW.shape[1]) // 2
     images_NHW = np.pad(large_NHW, ((0, 0), (border, border), (border, border)))
     return LabelledImages("digits", images_NHW[:, None], found.target.astype(np.uint8))
@@ -107,23 +110,26 @@ def read_pair(source: str) -> LabelledImages:
     if not path.exists():
         fix = "check the path; --data.source digits needs no files"
         raise DataError(Fault(KEY, "no such file or folder", repr(source), "a folder with IDX images and labels", fix))
-    images_file, labels_file = _pair(path)
-    images, labels = read_idx(images_file, num_dims=3), read_idx(labels_file, num_dims=1)
+    images_file, labels_file = _find_pair(path)
+    images = read_idx(images_file, num_dims=3)
+    labels = read_idx(labels_file, num_dims=1)
     if len(images) != len(labels) or not len(images):
         got = f"{len(images)} in {images_file.name}, {len(labels)} in {labels_file.name}"
-        raise DataError(Fault(KEY, "images and labels do not pair", got, "as many, at least one"))
+        raise DataError(Fault(KEY, "images and labels differ in number", got, "equal numbers, at least one"))
     return LabelledImages(str(images_file), images[:, None], labels)
 
 
-def _pair(path: Path) -> tuple[Path, Path]:
+def _find_pair(path: Path) -> tuple[Path, Path]:
+    """Files with images and with their labels; a training pair is preferred."""
     folder = path if path.is_dir() else path.parent
     names = sorted(file.name for file in folder.iterdir())
-    images = [name for name in names if _is_images(name)] if path.is_dir() else [path.name]
-    for name in sorted(images, key=lambda name: not name.startswith("train")):
-        stem = name.removesuffix(".gz").replace("images", "labels").replace(IDX_IMAGES, IDX_LABELS)
-        for label in (stem, f"{stem}.gz"):
-            if label in names and label != name:
-                return folder / name, folder / label
+    candidates = [name for name in names if _is_images(name)] if path.is_dir() else [path.name]
+    training_first = sorted(candidates, key=lambda name: not name.startswith("train"))
+    for name in training_first:
+        labels_name = name.removesuffix(".gz").replace("images", "labels").replace(IDX_IMAGES, IDX_LABELS)
+        for candidate in (labels_name, f"{labels_name}.gz"):
+            if candidate in names and candidate != name:
+                return folder / name, folder / candidate
     need = "train-images-idx3-ubyte and train-labels-idx1-ubyte, or such with .gz"
     raise DataError(Fault(KEY, "no pair of IDX files", repr(str(path)), need))
 
@@ -136,31 +142,31 @@ def read_idx(file: Path, *, num_dims: int) -> Bytes:
     """One IDX file of bytes: two zeros, type, number of dims, big-endian dims, then the values.
 
     Raises:
-        DataError: naming what does not fit.
+        DataError: another format, or a truncated file.
     """
-    data = _bytes_of(file)
+    data = _read_decompressed(file)
     magic = struct.pack(">HBB", 0, IDX_UINT8, num_dims)
     if data[:4] != magic:
-        raise DataError(Fault(KEY, f"{file} is no IDX file of {num_dims} dims", f"magic {data[:4].hex()}", magic.hex()))
-    header = 4 + 4 * num_dims
-    if len(data) < header:
-        raise DataError(Fault(KEY, f"{file} ends inside its header", f"{len(data)} bytes", f"{header} bytes"))
-    dims = struct.unpack(f">{num_dims}I", data[4:header])
-    size = header + int(np.prod(dims, dtype=object))
+        got = f"magic {data[:4].hex()}"
+        raise DataError(Fault(KEY, f"{file} is not an IDX file of {num_dims} dims", got, magic.hex()))
+    header_size = 4 + 4 * num_dims
+    if len(data) < header_size:
+        raise DataError(Fault(KEY, f"{file} ends inside its header", f"{len(data)} bytes", f"{header_size} bytes"))
+    dims = struct.unpack(f">{num_dims}I", data[4:header_size])
+    size = header_size + int(np.prod(dims, dtype=object))
     if len(data) != size:
-        what = f"{file} is cut off" if len(data) < size else f"{file} goes on after its end"
+        what = f"{file} is truncated" if len(data) < size else f"{file} is too long"
         need = f"{size} for {' x '.join(map(str, dims))}"
         raise DataError(Fault(KEY, what, f"{len(data)} bytes", need, "fetch the file again"))
-    return np.frombuffer(data, np.uint8, offset=header).reshape(dims)
+    return np.frombuffer(data, np.uint8, offset=header_size).reshape(dims)
 
 
-def _bytes_of(file: Path) -> bytes:
+def _read_decompressed(file: Path) -> bytes:
     try:
         data = file.read_bytes()
-        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+        return gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(Fault(KEY, f"{file} is a broken gzip file", str(error), fix="fetch the file again")) from None
     except OSError as error:
-        raise DataError(
-            Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{error.strerror}: check it")
-        ) from None
+        fix = f"{error.strerror}: check it"
+        raise DataError(Fault(KEY, "cannot read the file", repr(str(file)), fix=fix)) from None

@@ -1,52 +1,56 @@
-"""Owns making token files out of documents: read, encoded, dealt to training and validation and written, a little at a time.
+"""`weft data prepare`: documents are read, tokenized, split into training and validation, and written as token files.
 
-Note [As a stream]
-    Pieces of documents come from the files, a batch of about a million characters is encoded at once (the tokenizer uses
+Note [Streaming]
+    Chunks of documents come from the files, a batch of about a million characters is encoded at once (the tokenizer uses
     all cores), and its tokens are appended to train.bin or valid.bin. Nothing else is kept, so memory does not depend on
-    how much there is. Everything is written into a folder beside the one that is asked for, which takes its name at the
-    end: it is there whole or not at all.
+    the amount of text. Everything is written into a temporary folder, which is renamed at the end: the result is complete
+    or absent.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from weft.data.bpe import train_bpe
-from weft.data.documents import Piece, Reading, SplitOn, read_documents
+from weft.data.documents import ReadOptions, SplitOn, TextChunk, read_documents
 from weft.data.files import KEY, TOKEN_SUFFIX, find_files
-from weft.data.hub import SCHEME, HubSet
-from weft.data.order import draws
-from weft.data.prepared import FORMAT, META, SPLITS, Meta, Part, Split, TokenDtype
-from weft.data.split_file import SplitFile
-from weft.data.tokenizer import BYTES, FILE, ByteTokenizer, Tokenizer, open_tokenizer
+from weft.data.hub import SCHEME, HubDataset
+from weft.data.order import uniform_draws
+from weft.data.prepared import FORMAT, META, SPLITS, PreparedMeta, Split, TokenDtype
+from weft.data.token_writer import TokenWriter
+from weft.data.tokenizer import BYTES, FILE, ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 from weft.errors import DataError, Fault
 
 TRAIN = "train"
 BATCH_CHARS = 2**20
-LEARNT_CHARS = 2**26
-"""Characters at most that a BPE is trained on, taken evenly from all of them."""
+MAX_TRAINING_CHARS = 2**26
+"""Characters at most that a BPE is trained on, sampled uniformly from all of them."""
+UINT16_IDS = 2**16
 
-Input = Path | HubSet
+Input = Path | HubDataset
 Progress = Callable[[str, int, int], None]
-"""Called with what is done, and bytes done of all bytes."""
+"""Called with the name of the activity, bytes done, and bytes in total."""
+
+
+def no_progress(activity: str, done_bytes: int, total_bytes: int) -> None:
+    """Report nothing."""
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What is made of what.
+class PrepareOptions:
+    """What is prepared, and how.
 
     Attributes:
         inputs: files, folders, globs, stdlib, or data sets (`hf:PATH[,CONFIG][:SPLIT]`).
         tokenizer: `bytes`, a tokenizer.json, or `train` for a BPE of `vocab` ids trained on the inputs.
         valid: share of the documents that are kept for validation, 0 to 1.
-        seed: which ones those are.
+        seed: of the choice of those documents.
     """
 
     inputs: tuple[str, ...]
@@ -58,155 +62,175 @@ class Recipe:
     seed: int = 1
 
 
-def prepare(recipe: Recipe, out: Path, progress: Progress = lambda what, done, total: None) -> Meta:
-    """Make the folder `out`; what meta.json says of it.
+def prepare(options: PrepareOptions, out: Path, progress: Progress = no_progress) -> PreparedMeta:
+    """Write the folder `out`; returns its metadata.
 
     Raises:
-        DataError: an input that cannot be read, nothing in it, or `out` is there already.
+        DataError: an input that cannot be read, no text in any of them, or `out` exists.
     """
     if os.path.lexists(out):
-        raise DataError(Fault("out", "is there already", repr(str(out)), "a new folder", "choose another --out"))
-    files = input_files(recipe.inputs)
-    beside = out.with_name(f".{out.name}.{os.getpid()}")
+        raise DataError(Fault("out", "exists already", repr(str(out)), "a new folder", "choose another --out"))
+    inputs = find_inputs(options.inputs)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        beside.mkdir(parents=True)
+        temporary.mkdir(parents=True)
     except OSError as error:
-        raise DataError(Fault("out", "cannot be made", f"{str(out)!r}: {error.strerror}", "a folder")) from None
+        got = f"{str(out)!r}: {error.strerror}"
+        raise DataError(Fault("out", "the folder cannot be created", got, "a folder")) from None
     try:
-        meta = _fill(beside, recipe, files, progress)
-        beside.rename(out)
+        meta = _write_folder(temporary, options, inputs, progress)
+        temporary.rename(out)
     except OSError as error:
-        raise DataError(Fault("out", "cannot be written", f"{str(out)!r}: {error.strerror}", fix="make room")) from None
+        got = f"{str(out)!r}: {error.strerror}"
+        raise DataError(Fault("out", "cannot be written", got, fix="make room")) from None
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return meta
 
 
-def input_files(inputs: Sequence[str]) -> tuple[Input, ...]:
-    """All files and data sets that the inputs name, each once, in their order.
+def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
+    """All files and data sets that the sources name, each once, in their order.
 
     Raises:
-        DataError: an input that names none, or token files.
+        DataError: a source that names none, or token files.
     """
-    files = tuple(dict.fromkeys(file for source in inputs for file in _inputs_of(source)))
-    if tokens := [file for file in files if isinstance(file, Path) and file.suffix == TOKEN_SUFFIX]:
-        raise DataError(Fault(KEY, "holds tokens already", str(tokens[0]), "text, JSONL or parquet"))
-    return files
-
-
-def _inputs_of(source: str) -> tuple[Input, ...]:
-    return (HubSet.parse(source),) if source.startswith(SCHEME) else find_files(source)
-
-
-def _num_bytes(file: Input) -> int:
-    return file.num_bytes if isinstance(file, HubSet) else file.stat().st_size
+    inputs: dict[Input, None] = {}
+    for source in sources:
+        found = (HubDataset.parse(source),) if source.startswith(SCHEME) else find_files(source)
+        inputs.update(dict.fromkeys(found))
+    for file in inputs:
+        if isinstance(file, Path) and file.suffix == TOKEN_SUFFIX:
+            raise DataError(Fault(KEY, "holds tokens already", str(file), "text, JSONL or parquet"))
+    return tuple(inputs)
 
 
 def is_valid(numbers: Iterable[int], *, share: float, seed: int) -> list[bool]:
-    """Whether the documents of these numbers are kept for validation; number 0 never is, so that there is some training."""
-    found = np.fromiter(numbers, np.int64)
-    return [bool(drawn) for drawn in (draws(found, seed=seed) < share) & (found > 0)]
+    """Whether the documents with these numbers are kept for validation; number 0 never is, so that training has some."""
+    array = np.fromiter(numbers, np.int64)
+    is_drawn = uniform_draws(array, seed=seed) < share
+    return [bool(kept) for kept in is_drawn & (array > 0)]
 
 
-def _fill(folder: Path, recipe: Recipe, files: Sequence[Input], progress: Progress) -> Meta:
-    total = sum(map(_num_bytes, files))
-    tokenizer = _tokenizer(folder, recipe, files, progress)
-    reading = Reading(recipe.text_field, recipe.split_on, takes_any_bytes=isinstance(tokenizer, ByteTokenizer))
-    dtype: TokenDtype = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
-    with ExitStack() as opened:
-        out = {split: opened.enter_context(SplitFile(folder / split, np.dtype(dtype))) for split in SPLITS}
-        _encode(read_all(files, reading), tokenizer, out, recipe=recipe, tell=lambda at: progress("tokens", at, total))
-    splits: dict[str, Part] = {split: out[split].part() for split in SPLITS}
-    if not splits["train"].tokens:
-        raise DataError(Fault(KEY, "is empty", f"no text in {len(files)} file{'s' * (len(files) > 1)}", "some text"))
-    meta = Meta(
+def read_all(inputs: Iterable[Input], options: ReadOptions) -> Iterator[TextChunk]:
+    """The chunks of all inputs; `at` counts from the beginning of the first."""
+    bytes_before = 0
+    for source in inputs:
+        chunks = source.documents(options) if isinstance(source, HubDataset) else read_documents(source, options)
+        for chunk in chunks:
+            yield TextChunk(chunk.text, chunk.ends, bytes_before + chunk.at)
+        bytes_before += _num_bytes(source)
+
+
+def _num_bytes(source: Input) -> int:
+    return source.num_bytes if isinstance(source, HubDataset) else source.stat().st_size
+
+
+def _write_folder(folder: Path, options: PrepareOptions, inputs: Sequence[Input], progress: Progress) -> PreparedMeta:
+    total_bytes = sum(_num_bytes(source) for source in inputs)
+    tokenizer = _make_tokenizer(folder, options, inputs, progress)
+    read_options = ReadOptions(
+        text_field=options.text_field,
+        split_on=options.split_on,
+        allow_any_bytes=isinstance(tokenizer, ByteTokenizer),
+    )
+    dtype: TokenDtype = "uint16" if tokenizer.vocab <= UINT16_IDS else "uint32"
+
+    def report(done_bytes: int) -> None:
+        progress("tokens", done_bytes, total_bytes)
+
+    with ExitStack() as stack:
+        writers: dict[Split, TokenWriter] = {}
+        for split in SPLITS:
+            writers[split] = stack.enter_context(TokenWriter(folder / split, np.dtype(dtype)))
+        _encode(read_all(inputs, read_options), tokenizer, writers, options=options, report=report)
+    if not writers["train"].num_tokens:
+        plural = "s" if len(inputs) > 1 else ""
+        raise DataError(Fault(KEY, "is empty", f"no text in {len(inputs)} file{plural}", "some text"))
+    meta = PreparedMeta(
         format=FORMAT,
         dtype=dtype,
         tokenizer=BYTES if tokenizer.name == BYTES else FILE,
         tokenizer_sha256=tokenizer.sha256,
         vocab=tokenizer.vocab,
         end=tokenizer.end,
-        inputs=recipe.inputs,
-        files=len(files),
-        input_bytes=total,
-        text_field=recipe.text_field,
-        split_on=recipe.split_on,
-        valid=recipe.valid,
-        seed=recipe.seed,
-        splits=splits,
+        inputs=options.inputs,
+        files=len(inputs),
+        input_bytes=total_bytes,
+        text_field=options.text_field,
+        split_on=options.split_on,
+        valid=options.valid,
+        seed=options.seed,
+        splits={split: writer.info() for split, writer in writers.items()},
     )
-    _write(folder / META, (meta.model_dump_json(indent=1) + "\n").encode())
+    _write_synced(folder / META, (meta.model_dump_json(indent=1) + "\n").encode())
     return meta
 
 
-def read_all(files: Iterable[Input], reading: Reading) -> Iterator[Piece]:
-    """The pieces of all files; `at` counts from the beginning of the first."""
-    before = 0
-    for file in files:
-        for piece in file.documents(reading) if isinstance(file, HubSet) else read_documents(file, reading):
-            yield Piece(piece.text, piece.ends, before + piece.at)
-        before += _num_bytes(file)
-
-
 def _encode(
-    pieces: Iterable[Piece],
+    chunks: Iterable[TextChunk],
     tokenizer: Tokenizer,
-    out: dict[Split, SplitFile],
+    writers: Mapping[Split, TokenWriter],
     *,
-    recipe: Recipe,
-    tell: Callable[[int], None],
+    options: PrepareOptions,
+    report: Callable[[int], None],
 ) -> None:
-    end = [] if tokenizer.end is None else [tokenizer.end]
-    number = 0
-    for batch in _batches(pieces):
-        encoded = tokenizer.encode_batch([piece.text for piece in batch])
-        numbers = number + np.cumsum([0, *(piece.ends for piece in batch)])
-        valid = is_valid(numbers, share=recipe.valid, seed=recipe.seed)
-        for piece, tokens, is_kept in zip(batch, encoded, valid, strict=False):
-            split = out["valid" if is_kept else "train"]
-            split.add(tokens)
-            if piece.ends:
-                split.add(end)
-                split.end_document()
-        number = int(numbers[-1])
-        tell(batch[-1].at)
+    end_tokens = [] if tokenizer.end is None else [tokenizer.end]
+    num_documents = 0
+    for batch in _batches(chunks):
+        encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
+        numbers = []
+        for chunk in batch:
+            numbers.append(num_documents)
+            num_documents += chunk.ends
+        kept_for_validation = is_valid(numbers, share=options.valid, seed=options.seed)
+        for chunk, tokens, is_kept in zip(batch, encoded, kept_for_validation, strict=True):
+            writer = writers["valid" if is_kept else "train"]
+            writer.add(tokens)
+            if chunk.ends:
+                writer.add(end_tokens)
+                writer.end_document()
+        report(batch[-1].at)
 
 
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch, size = list[Piece](), 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text) + 1
-        if size >= BATCH_CHARS:
+def _batches(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
+    batch: list[TextChunk] = []
+    num_chars = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        num_chars += len(chunk.text) + 1
+        if num_chars >= BATCH_CHARS:
             yield batch
-            batch, size = [], 0
+            batch, num_chars = [], 0
     if batch:
         yield batch
 
 
-def _tokenizer(folder: Path, recipe: Recipe, files: Sequence[Input], progress: Progress) -> Tokenizer:
-    """The tokenizer of the recipe, trained if it says so, and a copy of its file in the folder."""
-    if recipe.tokenizer == BYTES:
+def _make_tokenizer(folder: Path, options: PrepareOptions, inputs: Sequence[Input], progress: Progress) -> Tokenizer:
+    """The tokenizer of the options, trained if they say so; its file is stored in the folder."""
+    if options.tokenizer == BYTES:
         return open_tokenizer(BYTES)
-    if recipe.tokenizer != TRAIN:
-        source = open_tokenizer(recipe.tokenizer)
-        _write(folder / FILE, Path(source.name).read_bytes())
+    if options.tokenizer == TRAIN:
+        texts = _training_texts(options, inputs, progress)
+        content = train_bpe(texts, vocab=options.vocab).encode()
     else:
-        _write(folder / FILE, train_bpe(_sample(recipe, files, progress), vocab=recipe.vocab).encode())
+        content = Path(open_tokenizer(options.tokenizer).name).read_bytes()
+    _write_synced(folder / FILE, content)
     return open_tokenizer(str(folder / FILE))
 
 
-def _sample(recipe: Recipe, files: Sequence[Input], progress: Progress) -> Iterator[str]:
-    """Every piece, or an even choice of them where they are many; a function of the recipe."""
-    total = max(sum(map(_num_bytes, files)), 1)
-    share = LEARNT_CHARS / total
-    for number, piece in enumerate(read_all(files, Reading(recipe.text_field, recipe.split_on))):
-        if share >= 1 or draws(np.array([number]), seed=recipe.seed)[0] < share:
-            progress("text for the tokenizer", piece.at, total)
-            yield piece.text
+def _training_texts(options: PrepareOptions, inputs: Sequence[Input], progress: Progress) -> Iterator[str]:
+    """Every chunk, or a uniform sample of them where there are many; a function of the options."""
+    total_bytes = max(sum(_num_bytes(source) for source in inputs), 1)
+    share = MAX_TRAINING_CHARS / total_bytes
+    read_options = ReadOptions(options.text_field, options.split_on)
+    for number, chunk in enumerate(read_all(inputs, read_options)):
+        is_sampled = share >= 1 or uniform_draws(np.array([number]), seed=options.seed)[0] < share
+        if is_sampled:
+            progress("text for the tokenizer", chunk.at, total_bytes)
+            yield chunk.text
 
 
-def _write(file: Path, content: bytes) -> None:
+def _write_synced(file: Path, content: bytes) -> None:
     with file.open("wb") as out:
         out.write(content)
         out.flush()

@@ -1,10 +1,10 @@
-"""Owns the folder that `weft data prepare` leaves: its files, what meta.json says of them, and opening it.
+"""Prepared folders, the output of `weft data prepare`: files, metadata, opening.
 
-DIR/meta.json        what is in the others
-DIR/train.bin        tokens of the documents one after the other, uint16 or uint32, little-endian
-DIR/train.idx        place of every document's first token, and at the end the number of tokens; int64, little-endian
-DIR/valid.bin .idx   the same for the documents that are not trained on
-DIR/tokenizer.json   unless every byte is a token
+DIR/meta.json        sizes, hashes and options
+DIR/train.bin        tokens of the documents, concatenated; uint16 or uint32, little-endian
+DIR/train.idx        index of every document's first token, then the number of tokens; int64, little-endian
+DIR/valid.bin .idx   the same for the documents kept for validation
+DIR/tokenizer.json   unless tokens are bytes
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import ConfigDict, ValidationError
 
 from weft.config.schema import ConfigSection, DataConfig
-from weft.data.bounds import BOUND, BoundsFile
+from weft.data.document_bounds import BOUND, BoundsFile
 from weft.data.files import KEY, TOKEN_SUFFIX
 from weft.data.tokenizer import BYTES, FILE, Tokenizer, open_tokenizer
 from weft.data.tokenizer import KEY as TOKENIZER_KEY
@@ -31,11 +31,11 @@ FORMAT = 1
 Split = Literal["train", "valid"]
 TokenDtype = Literal["uint16", "uint32"]
 SPLITS: tuple[Split, Split] = ("train", "valid")
-PREPARE = "weft data prepare it again"
+PREPARE_AGAIN = "weft data prepare it again"
 
 
-class Part(ConfigSection):
-    """One of both splits: `longest` is in tokens, the hashes are of its .bin and .idx."""
+class SplitInfo(ConfigSection):
+    """Sizes of one split (`longest` in tokens), and hashes of its .bin and .idx."""
 
     documents: int
     tokens: int
@@ -44,8 +44,8 @@ class Part(ConfigSection):
     bounds_sha256: str
 
 
-class Meta(ConfigSection):
-    """What meta.json says; the same input makes the same file."""
+class PreparedMeta(ConfigSection):
+    """Content of meta.json; the same input gives the same file."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -62,95 +62,108 @@ class Meta(ConfigSection):
     split_on: str
     valid: float
     seed: int
-    splits: dict[str, Part]
+    splits: dict[str, SplitInfo]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """An opened folder: all files are there and as long as they must be."""
+    """An opened folder: all files exist and have the sizes that meta.json states."""
 
     folder: Path
-    meta: Meta
+    meta: PreparedMeta
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens.
+        """The tokenizer that produced the tokens.
 
         Raises:
-            DataError: it is not there, or it is another.
+            DataError: it is missing, or it has another hash.
         """
         name = BYTES if self.meta.tokenizer == BYTES else str(self.folder / FILE)
         tokenizer = open_tokenizer(name)
         if tokenizer.sha256 != self.meta.tokenizer_sha256:
             got = f"sha256 {tokenizer.sha256[:12]}"
             need = f"{self.meta.tokenizer_sha256[:12]} as in {META}"
-            raise DataError(Fault(TOKENIZER_KEY, f"{name} is not the one that made the tokens", got, need, PREPARE))
+            raise DataError(Fault(TOKENIZER_KEY, f"{name} did not produce the tokens", got, need, PREPARE_AGAIN))
         return tokenizer
 
     def stream(self, split: Split, *, vocab: int) -> TokenStream:
         """The tokens of a split, with the bounds of its documents."""
-        part, file = self.meta.splits[split], self.folder / f"{split}.bin"
-        tokens = open_tokens(file, np.dtype(self.meta.dtype).newbyteorder("<"))
-        return TokenStream((file,), (tokens,), vocab, documents=self.bounds(split), known_sha256=part.sha256)
+        file = self.folder / f"{split}.bin"
+        dtype = np.dtype(self.meta.dtype).newbyteorder("<")
+        return TokenStream(
+            files=(file,),
+            parts=(open_tokens(file, dtype),),
+            vocab=vocab,
+            documents=self.bounds(split),
+            known_sha256=self.meta.splits[split].sha256,
+        )
 
     def bounds(self, split: Split) -> BoundsFile:
-        """Place of every document of a split, and its length."""
-        return BoundsFile(self.folder / f"{split}.idx", self.meta.splits[split].documents + 1)
+        """Index of every document's first token, and the number of tokens."""
+        num_bounds = self.meta.splits[split].documents + 1
+        return BoundsFile(self.folder / f"{split}.idx", num_bounds)
 
     def damage(self) -> Iterator[str]:
-        """What is not as it was written, by reading everything."""
+        """Files whose content differs from what was written; reads everything."""
         for split in SPLITS:
-            part = self.meta.splits[split]
-            for suffix, known in ((".bin", part.sha256), (".idx", part.bounds_sha256)):
+            info = self.meta.splits[split]
+            for suffix, written in ((".bin", info.sha256), (".idx", info.bounds_sha256)):
                 file = self.folder / f"{split}{suffix}"
-                if (found := hash_file(file)) != known:
-                    yield f"{file}: sha256 {found[:12]}, written was {known[:12]}"
+                found = hash_file(file)
+                if found != written:
+                    yield f"{file}: sha256 {found[:12]}, {written[:12]} was written"
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether a folder was made by `weft data prepare`, whole or not."""
+    """Whether a folder was written by `weft data prepare`, complete or not."""
     return (path / META).is_file() or (path / f"{SPLITS[0]}.idx").is_file()
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """The folder, its files looked at from outside.
+    """Open a prepared folder; sizes are checked, contents are not.
 
     Raises:
-        DataError: a file that is missing, cut off or not to be read.
+        DataError: a file that is missing, truncated or unreadable.
     """
     meta = _read_meta(folder / META)
-    faults = [fault for split in SPLITS for fault in _file_faults(folder, meta, split)]
+    faults = [*_file_faults(folder, meta, "train"), *_file_faults(folder, meta, "valid")]
     if meta.tokenizer != BYTES and not (folder / FILE).is_file():
-        faults.append(Fault(KEY, f"{folder} lacks {FILE}", fix=PREPARE))
+        faults.append(Fault(KEY, f"{folder} lacks {FILE}", fix=PREPARE_AGAIN))
     if faults:
         raise DataError(*faults)
     return Prepared(folder, meta)
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:
-    """The tokenizer of what a run reads: a prepared folder's own, else the one that `data.tokenizer` names.
+    """The tokenizer of a run's data: that of a prepared folder, else the one that `data.tokenizer` names.
 
     Raises:
         DataError: it cannot be opened, or `data.tokenizer` names another than the folder's.
     """
-    prepared = (prepared_of(source) for source in sources_of(data))
-    found = next((each for each in prepared if each is not None), None)
-    return open_tokenizer(data.tokenizer) if found is None else agreed_tokenizer(found, data)
+    for source in sources_of(data):
+        prepared = prepared_of(source)
+        if prepared is not None:
+            return agreed_tokenizer(prepared, data)
+    return open_tokenizer(data.tokenizer)
 
 
 def prepared_of(source: str) -> Prepared | None:
     """The prepared folder that a source is, or that it names a .bin of; None for any other source.
 
     Raises:
-        DataError: the folder is not whole.
+        DataError: the folder is incomplete.
     """
     path = Path(source).expanduser()
-    folder = path.parent if path.suffix == TOKEN_SUFFIX and path.stem in SPLITS else path
+    names_split = path.suffix == TOKEN_SUFFIX and path.stem in SPLITS
+    folder = path.parent if names_split else path
     return open_prepared(folder) if is_prepared(folder) else None
 
 
 def sources_of(data: DataConfig) -> tuple[str, ...]:
     """The sources of a run, without their weights."""
-    return tuple(word.rpartition("=")[0] for word in data.mix) or (data.source,)
+    if not data.mix:
+        return (data.source,)
+    return tuple(word.rpartition("=")[0] for word in data.mix)
 
 
 def agreed_tokenizer(prepared: Prepared, data: DataConfig) -> Tokenizer:
@@ -161,8 +174,8 @@ def agreed_tokenizer(prepared: Prepared, data: DataConfig) -> Tokenizer:
     """
     own = prepared.tokenizer()
     if data.tokenizer != BYTES and open_tokenizer(data.tokenizer).sha256 != own.sha256:
-        what = f"is not the one that prepared {prepared.folder}"
-        fix = "leave data.tokenizer out: a prepared folder brings its own"
+        what = f"is not the tokenizer that prepared {prepared.folder}"
+        fix = "omit data.tokenizer: a prepared folder has its own"
         raise DataError(Fault(TOKENIZER_KEY, what, data.tokenizer, own.name, fix))
     return own
 
@@ -176,30 +189,33 @@ def hash_file(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_meta(file: Path) -> Meta:
+def _read_meta(file: Path) -> PreparedMeta:
     try:
         text = file.read_bytes()
     except OSError as error:
-        raise DataError(Fault(KEY, f"{file.parent} lacks {META}", error.strerror or "", fix=PREPARE)) from None
+        raise DataError(Fault(KEY, f"{file.parent} lacks {META}", error.strerror or "", fix=PREPARE_AGAIN)) from None
     try:
-        meta = Meta.model_validate_json(text)
+        meta = PreparedMeta.model_validate_json(text)
     except ValidationError as error:
         first: Any = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the text"
-        raise DataError(Fault(KEY, f"{file} cannot be read", f"{where}: {first['msg']}", fix=PREPARE)) from None
+        raise DataError(Fault(KEY, f"{file} cannot be read", f"{where}: {first['msg']}", fix=PREPARE_AGAIN)) from None
     if meta.format > FORMAT or set(meta.splits) != set(SPLITS):
         need = f"format {FORMAT} with {' and '.join(SPLITS)}"
-        raise DataError(Fault(KEY, f"{file} is of a newer weft", f"format {meta.format}", need, PREPARE))
+        raise DataError(Fault(KEY, f"{file} was written by a newer weft", f"format {meta.format}", need, PREPARE_AGAIN))
     return meta
 
 
-def _file_faults(folder: Path, meta: Meta, split: Split) -> Iterator[Fault]:
-    part = meta.splits[split]
-    sizes = {".bin": part.tokens * np.dtype(meta.dtype).itemsize, ".idx": (part.documents + 1) * BOUND.itemsize}
-    for suffix, size in sizes.items():
+def _file_faults(folder: Path, meta: PreparedMeta, split: Split) -> Iterator[Fault]:
+    info = meta.splits[split]
+    tokens_size = info.tokens * np.dtype(meta.dtype).itemsize
+    bounds_size = (info.documents + 1) * BOUND.itemsize
+    for suffix, size in ((".bin", tokens_size), (".idx", bounds_size)):
         file = folder / f"{split}{suffix}"
         if not file.is_file():
-            yield Fault(KEY, f"{folder} lacks {file.name}", fix=PREPARE)
-        elif (found := file.stat().st_size) != size:
-            what = f"{file} is cut off" if found < size else f"{file} is too long"
-            yield Fault(KEY, what, f"{found} bytes", f"{size} as {META} says", PREPARE)
+            yield Fault(KEY, f"{folder} lacks {file.name}", fix=PREPARE_AGAIN)
+            continue
+        found = file.stat().st_size
+        if found != size:
+            what = f"{file} is truncated" if found < size else f"{file} is too long"
+            yield Fault(KEY, what, f"{found} bytes", f"{size} as {META} states", PREPARE_AGAIN)

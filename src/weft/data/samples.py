@@ -1,4 +1,4 @@
-"""Owns numbered samples: sequences of a token stream, pictures, and mixtures of several sources. No torch here."""
+"""Numbered samples: sequences of a token stream, images, and weighted mixtures of several sources."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.images import LabelledImages
-from weft.data.mixture import Turns
-from weft.data.order import Ints, mix, walk
+from weft.data.mixture import MixtureSampler
+from weft.data.order import Ints, epoch_order, hash_numbers
 from weft.data.packing import pack
 from weft.data.tokens import TokenStream
 
 HASH_DIGITS = 12
 IGNORE = -100
-"""Target that does not count; the same as of models.batch, which needs torch."""
+"""Target that does not count in the loss; equal to that of models.common.batch, which needs torch."""
 
 
 @dataclass(frozen=True)
-class Arrays:
-    """Samples as a model takes them.
+class SampleArrays:
+    """Samples as model inputs.
 
     Attributes:
         inputs: tokens_BS int64, or images_B1HW uint8.
-        targets: targets_BS int64 (the token after each input; IGNORE where that is of another document), or classes_B int64.
+        targets: targets_BS int64 (the token after each input; IGNORE where that is in another document), or classes_B int64.
         positions: positions_BS int64, from 0 in each sequence or document; zeros_B for images.
         documents: documents_BS int64; None: a sequence is one document.
     """
@@ -39,24 +39,24 @@ class Arrays:
 
 
 class Samples(Protocol):
-    """An opened source: numbered samples, in which order they come, and what to tell of them."""
+    """An opened source: numbered samples and their order."""
 
     @property
     def num_samples(self) -> int:
-        """How many there are."""
+        """Number of samples."""
 
     def at(self, places: Ints, *, seed: int) -> Ints:
-        """Numbers of the samples at these places of a run, from its beginning; a pure function."""
+        """Numbers of the samples at these places of a run, counted from its beginning; a pure function."""
 
-    def read(self, samples: Ints) -> Arrays:
-        """The samples with these numbers; [any shape] counts as flat."""
+    def read(self, samples: Ints) -> SampleArrays:
+        """The samples with these numbers, flattened to one batch dimension."""
 
     def facts(self) -> dict[str, object]:
-        """What the `data` of the run event says."""
+        """The field `data` of the run event."""
 
 
 @dataclass(frozen=True)
-class Sequences:
+class SequenceSamples:
     """Sample i is tokens [i * S, (i + 1) * S] of a stream: S inputs, and S targets shifted by one."""
 
     stream: TokenStream
@@ -71,31 +71,46 @@ class Sequences:
 
     def at(self, places: Ints, *, seed: int) -> Ints:
         """Epoch after epoch, each in its own order."""
-        return walk(places, self.num_samples, seed=seed)
+        return epoch_order(places, self.num_samples, seed=seed)
 
-    def read(self, samples: Ints) -> Arrays:
-        """Sequences of tokens with their targets; [any shape] counts as flat."""
-        length, starts = self.seq_len, (samples.ravel() * self.seq_len).tolist()
-        tokens = np.stack([self.stream.read(start, start + length + 1) for start in starts])
-        inputs, targets = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # of one row both would be one memory
+    def read(self, samples: Ints) -> SampleArrays:
+        """Sequences of tokens with their targets, flattened to one batch dimension."""
+        starts = (samples.ravel() * self.seq_len).tolist()
+        windows = [self.stream.read(start, start + self.seq_len + 1) for start in starts]
+        tokens = np.stack(windows)
+        inputs = tokens[:, :-1].copy()  # copies: inputs and targets must not share memory
+        targets = tokens[:, 1:].copy()
         if self.packing == "stream":
-            return Arrays(inputs, targets, np.tile(np.arange(length, dtype=np.int64), (len(tokens), 1)))
-        packed = [pack(self.stream.document_bounds, start, length) for start in starts]
-        targets[np.stack([window.leaves for window in packed])] = IGNORE
-        positions = np.stack([window.positions for window in packed])
-        return Arrays(inputs, targets, positions, np.stack([window.documents for window in packed]))
+            positions = np.tile(np.arange(self.seq_len, dtype=np.int64), (len(tokens), 1))
+            return SampleArrays(inputs, targets, positions)
+        packed = [pack(self.stream.document_bounds, start, self.seq_len) for start in starts]
+        is_last = np.stack([window.is_last for window in packed])
+        targets[is_last] = IGNORE
+        return SampleArrays(
+            inputs,
+            targets,
+            positions=np.stack([window.positions for window in packed]),
+            documents=np.stack([window.documents for window in packed]),
+        )
 
     def facts(self) -> dict[str, object]:
         """Source, files, bytes, tokens, documents where they are known, sequences, hash."""
         stream = self.stream
-        documents = {} if stream.documents is None else {"documents": len(stream.documents) - 1}
-        sizes = {"files": len(stream.files), "bytes": stream.num_bytes, "tokens": len(stream)}
-        samples = {"samples": self.num_samples, "sha256": stream.sha256[:HASH_DIGITS]}
-        return {"source": self.source, **sizes, **documents, **samples}
+        facts: dict[str, object] = {
+            "source": self.source,
+            "files": len(stream.files),
+            "bytes": stream.num_bytes,
+            "tokens": len(stream),
+        }
+        if stream.documents is not None:
+            facts["documents"] = len(stream.documents) - 1
+        facts["samples"] = self.num_samples
+        facts["sha256"] = stream.sha256[:HASH_DIGITS]
+        return facts
 
 
 @dataclass(frozen=True)
-class Pictures:
+class ImageSamples:
     """Sample i is image i."""
 
     pairs: LabelledImages
@@ -108,31 +123,36 @@ class Pictures:
 
     def at(self, places: Ints, *, seed: int) -> Ints:
         """Epoch after epoch, each in its own order."""
-        return walk(places, self.num_samples, seed=seed)
+        return epoch_order(places, self.num_samples, seed=seed)
 
-    def read(self, samples: Ints) -> Arrays:
-        """Images with their classes; [any shape] counts as flat."""
-        labels = self.pairs.labels[samples.ravel()].astype(np.int64)
-        return Arrays(self.pairs.images[samples.ravel()], labels, np.zeros_like(labels))
+    def read(self, samples: Ints) -> SampleArrays:
+        """Images with their classes, flattened to one batch dimension."""
+        numbers = samples.ravel()
+        labels = self.pairs.labels[numbers].astype(np.int64)
+        return SampleArrays(self.pairs.images[numbers], labels, np.zeros_like(labels))
 
     def facts(self) -> dict[str, object]:
         """Source, bytes, images, hash."""
-        pairs = self.pairs
-        sizes = {"bytes": pairs.num_bytes, "samples": len(pairs)}
-        return {"source": self.source, **sizes, "sha256": pairs.sha256[:HASH_DIGITS]}
+        return {
+            "source": self.source,
+            "bytes": self.pairs.num_bytes,
+            "samples": len(self.pairs),
+            "sha256": self.pairs.sha256[:HASH_DIGITS],
+        }
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """Several sources: the samples of the first one, then those of the second, and so on; drawn by `turns`."""
+class MixtureSamples:
+    """Several sources: the samples of the first one, then those of the second, and so on; chosen by `sampler`."""
 
     parts: tuple[Samples, ...]
-    turns: Turns
+    sampler: MixtureSampler
 
     @cached_property
     def bounds(self) -> Ints:
-        """Number of every part's first sample, and of all."""
-        return np.cumsum([0, *(part.num_samples for part in self.parts)], dtype=np.int64)
+        """Number of every part's first sample, and the total."""
+        counts = [part.num_samples for part in self.parts]
+        return np.cumsum([0, *counts], dtype=np.int64)
 
     @property
     def num_samples(self) -> int:
@@ -140,31 +160,49 @@ class Mixture:
         return int(self.bounds[-1])
 
     def at(self, places: Ints, *, seed: int) -> Ints:
-        """By turns; each part walks through its own epochs."""
-        sources, own = self.turns.at(places)
+        """Samples in the order of the mixture; each part has its own epochs."""
+        sources, own_places = self.sampler.at(places)
         samples = np.empty(len(places), dtype=np.int64)
         for number, part in enumerate(self.parts):
-            chosen = sources == number
-            samples[chosen] = self.bounds[number] + part.at(own[chosen], seed=mix(seed, number))
+            is_own = sources == number
+            own_samples = part.at(own_places[is_own], seed=hash_numbers(seed, number))
+            samples[is_own] = self.bounds[number] + own_samples
         return samples
 
-    def read(self, samples: Ints) -> Arrays:
-        """The samples with these numbers, in their order; [any shape] counts as flat."""
-        flat = samples.ravel()
-        sources = np.searchsorted(self.bounds, flat, side="right") - 1
-        present = np.unique(sources).tolist()
-        order = np.concatenate([np.flatnonzero(sources == number) for number in present])
-        read = [self.parts[number].read(flat[sources == number] - self.bounds[number]) for number in present]
-        back = np.argsort(order)
-        names = [name for name, array in vars(read[0]).items() if array is not None]
-        return Arrays(**{name: np.concatenate([getattr(arrays, name) for arrays in read])[back] for name in names})
+    def read(self, samples: Ints) -> SampleArrays:
+        """The samples with these numbers, in their order, flattened to one batch dimension."""
+        numbers = samples.ravel()
+        sources = np.searchsorted(self.bounds, numbers, side="right") - 1
+        indices = []
+        arrays = []
+        for source in np.unique(sources).tolist():
+            (own_indices,) = np.nonzero(sources == source)
+            indices.append(own_indices)
+            arrays.append(self.parts[source].read(numbers[own_indices] - self.bounds[source]))
+        original_order = np.argsort(np.concatenate(indices))
+
+        def joined(field: str) -> NDArray[Any]:
+            return np.concatenate([getattr(part, field) for part in arrays])[original_order]
+
+        return SampleArrays(
+            inputs=joined("inputs"),
+            targets=joined("targets"),
+            positions=joined("positions"),
+            documents=None if arrays[0].documents is None else joined("documents"),
+        )
 
     def facts(self) -> dict[str, object]:
         """Sources with their exact shares, sums of their sizes, a hash of their hashes."""
         facts = [part.facts() for part in self.parts]
-        shares = {str(own["source"]): share for own, share in zip(facts, self.turns.shares, strict=True)}
-        summed = [key for key in ("bytes", "tokens", "samples") if key in facts[0]]
-        sizes: dict[str, object] = {key: sum(int(str(own[key])) for own in facts) for key in summed}
-        digest = hashlib.sha256("".join(str(own["sha256"]) for own in facts).encode()).hexdigest()
-        words = ", ".join(f"{share:.1%} {source}" for source, share in shares.items())
-        return {"source": words, **sizes, "sha256": digest[:HASH_DIGITS], "shares": shares}
+        shares = {}
+        for own, share in zip(facts, self.sampler.shares, strict=True):
+            shares[str(own["source"])] = share
+        summary = [f"{share:.1%} {source}" for source, share in shares.items()]
+        merged: dict[str, object] = {"source": ", ".join(summary)}
+        for key in ("bytes", "tokens", "samples"):
+            if key in facts[0]:
+                merged[key] = sum(int(str(own[key])) for own in facts)
+        hashes = "".join(str(own["sha256"]) for own in facts)
+        merged["sha256"] = hashlib.sha256(hashes.encode()).hexdigest()[:HASH_DIGITS]
+        merged["shares"] = shares
+        return merged

@@ -1,4 +1,4 @@
-"""Owns tokenizers: text to numbers and back, by bytes or by a tokenizer.json. No torch here."""
+"""Tokenizers: text to ids and back, by bytes or by a tokenizer.json; training of a byte-level BPE."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ FILE = "tokenizer.json"
 END_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|im_end|>", "[EOS]", "<|eot_id|>"
 )  # fmt: skip
-"""What models call the token that ends a document; the first that a tokenizer knows is taken."""
+"""Names of the token that ends a document; the first that a tokenizer has is used."""
+NUM_BYTES = 256
+MAX_ERROR_CHARS = 160
 
 
 class Tokenizer(Protocol):
-    """Text to numbers and back.
+    """Text to ids and back.
 
     Attributes:
         name: `bytes`, or the path of its file.
         vocab: ids are below this.
         end: id of the token that ends a document; None where there is none.
-        sha256: of what decides the numbers, in hex digits.
+        sha256: of what determines the ids, in hex digits.
     """
 
     @property
@@ -40,17 +42,17 @@ class Tokenizer(Protocol):
     def sha256(self) -> str: ...
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text; nothing is put before or behind it."""
+        """The ids of a text; no special tokens are added."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The tokens of many texts, on as many threads as the tokenizer has."""
+        """The ids of many texts, on as many threads as the tokenizer has."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; what is no text shows as a replacement character."""
+        """The text of ids; invalid UTF-8 becomes the replacement character."""
 
 
 class ByteTokenizer:
-    """Every byte of UTF-8 is a token; there is no other."""
+    """Every byte of UTF-8 is a token; there are no others."""
 
     name = BYTES
     vocab = 256
@@ -58,7 +60,7 @@ class ByteTokenizer:
     sha256 = hashlib.sha256(BYTES.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Bytes of the text; a byte that was no text (surrogateescape) is itself."""
+        """Bytes of the text; a byte that was not UTF-8 (surrogateescape) is itself."""
         return list(text.encode("utf-8", "surrogateescape"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
@@ -66,32 +68,39 @@ class ByteTokenizer:
         return [text.encode("utf-8", "surrogateescape") for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of bytes; an id that is no byte, which a model of a larger vocabulary may draw, is a question mark."""
-        return bytes(token if token < self.vocab else ord("?") for token in tokens).decode(errors="replace")
+        """Text of bytes; an id that is no byte, which a model with a larger vocabulary may produce, is a question mark."""
+        known = [token if token < self.vocab else ord("?") for token in tokens]
+        return bytes(known).decode(errors="replace")
 
 
 class FileTokenizer:
-    """A tokenizer.json, as the library `tokenizers` reads it.
+    """A tokenizer.json, read by the library `tokenizers`.
 
     Args:
-        path: where it lies.
+        path: of the file.
         inner: the library's `Tokenizer`.
         content: bytes of the file.
     """
 
     def __init__(self, path: Path, inner: Any, content: bytes) -> None:
-        self.name, self._inner, self._content = str(path), inner, content
+        self.name = str(path)
+        self._inner = inner
+        self._content = content
 
     @cached_property
     def vocab(self) -> int:
-        """One above the highest id, added tokens included: ids may have holes."""
-        return int(max(self._inner.get_vocab(with_added_tokens=True).values())) + 1
+        """One above the highest id, added tokens included: ids may have gaps."""
+        ids = self._inner.get_vocab(with_added_tokens=True).values()
+        return int(max(ids)) + 1
 
     @cached_property
     def end(self) -> int | None:
-        """The first of `END_NAMES` that it knows."""
-        found = (self._inner.token_to_id(name) for name in END_NAMES)
-        return next((token for token in found if token is not None), None)
+        """The first of `END_NAMES` that it has."""
+        for name in END_NAMES:
+            token: int | None = self._inner.token_to_id(name)
+            if token is not None:
+                return token
+        return None
 
     @cached_property
     def sha256(self) -> str:
@@ -99,15 +108,16 @@ class FileTokenizer:
         return hashlib.sha256(self._content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, no special ones added."""
+        """The ids of a text, no special tokens added."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """The tokens of many texts, on all cores."""
-        return [found.ids for found in self._inner.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """The ids of many texts, on all cores."""
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text, special tokens by name; ids that it does not know, which a padded model may draw, are left out."""
+        """Text, special tokens by name; unknown ids, which a model with a padded vocabulary may produce, are left out."""
         return str(self._inner.decode(list(tokens), skip_special_tokens=False))
 
 
@@ -115,7 +125,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of this name: `bytes`, a tokenizer.json, or a folder with one.
 
     Raises:
-        DataError: no such file, no tokenizer in it, or the library is missing.
+        DataError: no such file, or no tokenizer in it.
     """
     if name == BYTES:
         return ByteTokenizer()
@@ -126,27 +136,49 @@ def open_tokenizer(name: str) -> Tokenizer:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise DataError(Fault(KEY, "cannot read the tokenizer", f"{name!r}: {why}", f"bytes or a {FILE}")) from None
+    import tokenizers  # 40 ms to import
+
     try:
         text = content.decode()
         json.loads(text)
-        return FileTokenizer(path, library().Tokenizer.from_str(text), content)
-    except DataError:
-        raise
+        inner = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001 - the library raises Exception itself, and only about the file
-        why = str(error).partition("\n")[0][:160]
+        why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]
         need = f"bytes, or the {FILE} of the library tokenizers"
-        raise DataError(Fault(KEY, f"{path} is no tokenizer", why, need)) from None
+        raise DataError(Fault(KEY, f"{path} is not a tokenizer", why, need)) from None
+    return FileTokenizer(path, inner, content)
 
 
-def library() -> Any:
-    """The library `tokenizers`, an extra.
+def train_bpe(texts: Iterable[str], *, vocab: int) -> str:
+    """Train a byte-level BPE (Sennrich et al. 2016) of `vocab` ids: the end of a document, all bytes, then merges.
+
+    Returns:
+        The text of a tokenizer.json.
 
     Raises:
-        DataError: it is not installed.
+        DataError: `vocab` has no room for merges, or there is too little text for so many.
     """
-    try:
-        import tokenizers  # an extra, and 40 ms to import
-    except ImportError:
-        fix = "pip install 'weft-train[data]', or --data.tokenizer bytes"
-        raise DataError(Fault(KEY, "needs the library tokenizers, which is not installed", fix=fix)) from None
-    return tokenizers
+    end = END_NAMES[0]
+    min_vocab = NUM_BYTES + 2
+    if vocab < min_vocab:
+        need = f"above {NUM_BYTES + 1}: every byte and {end}"
+        raise DataError(Fault("vocab", "leaves no room for pairs of bytes", str(vocab), need, "--vocab 8192"))
+    import tokenizers  # 40 ms to import
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[end],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    num_found = tokenizer.get_vocab_size()
+    if num_found < vocab:
+        got = f"{num_found} different tokens in all of it"
+        fix = f"--vocab {num_found}, or more text"
+        raise DataError(Fault(KEY, "there is too little text for so many tokens", got, f"{vocab}", fix))
+    return str(tokenizer.to_str())

@@ -1,0 +1,135 @@
+"""The data of a run: its sources opened for a model, as numbered samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.config.schema import DataConfig
+from weft.core.model_config import ModelConfig
+from weft.data import images
+from weft.data.document_bounds import longest_document
+from weft.data.files import KEY
+from weft.data.mixture import KEY as MIX_KEY
+from weft.data.mixture import make_mixture_sampler, read_mix
+from weft.data.prepared import Split, prepared_of, tokenizer_of
+from weft.data.samples import ImageSamples, MixtureSamples, Samples, SequenceSamples
+from weft.data.token_sources import has_documents, open_source
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokens import TokenStream, file_names
+from weft.errors import DataError, Fault
+
+EVAL_KEY = "eval.source"
+
+
+def open_data(data: DataConfig, model: ModelConfig) -> Samples:
+    """The source of `data`, or the mixture of several, checked against the model.
+
+    Raises:
+        DataError: missing, empty, too short, broken, or outside the model's vocabulary, image size or classes.
+    """
+    if not data.mix:
+        return _open_split(data, model, split="train")
+    weights = read_mix(data.mix)
+    _check_same_tokenizer(tuple(weights))
+    tokenizer = tokenizer_of(data).name
+    parts = []
+    for source in weights:
+        part = data.model_copy(update={"source": source, "tokenizer": tokenizer})
+        parts.append(_open_split(part, model, split="train"))
+    return MixtureSamples(tuple(parts), make_mixture_sampler(tuple(weights.values())))
+
+
+def open_validation(data: DataConfig, model: ModelConfig, *, source: str | None) -> Samples:
+    """The data that a run is evaluated on.
+
+    Args:
+        source: `eval.source`; None: the validation documents of the prepared folder `data.source`.
+
+    Raises:
+        DataError: as `open_data`; or there is nothing to evaluate on.
+    """
+    if source is None:
+        if data.mix or prepared_of(data.source) is None:
+            got = "several sources" if data.mix else repr(data.source)
+            fix = "--eval.source FILE, or weft data prepare, which keeps documents for it"
+            raise DataError(Fault(EVAL_KEY, "there is nothing to evaluate on", got, "a prepared data.source", fix))
+        source = data.source
+    tokenizer = tokenizer_of(data)
+    validation = data.model_copy(update={"source": source, "mix": (), "tokenizer": tokenizer.name})
+    try:
+        _check_validation_tokenizer(source, tokenizer)
+        return _open_split(validation, model, split="valid")
+    except DataError as error:
+        faults = []
+        for fault in error.faults:
+            key = EVAL_KEY if fault.key == KEY else fault.key
+            faults.append(replace(fault, key=key))
+        raise DataError(*faults) from None
+
+
+def _open_split(data: DataConfig, model: ModelConfig, *, split: Split) -> Samples:
+    if model.kind == "images":
+        return _open_images(data, model)
+    return _open_tokens(data, model, split=split)
+
+
+def _open_tokens(data: DataConfig, model: ModelConfig, *, split: Split) -> SequenceSamples:
+    if data.source == "digits":
+        raise DataError(Fault(KEY, "'digits' are images, the model reads tokens", fix="--model.name mnist"))
+    stream = open_source(data.source, data, vocab=model.axis_sizes()["vocab"], split=split)
+    if len(stream) <= data.seq_len:
+        need = f"at least {data.seq_len + 1} = data.seq_len + 1"
+        shorter = f"--data.seq_len {len(stream) - 1}, or " if len(stream) > 1 else ""
+        what = f"{file_names(stream.files)} is too short"
+        raise DataError(Fault(KEY, what, f"{len(stream)} tokens", need, f"{shorter}a longer source"))
+    if data.packing == "documents":
+        _check_documents(stream, data)
+    return SequenceSamples(stream, data.seq_len, data.source, data.packing)
+
+
+def _check_documents(stream: TokenStream, data: DataConfig) -> None:
+    if not has_documents(stream):
+        what = f"{file_names(stream.files)} does not say where documents begin"
+        fix = "weft data prepare their texts, or --data.packing stream"
+        raise DataError(Fault("data.packing", what, "documents", "stream", fix))
+    if data.long == "error":
+        number, length = longest_document(stream.document_bounds)
+        if length > data.seq_len:
+            what = f"document {number} of {data.source} is longer than the sequence"
+            fix = f"--data.seq_len {length}, or --data.long split"
+            raise DataError(Fault("data.long", what, f"{length} tokens", f"at most {data.seq_len}", fix))
+
+
+def _check_same_tokenizer(sources: tuple[str, ...]) -> None:
+    """Check that all prepared folders of a mixture used one tokenizer."""
+    first: tuple[str, str] | None = None
+    for source in sources:
+        prepared = prepared_of(source)
+        if prepared is None:
+            continue
+        sha256 = prepared.meta.tokenizer_sha256
+        if first is None:
+            first = source, sha256
+        elif sha256 != first[1]:
+            what = "its sources were prepared by different tokenizers"
+            fix = f"weft data prepare one of them with --tokenizer {first[0]}/tokenizer.json"
+            raise DataError(Fault(MIX_KEY, what, f"{first[0]} and {source}", "one tokenizer", fix))
+
+
+def _check_validation_tokenizer(source: str, tokenizer: Tokenizer) -> None:
+    """Check that a prepared folder for evaluation used the tokenizer of the training data."""
+    prepared = prepared_of(source)
+    if prepared is None or prepared.meta.tokenizer_sha256 == tokenizer.sha256:
+        return
+    what = f"{source} was prepared by another tokenizer than the training data"
+    fix = f"weft data prepare it with --tokenizer {tokenizer.name}"
+    raise DataError(Fault(EVAL_KEY, what, prepared.tokenizer().name, tokenizer.name, fix))
+
+
+def _open_images(data: DataConfig, model: ModelConfig) -> ImageSamples:
+    if data.source == "stdlib":
+        raise DataError(Fault(KEY, "'stdlib' is text, the model reads images", fix="--data.source digits"))
+    pairs = images.digits() if data.source == "digits" else images.read_pair(data.source)
+    sizes = model.model_dump()
+    pairs.check(image_size=sizes["image_size"], classes=sizes["classes"])
+    return ImageSamples(pairs, data.source)

@@ -1,0 +1,76 @@
+"""Where documents begin in a token stream: ascending numbers, in memory or read on demand from an .idx file."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+BOUND: np.dtype[Any] = np.dtype("<i8")
+BLOCK = 512
+"""Bounds that are read at once: a page."""
+CACHED_BLOCKS = 1024
+"""Blocks that stay in memory, 4 MiB: the first steps of every binary search are always among them."""
+SCANNED_BOUNDS = 2**20
+"""Bounds that `longest_document` reads at once."""
+
+
+@dataclass(frozen=True)
+class BoundsFile:
+    """Bounds that stay on the disk."""
+
+    path: Path
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, index: int, /) -> int: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> Ints: ...
+    def __getitem__(self, index: int | slice, /) -> int | Ints:
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(self.length)
+            return self._read(start, max(stop - start, 0))
+        block, offset = divmod(index, BLOCK)
+        return int(self._cached_block(block)[offset])
+
+    @cached_property
+    def _cached_block(self) -> Callable[[int], Ints]:
+        def read_block(number: int) -> Ints:
+            return self._read(number * BLOCK, BLOCK)
+
+        return lru_cache(CACHED_BLOCKS)(read_block)
+
+    def _read(self, start: int, count: int) -> Ints:
+        return np.fromfile(self.path, BOUND, count, offset=start * BOUND.itemsize)
+
+
+Bounds = Ints | BoundsFile
+
+
+def bounds_between(bounds: Bounds, low: int, high: int) -> Ints:
+    """The bounds above `low`, up to and including `high`."""
+    first = bisect_right(bounds, low)
+    last = bisect_right(bounds, high, lo=first)
+    return bounds[first:last]
+
+
+def longest_document(bounds: Bounds) -> tuple[int, int]:
+    """Number and length in tokens of the longest document; the bounds are read in parts."""
+    best_number, best_length = 0, 0
+    for first in range(0, len(bounds) - 1, SCANNED_BOUNDS):
+        lengths = np.diff(bounds[first : first + SCANNED_BOUNDS + 1])
+        index = int(lengths.argmax())
+        if int(lengths[index]) > best_length:
+            best_number, best_length = first + index, int(lengths[index])
+    return best_number, best_length

@@ -1,0 +1,117 @@
+"""Sources of tokens: a prepared folder, .bin files, text files as bytes, and small texts tokenized in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from weft.config.schema import DataConfig
+from weft.data.document_bounds import Ints
+from weft.data.documents import ReadOptions, TextChunk, read_documents
+from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_plain_text
+from weft.data.prepared import SPLITS, Prepared, Split, agreed_tokenizer, prepared_of
+from weft.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from weft.data.tokens import TokenStream, file_names, open_stream
+from weft.errors import DataError, Fault
+
+MAX_CHARS_IN_MEMORY = 2 * 2**20
+"""Characters that are tokenized at the start of a run, on every rank; larger texts are prepared once."""
+
+
+def open_source(source: str, data: DataConfig, *, vocab: int, split: Split = "train") -> TokenStream:
+    """The tokens of a source, for a model with `vocab` ids.
+
+    Args:
+        split: part of a prepared folder.
+
+    Raises:
+        DataError: missing, empty, broken, too large to be tokenized in memory, or outside the vocabulary.
+    """
+    prepared = prepared_of(source)
+    if prepared is not None:
+        return _open_prepared_source(source, prepared, data, vocab=vocab, split=split)
+    files = find_files(source)
+    if files[0].suffix == TOKEN_SUFFIX:
+        return open_stream(files, token_dtype=data.token_dtype, vocab=vocab)
+    tokenizer = open_tokenizer(data.tokenizer)
+    _check_vocab(tokenizer, vocab)
+    are_bytes = tokenizer.name == BYTES and all(map(is_plain_text, files))
+    if are_bytes:
+        return open_stream(files, token_dtype=data.token_dtype, vocab=vocab)
+    return _tokenize_in_memory(files, data, tokenizer, vocab=vocab)
+
+
+def has_documents(stream: TokenStream) -> bool:
+    """Whether it is known where documents begin."""
+    return stream.documents is not None or stream.files[0].suffix != TOKEN_SUFFIX
+
+
+def _open_prepared_source(
+    source: str, prepared: Prepared, data: DataConfig, *, vocab: int, split: Split
+) -> TokenStream:
+    _check_vocab(agreed_tokenizer(prepared, data), vocab)
+    if source.endswith(TOKEN_SUFFIX):
+        for name in SPLITS:
+            if name == Path(source).stem:
+                split = name
+    stream = prepared.stream(split, vocab=vocab)
+    if not len(stream):
+        raise DataError(Fault(KEY, "is empty", f"0 tokens in {stream.files[0]}", "some documents"))
+    return stream
+
+
+def _check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
+    if tokenizer.vocab > vocab:
+        need = f"at least {tokenizer.vocab} for {tokenizer.name}"
+        fix = f"--model.vocab {tokenizer.vocab}"
+        raise DataError(Fault("model.vocab", "is smaller than the tokenizer's", str(vocab), need, fix))
+
+
+def _tokenize_in_memory(
+    files: tuple[Path, ...], data: DataConfig, tokenizer: Tokenizer, *, vocab: int
+) -> TokenStream:
+    options = ReadOptions(text_field=data.text_field, allow_any_bytes=tokenizer.name == BYTES)
+    chunks = list(_small_documents(files, options))
+    ids: list[int] = []
+    lengths = []
+    for chunk in chunks:
+        tokens = tokenizer.encode(chunk.text)  # not as a batch: no threads may start before ranks are forked
+        if chunk.ends and tokenizer.end is not None:
+            tokens = [*tokens, tokenizer.end]
+        ids.extend(tokens)
+        lengths.append(len(tokens))
+    if not ids:
+        raise DataError(Fault(KEY, "is empty", f"no text in {file_names(files)}", "some text or tokens"))
+    tokens_in_memory = np.array(ids, dtype=np.uint32)
+    return TokenStream(files[:1], (tokens_in_memory,), vocab, documents=_document_bounds(chunks, lengths))
+
+
+def _document_bounds(chunks: Sequence[TextChunk], lengths: Sequence[int]) -> Ints:
+    chunk_ends = np.cumsum(lengths, dtype=np.int64)
+    is_last_chunk = [chunk.ends for chunk in chunks]
+    return np.concatenate(([0], chunk_ends[is_last_chunk]))
+
+
+def _small_documents(files: Iterable[Path], options: ReadOptions) -> Iterator[TextChunk]:
+    """The chunks of files that are small together.
+
+    Raises:
+        DataError: they are not.
+    """
+    num_chars = 0
+    for file in files:
+        for chunk in read_documents(file, options):
+            num_chars += len(chunk.text)
+            if num_chars > MAX_CHARS_IN_MEMORY:
+                raise DataError(
+                    Fault(
+                        KEY,
+                        "is too large to be tokenized at every start",
+                        got=f"more than {MAX_CHARS_IN_MEMORY:,} characters",
+                        need="less, or a prepared folder",
+                        fix=f"weft data prepare {file} --out FOLDER, then --data.source FOLDER",
+                    )
+                )
+            yield chunk
