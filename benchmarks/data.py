@@ -90,7 +90,7 @@ def run_alone(words: Sequence[str]) -> tuple[float, int]:
 def prefetch(folder: Path, steps: int, rounds: int, *, slow_s: float) -> None:
     from weft.comm.comm import Comm
     from weft.config.load import load
-    from weft.data.opened import open_data
+    from weft.data.dataset import open_data
     from weft.models import FAMILIES
     from weft.models.common.batch import Batch
     from weft.testing import run_ranks

@@ -56,7 +56,7 @@ TABLE = {
     "token beyond vocabulary": (
         "--data.source",
         "{tmp}/ids.bin",
-        "{tmp}/ids.bin holds a token beyond the vocabulary at token 1",
+        "{tmp}/ids.bin holds an id outside the vocabulary at token 1",
     ),
     "no file in the folder": ("--data.source", "{tmp}/nothing", "error: data.source: no file to read in the folder"),
     "unknown schedule": ("--pipeline.schedule", "1fb1", "error: pipeline.schedule: no schedule or table file '1fb1'"),
@@ -68,7 +68,7 @@ TABLE = {
     "unknown preset": ("--model.preset", "gpt2-124", "error: model.preset: unknown preset (got 'gpt2-124')"),
     "interleaved, micro-batches do not divide": (
         *("--mesh", "pp2", "--pipeline.schedule", "interleaved", "--batch.global_size", "6"),
-        "error: pipeline.schedule: interleaved needs a number of micro-batches to be a multiple of the pipeline ranks",
+        "error: pipeline.schedule: interleaved needs the number of micro-batches to be a multiple of the pipeline ranks",
     ),
     "nproc differs from the mesh": (
         "--mesh",
@@ -116,7 +116,7 @@ TABLE = {
     ),
     "chunks for zbv": (
         *("--mesh", "pp2", "--pipeline.schedule", "zbv", "--pipeline.chunks", "1"),
-        "error: pipeline.chunks: zbv does not cut a rank's layers into 1 chunks (need 2). Fix: --pipeline.chunks 2",
+        "error: pipeline.chunks: zbv does not work with 1 chunks a rank (need 2). Fix: --pipeline.chunks 2",
     ),
     "layers for dual_pipe_v": (
         *("--mesh", "pp3", "--pipeline.schedule", "dual_pipe_v"),
@@ -124,7 +124,7 @@ TABLE = {
     ),
     "chunks for zero_bubble": (
         *("--mesh", "pp2", "--pipeline.schedule", "zero_bubble_h2", "--pipeline.chunks", "2"),
-        "error: pipeline.chunks: zero_bubble_h2 does not cut a rank's layers into 2 chunks (need 1). Fix: --pipeline.ch",
+        "error: pipeline.chunks: zero_bubble_h2 does not work with 2 chunks a rank (need 1). Fix: --pipeline.ch",
     ),
     "length for cp": (
         *("--mesh", "cp4", "--data.seq_len", "100"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import Field
 
 from weft import __version__
+from weft.commands import data_checks
 from weft.commands import schedule as commands_schedule
 from weft.commands.console import (
     HELP,
@@ -28,7 +29,6 @@ from weft.config import flags
 from weft.config.load import try_load
 from weft.config.run import plan_of
 from weft.config.schema import ConfigSection
-from weft.data import opened
 from weft.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -98,7 +98,7 @@ def train(words: Sequence[str]) -> int:
     """Check everything that can be checked, then train."""
     if wants_help(words):
         return _help_of_run("train", words)
-    run = load_checked_run(words, (*opened.CHECKS, *preflight.CHECKS, *resume.CHECKS, *adapter_base.CHECKS))
+    run = load_checked_run(words, (*data_checks.CHECKS, *preflight.CHECKS, *resume.CHECKS, *adapter_base.CHECKS))
     if not run.out:
         run = run.model_copy(update={"out": str(preflight.fresh_out(run, datetime.now()))})
     print_messages(f"note: {note}" for note in preflight.notes(run))
@@ -147,7 +147,7 @@ def prove(words: Sequence[str]) -> int:
     folder = Path(rest[0]) if rest and Path(rest[0]).is_dir() else None
     if folder is not None and len(rest) > 1:
         raise UserError(Fault("weft prove", "a run folder takes no keys: it has its own", got=" ".join(rest[1:])))
-    subject = folder or load_checked_run(rest, opened.CHECKS)
+    subject = folder or load_checked_run(rest, data_checks.CHECKS)
     set_openmp_policy()
     from weft.prove.command import Proof  # imports torch, and so comes after all checks
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from weft.data.documents import Reading
-from weft.data.hub import HubSet
-from weft.data.prepare import Recipe, prepare
+from weft.data.documents import ReadOptions
+from weft.data.hub import HubDataset
+from weft.data.prepare import PrepareOptions, prepare
 from weft.errors import DataError
 
 TEXTS = ["first text\nwith two lines", "", "x" * 70_000, "the last, with an é"]
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 def texts_of(source: str, **reading: Any) -> list[str]:
     texts, open_text = [], ""
-    for piece in HubSet.parse(source).documents(Reading(**reading)):
+    for piece in HubDataset.parse(source).documents(ReadOptions(**reading)):
         open_text += piece.text
         if piece.ends:
             texts.append(open_text)
@@ -55,10 +55,10 @@ def complaint(source: str, **reading: Any) -> str:
 
 
 def test_a_source_names_path_configuration_and_split() -> None:
-    assert HubSet.parse("hf:allenai/c4") == HubSet("allenai/c4", None, "train")
-    assert HubSet.parse("hf:allenai/c4,en:validation") == HubSet("allenai/c4", "en", "validation")
+    assert HubDataset.parse("hf:allenai/c4") == HubDataset("allenai/c4", None, "train")
+    assert HubDataset.parse("hf:allenai/c4,en:validation") == HubDataset("allenai/c4", "en", "validation")
     with pytest.raises(DataError, match=r"names no data set \(got 'hf::test'; need hf:PATH"):
-        HubSet.parse("hf::test")
+        HubDataset.parse("hf::test")
 
 
 def test_rows_of_a_split_are_documents_in_their_order_and_empty_ones_are_left_out(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_rows_of_a_split_are_documents_in_their_order_and_empty_ones_are_left_ou
 def test_a_set_is_prepared_into_the_same_tokens_as_its_file(tmp_path: Path) -> None:
     place = folder(tmp_path)
     for name, source in (("set", f"hf:{place}"), ("file", f"{place}/train.jsonl")):
-        prepare(Recipe((source,), valid=0.3), tmp_path / name)
+        prepare(PrepareOptions((source,), valid=0.3), tmp_path / name)
     for part in ("train.bin", "valid.bin", "train.idx", "valid.idx"):
         assert (tmp_path / "set" / part).read_bytes() == (tmp_path / "file" / part).read_bytes(), part
     assert (tmp_path / "set" / "train.bin").stat().st_size > 0
@@ -80,7 +80,7 @@ def test_what_is_wrong_with_a_set_is_one_line(tmp_path: Path) -> None:
     place = folder(tmp_path)
     told = complaint(f"hf:{place}", text_field="txt")
     assert f"hf:{place}:train has no such column (got 'txt'; need one of text, n). Fix: did you mean 'text'?" in told
-    assert f"hf:{place}:train: the column 'n' is no text (got int; need strings)" in complaint(
+    assert f"hf:{place}:train: the column 'n' is not text (got int; need strings)" in complaint(
         f"hf:{place}", text_field="n"
     )
     assert f"data.source: hf:{place}:dev cannot be read (got " in complaint(f"hf:{place}:dev")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from weft.cli import main
 from weft.config.schema import DataConfig
-from weft.data.mixture import CYCLE, Turns, read_mix, turns_of
-from weft.data.opened import open_data
+from weft.data.dataset import open_data
+from weft.data.mixture import CYCLE, MixtureSampler, make_mixture_sampler, read_mix
 from weft.data.order import layout_of
 from weft.models.gpt2 import config as gpt2
 from weft.train.event_log import read_events
@@ -20,7 +20,7 @@ from weft.train.feed import samples_of
 @settings(max_examples=30)
 @given(weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=7), size=st.integers(1, 3 * CYCLE))
 def test_every_source_is_within_one_of_its_share_after_any_number_of_samples(weights, size):
-    turns = turns_of(weights)
+    turns = make_mixture_sampler(weights)
     sources, own = turns.at(np.arange(size))
     for source, share in enumerate(turns.shares):
         counted = np.cumsum(sources == source)
@@ -30,14 +30,14 @@ def test_every_source_is_within_one_of_its_share_after_any_number_of_samples(wei
 
 @given(weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=7))
 def test_shares_are_the_weights_to_a_thousandth(weights):
-    shares = turns_of(weights).shares
+    shares = make_mixture_sampler(weights).shares
     assert sum(shares) == pytest.approx(1)
     assert np.abs(np.array(shares) - np.array(weights) / sum(weights)).max() < 1 / CYCLE + 1e-9
 
 
 def test_the_order_of_sources_is_written_down():
     """A run that is resumed years later must go on with the sources with which it began."""
-    sources, own = Turns((5, 3, 2)).at(np.arange(12))
+    sources, own = MixtureSampler((5, 3, 2)).at(np.arange(12))
     assert sources.tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1]
     assert own.tolist() == [0, 0, 1, 0, 2, 1, 3, 2, 4, 1, 5, 3]
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from weft.config.load import load
 from weft.config.schema import DataConfig
-from weft.data import bounds as bounds_module
-from weft.data.bounds import BoundsFile, between, longest
-from weft.data.opened import open_data
+from weft.data import document_bounds as bounds_module
+from weft.data.dataset import open_data
+from weft.data.document_bounds import BoundsFile, bounds_between, longest_document
 from weft.data.packing import pack
-from weft.data.prepare import Recipe, prepare
+from weft.data.prepare import PrepareOptions, prepare
 from weft.data.samples import IGNORE
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
@@ -35,7 +35,7 @@ def test_a_window_is_packed_as_a_look_at_every_token_says(lengths, window):
     assert (np.diff(found.documents) == (np.diff(mine) > 0)).all()
     assert found.documents[0] == 0
     assert found.positions.tolist() == [sum(mine[:place] == mine[place]) for place in range(length)]
-    assert found.leaves.tolist() == (mine != after).tolist()
+    assert found.is_last.tolist() == (mine != after).tolist()
 
 
 @pytest.mark.parametrize("block", [1, 3, 512])
@@ -47,13 +47,17 @@ def test_bounds_on_the_disk_are_found_as_in_memory(tmp_path, monkeypatch, block)
     assert np.array_equal(on_disk[:], inside)
     for low in range(-1, int(inside[-1]) + 2, 3):
         expected = inside[(inside > low) & (inside <= low + 7)]
-        assert between(on_disk, low, low + 7).tolist() == between(inside, low, low + 7).tolist() == expected.tolist()
-    assert longest(on_disk) == longest(inside)
+        assert (
+            bounds_between(on_disk, low, low + 7).tolist()
+            == bounds_between(inside, low, low + 7).tolist()
+            == expected.tolist()
+        )
+    assert longest_document(on_disk) == longest_document(inside)
 
 
 @given(lengths=LENGTHS)
 def test_the_longest_document_is_found(lengths):
-    number, length = longest(np.cumsum([0, *lengths]))
+    number, length = longest_document(np.cumsum([0, *lengths]))
     assert length == max(lengths) == lengths[number]
 
 
@@ -63,7 +67,7 @@ def test_the_drawing_of_the_note_is_what_is_made():
     windows = [pack(bounds, start, 6) for start in (0, 6)]
     assert [window.documents.tolist() for window in windows] == [[0] * 6, [0, 0, 1, 1, 1, 1]]
     assert [window.positions.tolist() for window in windows] == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]]
-    assert [window.leaves.tolist() for window in windows] == [[False] * 5 + [True], [False, True] + [False] * 4]
+    assert [window.is_last.tolist() for window in windows] == [[False] * 5 + [True], [False, True] + [False] * 4]
 
 
 @pytest.fixture
@@ -71,7 +75,7 @@ def folder(tmp_path):
     """Documents of 1 to 40 bytes."""
     texts = ["abcdefgh"[number % 8] * (1 + number * 7 % 40) for number in range(60)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prepare(Recipe((f"{tmp_path}/a.jsonl",), valid=0.2), tmp_path / "folder")
+    prepare(PrepareOptions((f"{tmp_path}/a.jsonl",), valid=0.2), tmp_path / "folder")
     return str(tmp_path / "folder")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import sys
 import tracemalloc
 from itertools import pairwise
 
@@ -17,14 +18,13 @@ from weft.cli import main
 from weft.config.load import load
 from weft.config.schema import DataConfig
 from weft.data import documents, prepare, prepared
-from weft.data.bpe import train_bpe
-from weft.data.documents import Reading, cut, read_documents
+from weft.data.dataset import open_data, open_validation
+from weft.data.documents import ReadOptions, read_documents, split_text
 from weft.data.files import stdlib_files
-from weft.data.opened import open_data, open_valid
-from weft.data.prepare import Recipe, is_valid
+from weft.data.prepare import PrepareOptions, is_valid
 from weft.data.prepared import open_prepared, tokenizer_of
-from weft.data.sources import open_source
-from weft.data.tokenizer import FileTokenizer, open_tokenizer
+from weft.data.token_sources import open_source
+from weft.data.tokenizer import FileTokenizer, open_tokenizer, train_bpe
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER, DataError
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
@@ -56,7 +56,7 @@ def documents_of(folder, split="train"):
 
 def made(tmp_path, *inputs, **recipe):
     out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
-    prepare.prepare(Recipe(inputs=inputs, **{"valid": 0.0} | recipe), out)
+    prepare.prepare(PrepareOptions(inputs=inputs, **{"valid": 0.0} | recipe), out)
     return out
 
 
@@ -141,7 +141,7 @@ def test_large_vocabularies_are_kept_in_32_bits(tmp_path, monkeypatch):
 
 @given(text=st.text(st.sampled_from("ab é\n\t .0"), max_size=120), limit=st.integers(1, 20))
 def test_a_text_that_is_cut_is_the_same_text(text, limit):
-    parts = list(cut(text, limit=limit))
+    parts = list(split_text(text, limit=limit))
     assert "".join(parts) == text
     assert all(0 < len(part) <= limit for part in parts[:-1])
 
@@ -149,25 +149,25 @@ def test_a_text_that_is_cut_is_the_same_text(text, limit):
 @given(lines=st.lists(st.sampled_from(["def f(x):", "    return 1", "", "a  b", "é = 'ß'"]), min_size=8, max_size=40))
 def test_the_tokens_of_pieces_are_those_of_the_whole(bpe, lines):
     text, tokenizer = "\n".join(lines), open_tokenizer(str(bpe))
-    parts = list(cut(text, limit=40))
+    parts = list(split_text(text, limit=40))
     assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
 @given(words=st.lists(st.sampled_from(["a", " ", "  ", "über", "42", "!?"]), min_size=20, max_size=60))
 def test_the_tokens_of_one_long_line_are_those_of_the_whole(bpe, words):
     text, tokenizer = " ".join(words), open_tokenizer(str(bpe))
-    parts = list(cut(text, limit=17))
+    parts = list(split_text(text, limit=17))
     assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("read_bytes", [1, 5, 1000])
 def test_pieces_do_not_depend_on_how_a_file_is_read(tmp_path, monkeypatch, read_bytes):
     monkeypatch.setattr(documents, "READ_BYTES", read_bytes)
-    monkeypatch.setattr(cut, "__kwdefaults__", {"limit": 16})
+    monkeypatch.setattr(split_text, "__kwdefaults__", {"limit": 16})
     text = "héllo wörld\n" * 9 + "ein langes\n\nEnde"
     (tmp_path / "a.txt").write_text(text)
-    pieces = list(read_documents(tmp_path / "a.txt", Reading()))
-    assert [piece.text for piece in pieces] == list(cut(text))
+    pieces = list(read_documents(tmp_path / "a.txt", ReadOptions()))
+    assert [piece.text for piece in pieces] == list(split_text(text))
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
@@ -222,7 +222,7 @@ def test_a_prepared_folder_brings_its_tokenizer_and_its_facts(tmp_path, bpe):
 
 
 def test_small_texts_are_made_into_tokens_when_a_run_starts(tmp_path, bpe):
-    texts = [*TEXTS, "long " * documents.PIECE_CHARS, "", "the end"]
+    texts = [*TEXTS, "long " * documents.CHUNK_CHARS, "", "the end"]
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl", texts), tokenizer=str(bpe))
     model, data = gpt2.Config(vocab=VOCAB), DataConfig(source=f"{tmp_path}/a.jsonl", tokenizer=str(bpe), seq_len=8)
     here, there = open_data(data, model), open_data(data.model_copy(update={"source": str(folder)}), model)
@@ -239,7 +239,7 @@ def test_raw_text_beside_a_prepared_folder_is_read_by_its_tokenizer(tmp_path, bp
     whole = open_source(f"{tmp_path}/a.jsonl", DataConfig(tokenizer=str(bpe)), vocab=VOCAB)
     assert len(open_data(mixed.data, mixed.model).parts[1].stream) == len(whole)
     run = load(["--data.source", str(folder), "--eval.source", f"{tmp_path}/a.jsonl", *sizes], FAMILIES)
-    assert len(open_valid(run).stream) == len(whole)
+    assert len(open_validation(run.data, run.model, source=run.eval.source).stream) == len(whole)
 
 
 # ---- what is refused
@@ -255,15 +255,15 @@ def refused(words, capsys):
 PREPARE = {
     "no input": (["--out", "{tmp}/x"], "input: names no file"),
     "no out": (["{tmp}/a.jsonl"], "out: names no folder"),
-    "out is there": (["{tmp}/a.jsonl", "--out", "{tmp}"], "out: is there already (got '{tmp}'; need a new folder)"),
-    "out below a file": (["{tmp}/a.jsonl", "--out", "{tmp}/a.jsonl/x"], "out: cannot be made (got '{tmp}/a.jsonl/x'"),
+    "out is there": (["{tmp}/a.jsonl", "--out", "{tmp}"], "out: exists already (got '{tmp}'; need a new folder)"),
+    "out below a file": (["{tmp}/a.jsonl", "--out", "{tmp}/a.jsonl/x"], "out: the folder cannot be created (got"),
     "no file": (["{tmp}/no", "--out", "{tmp}/x"], "input: no such file or folder (got '{tmp}/no')"),
     "empty": (["{tmp}/empty.txt", "--out", "{tmp}/x"], "input: is empty (got no text in 1 file"),
     "tokens": (["{tmp}/a.bin", "--out", "{tmp}/x"], "input: holds tokens already (got {tmp}/a.bin"),
-    "broken line": (["{tmp}/broken.jsonl", "--out", "{tmp}/x"], "input: {tmp}/broken.jsonl:2 is no JSON (got "),
+    "broken line": (["{tmp}/broken.jsonl", "--out", "{tmp}/x"], "input: {tmp}/broken.jsonl:2 is not JSON (got "),
     "line is a list": (
         ["{tmp}/list.jsonl", "--out", "{tmp}/x"],
-        "input: {tmp}/list.jsonl:1 is no JSON object (got list",
+        "input: {tmp}/list.jsonl:1 is not a JSON object (got list",
     ),
     "no such field": (
         ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--text_field", "texte"],
@@ -271,7 +271,7 @@ PREPARE = {
     ),
     "field is a number": (
         ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--text_field", "id"],
-        "text_field: {tmp}/a.jsonl:1: the field 'id' is no text (got int; need text)",
+        "text_field: {tmp}/a.jsonl:1: the field 'id' is not text (got int; need text)",
     ),
     "no such column": (
         ["{tmp}/a.parquet", "--out", "{tmp}/x"],
@@ -279,9 +279,9 @@ PREPARE = {
     ),
     "column of numbers": (
         ["{tmp}/a.parquet", "--out", "{tmp}/x", "--text_field", "id"],
-        "text_field: {tmp}/a.parquet: the column 'id' is no text (got int64; need strings)",
+        "text_field: {tmp}/a.parquet: the column 'id' is not text (got int64; need strings)",
     ),
-    "no parquet": (["{tmp}/b.parquet", "--out", "{tmp}/x"], "input: {tmp}/b.parquet is no parquet file"),
+    "no parquet": (["{tmp}/b.parquet", "--out", "{tmp}/x"], "input: {tmp}/b.parquet is not a parquet file"),
     "broken gzip": (["{tmp}/b.jsonl.gz", "--out", "{tmp}/x"], "input: {tmp}/b.jsonl.gz is a broken gzip file"),
     "share": (
         ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--valid", "1"],
@@ -289,11 +289,11 @@ PREPARE = {
     ),
     "no tokenizer": (
         ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--tokenizer", "{tmp}/a.jsonl"],
-        "tokenizer: {tmp}/a.jsonl is no tokenizer",
+        "tokenizer: {tmp}/a.jsonl is not a tokenizer",
     ),
     "no UTF-8": (
         ["{tmp}/latin.txt", "--out", "{tmp}/x", "--tokenizer", "train"],
-        "input: {tmp}/latin.txt is no UTF-8 text (got 0xe9 at byte 3)",
+        "input: {tmp}/latin.txt is not UTF-8 text (got 0xe9 at byte 3)",
     ),
     "vocab too small": (
         ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--tokenizer", "train", "--vocab", "257"],
@@ -314,7 +314,7 @@ def place(tmp_path_factory):
     write_lines(tmp / "a.jsonl")
     (tmp / "empty.txt").touch()
     (tmp / "a.bin").write_bytes(b"1234")
-    (tmp / "broken.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
+    (tmp / "broken.jsonl").write_text('{"text": "fine"}\n{"text": "split_text of')
     (tmp / "list.jsonl").write_text('["text"]\n')
     (tmp / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (tmp / "b.parquet").write_text("PAR?")
@@ -342,11 +342,11 @@ DAMAGE = {
     "train.bin": (lambda folder: (folder / "train.bin").unlink(), "lacks train.bin"),
     "valid.idx": (lambda folder: (folder / "valid.idx").unlink(), "lacks valid.idx"),
     "tokenizer.json": (lambda folder: (folder / "tokenizer.json").unlink(), "lacks tokenizer.json"),
-    "cut tokens": (lambda folder: cut_off(folder / "train.bin"), "train.bin is cut off"),
-    "cut bounds": (lambda folder: cut_off(folder / "train.idx"), "train.idx is cut off"),
+    "split_text tokens": (lambda folder: cut_off(folder / "train.bin"), "train.bin is truncated"),
+    "split_text bounds": (lambda folder: cut_off(folder / "train.idx"), "train.idx is truncated"),
     "other tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n"),
-        "tokenizer.json is not the one that made the tokens",
+        "tokenizer.json did not produce the tokens",
     ),
 }
 
@@ -367,14 +367,14 @@ def test_show_tells_what_is_in_a_folder_and_finds_a_flipped_bit(tmp_path, bpe, c
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
     assert main(["data", "show", str(folder), "--verify", "True", "--tokens", "5"]) == EXIT_OK
     told = capsys.readouterr().out
-    assert "300 tokens, kept as uint16" in told
-    assert "everything is as it was written" in told
+    assert "300 tokens, stored as uint16" in told
+    assert "all files match their hashes" in told
     content = bytearray((folder / "valid.bin").read_bytes())
     content[7] ^= 4
     (folder / "valid.bin").write_bytes(content)
     assert main(["data", "show", str(folder), "--verify", "True"]) == EXIT_FAILED
     assert "valid.bin: sha256" in capsys.readouterr().out
-    assert "is no prepared folder" in refused(["data", "show", str(tmp_path)], capsys)
+    assert "is not a prepared folder" in refused(["data", "show", str(tmp_path)], capsys)
     assert "names no folder" in refused(["data", "show"], capsys)
     assert "unknown word 'prepar'" in refused(["data", "prepar"], capsys)
 
@@ -387,12 +387,12 @@ RUNS = {
     ),
     "another tokenizer": (
         ["--data.source", "{folder}", "--data.tokenizer", "{tmp}/other.json", "--model.vocab", "300"],
-        "data.tokenizer: is not the one that prepared {folder} (got {tmp}/other.json; need {folder}/tokenizer.json)",
+        "data.tokenizer: is not the tokenizer that prepared {folder} (got {tmp}/other.json; need {folder}/tokenizer.json)",
     ),
     "no tokenizer": (["--data.tokenizer", "{tmp}/no.json"], "data.tokenizer: cannot read the tokenizer (got '{tmp}/no"),
     "much text": (
         ["--data.tokenizer", "{folder}/tokenizer.json", "--model.vocab", "300"],
-        "data.source: is too large to be made into tokens at every start",
+        "data.source: is too large to be tokenized at every start",
     ),
     "nothing to evaluate on": (["--eval.every", "5"], "eval.source: there is nothing to evaluate on (got 'stdlib'"),
     "no validation": (
@@ -401,11 +401,11 @@ RUNS = {
     ),
     "evaluation by another tokenizer": (
         ["--eval.every", "5", "--eval.source", "{folder}"],
-        "eval.source: {folder} was prepared by another tokenizer than what is trained on (got {folder}/tokenizer.json;"
+        "eval.source: {folder} was prepared by another tokenizer than the training data (got {folder}/tokenizer.json;"
         " need bytes). Fix: weft data prepare it with --tokenizer bytes",
     ),
     "missing evaluation": (["--eval.every", "5", "--eval.source", "{tmp}/no"], "eval.source: no such file or folder"),
-    "broken line": (["--data.source", "{tmp}/broken.jsonl"], "data.source: {tmp}/broken.jsonl:1 is no JSON"),
+    "broken line": (["--data.source", "{tmp}/broken.jsonl"], "data.source: {tmp}/broken.jsonl:1 is not JSON"),
     "field": (
         ["--data.source", "{tmp}/a.jsonl", "--data.text_field", "tex"],
         "data.text_field: {tmp}/a.jsonl:1 has no such field (got 'tex'). Fix: did you mean 'text'?",
@@ -429,13 +429,13 @@ RUNS = {
         "data.packing: {tmp}/a.bin does not say where documents begin",
     ),
     "no weight": (["--data.mix", "stdlib"], "data.mix: names no weight (got 'stdlib'; need SOURCE=WEIGHT)"),
-    "weight is a word": (["--data.mix", "stdlib=much"], "data.mix: the weight of stdlib cannot be used (got 'much'"),
-    "weight is zero": (["--data.mix", "stdlib=0"], "data.mix: the weight of stdlib cannot be used (got '0'; need a"),
-    "weight is nan": (["--data.mix", "stdlib=nan"], "data.mix: the weight of stdlib cannot be used (got 'nan'; need a"),
+    "weight is a word": (["--data.mix", "stdlib=much"], "data.mix: the weight of stdlib is not valid (got 'much'"),
+    "weight is zero": (["--data.mix", "stdlib=0"], "data.mix: the weight of stdlib is not valid (got '0'; need a"),
+    "weight is nan": (["--data.mix", "stdlib=nan"], "data.mix: the weight of stdlib is not valid (got 'nan'; need a"),
     "twice": (["--data.mix", "stdlib=1", "stdlib=2"], "data.mix: names a source twice (got 'stdlib'"),
     "too small": (
         ["--data.mix", "stdlib=1", "{tmp}/a.jsonl=9999"],
-        "data.mix: a weight is too small to be kept (got 1 of",
+        "data.mix: a weight is too small (got 1 of",
     ),
     "tokenizers": (
         ["--data.mix", "{folder}=1", "{tmp}/second=1", "--model.vocab", "300", "--data.seq_len", "8"],
@@ -451,7 +451,7 @@ def test_what_cannot_be_trained_on_is_told_in_one_line(case, tmp_path, bpe, caps
     (tmp_path / "broken.jsonl").write_text("{")
     (tmp_path / "a.bin").write_bytes(bytes(64))
     if case == "tokenizers":
-        prepare.prepare(Recipe((f"{tmp_path}/a.jsonl",)), tmp_path / "second")
+        prepare.prepare(PrepareOptions((f"{tmp_path}/a.jsonl",)), tmp_path / "second")
     words, line = ([word.format(**names) for word in RUNS[case][0]], RUNS[case][1].format(**names))
     assert refused(["train", "--out", f"{tmp_path}/run", *words], capsys).startswith(line)
 
@@ -461,7 +461,7 @@ def test_what_is_cut_short_leaves_nothing(tmp_path, monkeypatch, capsys, error, 
     def end(_self):
         raise error
 
-    monkeypatch.setattr(prepare.SplitFile, "end_document", end)
+    monkeypatch.setattr(prepare.TokenWriter, "end_document", end)
     assert main(["data", "prepare", write_lines(tmp_path / "a.jsonl"), "--out", f"{tmp_path}/x"]) == code
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     if code == EXIT_USER:
@@ -469,17 +469,14 @@ def test_what_is_cut_short_leaves_nothing(tmp_path, monkeypatch, capsys, error, 
         assert "No space left on device" in told
 
 
-def test_libraries_that_are_missing_are_named(tmp_path, monkeypatch, capsys):
-    words = ["data", "prepare", "stdlib", "--out", str(tmp_path / "x"), "--tokenizer", "train"]
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    assert "needs the library tokenizers, which is not installed. Fix: pip install 'weft-train[data]'" in refused(
-        words, capsys
-    )
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").touch()
     words = ["data", "prepare", f"{tmp_path}/a.parquet", "--out", str(tmp_path / "x")]
-    assert "parquet files need pyarrow, which is not installed. Fix: pip install 'weft-train[data]'" in refused(words, capsys)
+    assert "parquet files need pyarrow, which is not installed. Fix: pip install 'weft-train[data]'" in refused(
+        words, capsys
+    )
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_not_a_crash(tmp_path):

@@ -1,4 +1,4 @@
-"""Context parallelism: layouts with cp == one device; the cut of a batch, the swapped seam, sampling, proof of a config."""
+"""Context parallelism: layouts with cp == one device; the split_text of a batch, the swapped seam, sampling, proof of a config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.config.load import load
 from weft.core.attention_mask import AttentionMask
 from weft.core.mesh import Mesh
 from weft.core.sequence import Context
-from weft.data.opened import open_data
+from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.models.common.attention import Attend, AttentionSpec
 from weft.models.common.batch import Batch

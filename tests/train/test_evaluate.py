@@ -12,7 +12,7 @@ import torch
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.config.load import load
-from weft.data.opened import open_data, open_valid
+from weft.data.dataset import open_data, open_validation
 from weft.models import FAMILIES
 from weft.models.common.batch import IGNORE, chain
 from weft.parallel.pipeline.forward import forward_table
@@ -95,7 +95,7 @@ def test_experts_and_later_targets_do_not_change_that(source, words):
 @pytest.mark.parametrize("family", ["llama3", "deepseek"])
 def test_it_is_the_mean_over_the_whole_source_of_the_plain_model(source, family):
     run = run_of(source, "", family)
-    samples = open_valid(run)
+    samples = open_validation(run.data, run.model, source=run.eval.source)
     assert samples.num_samples % run.batch.global_size
     batch = whole_batch(samples, np.arange(samples.num_samples), later=run.model.reads_later_targets)
     blocks = plain_model(FAMILIES[family], run.model, seed=run.seed, dtype=torch.float64)
@@ -126,7 +126,9 @@ def test_batches_count_every_sample_once():
 
 
 def test_a_sample_that_is_none_has_no_targets(source):
-    batch = whole_batch(open_valid(run_of(source, "")), np.array([3, NO_SAMPLE]), later=False)
+    run = run_of(source, "")
+    samples = open_validation(run.data, run.model, source=run.eval.source)
+    batch = whole_batch(samples, np.array([3, NO_SAMPLE]), later=False)
     assert (batch.targets[0] != IGNORE).all()
     assert (batch.targets[1] == IGNORE).all()
 

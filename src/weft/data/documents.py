@@ -235,9 +235,7 @@ def _check_text_column(schema: Any, field: str, file: Path) -> None:
     names = schema.names
     if field not in names:
         need = f"one of {', '.join(names)}"
-        raise DataError(
-            Fault(FIELD_KEY, f"{file} has no such column", repr(field), need, suggest_field(field, names))
-        )
+        raise DataError(Fault(FIELD_KEY, f"{file} has no such column", repr(field), need, suggest_field(field, names)))
     kind = str(schema.field(field).type)
     if kind not in PARQUET_TEXT_TYPES:
         raise DataError(Fault(FIELD_KEY, f"{file}: the column {field!r} is not text", kind, "strings"))

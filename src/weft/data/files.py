@@ -73,7 +73,9 @@ def _matching_files(source: str) -> tuple[Path, ...]:
     found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
     files = tuple(file for file in found if file.is_file())
     if not files:
-        raise DataError(Fault(KEY, "no file matches", repr(source), fix="check the pattern; ** matches folders of any depth"))
+        raise DataError(
+            Fault(KEY, "no file matches", repr(source), fix="check the pattern; ** matches folders of any depth")
+        )
     return files
 
 

@@ -69,9 +69,7 @@ def _check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
         raise DataError(Fault("model.vocab", "is smaller than the tokenizer's", str(vocab), need, fix))
 
 
-def _tokenize_in_memory(
-    files: tuple[Path, ...], data: DataConfig, tokenizer: Tokenizer, *, vocab: int
-) -> TokenStream:
+def _tokenize_in_memory(files: tuple[Path, ...], data: DataConfig, tokenizer: Tokenizer, *, vocab: int) -> TokenStream:
     options = ReadOptions(text_field=data.text_field, allow_any_bytes=tokenizer.name == BYTES)
     chunks = list(_small_documents(files, options))
     ids: list[int] = []

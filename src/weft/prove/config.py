@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.config.run import Run, plan_of
 from weft.config.schema import PrecisionConfig
-from weft.data.opened import open_data
+from weft.data.dataset import open_data
 from weft.models.common.batch import Batch
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device

@@ -16,7 +16,7 @@ from weft.config.load import load
 from weft.config.run import Run
 from weft.config.schema import ParallelConfig, PipelineConfig
 from weft.core.mesh import Mesh
-from weft.data.opened import open_data
+from weft.data.dataset import open_data
 from weft.errors import DataError, Fault
 from weft.models import FAMILIES
 from weft.train.build import build_feed, build_step

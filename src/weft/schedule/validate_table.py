@@ -98,7 +98,7 @@ def _action_faults(table: Table) -> Iterator[Fault]:
 
 def _expected_actions(table: Table) -> list[Act]:
     """Every action that a table of these sizes must hold."""
-    expected = []
+    expected: list[Act] = []
     for stage in range(table.num_stages):
         for mb in range(table.microbatches):
             kinds = SPLIT_BACKWARD if (stage, mb) in table.splits else WHOLE_BACKWARD

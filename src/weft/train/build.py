@@ -12,7 +12,8 @@ from weft.checkpoint.source import Source
 from weft.comm.comm import Comm
 from weft.config.run import Run, plan_of
 from weft.core.model_config import ModelConfig
-from weft.data.opened import Samples, open_valid
+from weft.data.dataset import open_validation
+from weft.data.samples import Samples
 from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
 from weft.models.common.lora import adapted
@@ -90,5 +91,5 @@ def build_evaluation(run: Run, model: ParallelModel) -> Evaluation | None:
     """What evaluates the model between steps; None where the run does not ask for it."""
     if not run.eval.every:
         return None
-    feed = build_feed(run, model.comm, open_valid(run))
+    feed = build_feed(run, model.comm, open_validation(run.data, run.model, source=run.eval.source))
     return Evaluation(model, feed, most_batches=run.eval.batches)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.data.opened import Samples
 from weft.data.order import Ints, layout_of, places_of_step
+from weft.data.samples import Samples
 from weft.models.common.batch import IGNORE, Batch, with_later_targets
 
 

@@ -12,8 +12,9 @@ from weft.comm.comm import Comm
 from weft.config.lora import adapted_linears
 from weft.config.run import Run
 from weft.config.toml import dump
-from weft.data.opened import Samples, open_data
+from weft.data.dataset import open_data
 from weft.data.prepared import tokenizer_of
+from weft.data.samples import Samples
 from weft.errors import WeftError
 from weft.layout.plan import Plan
 from weft.run.signals import StopRequest

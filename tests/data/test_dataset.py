@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.commands import data_checks
 from weft.config import validate
 from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.schema import DataConfig
-from weft.data import files, images, opened, tokens
-from weft.data.opened import layout_of, open_data, samples_of_step
-from weft.data.order import permuted
+from weft.data import files, images, tokens
+from weft.data.dataset import open_data
+from weft.data.order import layout_of, permuted, samples_of_step
 from weft.errors import DataError
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
@@ -166,12 +167,12 @@ def test_bytes_that_are_no_text_are_tokens_too(tmp_path):
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 @pytest.mark.parametrize("left_from", [0, 2**20])
 def test_token_files_are_numbers_in_little_endian(tmp_path, monkeypatch, dtype, left_from):
-    monkeypatch.setattr(tokens, "LEFT_ON_DISK_FROM_BYTES", left_from)
+    monkeypatch.setattr(tokens, "MIN_ON_DISK_BYTES", left_from)
     ids = np.arange(0, 5000, 50)
     ids[:60].astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "a.bin")
     ids[60:].astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "b.bin")
     data = open_tokens(tmp_path, model=gpt2.Config(vocab=5000), token_dtype=dtype)
-    assert all(isinstance(piece, tokens.TokenFile) == (left_from == 0) for piece in data.stream.pieces)
+    assert all(isinstance(piece, tokens.TokenFile) == (left_from == 0) for piece in data.stream.parts)
     assert data.num_samples == 24
     assert np.array_equal(data.read(np.arange(24)).inputs.ravel(), ids[:96])
 
@@ -188,11 +189,11 @@ def test_the_standard_library_is_what_plain_python_reads():
     text = b"".join(file.read_bytes() for file in data.stream.files)
     assert data.facts()["sha256"] == hashlib.sha256(text).hexdigest()[:12]
     assert bytes(data.read(np.array([1000])).inputs[0].astype(np.uint8)) == text[128_000:128_128]
-    assert 5e6 < data.facts()["bytes"] <= files.STDLIB_MOST_BYTES
+    assert 5e6 < data.facts()["bytes"] <= files.STDLIB_MAX_BYTES
 
 
 def test_the_standard_library_stops_at_its_limit(monkeypatch):
-    monkeypatch.setattr(files, "STDLIB_MOST_BYTES", 100_000)
+    monkeypatch.setattr(files, "STDLIB_MAX_BYTES", 100_000)
     found = list(files.stdlib_files())
     assert sum(file.stat().st_size for file in found) <= 100_000
     assert found
@@ -252,7 +253,7 @@ def test_a_token_beyond_the_vocabulary_is_named_with_file_and_place(tmp_path):
     np.array([1, 2, 300, 400], dtype="<u2").tofile(tmp_path / "b.bin")
     told = complaint(tmp_path, seq_len=4)
     assert (
-        f"{tmp_path}/b.bin holds a token beyond the vocabulary at token 2 (got id 300; need below model.vocab = 256)"
+        f"{tmp_path}/b.bin holds an id outside the vocabulary at token 2 (got id 300; need below model.vocab = 256)"
         in told
     )
     assert "raise model.vocab above 400" in told
@@ -338,14 +339,14 @@ def test_the_digits_need_scikit_learn(monkeypatch):
 @pytest.mark.parametrize(
     ("damage", "line"),
     [
-        (lambda content: content[:-1], "is cut off (got 5503 bytes; need 5504 for 7 x 28 x 28)"),
-        (lambda content: content + b"x", "goes on after its end (got 5505 bytes"),
+        (lambda content: content[:-1], "is truncated (got 5503 bytes; need 5504 for 7 x 28 x 28)"),
+        (lambda content: content + b"x", "is too long (got 5505 bytes"),
         (lambda content: content[:9], "ends inside its header (got 9 bytes; need 16 bytes)"),
-        (lambda content: b"PNG!" + content[4:], "is no IDX file of 3 dims (got magic 504e4721; need 00000803)"),
-        (lambda content: b"\x00\x00\x0d\x03" + content[4:], "is no IDX file of 3 dims (got magic 00000d03"),
+        (lambda content: b"PNG!" + content[4:], "is not an IDX file of 3 dims (got magic 504e4721; need 00000803)"),
+        (lambda content: b"\x00\x00\x0d\x03" + content[4:], "is not an IDX file of 3 dims (got magic 00000d03"),
         (lambda content: gzip.compress(content)[:-20], "is a broken gzip file"),
-        (lambda _content: b"", "is no IDX file of 3 dims"),
-        (lambda content: content[:4] + struct.pack(">I", 0) + content[8:16], "images and labels do not pair (got 0 in"),
+        (lambda _content: b"", "is not an IDX file of 3 dims"),
+        (lambda content: content[:4] + struct.pack(">I", 0) + content[8:16], "images and labels differ in number (got 0 in"),
     ],
 )
 def test_a_broken_idx_file_is_refused(tmp_path, damage, line):
@@ -357,9 +358,9 @@ def test_a_broken_idx_file_is_refused(tmp_path, damage, line):
 
 def test_images_and_labels_of_other_counts_sizes_or_classes_are_refused(tmp_path):
     write_pair(tmp_path, labels=np.zeros(6, np.uint8))
-    assert "images and labels do not pair (got 7 in" in complaint(tmp_path, IMAGES_MODEL)
+    assert "images and labels differ in number (got 7 in" in complaint(tmp_path, IMAGES_MODEL)
     write_pair(tmp_path, labels=np.array([0, 9, 10, 3, 11, 0, 0], np.uint8))
-    assert "beyond the classes at image 2 (got 10; need below model.classes = 10)" in complaint(tmp_path, IMAGES_MODEL)
+    assert "out of range at image 2 (got 10; need below model.classes = 10)" in complaint(tmp_path, IMAGES_MODEL)
     write_pair(tmp_path, size=20)
     assert "images of another size (got 20 x 20; need 28). Fix: --model.image_size 20" in complaint(
         tmp_path, IMAGES_MODEL
@@ -383,7 +384,7 @@ def test_text_and_images_are_not_mistaken_for_each_other():
 
 def faults_of_run(*argv, from_hf=None):
     run = load(argv, FAMILIES)
-    return [str(fault) for fault in opened.source_faults(with_folder(run, from_hf))]
+    return [str(fault) for fault in data_checks.source_faults(with_folder(run, from_hf))]
 
 
 def with_folder(run, from_hf):
@@ -400,7 +401,7 @@ def test_token_files_may_have_fewer_ids_than_bytes_have_alone_in_a_folder_and_mi
         ("--data.source", f"{tmp_path}/a"),
         ("--data.mix", f"{tmp_path}/a=1", f"{tmp_path}/b/x.bin=2"),
     ):
-        assert run_checks(load((*source, *small), FAMILIES), (*validate.CHECKS, *opened.CHECKS)) == ()
+        assert run_checks(load((*source, *small), FAMILIES), (*validate.CHECKS, *data_checks.CHECKS)) == ()
 
 
 def test_the_vocabulary_of_a_model_from_a_folder_is_not_to_be_changed(tmp_path):
