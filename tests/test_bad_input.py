@@ -103,7 +103,7 @@ TABLE = {
     ),
     "heads for ulysses": (
         *("--mesh", "cp4", "--parallel.context", "ulysses"),
-        "which does not divide kv_heads (got 4 heads, 2 kv_heads; need a divisor of each). Fix: --parallel.context ring",
+        "heads % cp == 0, and cp4 does not divide kv_heads (got 4 heads, 2 kv_heads; need a multiple of cp). Fix: --parallel.context ring",
     ),
     "experts for ep": (
         *("--model.name", "deepseek", "--mesh", "ep3", "--batch.global_size", "24"),
@@ -112,7 +112,7 @@ TABLE = {
     "ep without experts": (
         "--mesh",
         "ep2",
-        "error: mesh: ep2 spreads experts, and llama3 has none (got 'ep2'; need a mix",
+        "error: mesh: ep2 shards experts, and llama3 has none (got ep2; need a mix",
     ),
     "chunks for zbv": (
         *("--mesh", "pp2", "--pipeline.schedule", "zbv", "--pipeline.chunks", "1"),
@@ -139,11 +139,11 @@ TABLE = {
         "mnist",
         "--mesh",
         "cp2",
-        "error: mesh: cp cuts sequences, and mnist reads images",
+        "error: mesh: cp shards sequences, and mnist reads images",
     ),
     "sequence parallelism for images": (
         *("--model.name", "mnist", "--mesh", "tp2", "--parallel.sequence", "True"),
-        "error: parallel.sequence: cuts activations along the sequence, and mnist reads images (got True; need False)",
+        "error: parallel.sequence: shards activations along the sequence, and mnist reads images (got True; need False)",
     ),
     "recompute unknown": (
         *("--parallel.recompute", "some"),

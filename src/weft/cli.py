@@ -40,6 +40,7 @@ from weft.errors import (
     WeftError,
     did_you_mean,
 )
+from weft.layout.explain import explain as explain_plan
 from weft.models import FAMILIES
 from weft.train import adapter_base, preflight, resume
 
@@ -112,7 +113,7 @@ def explain(words: Sequence[str]) -> int:
     """Print the layout that a config asks for, and why it is so."""
     if wants_help(words):
         return _help_of_run("explain", words)
-    return print_result(plan_of(load_checked_run(words)).explain())
+    return print_result(explain_plan(plan_of(load_checked_run(words))))
 
 
 def simulate_run(words: Sequence[str]) -> int:

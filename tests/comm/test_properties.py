@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.core.mesh import AXES, Mesh
+from weft.core.dimension import all_axes
+from weft.core.mesh import Mesh
 from weft.testing import run_ranks
 
 NUMPY = {"sum": np.sum, "max": np.max, "min": np.min, "product": np.prod, "avg": np.mean}
@@ -15,7 +16,7 @@ NUMPY = {"sum": np.sum, "max": np.max, "min": np.min, "product": np.prod, "avg":
 
 @st.composite
 def meshes(draw):
-    names = draw(st.permutations(AXES))[: draw(st.integers(1, 3))]
+    names = draw(st.permutations(all_axes()))[: draw(st.integers(1, 3))]
     degrees = [draw(st.integers(1, 3)) for _ in names]
     return Mesh(tuple(zip(names, degrees, strict=True))) if math.prod(degrees) <= 12 else Mesh(((names[0], 3),))
 

@@ -128,11 +128,11 @@ def test_divisors_are_all_common_ones(numbers):
         ),
         (
             ["--mesh", "cp4", "--parallel.context", "ulysses"],
-            "parallel.context: ulysses deals heads out over cp4, which does not divide kv_heads (got 4 heads, 2 kv_heads",
+            "parallel.context: ulysses needs heads % cp == 0, and cp4 does not divide kv_heads (got 4 heads, 2 kv_heads",
         ),
         (
             ["--mesh", "cp2 tp2", "--parallel.context", "ulysses"],
-            "1 kv_heads on each of tp2; need a divisor of each). Fix: --parallel.context ring or --parallel.context allgather",
+            "1 kv_heads on each rank; need a multiple of cp). Fix: --parallel.context ring or --parallel.context allgather",
         ),
         (["--mesh", "cp2", "--model.name", "mnist", "--data.source", "digits"], 'Fix: --mesh dp2 or --mesh ""'),
     ],

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.core.mesh import AXES, Mesh, all_meshes
+from weft.core.dimension import all_axes
+from weft.core.mesh import Mesh, all_meshes
 from weft.errors import MeshError
 
 
 @st.composite
 def meshes(draw: st.DrawFn, most: int = 4) -> Mesh:
-    names = draw(st.lists(st.sampled_from(AXES), unique=True, max_size=4))
+    names = draw(st.lists(st.sampled_from(all_axes()), unique=True, max_size=4))
     return Mesh(tuple((name, draw(st.integers(1, most))) for name in names))
 
 
@@ -29,7 +30,7 @@ def test_rank_and_coordinates_are_inverse(mesh: Mesh) -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(meshes(), st.sets(st.sampled_from(AXES)))
+@given(meshes(), st.sets(st.sampled_from(all_axes())))
 def test_groups_hold_every_rank_once_and_differ_only_along_their_axes(mesh: Mesh, axes: set[str]) -> None:
     groups = mesh.groups(tuple(axes))
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
@@ -47,7 +48,7 @@ def test_tensor_parallel_group_differs_only_in_its_tp_coordinate_and_tp_varies_f
     assert mesh.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
-@given(meshes(), st.sampled_from(AXES), st.integers(-7, 7))
+@given(meshes(), st.sampled_from(all_axes()), st.integers(-7, 7))
 def test_neighbours_go_round_the_axis(mesh: Mesh, axis: str, step: int) -> None:
     for rank in range(mesh.size):
         there = mesh.neighbour(rank, axis, step)
@@ -85,7 +86,18 @@ def test_every_mesh_lists_each_mesh_once() -> None:
     assert all(mesh.size == math.prod(degree for _, degree in mesh.axes) for mesh in found)
 
 
-def test_overview_shows_all_groups() -> None:
+def test_overview_lists_the_groups_of_every_axis() -> None:
     text = Mesh.parse("dp2 tp2").overview()
-    assert "[0 2]  [1 3]" in text
-    assert "[0 1]  [2 3]" in text
+    assert "2 groups: [0 2] [1 3]" in text
+    assert "2 groups: [0 1] [2 3]" in text
+
+
+@pytest.mark.parametrize("text", ["dp1024 tp8", "pp8 dp1024", "pp16 dp16 cp16 tp16"])
+def test_overview_of_a_large_mesh_fits_80_columns(text: str) -> None:
+    overview = Mesh.parse(text).overview()
+    assert max(map(len, overview.splitlines())) <= 80
+    assert "more" in overview
+
+
+def test_a_long_group_is_shown_by_its_ends_and_step() -> None:
+    assert "[0 8 ... 1016 (step 8)] ... 7 more" in Mesh.parse("dp128 tp8").overview()

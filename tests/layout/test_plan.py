@@ -8,6 +8,7 @@ from tests.matrix.layouts import Case
 from weft.core.mesh import Mesh
 from weft.core.sequence import Context
 from weft.errors import PlanError
+from weft.layout.explain import explain
 from weft.layout.plan import Plan
 
 
@@ -32,7 +33,7 @@ def test_a_sound_plan_passes_its_check(plan: Plan) -> None:
     ("change", "said"),
     [
         ({"microbatches": 3}, "micro-batches"),
-        ({"chunks": 3}, "another number of stages"),
+        ({"chunks": 3}, "the schedule has another number of stages"),
         ({"seq_len": 7}, "does not divide"),
         ({"rule": (("heads", "xp"),)}, "axes that no mesh has: xp"),
     ],
@@ -55,7 +56,7 @@ def test_boundary_shape_is_what_one_rank_holds(plan: Plan) -> None:
 
 
 def test_explanation_names_mesh_stages_bubble_and_traffic(plan: Plan) -> None:
-    text = plan.explain()
+    text = explain(plan)
     for said in (
         "mesh pp2 dp2 tp2: 8 ranks",
         "[0 1]",
@@ -66,23 +67,30 @@ def test_explanation_names_mesh_stages_bubble_and_traffic(plan: Plan) -> None:
         assert said in text
 
 
-@pytest.mark.parametrize(("context", "said"), [("ring", "from rank to rank"), ("ulysses", "columns for heads")])
+@pytest.mark.parametrize(("context", "said"), [("ring", "around a ring"), ("ulysses", "between positions and heads")])
 def test_explanation_says_how_attention_crosses_cp(plan: Plan, context: Context, said: str) -> None:
     layout = {"mesh": Mesh.parse("pp2 cp2 tp2"), "context": context}
-    assert said in plan.model_copy(update=layout).explain()
-    assert said not in plan.model_copy(update={"context": context}).explain()
+    assert said in explain(plan.model_copy(update=layout))
+    assert said not in explain(plan.model_copy(update={"context": context}))
 
 
 @pytest.mark.parametrize(
     ("zero", "line"),
     [
-        (1, "ZeRO 1 over dp x cp: optimizer states are spread"),
-        (2, "ZeRO 2 over dp x cp: gradients too are spread"),
-        (3, "ZeRO 3 over dp x cp: parameters too are spread"),
+        (1, "ZeRO 1 over dp x cp: optimizer states are sharded"),
+        (2, "ZeRO 2 over dp x cp: states and gradients are sharded"),
+        (3, "ZeRO 3 over dp x cp: states, gradients and parameters are sharded"),
     ],
 )
 def test_an_explanation_says_what_zero_spreads_and_over_which_ranks(zero, line):
-    told = Case("dp2 cp2 tp2", zero=zero).plan.explain()
+    told = explain(Case("dp2 cp2 tp2", zero=zero).plan)
     assert line in told
     assert ("every micro-batch" in told) == (zero > 1)
-    assert "ZeRO" not in Case("tp2", zero=zero).plan.explain(), "nothing to spread over"
+    assert "ZeRO" not in explain(Case("tp2", zero=zero).plan), "nothing to spread over"
+
+
+def test_an_explanation_of_a_large_mesh_fits_80_columns() -> None:
+    plan = Case("pp2 dp2 tp2", schedule="interleaved", chunks=2, zero=3, sequence=True).plan
+    for mesh in ("pp2 dp512 cp16 tp8", "tp1024 pp2 ep4"):
+        wide = plan.model_copy(update={"mesh": Mesh.parse(mesh)})
+        assert max(map(len, explain(wide).splitlines())) <= 80

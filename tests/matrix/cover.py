@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.matrix.layouts import CLIP, SEQ_LEN, Case, fits
-from weft.core.mesh import AXES, Mesh
+from weft.core.dimension import all_axes
+from weft.core.mesh import Mesh
 from weft.core.sequence import length_unit
 
 LIST = Path(__file__).with_name("covering_rows.txt")
@@ -113,11 +114,11 @@ def complete(part: Part, dice: random.Random, tries: int) -> Iterator[Row]:
     given = dict(part)
     for _ in range(tries):
         row = {name: dice.choice(CHOICES[name]) for name in NAMES}
-        row |= {axis: 1 for axis in AXES if dice.random() < 0.4}
+        row |= {axis: 1 for axis in all_axes() if dice.random() < 0.4}
         row |= {} if row["tp"] > 1 else {"sequence": False}
         row |= {} if row["cp"] > 1 else {"context": "ring"}
         row |= {} if row["model"] in ("qwen3-moe", "deepseek") else {"ep": 1}
-        row |= {} if sum(row[axis] > 1 for axis in AXES) > 1 else {"nesting": CHOICES["nesting"][0]}
+        row |= {} if sum(row[axis] > 1 for axis in all_axes()) > 1 else {"nesting": CHOICES["nesting"][0]}
         row |= given
         if is_valid(row):
             yield row

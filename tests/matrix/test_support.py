@@ -21,7 +21,7 @@ def test_refusals_of_the_page_are_what_the_door_says() -> None:
 
 def test_every_check_of_the_door_refuses_something_on_the_page() -> None:
     runs = [try_load(shlex.split(words), FAMILIES).run for words in REFUSED]
-    idle = [check.find.__name__ for check in validate.CHECKS if not any(list(check.find(run)) for run in runs)]
+    idle = [check.find.__qualname__ for check in validate.CHECKS if not any(list(check.find(run)) for run in runs)]
     assert not idle, f"add a command to REFUSED for each of {idle}"
     assert all(told(shlex.split(words)) for words in REFUSED)
 

@@ -126,11 +126,11 @@ def test_a_parameter_without_gradient_stays_and_keeps_its_clock():
 def test_making_and_stepping_an_optimizer_imports_no_compiler():
     script = """
 import sys, torch
-from weft.config.schema import Optim
+from weft.config.schema import OptimConfig
 from weft.train.optim import make_optimizer
 for name in ("adamw", "sgd"):
     param = torch.nn.Parameter(torch.ones(2, 2)); param.grad = torch.ones(2, 2)
-    make_optimizer({"w": param}, Optim(name=name)).step()
+    make_optimizer({"w": param}, OptimConfig(name=name)).step()
 assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -12,7 +12,8 @@ from weft.comm import collectives
 from weft.comm.collectives import AxisGroup, LoweredOp
 from weft.comm.observe import LateRanks, Observer, operation, print_late_ranks
 from weft.comm.transport import Call, Reduce, Transport, Work
-from weft.core.mesh import AXES, Axis, Mesh, axis_names
+from weft.core.dimension import all_axes
+from weft.core.mesh import Axis, Mesh, axis_names
 from weft.errors import CommError, Fault, MeshError, did_you_mean
 
 T = TypeVar("T")
@@ -245,8 +246,8 @@ def _axis_group(mesh: Mesh, rank: int, axis: Axis, *, checked: bool) -> AxisGrou
     """
     wanted = axis_names(axis)
     for name in wanted:
-        if name not in AXES:
-            raise MeshError(Fault("axis", f"unknown axis {name!r}", fix=did_you_mean(name, AXES)))
+        if name not in all_axes():
+            raise MeshError(Fault("axis", f"unknown axis {name!r}", fix=did_you_mean(name, all_axes())))
     present = tuple(name for name, degree in mesh.axes if name in wanted and degree > 1)
     label = "+".join(present or wanted)
     return AxisGroup(label, mesh.group(rank, present), mesh.index(rank, present), checked)

@@ -19,6 +19,7 @@ from weft.config.schema import (
     PrecisionConfig,
     SaveConfig,
 )
+from weft.core.dimension import pipeline_axis, sequence_axes
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, canonical_json, make_stages
 
@@ -61,8 +62,13 @@ class Run(ConfigSection):
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks whose sequences differ."""
-        return self.device_mesh.degree(("dp", "ep"))
+        """Number of ranks that read different sequences."""
+        return self.device_mesh.degree(sequence_axes())
+
+    @property
+    def pipeline_size(self) -> int:
+        """Number of pipeline ranks."""
+        return self.device_mesh.degree(pipeline_axis())
 
     @property
     def num_micro(self) -> int:
@@ -72,7 +78,7 @@ class Run(ConfigSection):
     @property
     def num_stages(self) -> int:
         """Pipeline stages over all ranks."""
-        return self.device_mesh.degree("pp") * self.pipeline.chunks
+        return self.pipeline_size * self.pipeline.chunks
 
 
 def plan_of(run: Run) -> Plan:

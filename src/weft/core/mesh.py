@@ -1,28 +1,23 @@
-"""Owns the mesh: rank <-> coordinates, groups, neighbours, and the overview that shows all groups."""
+"""Device mesh: ranks as a grid of named axes; coordinates, groups, neighbours, and an overview of all groups."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from weft.core.dimension import all_axes, dimensions
 from weft.errors import Fault, MeshError, did_you_mean
 
-AXES = ("pp", "dp", "ep", "cp", "tp")
-AXIS_MEANING = {
-    "pp": "pipeline: blocks are cut into stages",
-    "dp": "data: sequences are cut",
-    "ep": "expert: sequences are cut, experts too",
-    "cp": "context: each sequence is cut along its length",
-    "tp": "tensor: heads, feed-forward and vocabulary are cut",
-}
-DATA_AXES = ("dp", "ep", "cp")
-"""Mesh axes along which the tokens of one micro-batch differ between ranks."""
-
 Axis = str | tuple[str, ...]
-"""One mesh axis, or several taken together as one group."""
+"""One mesh axis, or several that together form one group."""
+
+WIDTH = 80
+"""Columns of the overview."""
+MAX_RANKS_SHOWN = 8
+"""Ranks of a group that the overview lists one by one; longer groups are shown by first ranks, last rank and step."""
 
 
 @dataclass(frozen=True)
@@ -44,36 +39,17 @@ class Mesh:
             MeshError: with every fault of the text.
         """
         faults: list[Fault] = []
-        axes: list[tuple[str, int]] = []
+        degrees: dict[str, int] = {}
         for word in text.replace(",", " ").split():
-            match = re.fullmatch(r"([A-Za-z]+)(\d+)", word)
-            if not match:
-                faults.append(
-                    Fault(
-                        "mesh",
-                        f"cannot read {word!r}",
-                        need="axis names with degrees",
-                        fix='write it like "pp2 dp2 tp2"',
-                    )
-                )
-                continue
-            name, degree = match[1], int(match[2])
-            if name not in AXES:
-                faults.append(Fault("mesh", f"unknown axis {name!r}", got=repr(text), fix=did_you_mean(name, AXES)))
-            elif name in dict(axes):
-                faults.append(Fault("mesh", f"axis {name!r} appears twice", got=repr(text), fix=f"keep one {name!r}"))
-            elif degree < 1:
-                faults.append(
-                    Fault("mesh", f"axis {name!r} has degree {degree}", need="at least 1", fix=f"drop {word!r}")
-                )
-            else:
-                axes.append((name, degree))
+            fault = _read_axis(word, degrees, text)
+            if fault is not None:
+                faults.append(fault)
         if faults:
             raise MeshError(*faults)
-        return Mesh(tuple(axes))
+        return Mesh(tuple(degrees.items()))
 
     def __str__(self) -> str:
-        return " ".join(f"{name}{degree}" for name, degree in self.axes) or "1 rank"
+        return self.text or "1 rank"
 
     @property
     def text(self) -> str:
@@ -94,69 +70,122 @@ class Mesh:
         """Coordinates of `rank`, outermost axis first."""
         if not 0 <= rank < self.size:
             raise MeshError(Fault("mesh", f"rank {rank} is outside the mesh", need=f"0 to {self.size - 1}"))
-        reversed_coord: list[tuple[str, int]] = []
+        inner_first: list[tuple[str, int]] = []
         for name, degree in reversed(self.axes):
             rank, index = divmod(rank, degree)
-            reversed_coord.append((name, index))
-        return dict(reversed(reversed_coord))
+            inner_first.append((name, index))
+        return dict(reversed(inner_first))
 
     def rank(self, **coord: int) -> int:
         """Rank at these coordinates; axes that are not given count as 0."""
-        unknown = set(coord) - {name for name, _ in self.axes} - {name for name in AXES if coord.get(name) == 0}
+        degrees = dict(self.axes)
+        unnamed = [name for name in coord if name not in degrees]
+        unknown = [name for name in unnamed if coord[name] != 0 or name not in all_axes()]
         if unknown:
             raise MeshError(Fault("mesh", f"no axis {sorted(unknown)} in {self}"))
         rank = 0
         for name, degree in self.axes:
             index = coord.get(name, 0)
             if not 0 <= index < degree:
-                raise MeshError(
-                    Fault("mesh", f"coordinate {name}={index} is outside the mesh", need=f"0 to {degree - 1}")
-                )
+                what = f"coordinate {name}={index} is outside the mesh"
+                raise MeshError(Fault("mesh", what, need=f"0 to {degree - 1}"))
             rank = rank * degree + index
         return rank
 
     def index(self, rank: int, axis: Axis) -> int:
-        """Place of `rank` inside its group along `axis`: 0 for an axis that the mesh does not name."""
-        coord, place = self.coord(rank), 0
-        for name in self._ordered(axis):
-            place = place * self.degree(name) + coord[name]
-        return place
+        """Index of `rank` in its group along `axis`; 0 for an axis that the mesh does not name."""
+        coord = self.coord(rank)
+        index = 0
+        for name in self._in_mesh_order(axis):
+            index = index * self.degree(name) + coord[name]
+        return index
 
     def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
-        """Ranks that differ from `rank` only along `axis`, in mesh order; `rank` itself is among them."""
+        """Ranks that differ from `rank` only along `axis`, in mesh order, `rank` included."""
         coord = self.coord(rank)
-        inner = self._ordered(axis)
-        places = itertools.product(*(range(self.degree(name)) for name in inner))
-        return tuple(self.rank(**{**coord, **dict(zip(inner, place, strict=True))}) for place in places)
+        inner = self._in_mesh_order(axis)
+        indices = itertools.product(*(range(self.degree(name)) for name in inner))
+        members = []
+        for index in indices:
+            changed = dict(zip(inner, index, strict=True))
+            members.append(self.rank(**{**coord, **changed}))
+        return tuple(members)
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups along `axis`: together they hold every rank exactly once."""
-        inner = self._ordered(axis)
-        firsts = (rank for rank in range(self.size) if not any(self.coord(rank)[name] for name in inner))
-        return tuple(self.group(first, axis) for first in firsts)
+        return tuple(self.iter_groups(axis))
+
+    def iter_groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
+        """The groups along `axis`, one at a time."""
+        inner = self._in_mesh_order(axis)
+        for rank in range(self.size):
+            coord = self.coord(rank)
+            is_first = all(coord[name] == 0 for name in inner)
+            if is_first:
+                yield self.group(rank, axis)
 
     def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
-        """Rank `step` places further along `axis`; the axis is a ring."""
+        """Rank `step` places further along `axis`, which is a ring."""
         coord = self.coord(rank)
-        return self.rank(**{**coord, axis: (coord.get(axis, 0) + step) % self.degree(axis)}) if axis in coord else rank
+        if axis not in coord:
+            return rank
+        index = (coord[axis] + step) % self.degree(axis)
+        return self.rank(**{**coord, axis: index})
 
     def coord_text(self, rank: int) -> str:
         """Coordinates of `rank` as text: `pp1 dp0 tp1`."""
         return " ".join(f"{name}{index}" for name, index in self.coord(rank).items()) or "alone"
 
-    def overview(self, most: int = 8) -> str:
-        """A table of all groups of every axis, at most `most` groups a line."""
-        lines = [f"mesh {self}: {self.size} rank{'s' * (self.size > 1)}"]
+    def overview(self) -> str:
+        """The groups of every axis and what the axis shards, clipped to 80 columns."""
+        ranks = "rank" if self.size == 1 else "ranks"
+        lines = [f"mesh {self}: {self.size} {ranks}"]
         for name, degree in self.axes:
-            groups = self.groups(name)
-            shown = "  ".join("[" + " ".join(map(str, group)) + "]" for group in groups[:most])
-            more = f"  … {len(groups) - most} more" if len(groups) > most else ""
-            lines.append(f"  {name} x{degree:<3} {len(groups):>4} groups  {shown}{more}  ({AXIS_MEANING[name]})")
+            num_groups = self.size // degree
+            groups = "group" if num_groups == 1 else "groups"
+            lines.append(f"  {name}{degree} {dimensions()[name].summary}")
+            lines.append(f"    {num_groups} {groups}: {self._groups_text(name, num_groups)}")
         return "\n".join(lines)
 
-    def _ordered(self, axis: Axis) -> tuple[str, ...]:
-        wanted = set(axis_names(axis))
+    def _groups_text(self, axis: str, num_groups: int) -> str:
+        """As many groups as fit in a line: `[0 1] [2 3] ... 2 more`."""
+        room = WIDTH - 40
+        shown: list[str] = []
+        for group in self.iter_groups(axis):
+            text = _group_text(group)
+            if shown and len(" ".join([*shown, text])) > room:
+                return f"{' '.join(shown)} ... {num_groups - len(shown)} more"
+            shown.append(text)
+        return " ".join(shown)
+
+    def _in_mesh_order(self, axis: Axis) -> tuple[str, ...]:
+        wanted = axis_names(axis)
         return tuple(name for name, _ in self.axes if name in wanted)
+
+
+def _read_axis(word: str, degrees: dict[str, int], text: str) -> Fault | None:
+    """Add the axis that `word` names to `degrees`, or say what is wrong with it."""
+    match = re.fullmatch(r"([A-Za-z]+)(\d+)", word)
+    if match is None:
+        need, fix = "axis names with degrees", 'write it like "pp2 dp2 tp2"'
+        return Fault("mesh", f"cannot read {word!r}", need=need, fix=fix)
+    name, degree = match[1], int(match[2])
+    if name not in all_axes():
+        return Fault("mesh", f"unknown axis {name!r}", got=repr(text), fix=did_you_mean(name, all_axes()))
+    if name in degrees:
+        return Fault("mesh", f"axis {name!r} appears twice", got=repr(text), fix=f"keep one {name!r}")
+    if degree < 1:
+        return Fault("mesh", f"axis {name!r} has degree {degree}", need="at least 1", fix=f"drop {word!r}")
+    degrees[name] = degree
+    return None
+
+
+def _group_text(group: tuple[int, ...]) -> str:
+    """Ranks of a group along one axis: `[0 1 2 3]`, or `[0 8 ... 1016 (step 8)]` for a long one."""
+    if len(group) <= MAX_RANKS_SHOWN:
+        return f"[{' '.join(map(str, group))}]"
+    step = group[1] - group[0]
+    return f"[{group[0]} {group[1]} ... {group[-1]} (step {step})]"
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
@@ -166,10 +195,11 @@ def axis_names(axis: Axis) -> tuple[str, ...]:
 
 def all_meshes(most_ranks: int, axes: Iterable[str]) -> tuple[Mesh, ...]:
     """Every mesh of up to `most_ranks` ranks over `axes` in the given nesting, degree-1 axes left out."""
-    wanted = tuple(axes)
-    degrees = itertools.product(range(1, most_ranks + 1), repeat=len(wanted))
-    return tuple(
-        Mesh(tuple((name, degree) for name, degree in zip(wanted, combination, strict=True) if degree > 1))
-        for combination in degrees
-        if math.prod(combination) <= most_ranks
-    )
+    names = tuple(axes)
+    found: list[Mesh] = []
+    for degrees in itertools.product(range(1, most_ranks + 1), repeat=len(names)):
+        if math.prod(degrees) > most_ranks:
+            continue
+        sharing = [(name, degree) for name, degree in zip(names, degrees, strict=True) if degree > 1]
+        found.append(Mesh(tuple(sharing)))
+    return tuple(found)

@@ -36,6 +36,7 @@ from functools import cached_property
 from typing import Literal
 
 from weft.core.attention_mask import AttentionMask
+from weft.core.dimension import activation_axes, position_axes
 from weft.core.mesh import Mesh
 
 Context = Literal["ring", "allgather", "ulysses"]
@@ -200,7 +201,7 @@ def length_unit(mesh: Mesh, *, sequence_parallel: bool) -> int:
     >>> length_unit(Mesh.parse("cp2 tp3"), sequence_parallel=True)
     12
     """
-    cp = mesh.degree("cp")
-    tp = mesh.degree("tp") if sequence_parallel else 1
-    chunks = 2 if cp > 1 else 1
-    return cp * math.lcm(chunks, tp)
+    position_ranks = mesh.degree(position_axes())
+    activation_ranks = mesh.degree(activation_axes()) if sequence_parallel else 1
+    chunks = 2 if position_ranks > 1 else 1
+    return position_ranks * math.lcm(chunks, activation_ranks)

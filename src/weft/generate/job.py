@@ -16,6 +16,7 @@ from weft.errors import ConfigError, Fault, UserError
 from weft.generate.request import Request, read_prompts
 from weft.generate.subject import Subject
 from weft.layout.plan import Plan, canonical_json, make_stages
+from weft.parallel.ep import AXIS as EP
 
 SERVED = ("pp", "ep", "tp")
 WHY_NOT = {
@@ -130,7 +131,7 @@ def _mesh_faults(mesh: Mesh) -> Iterator[Fault]:
 
 
 def _experts_exist(run: Run) -> Iterator[Fault]:
-    return (replace(fault, fix="give its ranks to tp") for fault in validate.experts_exist(run))
+    return (replace(fault, fix="give its ranks to tp") for fault in validate.dimension_faults(run, EP))
 
 
 MESH_CHECKS = (

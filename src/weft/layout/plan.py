@@ -1,4 +1,4 @@
-"""Owns the plan: one frozen value that says what every rank does; the trainer plays it, a checkpoint stores it."""
+"""The plan: one frozen value that says what every rank does; the trainer executes it, a checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from weft.core.axes import EXPERT_RULE, TENSOR_RULE, Rule
-from weft.core.mesh import AXIS_MEANING, DATA_AXES, Mesh
+from weft.core.axes import Rule
+from weft.core.dimension import (
+    LayoutOptions,
+    activation_axes,
+    all_axes,
+    default_sharding_rule,
+    pipeline_axis,
+    position_axes,
+    sequence_axes,
+)
+from weft.core.mesh import Mesh
 from weft.core.model_config import BlockSpec
 from weft.core.precision import Dtype, dtype_faults
 from weft.core.sequence import Context, length_unit
@@ -33,7 +42,7 @@ MeshField = Annotated[
 
 
 class Stage(BaseModel):
-    """Consecutive blocks that one pipeline rank plays as one, and the shape of what they hand on."""
+    """Consecutive blocks that one pipeline rank runs as one, and the shape of their output."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,10 +51,20 @@ class Stage(BaseModel):
     flops: float
 
 
+def _default_rule() -> tuple[tuple[str, str], ...]:
+    return tuple(default_sharding_rule().items())
+
+
 class Plan(BaseModel):
     """What every rank does. Frozen, hashable, JSON.
 
-    `microbatches` counts the micro-batches that one data-parallel rank plays in a step, each of `micro_size` sequences.
+    Attributes:
+        family: name of the model family.
+        architecture: the family's config as canonical JSON.
+        microbatches: micro-batches of one data-parallel rank in a step, each of `micro_size` sequences.
+        rule: pairs (logical axis of a parameter, mesh axis that shards it), also for axes that this mesh does not have.
+        clip: largest global gradient norm; 0: no clipping.
+        bucket_bytes: size of a gradient bucket.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,7 +72,6 @@ class Plan(BaseModel):
     mesh: MeshField
     family: str
     architecture: str
-    """The family's config as canonical JSON."""
     stages: tuple[Stage, ...]
     schedule: str = "1f1b"
     chunks: int = 1
@@ -62,7 +80,7 @@ class Plan(BaseModel):
     seq_len: int = 1
     sequence_parallel: bool = False
     context: Context = "ring"
-    rule: tuple[tuple[str, str], ...] = tuple({**TENSOR_RULE, **EXPERT_RULE}.items())
+    rule: tuple[tuple[str, str], ...] = Field(default_factory=_default_rule)
     zero: Literal[0, 1, 2, 3] = 0
     recompute: Recompute = "none"
     params: Dtype = "float32"
@@ -73,39 +91,60 @@ class Plan(BaseModel):
 
     @property
     def sharding_rule(self) -> Rule:
-        """Logical axis -> mesh axis, for the axes that this mesh really cuts."""
+        """Logical axis -> mesh axis, for the mesh axes that have more than one rank."""
         return {logical: axis for logical, axis in self.rule if self.mesh.degree(axis) > 1}
+
+    @property
+    def options(self) -> LayoutOptions:
+        """What the layout says besides the mesh, as dimensions read it."""
+        return LayoutOptions(sequence_parallel=self.sequence_parallel, context=self.context, zero=self.zero)
+
+    @property
+    def pipeline_size(self) -> int:
+        """Number of pipeline ranks."""
+        return self.mesh.degree(pipeline_axis())
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that read different sequences."""
+        return self.mesh.degree(sequence_axes())
+
+    @property
+    def global_size(self) -> int:
+        """Sequences in one optimizer step, over all ranks."""
+        return self.micro_size * self.microbatches * self.num_data_ranks
 
     @cached_property
     def table(self) -> Table:
         """The schedule's table: what each pipeline rank computes, in order."""
-        return find(self.schedule).table(self.mesh.degree("pp"), self.chunks, self.microbatches)
+        schedule = find(self.schedule)
+        return schedule.table(self.pipeline_size, self.chunks, self.microbatches)
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of a step with equal stages and a backward of twice the forward; predicted."""
+        if self.pipeline_size == 1:
+            return 0.0
+        return float(bubble(simulate(self.table)))
+
+    def boundary_shape(self, stage: int) -> tuple[int, ...]:
+        """Shape of what `stage` sends on for one micro-batch, as one rank holds it."""
+        sharding = self.mesh.degree(position_axes())
+        if self.sequence_parallel:
+            sharding *= self.mesh.degree(activation_axes())
+        lengths = {"batch": self.micro_size, "seq": self.seq_len // sharding}
+        return tuple(lengths[entry] if isinstance(entry, str) else entry for entry in self.stages[stage].out)
 
     def check(self) -> None:
-        """Refuse a plan whose parts do not fit together.
+        """Reject a plan whose parts do not fit together.
 
         Raises:
             PlanError: with every fault: the schedule's sizes, the number of stages, blocks named twice, lengths that the
                 mesh does not divide.
         """
-        if faults := tuple(_faults(self)):
+        faults = tuple(_faults(self))
+        if faults:
             raise PlanError(*faults)
-
-    @property
-    def global_size(self) -> int:
-        """Sequences in one optimizer step, over all ranks."""
-        return self.micro_size * self.microbatches * self.mesh.degree(("dp", "ep"))
-
-    def boundary_shape(self, stage: int) -> tuple[int, ...]:
-        """Shape of what `stage` hands on for one micro-batch, as one rank holds it."""
-        cut = self.mesh.degree("cp") * (self.mesh.degree("tp") if self.sequence_parallel else 1)
-        lengths = {"batch": self.micro_size, "seq": self.seq_len // cut}
-        return tuple(lengths[entry] if isinstance(entry, str) else entry for entry in self.stages[stage].out)
-
-    @property
-    def bubble(self) -> float:
-        """Idle share of a step with equal stages and a backward of twice the forward; predicted."""
-        return float(bubble(simulate(self.table))) if self.mesh.degree("pp") > 1 else 0.0
 
     def to_json(self) -> str:
         """Canonical JSON: equal plans give equal text."""
@@ -113,7 +152,7 @@ class Plan(BaseModel):
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Read what `to_json` wrote."""
+        """Read the text of `to_json`."""
         return Plan.model_validate_json(text)
 
     @property
@@ -121,24 +160,22 @@ class Plan(BaseModel):
         """First 12 hex digits of the SHA-256 of the canonical JSON: the plan's name in logs and folders."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
-    def explain(self) -> str:
-        """The layout and why, for people."""
-        return "\n".join((self.mesh.overview(), *_explain_batch(self), *_explain_stages(self), *_explain_traffic(self)))
-
 
 def make_stages(
     blocks: Sequence[BlockSpec], num_stages: int, *, split: Sequence[int] | None = None
 ) -> tuple[Stage, ...]:
-    """Cut `blocks` into stages: by cost, or by the layer counts of `split`.
+    """Split `blocks` into stages: by cost, or by the layer counts of `split`.
 
     Raises:
         PlanError: more stages than layers, or counts that do not add up.
     """
-    names = split_by_counts(blocks, split) if split else split_by_cost(blocks, num_stages)
+    names_of_stages = split_by_counts(blocks, split) if split else split_by_cost(blocks, num_stages)
     specs = {block.name: block for block in blocks}
-    return tuple(
-        Stage(blocks=stage, out=specs[stage[-1]].out, flops=sum(specs[name].flops for name in stage)) for stage in names
-    )
+    stages = []
+    for names in names_of_stages:
+        flops = sum(specs[name].flops for name in names)
+        stages.append(Stage(blocks=names, out=specs[names[-1]].out, flops=flops))
+    return tuple(stages)
 
 
 def canonical_json(architecture: Mapping[str, Any]) -> str:
@@ -146,86 +183,31 @@ def canonical_json(architecture: Mapping[str, Any]) -> str:
     return json.dumps(dict(architecture), sort_keys=True)
 
 
-def _explain_batch(plan: Plan) -> list[str]:
-    data = plan.mesh.degree(("dp", "ep"))
-    return [
-        f"batch: {plan.global_size} sequences of {plan.seq_len} a step = {data} data rank{'s' * (data > 1)}"
-        f" x {plan.microbatches} micro-batch{'es' * (plan.microbatches > 1)} of {plan.micro_size};"
-        f" gradients are reduced {_WHEN[plan.zero > 1]}"
-    ]
-
-
-def _explain_stages(plan: Plan) -> list[str]:
-    ranks = plan.mesh.degree("pp")
-    home = plan.table.stage_to_rank
-    total = sum(stage.flops for stage in plan.stages) or 1.0
-    lines = []
-    for index, stage in enumerate(plan.stages):
-        first, last = stage.blocks[0], stage.blocks[-1]
-        share = f"{100 * stage.flops / total:.0f}% of the FLOPs"
-        lines.append(f"  stage {index} on pp{home[index]}: {first} … {last} ({len(stage.blocks)} blocks, {share})")
-    if ranks == 1 and len(plan.stages) == 1:
-        return ["pipeline: none; micro-batches are the one-rank table"]
-    why = "cut so that the dearest stage is as cheap as possible"
-    return [
-        f"pipeline: {plan.schedule}, {len(plan.stages)} stages, {why}; bubble {100 * plan.bubble:.1f}% (predicted)",
-        *lines,
-    ]
-
-
 def _faults(plan: Plan) -> Iterator[Fault]:
-    ranks, stages = plan.mesh.degree("pp"), plan.mesh.degree("pp") * plan.chunks
+    ranks = plan.pipeline_size
     yield from find(plan.schedule).faults(ranks=ranks, chunks=plan.chunks, microbatches=plan.microbatches)
-    if len(plan.stages) != stages:
-        need = f"{stages} = pp{ranks} x {plan.chunks} chunks"
-        yield Fault("stages", "another number of stages than the schedule plays", str(len(plan.stages)), need)
-    counts = Counter(name for stage in plan.stages for name in stage.blocks)
-    if doubled := [name for name, count in counts.items() if count > 1]:
-        yield Fault("stages", f"blocks on more than one stage: {', '.join(doubled)}", need="each block once")
-    if empty := [index for index, stage in enumerate(plan.stages) if not stage.blocks]:
-        yield Fault("stages", f"stages without blocks: {', '.join(map(str, empty))}", need="at least one block each")
+    yield from _stage_faults(plan)
     unit = length_unit(plan.mesh, sequence_parallel=plan.sequence_parallel)
     if plan.seq_len % unit:
-        yield Fault("seq_len", "does not divide over the ranks that share a sequence", str(plan.seq_len), f"{unit} x n")
+        what = "does not divide over the ranks that share a sequence"
+        yield Fault("seq_len", what, str(plan.seq_len), f"a multiple of {unit}")
     yield from dtype_faults(params=plan.params, compute=plan.compute, reduce=plan.reduce)
-    unknown = [axis for _, axis in plan.rule if axis not in AXIS_MEANING]
+    unknown = [axis for _, axis in plan.rule if axis not in all_axes()]
     if unknown:
-        yield Fault("rule", f"cuts over axes that no mesh has: {', '.join(unknown)}", need=", ".join(AXIS_MEANING))
+        what = f"shards over axes that no mesh has: {', '.join(unknown)}"
+        yield Fault("rule", what, need=", ".join(all_axes()))
 
 
-def _explain_traffic(plan: Plan) -> list[str]:
-    lines, traffic = [], {**_TRAFFIC, "cp": _CONTEXT[plan.context]}
-    for name, degree in plan.mesh.axes:
-        if degree > 1:
-            lines.append(f"  {name}{degree}: {AXIS_MEANING[name]}; {traffic[name]}")
-    spread = [name for name, degree in plan.mesh.axes if degree > 1 and name in DATA_AXES]
-    if plan.zero and spread:
-        lines.append(f"  ZeRO {plan.zero} over {' x '.join(spread)}: {_ZERO[plan.zero]}")
-    if plan.sequence_parallel:
-        lines.append(
-            "  sequence parallel: between the tensor-parallel regions each tp rank holds its part of every sequence"
-        )
-    return ["who talks about what:", *lines] if lines else ["one rank: nothing is sent"]
-
-
-_TRAFFIC = {
-    "pp": "activations forward, their gradients back, between neighbours",
-    "dp": "sums of gradients, overlapped with the backward",
-    "ep": "tokens to their experts and back",
-    "tp": "two reductions a layer and direction, on the critical path: keep it inside a node",
-}
-
-_WHEN = ("once, during the backward of the last micro-batch", "during the backward of every micro-batch")
-
-_ZERO = {
-    1: "optimizer states are spread; gradients are reduce-scattered and values gathered once a step",
-    2: "gradients too are spread; they are reduce-scattered every micro-batch, values gathered once a step",
-    3: "parameters too are spread; each block's are gathered before its forward and its backward, its gradients reduce-scattered",
-}
-"""What travels in place of an all-reduce of gradients."""
-
-_CONTEXT: dict[Context, str] = {
-    "ring": "keys and values from rank to rank, while each attends to those in hand",
-    "allgather": "keys and values to all ranks at once, forward and again backward",
-    "ulysses": "columns for heads before each attention and back behind it",
-}
+def _stage_faults(plan: Plan) -> Iterator[Fault]:
+    """The stages are as many as the schedule has, none is empty, and each block is in one."""
+    num_stages = plan.pipeline_size * plan.chunks
+    if len(plan.stages) != num_stages:
+        need = f"{num_stages} = {pipeline_axis()}{plan.pipeline_size} x {plan.chunks} chunks"
+        yield Fault("stages", "the schedule has another number of stages", str(len(plan.stages)), need)
+    counts = Counter(name for stage in plan.stages for name in stage.blocks)
+    repeated = [name for name, count in counts.items() if count > 1]
+    if repeated:
+        yield Fault("stages", f"blocks on more than one stage: {', '.join(repeated)}", need="each block once")
+    empty = [str(index) for index, stage in enumerate(plan.stages) if not stage.blocks]
+    if empty:
+        yield Fault("stages", f"stages without blocks: {', '.join(empty)}", need="at least one block each")

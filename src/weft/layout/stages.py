@@ -1,4 +1,4 @@
-"""Owns the cut of a model's blocks into pipeline stages, by cost or as the user says."""
+"""Split of a model's blocks into pipeline stages: balanced by cost, or by given layer counts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.errors import Fault, PlanError
 
 
 def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """Names of consecutive blocks for each stage, so that the dearest stage is as cheap as possible.
+    """Names of consecutive blocks for each stage, so that the cost of the slowest stage is smallest.
 
-    Every stage gets at least one layer; what comes before the first layer (embedding) stays on the first stage and what
-    comes after the last (head, loss) on the last. Among equally good cuts the sum of squares decides, then the lighter
-    first stages win: the first stage holds the embedding and the most activations.
+    Every stage gets at least one layer; blocks before the first layer (embedding) stay on the first stage and blocks
+    after the last (head, loss) on the last. Among equally good splits the sum of squares decides, then lighter first
+    stages: the first stage holds the embedding and the most activations.
 
     Raises:
         PlanError: when there are more stages than layers.
@@ -32,8 +32,7 @@ def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[s
             )
         )
     costs = tuple(round(sum(block.flops for block in unit)) for unit in units)
-    bounds = _balanced_bounds(costs, num_stages)
-    return tuple(tuple(block.name for unit in units[lo:hi] for block in unit) for lo, hi in itertools.pairwise(bounds))
+    return _names_between(units, _balanced_bounds(costs, num_stages))
 
 
 def split_by_counts(blocks: Sequence[BlockSpec], counts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
@@ -53,16 +52,24 @@ def split_by_counts(blocks: Sequence[BlockSpec], counts: Sequence[int]) -> tuple
                 fix="give one number of layers per stage",
             )
         )
-    bounds = tuple(itertools.accumulate(counts, initial=0))
-    return tuple(tuple(block.name for unit in units[lo:hi] for block in unit) for lo, hi in itertools.pairwise(bounds))
+    return _names_between(units, tuple(itertools.accumulate(counts, initial=0)))
+
+
+def _names_between(units: Sequence[Sequence[BlockSpec]], bounds: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Names of the blocks of each run of units, `bounds[i]` to `bounds[i + 1]`."""
+    runs: list[tuple[str, ...]] = []
+    for lo, hi in itertools.pairwise(bounds):
+        blocks = itertools.chain.from_iterable(units[lo:hi])
+        runs.append(tuple(block.name for block in blocks))
+    return tuple(runs)
 
 
 def _layer_units(blocks: Sequence[BlockSpec]) -> tuple[tuple[BlockSpec, ...], ...]:
     """Blocks grouped so that each group holds one layer: leading blocks join the first, trailing ones the last layer."""
-    places = [place for place, block in enumerate(blocks) if block.is_layer]
-    if not places:
+    layers = [index for index, block in enumerate(blocks) if block.is_layer]
+    if not layers:
         return (tuple(blocks),)
-    bounds = [0, *places[1:], len(blocks)]
+    bounds = [0, *layers[1:], len(blocks)]
     return tuple(tuple(blocks[lo:hi]) for lo, hi in itertools.pairwise(bounds))
 
 
@@ -73,7 +80,7 @@ def _balanced_bounds(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:
 
     @cache
     def best(start: int, parts: int) -> tuple[int, tuple[int, ...]] | None:
-        """Sum of squares and bounds of the best cut of what is left into runs of at most `most`, if there is one."""
+        """Sum of squares and bounds of the best split of the costs from `start` on into runs of at most `most`."""
         if parts == 1:
             cost = prefix[-1] - prefix[start]
             return (cost**2, (start, len(costs))) if cost <= most else None
@@ -82,8 +89,10 @@ def _balanced_bounds(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:
             cost = prefix[stop] - prefix[start]
             if cost > most:
                 break
-            if (rest := best(stop, parts - 1)) is not None:
-                choices.append((rest[0] + cost**2, (start, *rest[1])))
+            rest = best(stop, parts - 1)
+            if rest is not None:
+                rest_squares, rest_bounds = rest
+                choices.append((rest_squares + cost**2, (start, *rest_bounds)))
         return min(choices, default=None)
 
     found = best(0, parts)
@@ -92,11 +101,14 @@ def _balanced_bounds(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:
 
 
 def _least_maximum(costs: tuple[int, ...], parts: int) -> int:
-    """Cost of the dearest run in the cut of `costs` into `parts` runs where it is cheapest."""
+    """Smallest possible cost of the largest of `parts` runs, by bisection."""
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _num_runs(costs, middle) <= parts else (middle + 1, high)
+        if _num_runs(costs, middle) <= parts:
+            high = middle
+        else:
+            low = middle + 1
     return low
 
 

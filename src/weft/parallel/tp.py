@@ -1,3 +1,26 @@
-"""Tensor parallelism: the mesh axis and its record. Imports no torch."""
+"""Tensor parallelism as a dimension: heads, feed-forward and vocabulary are sharded. Imports no torch."""
+
+from __future__ import annotations
+
+from weft.core.dimension import Dimension, LayoutOptions
 
 AXIS = "tp"
+
+
+def traffic(options: LayoutOptions) -> str:
+    """What each layer sends along tp."""
+    if options.sequence_parallel:
+        return "all-gathers and reduce-scatters in each layer: keep it inside a node"
+    return "two all-reduces a layer and direction: keep it inside a node"
+
+
+DIMENSION = Dimension(
+    name=AXIS,
+    summary="tensor: heads, feed-forward and vocabulary are sharded",
+    nesting=4,
+    params=("heads", "kv_heads", "ffn", "vocab"),
+    uneven=("vocab",),
+    shards_activations=True,
+    traffic=traffic,
+    transform="weft.parallel.tensor.transform:transform",
+)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.comm.transport import Reduce
-from weft.core.mesh import AXES, Axis
+from weft.core.dimension import all_axes
+from weft.core.mesh import Axis
 
 Finding = tuple[str, Tensor, Tensor]
 """What was tried, what came, what should have come."""
@@ -213,7 +214,7 @@ def overlapping(comm: Comm) -> Iterator[Finding]:
 
 def alone(comm: Comm) -> Iterator[Finding]:
     """Along an axis of degree 1 everything is there already, in memory of its own."""
-    axis = next((name for name in AXES if comm.degree(name) == 1), ())
+    axis = next((name for name in all_axes() if comm.degree(name) == 1), ())
     x = brought(comm.rank, 2, 2).to(comm.device)
     works = {
         "all_reduce": comm.start_all_reduce(x, axis),

@@ -16,6 +16,7 @@ from weft.data.dataset import open_data
 from weft.data.prepared import tokenizer_of
 from weft.data.samples import Samples
 from weft.errors import WeftError
+from weft.layout.explain import explain
 from weft.layout.plan import Plan
 from weft.run.signals import StopRequest
 from weft.train.agree import words_of_first
@@ -127,7 +128,7 @@ def run_event(run: Run, step: TrainStep, samples: Samples) -> dict[str, Any]:
         "model": run.model.preset or run.model.name,
         "params": step.num_params,
         "layout": str(plan.mesh),
-        "why": plan.explain(),
+        "why": explain(plan),
         "schedule": schedule_text(plan),
         "plan": plan.digest,
         "ranks": plan.mesh.size,

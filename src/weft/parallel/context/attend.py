@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.core.attention_mask import ALL_FEATURES, AttentionMask
 from weft.core.sequence import Context, SequenceBlocks
+from weft.layout.plan import Plan
 from weft.models.common.attention import AttentionImplementation, AttentionSpec, set_implementations
 from weft.models.common.batch import Batch
 from weft.parallel.context.blocks import BlockAttention
@@ -16,8 +17,7 @@ from weft.parallel.context.documents import document_ranges, gather_documents
 from weft.parallel.context.kv_exchange import AllGatherExchange, KVExchange
 from weft.parallel.context.ring import RingExchange
 from weft.parallel.context.ulysses import UlyssesAttention
-
-AXIS = "cp"
+from weft.parallel.cp import AXIS
 
 
 class BlockwiseAttention:
@@ -82,6 +82,17 @@ VARIANTS: Mapping[Context, Callable[[Comm], AttentionImplementation]] = {
     "allgather": all_gather,
     "ulysses": UlyssesAttention,
 }
+
+
+def transform(blocks: dict[str, nn.Module], *, plan: Plan, comm: Comm, **_unused: object) -> tuple[str, ...]:
+    """The transform of the dimension cp: attention reads the keys and values of every rank along it.
+
+    Raises:
+        PlanError: as `apply`.
+    """
+    if comm.degree(AXIS) > 1:
+        apply(blocks, comm=comm, variant=plan.context)
+    return ()
 
 
 def apply(blocks: Mapping[str, nn.Module], *, comm: Comm, variant: Context) -> None:

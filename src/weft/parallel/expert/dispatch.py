@@ -21,6 +21,9 @@ from weft.core.mesh import Axis
 from weft.models.common.batch import Batch
 from weft.models.common.experts import Sorting, sort_by_expert
 from weft.models.common.moe import Balance, MoE
+from weft.parallel.cp import AXIS as CP
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.tp import AXIS as TP
 
 
 class ExpertParallelDispatch(nn.Module):
@@ -32,7 +35,7 @@ class ExpertParallelDispatch(nn.Module):
     Sizes are uneven and known after one small gather of counts. Source: Lepikhin et al. 2020 (GShard); Gale et al. 2022.
     """
 
-    def __init__(self, num_experts: int, *, comm: Comm, axis: Axis = "ep") -> None:
+    def __init__(self, num_experts: int, *, comm: Comm, axis: Axis = EP) -> None:
         super().__init__()
         self.num_experts, self.comm, self.axis = num_experts, comm, axis
 
@@ -92,13 +95,20 @@ def mixtures(block: nn.Module) -> dict[str, MoE]:
     return {path: module for path, module in block.named_modules() if isinstance(module, MoE)}
 
 
+def transform(blocks: dict[str, nn.Module], *, comm: Comm, **_unused: object) -> tuple[str, ...]:
+    """The transform of the dimension ep, which also serves mixtures whose sequences are sharded over cp or tp."""
+    for block in blocks.values():
+        apply(block, comm=comm)
+    return ()
+
+
 def apply(block: nn.Module, *, comm: Comm) -> None:
     """Let the mixtures below `block` find their experts over ep, and their sequences over cp."""
     for mixture in mixtures(block).values():
-        if comm.degree("ep") > 1:
+        if comm.degree(EP) > 1:
             mixture.dispatch = ExpertParallelDispatch(mixture.dispatch.num_experts, comm=comm)  # type: ignore[assignment]
-        if comm.degree(("cp", "tp")) > 1:
-            mixture.balance = SpreadBalance(mixture.balance, comm=comm, axis="cp", counts=comm.index("tp") == 0)
+        if comm.degree((CP, TP)) > 1:
+            mixture.balance = SpreadBalance(mixture.balance, comm=comm, axis=CP, counts=comm.index(TP) == 0)
 
 
 def leave_with(mixture: MoE, leave: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.axes import Box, data_axes, gradient_axes, sharding_axes
+from weft.core.dimension import dimensions, pipeline_axis
 from weft.core.model_config import AxisTable, InitTable, logical_axes
 from weft.core.shard import Shard, first_axes, shard_of
 from weft.errors import Fault, PlanError
@@ -19,7 +20,6 @@ from weft.models.common.experts import Experts
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.lora import Factor
 from weft.models.common.moe import Router
-from weft.parallel.context import attend
 from weft.parallel.expert import dispatch
 from weft.parallel.recompute.blocks import recompute_block
 from weft.parallel.tensor import linear, vocab
@@ -123,7 +123,7 @@ def parallelize(
     """
     ties = dict(ties or {})
     tie(model, ties)
-    home, here = plan.table.stage_to_rank, comm.index("pp")
+    home, here = plan.table.stage_to_rank, comm.index(pipeline_axis())
     whole = named_parameters(model)
     axes = axes or _known_axes(plan, whole)
     shapes = {name: tuple(param.shape) for name, param in whole.items()}
@@ -144,7 +144,9 @@ def parallelize(
         if not (name in ties and ties[name].partition(".")[0] in blocks)
     }
     shards = {
-        name: _shard(name, shapes[name], plan, comm, axes=axes, owner=ties.get(name, name), partial=name in partial)
+        name: _shard(
+            name, shapes[name], plan, comm, axes=axes, owner=ties.get(name, name), partial=_axes_with(partial, name)
+        )
         for name in params
     }
     return ParallelModel(
@@ -215,23 +217,20 @@ def _shard_parameters(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *
 
 def _apply_transforms(
     blocks: dict[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable, sizes: Mapping[str, int]
-) -> frozenset[str]:
-    """Let each dimension change its modules; returns names of parameters whose gradients are partial sums over tp."""
-    if comm.degree("cp") > 1:
-        attend.apply(blocks, comm=comm, variant=plan.context)
-    for block in blocks.values():
-        dispatch.apply(block, comm=comm)
-    if comm.degree("tp") == 1:
-        return frozenset()
-    inside: set[str] = set()
-    for name, block in blocks.items():
-        rule, sequence = plan.sharding_rule, plan.sequence_parallel
-        inside |= linear.apply(name, block, comm=comm, table=axes, rule=rule, sequence=sequence)
-        vocab.apply(name, block, comm=comm, table=axes, rule=rule, sequence=sequence)
-    if "vocab" in plan.sharding_rule and "vocab" in sizes:
-        vocab.cut_losses(blocks, vocab=sizes["vocab"], comm=comm)
-    outside = frozenset(named_parameters(blocks)) if plan.sequence_parallel else frozenset()
-    return outside | inside
+) -> dict[str, frozenset[str]]:
+    """Apply each dimension's transform: mesh axis -> names of parameters whose gradients are partial sums along it."""
+    partial: dict[str, frozenset[str]] = {}
+    for axis, dimension in dimensions().items():
+        transform = dimension.load_transform()
+        if transform is not None:
+            names = transform(blocks, plan=plan, comm=comm, axes=axes, axis_sizes=sizes)
+            partial[axis] = frozenset(names)
+    return partial
+
+
+def _axes_with(partial: Mapping[str, frozenset[str]], name: str) -> tuple[str, ...]:
+    """Mesh axes along which the gradient of this parameter is a partial sum."""
+    return tuple(axis for axis, names in partial.items() if name in names)
 
 
 def _known_axes(plan: Plan, params: Mapping[str, nn.Parameter]) -> AxisTable:
@@ -273,11 +272,11 @@ def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTabl
 
 
 def _shard(
-    name: str, shape: tuple[int, ...], plan: Plan, comm: Comm, *, axes: AxisTable, owner: str, partial: bool
+    name: str, shape: tuple[int, ...], plan: Plan, comm: Comm, *, axes: AxisTable, owner: str, partial: tuple[str, ...]
 ) -> ParamShard:
     logical = logical_axes(name, axes)
     cut = sharding_axes(first_axes(logical), plan.sharding_rule, plan.mesh)
-    varies = (*data_axes(plan.mesh), *(("tp",) if partial else ()))
+    varies = (*data_axes(plan.mesh), *partial)
     return ParamShard(
         name=name,
         owner=owner,

@@ -1,0 +1,180 @@
+"""Parallel dimensions as records: what a mesh axis shards, what varies along it, its traffic, faults and transform.
+
+A dimension is one module `weft/parallel/x.py` with a constant `DIMENSION`; `dimensions()` finds these modules. Mesh,
+sharding rule, gradient rule, config validation, `weft explain` and `parallelize` read the records. Modules below
+`weft.parallel` ask for axes by their role (`token_axes()`, `pipeline_axis()`), never by name. See docs/extend.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Literal
+
+from weft.errors import Fault
+
+PACKAGE = "weft.parallel"
+
+BatchShard = Literal["sequences", "positions"]
+"""Part of a batch that differs between the ranks of an axis: whole sequences, or positions of the same sequences."""
+
+Transform = Callable[..., Collection[str]]
+"""`transform(blocks, *, plan, comm, axes, axis_sizes)`: changes this rank's blocks (name -> module) in place.
+
+`axes` is the table of logical axes, `axis_sizes` the full length of each logical axis. Returns the global names of the
+parameters whose gradients are partial sums along the axis. It is called under every mesh, also where the axis has one rank.
+"""
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """What a layout says besides the sizes of its mesh axes: keys of the section `[parallel]`."""
+
+    sequence_parallel: bool = False
+    context: str = "ring"
+    zero: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRequest:
+    """A layout that is asked for, as far as a dimension needs it to accept or reject it.
+
+    Attributes:
+        degrees: mesh axis -> number of ranks along it, 1 for axes that the mesh does not name.
+        model_name: family of the model.
+        model_kind: "tokens" or "images".
+        local_sizes: logical axis -> units on one rank ("heads": 4); axes that do not divide evenly are left out.
+        axis_sizes: logical axis -> units of the whole model.
+        options: the rest of the layout.
+    """
+
+    degrees: Mapping[str, int]
+    model_name: str
+    model_kind: str
+    local_sizes: Mapping[str, int]
+    axis_sizes: Mapping[str, int]
+    options: LayoutOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimension:
+    """One way to divide a training step over ranks: a mesh axis and all that the other modules know of it.
+
+    Attributes:
+        name: of the mesh axis, as in the mesh text.
+        summary: what it shards, for `weft explain`: "tensor: heads, feed-forward and vocabulary are sharded".
+        nesting: order of dimensions, outermost first: where weft writes a mesh itself, and in which transforms are applied.
+        params: logical axes of parameters that are sharded over it.
+        uneven: those of `params` that may be sharded into parts of different length.
+        batch: what it shards of a batch. Where it shards anything, gradients vary along it and are summed over it, except
+            those of parameters that it shards.
+        shards_blocks: whether it splits the chain of blocks into pipeline stages.
+        shards_activations: whether `parallel.sequence` shards activations along the sequence over it.
+        traffic: what is sent along it, for `weft explain`.
+        faults: what is wrong with a layout where it has more than one rank; None: it takes every layout.
+        alternatives: (config key, value) pairs that may remove a fault, tried before smaller degrees of the axis.
+        transform: "module:function" of its `Transform`, imported when a model is built (torch is imported then); empty: none.
+    """
+
+    name: str
+    summary: str
+    nesting: int
+    params: tuple[str, ...] = ()
+    uneven: tuple[str, ...] = ()
+    batch: BatchShard | None = None
+    shards_blocks: bool = False
+    shards_activations: bool = False
+    traffic: Callable[[LayoutOptions], str]
+    faults: Callable[[LayoutRequest], Iterable[Fault]] | None = None
+    alternatives: tuple[tuple[str, str], ...] = ()
+    transform: str = ""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether its ranks compute the loss of the same tokens: the loss counts on the first of them."""
+        return self.batch is None and not self.shards_blocks
+
+    def load_transform(self) -> Transform | None:
+        """The transform, imported now; None where the dimension changes no module."""
+        if not self.transform:
+            return None
+        module, _, function = self.transform.partition(":")
+        found: Any = getattr(importlib.import_module(module), function)
+        return found  # type: ignore[no-any-return]
+
+
+@cache
+def dimensions() -> Mapping[str, Dimension]:
+    """Every dimension by the name of its axis, outermost first: the modules of `weft.parallel` with a `DIMENSION`."""
+    package = importlib.import_module(PACKAGE)
+    found: list[Dimension] = []
+    for info in pkgutil.iter_modules(package.__path__):
+        if info.ispkg:
+            continue
+        module = importlib.import_module(f"{PACKAGE}.{info.name}")
+        if isinstance(record := getattr(module, "DIMENSION", None), Dimension):
+            found.append(record)
+    found.sort(key=lambda dimension: dimension.nesting)
+    return MappingProxyType({dimension.name: dimension for dimension in found})
+
+
+def all_axes() -> tuple[str, ...]:
+    """Names of all mesh axes, outermost first."""
+    return tuple(dimensions())
+
+
+def sequence_axes() -> tuple[str, ...]:
+    """Axes along which ranks read different sequences (data parallelism in the wide sense)."""
+    return tuple(name for name, dimension in dimensions().items() if dimension.batch == "sequences")
+
+
+def position_axes() -> tuple[str, ...]:
+    """Axes along which ranks hold different positions of the same sequences."""
+    return tuple(name for name, dimension in dimensions().items() if dimension.batch == "positions")
+
+
+def token_axes() -> tuple[str, ...]:
+    """Axes along which the tokens of one micro-batch differ between ranks."""
+    return tuple(name for name, dimension in dimensions().items() if dimension.batch is not None)
+
+
+def replicated_axes() -> tuple[str, ...]:
+    """Axes along which ranks compute the loss of the same tokens: a sum over all ranks counts it on index 0 alone."""
+    return tuple(name for name, dimension in dimensions().items() if dimension.is_replicated)
+
+
+def activation_axes() -> tuple[str, ...]:
+    """Axes over which sequence parallelism shards activations between tensor-parallel regions."""
+    return tuple(name for name, dimension in dimensions().items() if dimension.shards_activations)
+
+
+@cache
+def pipeline_axis() -> str:
+    """The axis whose ranks hold different pipeline stages."""
+    (name,) = (name for name, dimension in dimensions().items() if dimension.shards_blocks)
+    return name
+
+
+@cache
+def data_axis() -> str:
+    """The axis that shards sequences and nothing else: ranks that another axis does not need go there."""
+    plain = [name for name in sequence_axes() if not dimensions()[name].params]
+    return plain[0]
+
+
+def default_sharding_rule() -> dict[str, str]:
+    """Logical axis of a parameter -> the mesh axis that shards it, for every dimension, innermost first."""
+    rule: dict[str, str] = {}
+    for name, dimension in reversed(list(dimensions().items())):
+        for logical_axis in dimension.params:
+            rule[logical_axis] = name
+    return rule
+
+
+def uneven_axes() -> frozenset[str]:
+    """Logical axes that may be sharded into parts of different length."""
+    return frozenset(axis for dimension in dimensions().values() for axis in dimension.uneven)

@@ -1,0 +1,61 @@
+"""Dimension records: discovered without torch, and the rules that the other modules derive from them."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from weft.core.dimension import (
+    activation_axes,
+    all_axes,
+    data_axis,
+    default_sharding_rule,
+    dimensions,
+    pipeline_axis,
+    position_axes,
+    replicated_axes,
+    sequence_axes,
+    token_axes,
+    uneven_axes,
+)
+
+
+def test_dimensions_are_found_outermost_first() -> None:
+    assert all_axes() == ("pp", "dp", "ep", "cp", "tp")
+
+
+def test_roles_follow_from_the_records() -> None:
+    assert (pipeline_axis(), data_axis()) == ("pp", "dp")
+    assert sequence_axes() == ("dp", "ep")
+    assert position_axes() == ("cp",)
+    assert token_axes() == ("dp", "ep", "cp")
+    assert replicated_axes() == activation_axes() == ("tp",)
+    assert uneven_axes() == {"vocab"}
+
+
+def test_each_logical_axis_is_sharded_over_one_mesh_axis() -> None:
+    assert default_sharding_rule() == {
+        "heads": "tp",
+        "kv_heads": "tp",
+        "ffn": "tp",
+        "vocab": "tp",
+        "experts": "ep",
+    }
+    logical_axes = [axis for dimension in dimensions().values() for axis in dimension.params]
+    assert len(logical_axes) == len(set(logical_axes))
+
+
+@pytest.mark.parametrize("name", all_axes())
+def test_transforms_take_the_arguments_that_parallelize_passes(name: str) -> None:
+    transform = dimensions()[name].load_transform()
+    if transform is not None:
+        arguments = {"plan": None, "comm": None, "axes": None, "axis_sizes": None}
+        inspect.signature(transform).bind({}, **arguments)
+
+
+def test_records_import_no_torch() -> None:
+    code = "import sys; from weft.core.dimension import dimensions; dimensions(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
