@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.memory_source import Memory
-from weft.config.hf.compose import config_json
-from weft.config.hf.describe import describe
+from weft.config.hf.read_config import describe_folder
+from weft.config.hf.write_config import config_json
 from weft.core.model_config import ModelConfig
-from weft.hf.tables import TABLES
-from weft.hf.target import targets
-from weft.hf.write import plan, write_folder
+from weft.hf.match import mapping_of
+from weft.hf.placement import hf_tensors
+from weft.hf.write import choose_dtypes, write_folder
 from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
 from weft.models.deepseek import config as deepseek
@@ -74,18 +74,19 @@ def random_values(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, seed:
 
 def write(folder: Path, cfg: ModelConfig, values: Memory, *, max_shard_bytes: int = 10**9) -> Path:
     """The folder of a model."""
-    family = cfg.family
-    found = targets(TABLES[family], cfg, values.shapes, ties=FAMILIES[family].ties(cfg), where=str(folder))
-    config = config_json(family, cfg, dtype="float32")
-    planned = plan(found, values, dtype=None)
-    write_folder(folder, planned, values, max_shard_bytes=max_shard_bytes, texts={}, config=config)
+    mapping = mapping_of(cfg.family)
+    ties = FAMILIES[cfg.family].ties(cfg)
+    tensors = hf_tensors(mapping.weights, cfg, values.shapes, ties=ties, where=str(folder))
+    typed = choose_dtypes(tensors, values, dtype=None)
+    config = config_json(mapping, cfg, dtype="float32")
+    write_folder(folder, typed, values, max_shard_bytes=max_shard_bytes, texts={}, config=config)
     return folder
 
 
 def config_of(folder: Path) -> ModelConfig:
     """The model that a folder describes."""
-    found = describe(folder)
-    return FAMILIES[found.family].Config(**found.fields, **found.open)
+    found = describe_folder(folder, FAMILIES)
+    return FAMILIES[found.family].Config(**found.fields, **found.suggested)
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

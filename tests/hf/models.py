@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tests.oracle.hugging_face import shaken
 from weft.config.load import load
 from weft.config.run import Run
+from weft.hf.export_hf import export_hf
 from weft.models import FAMILIES
-from weft.train.exchange import send
 
 transformers = pytest.importorskip("transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)")
 
@@ -114,5 +114,6 @@ def run_of(folder: Path, *words: str) -> Run:
 
 
 def exported(checkpoint: Path, folder: Path, **asked: Any) -> Path:
-    send(checkpoint, folder, **{"dtype": None, "max_shard_bytes": 10**9, "kept": (), "compares": False, **asked})
+    options = {"dtype": None, "max_shard_bytes": 10**9, "sidecar_folders": (), "compares": False, **asked}
+    export_hf(checkpoint, folder, **options)
     return folder

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from tests.memory_source import Memory
 from weft.checkpoint.format import Facts
-from weft.config.hf.compose import config_json
+from weft.config.hf.write_config import config_json
 from weft.config.lora import LORA_A, LORA_B, adapted_linear, adapted_linears
 from weft.config.schema import LoraConfig
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError
-from weft.hf.adapters import lora_of, plain, write_adapters
+from weft.hf.adapters import merge_adapters, stored_lora, write_adapters
+from weft.hf.match import mapping_of
 from weft.hf.peft import adapter_config
-from weft.hf.tables import TABLES
-from weft.hf.target import targets
-from weft.hf.write import plan, write_folder
+from weft.hf.placement import hf_tensors
+from weft.hf.write import choose_dtypes, write_folder
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward, token_batch, with_later_targets
 from weft.models.common.init import named_parameters
@@ -78,7 +78,7 @@ def near(ours: Tensor, theirs: Tensor, bound: float) -> None:
 def test_the_merged_model_is_the_one_with_adapters(name: str) -> None:
     """Every box of W + (alpha / rank) B A, and the logits of the plain family with them; 1e-12 is rounding in float64."""
     blocks, source = trained(name, LORA)
-    cfg, whole = config_of(name), plain(source, LORA)
+    cfg, whole = config_of(name), merge_adapters(source, LORA)
     plain_blocks = plain_model(FAMILIES[name], cfg, seed=0, dtype=torch.float64)
     params = named_parameters(plain_blocks)
     assert set(whole.shapes) == set(params) - set(FAMILIES[name].ties(cfg)), "the names of the plain model, no other"
@@ -103,9 +103,9 @@ def test_bits_do_not_depend_on_the_box() -> None:
     linear, generator = "layer0.attn.q", torch.Generator().manual_seed(5)
     shapes = {f"{linear}.weight": (700, 96), linear + LORA_A: (8, 96), linear + LORA_B: (700, 8)}
     source = Memory({each: torch.randn(shape, generator=generator) for each, shape in shapes.items()})
-    whole = plain(source, LoraConfig(rank=8)).read(f"{linear}.weight", Box((0, 0), (700, 96)))
+    whole = merge_adapters(source, LoraConfig(rank=8)).read(f"{linear}.weight", Box((0, 0), (700, 96)))
     for box in (Box((0, 0), (350, 96)), Box((350, 0), (700, 96)), Box((255, 33), (513, 71)), Box((699, 95), (700, 96))):
-        assert torch.equal(plain(source, LoraConfig(rank=8)).read(f"{linear}.weight", box), whole[box.slices])
+        assert torch.equal(merge_adapters(source, LoraConfig(rank=8)).read(f"{linear}.weight", box), whole[box.slices])
 
 
 def test_merging_computes_wide_and_rounds_once() -> None:
@@ -117,7 +117,7 @@ def test_merging_computes_wide_and_rounds_once() -> None:
         }
     )
     each, linear = "layer0.attn.q.weight", "layer0.attn.q"
-    merged = plain(low, LORA).read(each, Box.whole(low.shapes[each]))
+    merged = merge_adapters(low, LORA).read(each, Box.whole(low.shapes[each]))
     wide = low.tensors[each].float() + 3.0 * (low.tensors[linear + LORA_B] @ low.tensors[linear + LORA_A])
     assert merged.dtype == torch.bfloat16
     assert torch.equal(merged, wide.bfloat16())
@@ -125,14 +125,14 @@ def test_merging_computes_wide_and_rounds_once() -> None:
 
 def test_without_adapters_the_source_is_itself() -> None:
     source = Memory({})
-    assert plain(source, LoraConfig()) is source
+    assert merge_adapters(source, LoraConfig()) is source
 
 
 def test_a_checkpoint_knows_its_adapters() -> None:
     run = {"lora": json.loads(LoraConfig(rank=4, alpha=8.0, targets=("q", "v")).model_dump_json())}
     facts = Facts(step=1, seed=1, family="llama3", architecture={}, plan={}, run=run)
-    assert lora_of(facts) == LoraConfig(rank=4, alpha=8.0, targets=("q", "v"))
-    assert lora_of(facts.model_copy(update={"run": {}})).rank == 0, "written before there were adapters"
+    assert stored_lora(facts) == LoraConfig(rank=4, alpha=8.0, targets=("q", "v"))
+    assert stored_lora(facts.model_copy(update={"run": {}})).rank == 0, "written before there were adapters"
 
 
 def test_names_and_shapes_are_those_of_pefts_layout(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ SOME = {
 def test_peft_computes_the_same_with_the_adapters(name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     """The base goes to transformers, the adapters to PEFT; 1e-5 is float32 in two orders of summation.
 
-    DeepSeek's dense and shared feed-forward parts are left out: see `strange_to_peft` in save/peft.py.
+    DeepSeek's dense and shared feed-forward parts are left out: see `unexpected_keys` in hf/peft.py.
     """
     peft = pytest.importorskip("peft", reason="the oracle is PEFT (extra `oracle`)")
     transformers = pytest.importorskip("transformers")
@@ -216,9 +216,11 @@ def write_base(folder: Path, cfg: ModelConfig, source: Memory) -> None:
     """The frozen part alone, as transformers reads it."""
     base = Memory({each: tensor for each, tensor in source.tensors.items() if adapted_linear(each) is None})
     ties = FAMILIES[cfg.family].ties(cfg)
-    planned = plan(targets(TABLES[cfg.family], cfg, base.shapes, ties=ties, where=str(folder)), base, dtype=None)
-    config = config_json(cfg.family, cfg, dtype="float32")
-    write_folder(folder, planned, base, max_shard_bytes=2**30, texts={}, config=config)
+    mapping = mapping_of(cfg.family)
+    tensors = hf_tensors(mapping.weights, cfg, base.shapes, ties=ties, where=str(folder))
+    typed = choose_dtypes(tensors, base, dtype=None)
+    config = config_json(mapping, cfg, dtype="float32")
+    write_folder(folder, typed, base, max_shard_bytes=2**30, texts={}, config=config)
 
 
 def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -227,7 +229,7 @@ def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
         write_adapters(tmp_path / "a", Memory({}), cfg=cfg, lora=LoraConfig(), base=None)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         write_adapters(tmp_path / "full", Memory({}), cfg=cfg, lora=LORA, base=None)
     with pytest.raises(CheckpointError, match="no counterpart in transformers"):
         write_adapters(tmp_path / "b", Memory({}), cfg=FAMILIES["mnist"].Config(), lora=LORA, base=None)

@@ -176,7 +176,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     ),
     "no run folder": (nothing, ("import", "{hf}"), "error: out: no run folder is named"),
     "unknown key": (nothing, (*IMPORT, "--outt", "x"), "error: outt: unknown key"),
-    "one folder to export": (nothing, ("export", "{hf}"), "error: weft export: no folders are named"),
+    "one folder to export": (nothing, ("export", "{hf}"), "error: weft export: takes two folders"),
     "export of nothing": (nothing, ("export", "{base}/no", "{base}/x"), "error: {base}/no: no such folder"),
     "export of a Hugging Face folder": (
         nothing,
@@ -247,7 +247,7 @@ def test_nothing_is_imported_or_exported_over_something(life: Path, capsys: pyte
     assert main(["import", str(life / "hf"), "--out", str(life / "run")]) == 2
     assert "error: out: holds a run already" in capsys.readouterr().err
     assert main(["export", str(life / "run"), str(life / "out")]) == 2
-    assert f"error: {life / 'out'}: is there already" in capsys.readouterr().err
+    assert f"error: {life / 'out'}: exists already" in capsys.readouterr().err
 
 
 def test_slips_are_told_within_two_seconds_and_without_torch(fresh: Path):

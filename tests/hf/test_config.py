@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 
-from weft.config.hf.compose import config_json, unwritable
-from weft.config.hf.describe import describe, faults_of
-from weft.config.hf.tables import TABLES, table_of
+from weft.config.hf.read_config import DescribedModel, config_faults, describe_folder, find_family
+from weft.config.hf.write_config import config_json, unwritable
 from weft.config.load import try_load
 from weft.config.toml import dump
 from weft.errors import CheckpointError
 from weft.models import FAMILIES, PRESETS
 
-COUNTERPARTS = {
-    name: config
-    for name, config in PRESETS.items()
-    if config.family in TABLES and getattr(config, "scoring", "sigmoid") == "sigmoid"
-}
+COUNTERPARTS = {name: config for name, config in PRESETS.items() if not list(unwritable(config, FAMILIES))}
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -106,7 +101,7 @@ REFUSED = {
     "scores as they come": (GPT2, {"scale_attn_weights": False}, "scale_attn_weights"),
     "cross attention": (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
     "quantized weights": (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    "a key that nobody knows": (LLAMA, {"logit_softcap": 30.0}, "logit_softcap: weft does not know what it does"),
+    "a key that nobody knows": (LLAMA, {"logit_softcap": 30.0}, "logit_softcap: unknown key"),
     "a size that is missing": (LLAMA, {"hidden_size": None}, "has no hidden_size"),
     "a size that is a word": (LLAMA, {"hidden_size": "64"}, "hidden_size is no number"),
 }
@@ -121,14 +116,20 @@ def folder_with(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+def described(folder: Path) -> DescribedModel:
+    return describe_folder(folder, FAMILIES)
+
+
 @pytest.mark.parametrize("name", COUNTERPARTS)
 def test_config_of_each_preset_comes_back_as_it_was(tmp_path: Path, name: str):
     config = COUNTERPARTS[name]
-    written = json.loads(json.dumps(config_json(config.family, config, dtype="bfloat16")))
-    assert not list(faults_of(written, table_of(written, key="config.json"), key="config.json"))
-    found = describe(folder_with(tmp_path, written))
+    mapping = FAMILIES[config.family].hf
+    written = json.loads(json.dumps(config_json(mapping, config, dtype="bfloat16")))
+    assert find_family(written, FAMILIES, key="config.json") == (FAMILIES[config.family], mapping)
+    assert not list(config_faults(written, mapping.config, key="config.json"))
+    found = described(folder_with(tmp_path, written))
     assert found.family == config.family
-    fields = found.fields | found.open
+    fields = found.fields | found.suggested
     assert type(config)(**fields) == config.model_copy(
         update={name: getattr(type(config)(**fields), name) for name in set(type(config).model_fields) - set(fields)}
     )
@@ -303,9 +304,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_the_presets(tmp_path: Path, name: str):
     preset = PRESETS[name]
-    found = describe(folder_with(tmp_path, PUBLISHED[name]))
+    found = described(folder_with(tmp_path, PUBLISHED[name]))
     assert found.family == preset.family
-    assert type(preset)(**{**preset.model_dump(), **found.fields, **found.open}) == preset
+    assert type(preset)(**{**preset.model_dump(), **found.fields, **found.suggested}) == preset
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -313,29 +314,29 @@ def test_what_weft_would_compute_otherwise_is_refused_by_name(tmp_path: Path, na
     base, change, told = REFUSED[name]
     folder = folder_with(tmp_path, {**base, **change})
     with pytest.raises(CheckpointError, match=re.escape(told)) as caught:
-        describe(folder)
+        described(folder)
     assert len(caught.value.faults) == 1
-    describe(folder_with(tmp_path, base))
+    described(folder_with(tmp_path, base))
 
 
 def test_a_key_of_the_wrong_kind_is_told_beside_all_others(tmp_path: Path):
     folder = folder_with(tmp_path, {**LLAMA, "mlp_bias": True, "head_dim": 32, "unheard_of": 1})
     with pytest.raises(CheckpointError) as caught:
-        describe(folder)
+        described(folder)
     assert [fault.what.partition(":")[0] for fault in caught.value.faults] == ["head_dim", "mlp_bias", "unheard_of"]
 
 
 def test_keys_that_change_no_logit_pass(tmp_path: Path):
     more = {"_name_or_path": "x", "torch_dtype": "bfloat16", "bos_token_id": 1, "use_cache": True, "pretraining_tp": 1}
-    assert describe(folder_with(tmp_path, {**LLAMA, **more, "sliding_window": None})).family == "llama3"
+    assert described(folder_with(tmp_path, {**LLAMA, **more, "sliding_window": None})).family == "llama3"
 
 
 def test_missing_keys_stand_at_what_transformers_takes(tmp_path: Path):
-    fields = describe(folder_with(tmp_path, LLAMA)).fields
+    fields = described(folder_with(tmp_path, LLAMA)).fields
     assert (fields["kv_heads"], fields["norm_eps"], fields["rope_theta"], fields["tied"]) == (4, 1e-6, 1e4, False)
-    assert describe(folder_with(tmp_path, {**DEEPSEEK, "q_lora_rank": None})).fields["q_lora_rank"] == 0
-    assert describe(folder_with(tmp_path, DEEPSEEK)).fields["q_lora_rank"] == 1536
-    assert describe(folder_with(tmp_path, {**GPT2, "n_inner": None})).fields["ffn"] == 4 * 64
+    assert described(folder_with(tmp_path, {**DEEPSEEK, "q_lora_rank": None})).fields["q_lora_rank"] == 0
+    assert described(folder_with(tmp_path, DEEPSEEK)).fields["q_lora_rank"] == 1536
+    assert described(folder_with(tmp_path, {**GPT2, "n_inner": None})).fields["ffn"] == 4 * 64
 
 
 @pytest.mark.parametrize(
@@ -351,7 +352,7 @@ def test_missing_keys_stand_at_what_transformers_takes(tmp_path: Path):
     ids=["published", "older", "newer"],
 )
 def test_rotary_embedding_is_read_in_every_spelling(tmp_path: Path, spelling: dict[str, Any]):
-    fields = describe(folder_with(tmp_path, {**LLAMA, **spelling})).fields
+    fields = described(folder_with(tmp_path, {**LLAMA, **spelling})).fields
     scaling = {name.removeprefix("rope_scaling_"): fields[name] for name in fields if name.startswith("rope_scaling")}
     assert fields["rope_theta"] == 5e5
     assert scaling == {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 64}
@@ -360,22 +361,22 @@ def test_rotary_embedding_is_read_in_every_spelling(tmp_path: Path, spelling: di
 def test_yarn_without_mscales_scales_what_it_rotates_alone(tmp_path: Path):
     """transformers: the gain of cosine and sine is that of mscale 1, scores stay."""
     yarn = {"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 0.7}}
-    fields = describe(folder_with(tmp_path, {**DEEPSEEK, **yarn})).fields
+    fields = described(folder_with(tmp_path, {**DEEPSEEK, **yarn})).fields
     assert (fields["rope_scaling_mscale"], fields["rope_scaling_mscale_all_dim"]) == (1.0, 0.0)
 
 
 def test_what_transformers_does_not_compute_is_not_written():
     softmax = PRESETS["deepseek-16b"]
-    assert [fault.key for fault in unwritable("deepseek", softmax)] == ["model.scoring"]
+    assert [fault.key for fault in unwritable(softmax, FAMILIES)] == ["model.scoring"]
     odd = PRESETS["deepseek-v3-671b"].model_copy(update={"rope_scaling_mscale": 0.0})
-    assert [fault.key for fault in unwritable("deepseek", odd)] == ["model.rope_scaling_mscale"]
-    assert [fault.key for fault in unwritable("mnist", PRESETS["mnist-mlp"])] == ["model.name"]
+    assert [fault.key for fault in unwritable(odd, FAMILIES)] == ["model.rope_scaling_mscale"]
+    assert [fault.key for fault in unwritable(PRESETS["mnist-mlp"], FAMILIES)] == ["model.name"]
 
 
 def test_keys_that_a_model_came_with_stay_where_they_change_no_logit():
     config = PRESETS["llama3-tiny"]
     kept = {"eos_token_id": 7, "hidden_size": 9, "transformers_version": "4.0", "rope_scaling": {"type": "linear"}}
-    written = config_json("llama3", config, dtype="float32", kept=kept)
+    written = config_json(FAMILIES["llama3"].hf, config, dtype="float32", original=kept)
     assert (written["eos_token_id"], written["hidden_size"], written["rope_scaling"]) == (7, config.dim, None)
     assert "transformers_version" not in written
 
@@ -385,12 +386,12 @@ def test_an_unknown_architecture_is_told_with_those_that_are_known(tmp_path: Pat
     with pytest.raises(
         CheckpointError, match=r"unknown architecture .got 'MambaForCausalLM'; need one of Deepseek.*Qwen3"
     ):
-        describe(folder)
+        described(folder)
 
 
 def test_a_family_is_known_by_its_type_where_no_architecture_is_named(tmp_path: Path):
     folder = folder_with(tmp_path, {**LLAMA, "architectures": None, "model_type": "llama"})
-    assert describe(folder).family == "llama3"
+    assert described(folder).family == "llama3"
 
 
 def test_from_hf_fills_the_model_and_leaves_open_what_the_folder_does_not_decide(tmp_path: Path):

@@ -27,13 +27,16 @@ from tests.hf.folders import (
 from weft.checkpoint.folder import checkpoint_path
 from weft.checkpoint.format import Facts
 from weft.checkpoint.read import open_checkpoint
-from weft.config.hf.files import Entry
+from weft.config.hf.mapping import WeightRule
+from weft.config.hf.read_config import hf_mappings
+from weft.config.hf.safetensors_files import TensorEntry
 from weft.core.axes import Box
 from weft.errors import CheckpointError
 from weft.hf import folder as hf_folder
 from weft.hf.folder import HfFolder, slabs
-from weft.hf.intake import write_parameters
-from weft.hf.tables import TABLES, match_folder
+from weft.hf.import_hf import import_params
+from weft.hf.match import mapping_of, match_folder
+from weft.models import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("fast_disk")
 
@@ -98,21 +101,25 @@ def test_published_and_packed_experts_are_the_same_model(tmp_path: Path):
         assert equal(HfFolder(folder, cfg), values), name
 
 
-def test_every_row_of_every_table_is_used(tmp_path: Path):
-    used: dict[str, set[str]] = {name: set() for name in TABLES}
+def test_every_rule_of_every_family_is_used(tmp_path: Path):
+    used: dict[str, set[WeightRule]] = {name: set() for name in hf_mappings(FAMILIES)}
     for name, cfg in CONFIGS.items():
         for is_packed in (False, True) if "experts" in cfg.axis_sizes() else (False,):
             folder = write(tmp_path / f"{name}{is_packed}", cfg, random_values(cfg))
             if is_packed:
                 pack_experts(folder, 4)
             matched = match_folder(folder, cfg)
-            table, places = TABLES[cfg.family], TABLES[cfg.family].places(cfg)
-            whole = {recipe.row for recipe in (*matched.recipes.values(), *matched.repeated.values())}
-            used[cfg.family] |= {row for row in (*table.rows, *table.packed) if whole & set(row.at(places))}
-    for name, table in TABLES.items():
-        head = next(row for row in table.rows if row.theirs == "lm_head.weight")
-        ties_always = name == "gpt2"  # there the head is never a tensor of its own
-        assert {*table.rows, *table.packed} - used[name] == ({head} if ties_always else set())
+            expanded = {source.rule for source in (*matched.params.values(), *matched.aliases.values())}
+            mapping = mapping_of(cfg.family).weights
+            indices = mapping.index_sets(cfg)
+            for rule in (*mapping.rules, *mapping.packed):
+                if expanded & set(rule.expand(indices)):
+                    used[cfg.family].add(rule)
+    for name, mapping in hf_mappings(FAMILIES).items():
+        rules = (*mapping.weights.rules, *mapping.weights.packed)
+        unused = {rule.param for rule in rules if rule not in used[name]}
+        is_always_tied = name == "gpt2"  # there the head is never a tensor of its own
+        assert unused == ({"head.proj.weight"} if is_always_tied else set())
 
 
 def put(name: str, value: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], None]:
@@ -138,7 +145,7 @@ def test_the_oldest_files_of_gpt2_are_read(tmp_path: Path):
 
     edit(folder, as_first_published)
     source = HfFolder(folder, GPT2)
-    source.check_copies()
+    source.check_aliases()
     assert equal(source, values)
 
 
@@ -148,12 +155,12 @@ def test_a_head_that_is_tied_may_stand_in_the_files_if_it_is_the_embedding(tmp_p
     edit(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"] + (0 if is_equal else 1e-3)))
     source = HfFolder(folder, TIED)
     if is_equal:
-        source.check_copies()
+        source.check_aliases()
         return
     with pytest.raises(
         CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight, and the model ties"
     ):
-        source.check_copies()
+        source.check_aliases()
 
 
 def test_the_layer_that_predicts_the_second_next_token_is_found_by_its_tensors_and_may_be_left_out(tmp_path: Path):
@@ -162,12 +169,12 @@ def test_the_layer_that_predicts_the_second_next_token_is_found_by_its_tensors_a
     names = set(load_file(folder / "model.safetensors"))
     assert {f"model.layers.3.{name}.weight" for name in ("embed_tokens", "shared_head.head", "eh_proj")} <= names
     assert config_of(folder).mtp_depth == 1
-    HfFolder(folder, cfg).check_copies()
+    HfFolder(folder, cfg).check_aliases()
     without = HfFolder(folder, DEEPSEEK)
     assert equal(without, Memory({n: t for n, t in values.tensors.items() if not n.startswith("mtp")}))
     edit(folder, put("model.layers.3.embed_tokens.weight", lambda t: t["model.embed_tokens.weight"] + 1))
     with pytest.raises(CheckpointError, match=r"model.layers.3.embed_tokens.weight differs from model.embed_tokens"):
-        HfFolder(folder, cfg).check_copies()
+        HfFolder(folder, cfg).check_aliases()
 
 
 def test_a_header_of_odd_length_is_no_matter(tmp_path: Path):
@@ -192,7 +199,7 @@ def test_parameters_that_no_folder_has_a_place_for_are_not_left_out_in_silence(t
 
 def test_nothing_is_written_over(tmp_path: Path):
     folder = write(tmp_path / "hf", LLAMA, random_values(LLAMA))
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         write(folder, LLAMA, random_values(LLAMA))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"], "and nothing half written stays"
 
@@ -227,7 +234,7 @@ class Watched:
 
 def test_tensors_are_written_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of a model of 140 kB with 18 kB matrices two slabs of 1 kB are in memory, or a chunk where chunks are written."""
-    monkeypatch.setattr(hf_folder, "BLOCK_ENTRIES", 256)
+    monkeypatch.setattr(hf_folder, "SLAB_ENTRIES", 256)
     for name in ("llama3", "gpt2", "qwen3-moe"):
         cfg = CONFIGS[name].model_copy(update={"ffn": 140} if name != "qwen3-moe" else {"expert_ffn": 70})
         values = random_values(cfg)
@@ -238,7 +245,7 @@ def test_tensors_are_written_slab_by_slab(tmp_path: Path, monkeypatch: pytest.Mo
 
         again = Watched(values)
         facts = Facts(step=0, seed=1, family=cfg.family, architecture=cfg.model_dump(), plan={})
-        manifest = write_parameters(tmp_path / f"run {name}", again, facts, chunk_bytes=8192)
+        manifest = import_params(tmp_path / f"run {name}", again, facts, chunk_bytes=8192)
         assert 0 < again.most <= 8192 + 4 * 256
         assert len(manifest.files) > 4
         stored = open_checkpoint(checkpoint_path(tmp_path / f"run {name}", 0))
@@ -249,7 +256,7 @@ def test_tensors_are_written_slab_by_slab(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_slabs_make_up_a_tensor(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hf_folder, "BLOCK_ENTRIES", 20)
+    monkeypatch.setattr(hf_folder, "SLAB_ENTRIES", 20)
     for shape in ((), (0,), (0, 7), (64,), (9, 7), (3, 50), (5, 2, 3), (2, 3, 50), (2, 30, 2)):
         count, entries = torch.zeros(shape), torch.arange(torch.Size(shape).numel()).view(shape)
         for box in slabs(shape):
@@ -265,7 +272,7 @@ def test_a_folder_reads_only_what_it_is_asked_for(tmp_path: Path, monkeypatch: p
     source, read = HfFolder(folder, GPT2), []
     mapped = type(source._files).read
 
-    def watch(self: object, entry: Entry, box: Box) -> Tensor:
+    def watch(self: object, entry: TensorEntry, box: Box) -> Tensor:
         read.append(box)
         return mapped(self, entry, box)
 

@@ -19,7 +19,7 @@ from weft.config.run import Run
 from weft.config.schema import LoraConfig, PrecisionConfig
 from weft.core.axes import Box
 from weft.errors import EXIT_OK, EXIT_USER
-from weft.hf.adapters import plain
+from weft.hf.adapters import merge_adapters
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_step
@@ -91,7 +91,7 @@ def test_new_adapters_stand_beside_what_old_ones_made(case: Case, written: tuple
     run = run_of(case, lora=LoraConfig(rank=3, base=str(path)))
 
     def rank(comm: Comm) -> None:
-        step, old = build_step(run, comm), plain(open_checkpoint(path).section("model"), LORA)
+        step, old = build_step(run, comm), merge_adapters(open_checkpoint(path).section("model"), LORA)
         for piece in held(step):
             section, _, name = piece.name.rpartition("/")
             if section == "model" and adapted_linear(name) is None:

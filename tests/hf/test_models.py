@@ -17,12 +17,13 @@ from tests.oracle.hugging_face import make_batch, shaken
 from weft.checkpoint.folder import checkpoint_path
 from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
-from weft.hf import gpt2, llama3, tables
+from weft.commands.import_ import import_run
+from weft.config.hf.mapping import HFMapping
+from weft.hf.check_logits import compare_logits, load_model
+from weft.hf.export_hf import export_hf
 from weft.hf.folder import HfFolder
-from weft.hf.logits import compare, stored_model
-from weft.hf.table import Row, WeightTable
+from weft.models import FAMILIES
 from weft.models.common.batch import forward, with_later_targets
-from weft.train.exchange import bring, send
 
 pytestmark = pytest.mark.usefixtures("fast_disk")
 
@@ -31,18 +32,18 @@ pytestmark = pytest.mark.usefixtures("fast_disk")
 def test_in_and_out_gives_the_same_bytes_and_the_same_logits(tmp_path: Path, name: str):
     folder = written(name, tmp_path / "theirs", max_shard_size="30KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
-    done = bring(folder, tmp_path / "run", run_of(folder), compares=True, chunk_bytes=20_000)
-    assert done.holds
+    done = import_run(folder, tmp_path / "run", run_of(folder), compares=True, chunk_bytes=20_000)
+    assert done.is_equal
     assert "largest logit difference to transformers: " in done.lines[1]
-    done = send(
+    done = export_hf(
         checkpoint_path(tmp_path / "run", 0),
         tmp_path / "ours",
         dtype=None,
         max_shard_bytes=25_000,
-        kept=[tmp_path / "run" / "hf"],
+        sidecar_folders=[tmp_path / "run" / "hf"],
         compares=True,
     )
-    assert done.holds
+    assert done.is_equal
     assert "largest logit difference to transformers: " in done.lines[1]
     theirs, ours = tensors_in(folder), tensors_in(tmp_path / "ours")
     assert theirs.keys() == ours.keys()
@@ -58,10 +59,12 @@ def test_in_and_out_gives_the_same_bytes_and_the_same_logits(tmp_path: Path, nam
 @pytest.mark.parametrize("name", ["gpt2", "deepseek"])
 def test_a_folder_of_fewer_digits_is_rounded_once(tmp_path: Path, name: str):
     folder = written(name, tmp_path / "theirs")
-    bring(folder, tmp_path / "run", run_of(folder), compares=False)
+    import_run(folder, tmp_path / "run", run_of(folder), compares=False)
     start = checkpoint_path(tmp_path / "run", 0)
-    done = send(start, tmp_path / "ours", dtype="bfloat16", max_shard_bytes=10**9, kept=(), compares=True)
-    assert done.holds
+    done = export_hf(
+        start, tmp_path / "ours", dtype="bfloat16", max_shard_bytes=10**9, sidecar_folders=(), compares=True
+    )
+    assert done.is_equal
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     theirs = tensors_in(folder)
     for key, tensor in tensors_in(tmp_path / "ours").items():
@@ -69,8 +72,8 @@ def test_a_folder_of_fewer_digits_is_rounded_once(tmp_path: Path, name: str):
         assert tensor.dtype == (torch.float32 if is_wide else torch.bfloat16), key
         assert torch.equal(tensor, theirs[key].to(tensor.dtype))
     loaded(tmp_path / "ours")
-    again = bring(tmp_path / "ours", tmp_path / "again", run_of(tmp_path / "ours"), compares=True)
-    assert again.holds
+    again = import_run(tmp_path / "ours", tmp_path / "again", run_of(tmp_path / "ours"), compares=True)
+    assert again.is_equal
     section = open_checkpoint(checkpoint_path(tmp_path / "again", 0)).section("model")
     assert section.dtype("layer0.attn.o.weight") == torch.bfloat16, "stored as it was"
 
@@ -81,8 +84,8 @@ def test_transformers_loads_both_layouts_of_experts(tmp_path: Path):
     pack_experts(packed, 4)
     run = run_of(packed)
     plain, stacked = HfFolder(folder, run.model), HfFolder(packed, run.model)
-    assert compare(folder, stacked, run.model).holds
-    assert compare(packed, plain, run.model).holds
+    assert compare_logits(folder, stacked, run.model).is_equal
+    assert compare_logits(packed, plain, run.model).is_equal
 
 
 def test_the_layer_that_predicts_the_second_next_token_computes_what_transformers_does(tmp_path: Path):
@@ -106,9 +109,9 @@ def test_the_layer_that_predicts_the_second_next_token_computes_what_transformer
     assert (run.model.architecture["mtp_depth"], run.model.architecture["mtp_loss"]) == (1, 0.3)
 
     source, batch = HfFolder(folder, run.model), with_later_targets(make_batch(61))
-    source.check_copies()
+    source.check_aliases()
     with torch.no_grad():
-        ours = forward(stored_model(source, run.model, types={}), batch)
+        ours = forward(load_model(source, run.model, dtypes={}), batch)
         hidden = main.model(input_ids=batch.inputs, use_cache=False).last_hidden_state
         turns = main.model.rotary_emb(hidden, batch.positions)
         joined = side(main.model.embed_tokens(batch.next_inputs), hidden, turns, None, batch.positions, None)
@@ -124,50 +127,50 @@ def _summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
 
 
-def exchanged(table: WeightTable, first: str, second: str) -> WeightTable:
-    """The table with what two rows say of their tensors exchanged."""
-    theirs = {row.ours.rpartition("}.")[2]: row for row in table.rows}
-    swap = {theirs[first].ours: theirs[second], theirs[second].ours: theirs[first]}
-    return replace(table, rows=tuple(_like(row, swap[row.ours]) if row.ours in swap else row for row in table.rows))
+def exchange_rules(family: str, first: str, second: str) -> HFMapping:
+    """The mapping of a family with the tensors of two rules exchanged."""
+    mapping = FAMILIES[family].hf
+    rules = {rule.param.rpartition("}.")[2]: rule for rule in mapping.weights.rules}
+    swapped = {rules[first]: rules[second], rules[second]: rules[first]}
+    changed = []
+    for rule in mapping.weights.rules:
+        other = swapped.get(rule, rule)
+        changed.append(replace(rule, tensor=other.tensor, slice=other.slice))
+    return replace(mapping, weights=replace(mapping.weights, rules=tuple(changed)))
 
 
-def _like(row: Row, other: Row) -> Row:
-    return replace(row, theirs=other.theirs, share=other.share)
-
-
-def not_transposed(table: WeightTable, ours: str) -> WeightTable:
-    rows = (replace(row, transposed=False) if row.ours.endswith(ours) else row for row in table.rows)
-    return replace(table, rows=tuple(rows))
+def drop_transposition(family: str, param: str) -> HFMapping:
+    mapping = FAMILIES[family].hf
+    rules = [replace(rule, transposed=False) if rule.param.endswith(param) else rule for rule in mapping.weights.rules]
+    return replace(mapping, weights=replace(mapping.weights, rules=tuple(rules)))
 
 
 BROKEN = {
-    "gate and up exchanged": ("llama3", exchanged(llama3.TABLE, "mlp.gate.weight", "mlp.up.weight")),
-    "norms exchanged": ("llama3", exchanged(llama3.TABLE, "attn_norm.weight", "mlp_norm.weight")),
-    "q and k exchanged": ("gpt2", exchanged(gpt2.TABLE, "attn.q.weight", "attn.k.weight")),
-    "a square not transposed": ("gpt2", not_transposed(gpt2.TABLE, "attn.o.weight")),
+    "gate and up exchanged": ("llama3", exchange_rules("llama3", "mlp.gate.weight", "mlp.up.weight")),
+    "norms exchanged": ("llama3", exchange_rules("llama3", "attn_norm.weight", "mlp_norm.weight")),
+    "q and k exchanged": ("gpt2", exchange_rules("gpt2", "attn.q.weight", "attn.k.weight")),
+    "a square not transposed": ("gpt2", drop_transposition("gpt2", "attn.o.weight")),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_table_is_found_by_the_logits_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    family, table = BROKEN[name]
+def test_a_broken_mapping_is_found_by_the_logits_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    family, mapping = BROKEN[name]
     folder = written(family, tmp_path / "theirs")
-    bring(folder, tmp_path / "right", run_of(folder), compares=False)
-    broken = {**tables.TABLES, family: table}
-    monkeypatch.setattr("weft.hf.tables.TABLES", broken)
-    monkeypatch.setattr("weft.train.exchange.TABLES", broken)
-    into = bring(folder, tmp_path / "run", run_of(folder), compares=True)
-    assert not into.holds
-    assert into.lines[1].endswith(": NOT the same model")
-    out = send(
+    import_run(folder, tmp_path / "right", run_of(folder), compares=False)
+    monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], hf=mapping))  # type: ignore[arg-type]
+    imported = import_run(folder, tmp_path / "run", run_of(folder), compares=True)
+    assert not imported.is_equal
+    assert imported.lines[1].endswith(": NOT the same model")
+    exported = export_hf(
         checkpoint_path(tmp_path / "right", 0),
         tmp_path / "ours",
         dtype=None,
         max_shard_bytes=10**9,
-        kept=(),
+        sidecar_folders=(),
         compares=True,
     )
-    assert not out.holds
+    assert not exported.is_equal
 
 
 def test_the_commands_say_what_they_did_and_fail_where_the_models_differ(
@@ -182,17 +185,17 @@ def test_the_commands_say_what_they_did_and_fail_where_the_models_differ(
     assert main(["export", run, ours, "--dtype", "float32", "--max_shard_bytes", "20000"]) == 0
     assert (Path(ours) / "model.safetensors.index.json").is_file()
     assert "largest logit difference" in capsys.readouterr().out
-    monkeypatch.setattr("weft.hf.logits.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("weft.hf.check_logits.importlib.util.find_spec", lambda name: None)
     assert main(["export", run, str(tmp_path / "more")]) == 0
     assert "not compared: transformers is not installed" in capsys.readouterr().out
     monkeypatch.undo()
-    monkeypatch.setattr("weft.hf.logits.their_logits", lambda folder, tokens: torch.zeros(2, 32, 61))
+    monkeypatch.setattr("weft.hf.check_logits.hf_logits", lambda folder, tokens: torch.zeros(2, 32, 61))
     assert main(["export", run, str(tmp_path / "wrong")]) == 1
 
 
 def test_models_that_do_not_fit_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = written("llama3", tmp_path / "theirs")
     run = run_of(folder)
-    monkeypatch.setattr("weft.hf.logits.ROOM", 0.0)
-    found = compare(folder, HfFolder(folder, run.model), run.model)
+    monkeypatch.setattr("weft.hf.check_logits.MEMORY_SHARE", 0.0)
+    found = compare_logits(folder, HfFolder(folder, run.model), run.model)
     assert str(found).startswith("not compared: both models take 0.0 GB in float32")

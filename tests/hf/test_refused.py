@@ -24,8 +24,7 @@ from tests.hf.folders import (
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError
 from weft.hf.folder import HfFolder
-from weft.hf.match import match
-from weft.hf.tables import TABLES
+from weft.hf.match import mapping_of, match_tensors
 from weft.models import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("fast_disk")
@@ -112,21 +111,24 @@ def test_another_shape_than_config_makes_is_told(tmp_path: Path):
         source.check_shapes(shapes_of(config_of(folder)))
 
 
-def test_a_row_that_is_dropped_or_doubled_is_found(tmp_path: Path):
+def test_a_rule_that_is_dropped_or_doubled_is_found(tmp_path: Path):
     for name, cfg in CONFIGS.items():
-        folder, table = write(tmp_path / name, cfg, random_values(cfg)), TABLES[cfg.family]
+        folder = write(tmp_path / name, cfg, random_values(cfg))
+        mapping = mapping_of(cfg.family).weights
         listed = HfFolder(folder, cfg).entries
         ties = FAMILIES[cfg.family].ties(cfg)
-        places = table.places(cfg)
-        for row in table.rows:
-            if any(each.theirs.replace("{expert}", "0") in listed for each in row.at(places)):
-                less = replace(table, rows=tuple(each for each in table.rows if each is not row))
-                with pytest.raises(CheckpointError, match=r"no place for|not used exactly once"):
-                    match(less, cfg, listed, ties=ties, folder="hf")
-                if row.ours.format_map(_First()) not in ties:
-                    more = replace(table, rows=(*table.rows, replace(row, ours=f"{row.ours}.again")))
-                    with pytest.raises(CheckpointError, match="not used exactly once"):
-                        match(more, cfg, listed, ties=ties, folder="hf")
+        indices = mapping.index_sets(cfg)
+        for rule in mapping.rules:
+            tensors = [each.tensor.replace("{expert}", "0") for each in rule.expand(indices)]
+            if not any(tensor in listed for tensor in tensors):
+                continue
+            less = replace(mapping, rules=tuple(each for each in mapping.rules if each is not rule))
+            with pytest.raises(CheckpointError, match=r"no place for|not used exactly once"):
+                match_tensors(less, cfg, listed, ties=ties, folder="hf")
+            if rule.param.format_map(_First()) not in ties:
+                more = replace(mapping, rules=(*mapping.rules, replace(rule, param=f"{rule.param}.again")))
+                with pytest.raises(CheckpointError, match="not used exactly once"):
+                    match_tensors(more, cfg, listed, ties=ties, folder="hf")
 
 
 class _First(dict[str, int]):

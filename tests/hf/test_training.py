@@ -21,6 +21,7 @@ from tests.train.saving import save
 from weft.checkpoint.folder import checkpoint_path
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
+from weft.commands.import_ import import_run
 from weft.config.run import Run, plan_of
 from weft.core.axes import Box
 from weft.hf.folder import HfFolder
@@ -29,7 +30,6 @@ from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_step
 from weft.train.checkpoint import load_parameters
-from weft.train.exchange import bring
 from weft.train.lr_schedule import learning_rate
 
 pytestmark = pytest.mark.usefixtures("fast_disk")
@@ -87,7 +87,7 @@ def test_three_steps_on_a_layout_are_three_steps_of_transformers(
         *wide,
         *free,
     )
-    bring(folder, tmp_path / "run", run, compares=False)
+    import_run(folder, tmp_path / "run", run, compares=False)
     batches = []
     for _ in range(STEPS):
         parts = [make_batch(61) for _ in range(4)]

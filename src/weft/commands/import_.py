@@ -1,30 +1,39 @@
-"""Owns `weft import`: a Hugging Face folder becomes a run that can be trained on, generated from and exported."""
+"""`weft import`: a Hugging Face folder becomes a run that can be trained, generated from and exported."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from weft.checkpoint.folder import FOLDER
+from weft.checkpoint.format import Facts
 from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
 from weft.config import flags
-from weft.config.hf.describe import CONFIG
+from weft.config.hf.from_hf import TOKENIZER
+from weft.config.hf.read_config import CONFIG
 from weft.config.load import try_load
 from weft.config.run import Run
 from weft.config.schema import ConfigSection
+from weft.config.toml import dump
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
-from weft.hf.kept import KEPT
+from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars
 from weft.models import FAMILIES
 from weft.train import preflight
 
+if TYPE_CHECKING:
+    from weft.hf.import_hf import TransferResult
+
 USAGE = "DIR --out RUN [--model.key value ...]"
 LINE = "make a run of a Hugging Face folder: config.json and safetensors"
+CHUNK_BYTES = 2**30
+"""Bytes in memory at a time, and the size of one file of the checkpoint."""
 
 
-class Importing(ConfigSection):
-    """What `weft import` is asked for, besides the folder and keys of the model that it leaves open."""
+class ImportOptions(ConfigSection):
+    """Flags of `weft import`, besides keys of the model that the folder leaves open."""
 
     out: str = Field("", description="run folder to make")
     compare: bool = Field(True, description="end with a comparison with transformers, where it is installed")
@@ -33,48 +42,106 @@ class Importing(ConfigSection):
 def import_folder(words: Sequence[str]) -> int:
     """Check the folder, write the run, compare."""
     if wants_help(words):
-        return show_help(Importing(), f"weft import {USAGE}", LINE)
+        return show_help(ImportOptions(), f"weft import {USAGE}", LINE)
     if not words or words[0].startswith("--"):
         fix = "for example weft import Qwen3-0.6B --out runs/qwen"
         raise UserError(Fault("weft import", "no folder is named", need=f"a folder with {CONFIG} first", fix=fix))
-    given = flags.split(words[1:])
-    of_model = [(name, value) for name, value in given.flags if name.startswith("model.")]
-    own = [word for name, value in given.flags if not name.startswith("model.") for word in (f"--{name}", *value)]
-    asked = flags.read_config([*given.loose, *own], Importing)
-    run = described_run(words[0], [word for name, value in of_model for word in (f"--{name}", *value)])
-    check_out(asked.out)
+    folder = words[0]
+    model_words, other_words = _split_flags(words[1:])
+    options = flags.read_config(other_words, ImportOptions)
+    run = described_run(folder, model_words)
+    check_out(options.out)
     set_openmp_policy()
-    from weft.train.exchange import bring  # imports torch, and so comes after all checks
-
-    done = bring(Path(words[0]), Path(asked.out), run, compares=asked.compare)
-    print_result("\n".join(done.lines))
-    return EXIT_OK if done.holds else EXIT_FAILED
+    result = import_run(Path(folder), Path(options.out), run, compares=options.compare)
+    print_result("\n".join(result.lines))
+    return EXIT_OK if result.is_equal else EXIT_FAILED
 
 
-def described_run(folder: str, of_model: Sequence[str]) -> Run:
-    """A run of the folder's model; all else stands at its default.
+def import_run(folder: Path, out: Path, run: Run, *, compares: bool, chunk_bytes: int = CHUNK_BYTES) -> TransferResult:
+    """Make the run folder `out` of a Hugging Face folder.
+
+    Args:
+        run: as `--model.from_hf FOLDER` describes it.
+        compares: whether to end with a comparison with transformers.
 
     Raises:
-        UserError: the folder has no model of weft's, or not all of its tensors; nothing of them has been read.
+        CheckpointError: a tensor has another shape than config.json makes of it, or the disk refuses.
     """
-    loaded = try_load(["--model.from_hf", folder, *of_model], FAMILIES)
-    if faults := (*loaded.faults, *(() if loaded.faults else preflight.start_faults(loaded.run))):
+    from weft.hf.import_hf import import_hf  # imports torch, and so comes after all checks
+    from weft.train.start import check_start
+
+    check_start(run)
+    imported = _imported_run(run, folder, out)
+    model = imported.model.model_dump(mode="json")
+    facts = Facts(
+        step=0,
+        seed=imported.seed,
+        family=imported.model.name,
+        architecture=imported.model.architecture,
+        plan={},
+        run={"model": model, "data": {"tokenizer": imported.data.tokenizer}},
+    )
+    return import_hf(
+        folder,
+        out,
+        run.model,
+        facts=facts,
+        run_toml=dump(imported),
+        compares=compares,
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def _imported_run(run: Run, folder: Path, out: Path) -> Run:
+    """The run in its own folder: it reads nothing from the Hugging Face folder."""
+    has_tokenizer = TOKENIZER in read_sidecars([folder])
+    tokenizer = str(out / SIDECAR_FOLDER / TOKENIZER) if has_tokenizer else run.data.tokenizer
+    return run.model_copy(
+        update={
+            "model": run.model.model_copy(update={"from_hf": None}),
+            "data": run.data.model_copy(update={"tokenizer": tokenizer}),
+            "out": str(out),
+        }
+    )
+
+
+def _split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words of model keys, and all other words."""
+    given = flags.split(words)
+    model_words: list[str] = []
+    other_words = list(given.loose)
+    for name, value in given.flags:
+        target = model_words if name.startswith("model.") else other_words
+        target += [f"--{name}", *value]
+    return model_words, other_words
+
+
+def described_run(folder: str, model_words: Sequence[str]) -> Run:
+    """A run of the folder's model; all other keys have their defaults.
+
+    Raises:
+        UserError: the folder has no model that weft supports, or not all of its tensors; none of them has been read.
+    """
+    loaded = try_load(["--model.from_hf", folder, *model_words], FAMILIES)
+    faults = loaded.faults or tuple(preflight.start_faults(loaded.run))
+    if faults:
         raise ConfigError(*faults)
     return loaded.run
 
 
 def check_out(out: str) -> None:
-    """Refuse a run folder that holds something already.
+    """Check that `out` names a run folder that does not exist yet, or holds no run.
 
     Raises:
-        ConfigError: nothing is named, or it is no fresh folder.
+        ConfigError: it does not.
     """
     if not out:
         raise ConfigError(Fault("out", "no run folder is named", need="a folder to make", fix="--out runs/first"))
     path = Path(out)
     if path.exists() and not path.is_dir():
         raise ConfigError(Fault("out", "is no folder", repr(out), fix="choose another --out"))
-    if held := [name for name in ("run.toml", preflight.EVENTS, FOLDER, KEPT) if (path / name).exists()]:
-        raise ConfigError(
-            Fault("out", "holds a run already", f"{out!r} with {', '.join(held)}", fix="choose another --out")
-        )
+    names = ("run.toml", preflight.EVENTS, FOLDER, SIDECAR_FOLDER)
+    existing = [name for name in names if (path / name).exists()]
+    if existing:
+        got = f"{out!r} with {', '.join(existing)}"
+        raise ConfigError(Fault("out", "holds a run already", got, fix="choose another --out"))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from pydantic import Field, create_model
 
+from weft.config.hf.mapping import HFMapping
 from weft.config.keys import Flat
 from weft.config.run import Run
 from weft.config.schema import ModelSection
@@ -28,6 +29,10 @@ class ConfigFamily(Protocol):
     @property
     def PRESETS(self) -> Mapping[str, ModelConfig]:  # noqa: N802 (a constant of the module)
         """Named sizes."""
+
+    @property
+    def hf(self) -> HFMapping | None:
+        """Hugging Face's format; None: transformers has no such family."""
 
 
 Families = Mapping[str, ConfigFamily]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from weft.config import flags, toml
 from weft.config.families import Families, Pick, default_pick, pick, preset_fields, run_type
-from weft.config.hf.choose import NOTHING, Choice, choose, contradictions
+from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, select_folder
 from weft.config.keys import Flat, faults_of, keys_of, nest, unknown_key
 from weft.config.run import Run
 from weft.core.mesh import Mesh
@@ -47,11 +47,11 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
     words = flags.split(argv)
     file, file_faults = _read_file(words.loose)
     first = flags.first_words(words)
-    folder, model_faults = choose(file, first, families)
+    folder, model_faults = select_folder(file, first, families)
     chosen, pick_faults = _pick_model(file, first, folder, families)
     model_faults += pick_faults
     if model_faults:
-        words, folder = flags.without(words, "model."), NOTHING
+        words, folder = flags.without(words, "model."), NO_FOLDER
     if model_faults or not chosen.keeps_file:
         file = {key: value for key, value in file.items() if not key.startswith("model.")}
     of_run = run_type(chosen.name, families[chosen.name].Config)
@@ -61,7 +61,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
     asked = {key: value for key, value in (file | given.values).items() if key in known}
     other = tuple(contradictions(folder, asked))
     run, wrong = _validate(
-        of_run, _defaults(chosen, asked, families) | folder.fields | asked | folder.decided | _names(chosen)
+        of_run, _defaults(chosen, asked, families) | folder.defaults | asked | folder.decided | _names(chosen)
     )
     run, large = _bound_model(run)
     run, mesh_faults = _read_mesh(run)
@@ -78,7 +78,7 @@ def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
         return {}, error.faults
 
 
-def _pick_model(file: Flat, first: Flat, folder: Choice, families: Families) -> tuple[Pick, tuple[Fault, ...]]:
+def _pick_model(file: Flat, first: Flat, folder: FolderModel, families: Families) -> tuple[Pick, tuple[Fault, ...]]:
     if folder.family is not None:
         return Pick(folder.family, None, keeps_file=folder.keeps_file), ()
     try:

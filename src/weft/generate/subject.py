@@ -15,8 +15,8 @@ from weft.checkpoint.folder import FOLDER, find_newest
 from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
 from weft.config.families import run_type
-from weft.config.hf.describe import CONFIG, describe
-from weft.config.hf.files import DTYPES, list_tensors
+from weft.config.hf.read_config import CONFIG, describe_folder
+from weft.config.hf.safetensors_files import DTYPES, list_tensors
 from weft.config.keys import nest
 from weft.config.load import load
 from weft.config.run import Run
@@ -126,11 +126,11 @@ def _of_facts(path: Path, facts: Facts, run: Run, notes: tuple[str, ...]) -> Sub
 
 
 def _of_hf(path: Path) -> Subject:
-    described = describe(path)
+    described = describe_folder(path, FAMILIES)
     if FAMILIES[described.family].Config.kind != "tokens":
         raise CheckpointError(_no_text(path, described.family))
     kind = run_type(described.family, FAMILIES[described.family].Config)
-    run = kind.model_validate({"model": nest(described.fields | described.open)})
+    run = kind.model_validate({"model": nest(described.fields | described.suggested)})
     return Subject(path, "hf", run, _most_stored(path), ends=_ends(path))
 
 

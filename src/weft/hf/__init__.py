@@ -1,1 +1,1 @@
-"""Hugging Face folders: weight mapping, import, export, adapters."""
+"""Hugging Face folders: import, export, LoRA adapters in PEFT's layout, comparison of logits with transformers."""

@@ -1,4 +1,4 @@
-"""Owns stored adapters: where a checkpoint has some, the model with them merged, and they alone in PEFT's file layout."""
+"""LoRA adapters of a checkpoint: merged into the model, or written alone in PEFT's layout."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from weft.config.schema import LoraConfig
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
-from weft.hf.peft import CONFIG, WEIGHT, WEIGHTS, Target, adapter_config, targets_of
-from weft.hf.tables import TABLES
-from weft.hf.written import refuse_filled
-from weft.models.common.lora import added
+from weft.hf.match import mapping_of
+from weft.hf.peft import CONFIG, WEIGHT, WEIGHTS, AdapterTarget, adapter_config, adapter_targets
+from weft.hf.sidecar import refuse_existing
+from weft.models.common.lora import add_product
 
 BAND = 256
 """Rows of B A that are computed at a time."""
 
 
-def lora_of(facts: Facts) -> LoraConfig:
-    """The adapters that a checkpoint holds; of rank 0 where it holds none."""
+def stored_lora(facts: Facts) -> LoraConfig:
+    """The adapters of a checkpoint; rank 0 where it has none."""
     return LoraConfig.model_validate(facts.run.get("lora", {}), strict=False)
 
 
-def plain(source: Source, lora: LoraConfig) -> Source:
-    """The parameters of the plain model: those of `source`, with its adapters merged where it has some."""
-    return Merged(source, lora) if lora.rank else source
+def merge_adapters(source: Source, lora: LoraConfig) -> Source:
+    """The parameters of the model without adapters: those of `source`, with its adapters merged where it has some."""
+    return MergedSource(source, lora) if lora.rank else source
 
 
-class Merged:
-    """A model with its adapters merged, as a `Source`: W + (alpha / rank) B A, of any box little more than it needs.
+class MergedSource:
+    """A model with its adapters merged, as a `Source`: W + (alpha / rank) B A, computed for the box that is read.
 
     Note [The same bits in every box]
         A matrix product of other sizes may add in another order. So that every layout starts from the same bits, B A is
@@ -46,46 +46,54 @@ class Merged:
     """
 
     def __init__(self, source: Source, lora: LoraConfig) -> None:
-        self._source, self._scale = source, lora.alpha / lora.rank
-        self.adapted = frozenset(name for each in source.shapes if (name := adapted_linear(each)) is not None)
+        self._source = source
+        self._scale = lora.alpha / lora.rank
+        linears = (adapted_linear(name) for name in source.shapes)
+        self.adapted = frozenset(linear for linear in linears if linear is not None)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Whole shape of every parameter of the plain model."""
+        """Whole shape of every parameter of the model without adapters."""
         return {name: shape for name, shape in self._source.shapes.items() if adapted_linear(name) is None}
 
     def dtype(self, name: str) -> torch.dtype:
-        """As the plain one is stored."""
+        """As the frozen weight is stored."""
         return self._source.dtype(name)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Entries of `box`, computed in float32 at least."""
-        weight, linear = self._source.read(name, box), name.removesuffix(WEIGHT)
-        if linear not in self.adapted or linear == name or not box.size:
+        weight = self._source.read(name, box)
+        linear = name.removesuffix(WEIGHT)
+        is_adapted = linear in self.adapted and linear != name
+        if not is_adapted or not box.size:
             return weight
-        a = _whole(self._source, linear + LORA_A)
-        for lo in range(box.lo[0] // BAND * BAND, box.hi[0], BAND):
-            rows = slice(max(lo, box.lo[0]), min(lo + BAND, box.hi[0]))
-            here = slice(rows.start - box.lo[0], rows.stop - box.lo[0])
-            delta = self._band(linear, a, lo)[rows.start - lo : rows.stop - lo, box.slices[1]]
-            weight[here] = added(weight[here], delta, scale=self._scale)
+        a = _read_whole(self._source, linear + LORA_A)
+        first_row, last_row = box.lo[0], box.hi[0]
+        for band_start in range(first_row // BAND * BAND, last_row, BAND):
+            start = max(band_start, first_row)
+            stop = min(band_start + BAND, last_row)
+            band = self._product_rows(linear, a, band_start)
+            delta = band[start - band_start : stop - band_start, box.slices[1]]
+            rows = slice(start - first_row, stop - first_row)
+            weight[rows] = add_product(weight[rows], delta, scale=self._scale)
         return weight
 
-    def _band(self, linear: str, a: Tensor, lo: int) -> Tensor:
-        """Whole rows of B A from `lo` on."""
+    def _product_rows(self, linear: str, a: Tensor, start: int) -> Tensor:
+        """One band of whole rows of B A."""
         height, rank = self._source.shapes[linear + LORA_B]
-        b = self._source.read(linear + LORA_B, Box((lo, 0), (min(lo + BAND, height), rank)))
+        stop = min(start + BAND, height)
+        b = self._source.read(linear + LORA_B, Box((start, 0), (stop, rank)))
         wide = torch.promote_types(b.dtype, torch.float32)
         return b.to(wide) @ a.to(wide)
 
 
 def write_adapters(folder: Path, source: Source, *, cfg: ModelConfig, lora: LoraConfig, base: str | None) -> None:
-    """Write the adapters of a model alone, as PEFT reads them; `PeftModel.from_pretrained(model, folder)` takes them in.
+    """Write the adapters of a model alone; `PeftModel.from_pretrained(model, folder)` loads them.
 
     Args:
-        folder: not there yet, or empty; it gets its name when all of it is on the disk.
-        source: holds them, by our names.
-        base: name or folder of the model in transformers that they belong to, if it is known.
+        folder: does not exist yet, or is empty; it gets its name when all of it is on the disk.
+        source: holds them, by weft's names.
+        base: name or folder of the base model in transformers, if it is known.
 
     Raises:
         CheckpointError: the model has no adapters, its family has no counterpart in transformers, the folder is not
@@ -94,38 +102,39 @@ def write_adapters(folder: Path, source: Source, *, cfg: ModelConfig, lora: Lora
     if not lora.rank:
         fix = "export the model itself, or train with --lora.rank 8"
         raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
-    if cfg.family not in TABLES:
-        raise CheckpointError(
-            Fault("model.name", "has no counterpart in transformers", repr(cfg.family), f"one of {', '.join(TABLES)}")
-        )
-    refuse_filled(folder)
+    mapping_of(cfg.family)
+    refuse_existing(folder)
     weights = save(adapter_tensors(source, cfg=cfg, lora=lora), metadata={"format": "pt"})
-    text = json.dumps(adapter_config(cfg, lora, base=base), indent=2, sort_keys=True) + "\n"
-    with new_folder(folder, need_bytes=len(weights)) as beside:
-        write_whole(beside / WEIGHTS, weights)
-        write_whole(beside / CONFIG, text.encode())
+    config = json.dumps(adapter_config(cfg, lora, base=base), indent=2, sort_keys=True) + "\n"
+    with new_folder(folder, need_bytes=len(weights)) as unfinished:
+        write_whole(unfinished / WEIGHTS, weights)
+        write_whole(unfinished / CONFIG, config.encode())
 
 
 def adapter_tensors(source: Source, *, cfg: ModelConfig, lora: LoraConfig) -> dict[str, Tensor]:
     """All adapters, by the names that PEFT gives their tensors."""
     found: dict[str, Tensor] = {}
-    for target in targets_of(cfg, lora):
-        a, b = factors(target, source)
-        found |= {f"{target.prefix}.lora_A.weight": a, f"{target.prefix}.lora_B.weight": b}
+    for target in adapter_targets(cfg, lora):
+        a, b = combined_factors(target, source)
+        found[f"{target.prefix}.lora_A.weight"] = a
+        found[f"{target.prefix}.lora_B.weight"] = b
     return found
 
 
-def factors(target: Target, source: Source) -> tuple[Tensor, Tensor]:
-    """A and B of one of their linears; see Note [Several linears in one] in save/peft.py."""
-    firsts, seconds = ([_whole(source, name + end) for name in target.ours] for end in (LORA_A, LORA_B))
-    if target.parts == 1:
-        return firsts[0], seconds[0]
-    height, rank = seconds[0].shape
-    b = seconds[0].new_zeros(target.parts * height, len(seconds) * rank)
-    for column, (place, second) in enumerate(zip(target.places, seconds, strict=True)):
-        b[place * height : (place + 1) * height, column * rank : (column + 1) * rank] = second
-    return torch.cat(firsts), b
+def combined_factors(target: AdapterTarget, source: Source) -> tuple[Tensor, Tensor]:
+    """A and B of one HF linear; see Note [Several linears in one] in hf/peft.py."""
+    a_factors = [_read_whole(source, name + LORA_A) for name in target.linears]
+    b_factors = [_read_whole(source, name + LORA_B) for name in target.linears]
+    if target.num_parts == 1:
+        return a_factors[0], b_factors[0]
+    height, rank = b_factors[0].shape
+    combined_b = b_factors[0].new_zeros(target.num_parts * height, len(b_factors) * rank)
+    for column, (part, b) in enumerate(zip(target.parts, b_factors, strict=True)):
+        rows = slice(part * height, (part + 1) * height)
+        columns = slice(column * rank, (column + 1) * rank)
+        combined_b[rows, columns] = b
+    return torch.cat(a_factors), combined_b
 
 
-def _whole(source: Source, name: str) -> Tensor:
+def _read_whole(source: Source, name: str) -> Tensor:
     return source.read(name, Box.whole(source.shapes[name]))

@@ -1,109 +1,166 @@
-"""Owns a Hugging Face folder as a `Source`: our names, our shapes, any box, read straight from the files."""
+"""A Hugging Face folder as a `Source`: parameters by weft's names and shapes, any box, read from memory-mapped files."""
 
 from __future__ import annotations
 
+import mmap
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from weft.config.hf.files import DTYPES
+from weft.config.hf.safetensors_files import DTYPES, TensorEntry
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
-from weft.hf.mapped import MappedFiles
-from weft.hf.recipe import Read, Recipe
-from weft.hf.tables import match_folder
+from weft.hf.match import match_folder
+from weft.hf.placement import Copy, ParamSource
 from weft.models import FAMILIES
 
-BLOCK_ENTRIES = 2**22
-"""Entries of a tensor that are compared at a time."""
+SLAB_ENTRIES = 2**22
+"""Entries of a tensor that are read, compared or written at a time."""
+
+
+class MappedFiles:
+    """Safetensors files, mapped into memory at the first read; several threads may read."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def read(self, entry: TensorEntry, box: Box) -> Tensor:
+        """A view of the entries of `box`; it must be copied before it is changed or kept.
+
+        Raises:
+            CheckpointError: the file is gone or cannot be read.
+        """
+        dtype = torch_dtype(entry)
+        if not box.size:
+            return torch.empty(box.shape, dtype=dtype)
+        count = (entry.stop - entry.start) // dtype.itemsize
+        flat = torch.frombuffer(self._map(entry.file), dtype=dtype, count=count, offset=entry.start)
+        return flat.view(entry.shape)[box.slices]
+
+    def _map(self, file: Path) -> mmap.mmap:
+        with self._lock:
+            if file not in self._maps:
+                self._maps[file] = _map_file(file)
+            return self._maps[file]
 
 
 class HfFolder:
     """The parameters of a model, as they lie in a folder of config.json and safetensors.
 
     Raises:
-        CheckpointError: when it is made: a tensor that is missing, left over, or does not fit; every tensor of the files
-            is used exactly once.
+        CheckpointError: from the constructor: a tensor that is missing, left over, or does not fit; every tensor of the
+            files is used exactly once.
     """
 
     def __init__(self, folder: Path, cfg: ModelConfig) -> None:
         matched = match_folder(folder, cfg)
-        self.folder, self.ties = folder, FAMILIES[cfg.family].ties(cfg)
-        self.entries, self.recipes, self.repeated = matched.entries, matched.recipes, matched.repeated
+        self.folder = folder
+        self.ties = FAMILIES[cfg.family].ties(cfg)
+        self.entries = matched.entries
+        self.sources = matched.params
+        self.aliases = matched.aliases
         self._files = MappedFiles()
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shape of every parameter."""
-        return {name: recipe.shape for name, recipe in self.recipes.items()}
+        return {name: source.shape for name, source in self.sources.items()}
 
     def dtype(self, name: str) -> torch.dtype:
         """As stored."""
-        dtype: torch.dtype = getattr(torch, DTYPES[self.entries[self.recipes[name].theirs[0]].dtype][0])
-        return dtype
+        return self._dtype(self.sources[name])
 
     def read(self, name: str, box: Box) -> Tensor:
         """Entries of `box`, as stored, in memory of their own."""
-        return self._made(self.recipes[name], box)
+        return self._assemble(self.sources[name], box)
 
-    def check_copies(self) -> None:
-        """Aliases that the files repeat, such as the head of a tied model, hold what their owner holds.
+    def check_aliases(self) -> None:
+        """Check that tied parameters that the files repeat, such as the head of a tied model, equal their owner.
 
         Raises:
             CheckpointError: one does not.
         """
-        for alias, recipe in self.repeated.items():
+        for alias, source in self.aliases.items():
             owner = self.ties[alias]
-            shape = self.recipes[owner].shape
-            same = recipe.shape == shape and all(
-                torch.equal(self._made(recipe, rows), self.read(owner, rows)) for rows in slabs(shape)
-            )
-            if not same:
-                what = f"{recipe.row.theirs} differs from {self.recipes[owner].row.theirs}, and the model ties them"
+            if not self._equals(source, owner):
+                tensor, owner_tensor = source.rule.tensor, self.sources[owner].rule.tensor
+                what = f"{tensor} differs from {owner_tensor}, and the model ties them"
                 raise CheckpointError(Fault(str(self.folder), what, fix="set tie_word_embeddings as the weights are"))
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """The files hold the parameters of a model with these whole shapes.
+        """Check that the files hold the parameters of a model with these whole shapes.
 
         Raises:
             CheckpointError: with every name or shape that differs.
         """
-        own, what = self.shapes, "config.json makes another shape of it"
-        faults = [
-            Fault(str(self.folder), f"{self.recipes[name].row.theirs}: {what}", str(list(own[name])), str(list(shape)))
-            for name, shape in shapes.items()
-            if name in own and own[name] != shape
-        ]
-        faults += [Fault(str(self.folder), f"nothing holds {name}") for name in shapes if name not in own]
-        faults += [Fault(str(self.folder), f"{name} is no parameter") for name in own if name not in shapes]
+        where = str(self.folder)
+        stored = self.shapes
+        faults = []
+        for name, shape in shapes.items():
+            if name in stored and stored[name] != shape:
+                what = f"{self.sources[name].rule.tensor}: config.json makes another shape of it"
+                faults.append(Fault(where, what, str(list(stored[name])), str(list(shape))))
+        faults += [Fault(where, f"nothing holds {name}") for name in shapes if name not in stored]
+        faults += [Fault(where, f"{name} is no parameter") for name in stored if name not in shapes]
         if faults:
             raise CheckpointError(*faults)
 
-    def _made(self, recipe: Recipe, box: Box) -> Tensor:
-        reads = list(recipe.reads(box))
-        if not recipe.experts:
-            return self._view(reads[0]).clone(memory_format=torch.contiguous_format)
-        made = torch.empty(box.shape, dtype=getattr(torch, DTYPES[self.entries[recipe.theirs[0]].dtype][0]))
-        for read in reads:
-            made[read.at] = self._view(read)
-        return made
+    def _equals(self, source: ParamSource, owner: str) -> bool:
+        shape = self.sources[owner].shape
+        if source.shape != shape:
+            return False
+        return all(torch.equal(self._assemble(source, box), self.read(owner, box)) for box in slabs(shape))
 
-    def _view(self, read: Read) -> Tensor:
-        lies = self._files.read(self.entries[read.theirs], read.box)
-        return lies.T if read.transposed else lies
+    def _assemble(self, source: ParamSource, box: Box) -> Tensor:
+        """A box of a parameter, copied from its tensors."""
+        copies = list(source.copies(box))
+        if not source.is_stacked:
+            return self._view(copies[0]).clone(memory_format=torch.contiguous_format)
+        assembled = torch.empty(box.shape, dtype=self._dtype(source))
+        for copy in copies:
+            assembled[copy.at] = self._view(copy)
+        return assembled
+
+    def _view(self, copy: Copy) -> Tensor:
+        stored = self._files.read(self.entries[copy.source], copy.box)
+        return stored.T if copy.transposed else stored
+
+    def _dtype(self, source: ParamSource) -> torch.dtype:
+        return torch_dtype(self.entries[source.tensors[0]])
+
+
+def torch_dtype(entry: TensorEntry) -> torch.dtype:
+    """torch's type of a stored tensor."""
+    name, _ = DTYPES[entry.dtype]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def slabs(shape: tuple[int, ...]) -> Iterator[Box]:
-    """A tensor cut into boxes of `BLOCK_ENTRIES` or fewer, in the order in which it lies in a file."""
+    """A tensor split into boxes of `SLAB_ENTRIES` or fewer, in the order in which it lies in a file."""
     whole = Box.whole(shape)
-    if not shape or whole.size <= BLOCK_ENTRIES:
+    if not shape or whole.size <= SLAB_ENTRIES:
         yield whole
         return
     inner = Box.whole(shape[1:])
-    rows = BLOCK_ENTRIES // inner.size
-    for first in range(0, shape[0], max(1, rows)):
-        for below in slabs(inner.hi) if rows == 0 else (inner,):
-            yield Box((first, *below.lo), (min(first + max(1, rows), shape[0]), *below.hi))
+    num_rows = SLAB_ENTRIES // inner.size
+    inner_boxes = [inner] if num_rows else list(slabs(inner.hi))
+    step = max(1, num_rows)
+    for first in range(0, shape[0], step):
+        last = min(first + step, shape[0])
+        for below in inner_boxes:
+            yield Box((first, *below.lo), (last, *below.hi))
+
+
+def _map_file(file: Path) -> mmap.mmap:
+    try:
+        with file.open("rb") as opened:
+            # ACCESS_COPY: torch wants memory that could be written; nothing is, and nothing would reach the file
+            return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(Fault(str(file), "cannot be read", str(error))) from error

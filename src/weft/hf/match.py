@@ -1,128 +1,185 @@
-"""Owns the matching of files with a table: every tensor of the files is used exactly once, or is named. Pure: no torch."""
+"""Matches the tensors of a folder with a family's weight rules: every tensor is used exactly once, or is named. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
-from weft.config.hf.files import DTYPES, Entry, some
+from weft.config.hf.mapping import EXPERT, HFMapping, WeightMapping, WeightRule
+from weft.config.hf.read_config import hf_mappings
+from weft.config.hf.safetensors_files import DTYPES, TensorEntry, list_some, list_tensors
+from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
-from weft.hf.recipe import Recipe
-from weft.hf.table import EXPERT, Row, WeightTable
+from weft.hf.placement import ParamSource, param_source
+from weft.models import FAMILIES
 
 
 @dataclass(frozen=True)
-class Matched:
-    """Files and table, matched.
+class MatchedFolder:
+    """The tensors of a folder, and the parameters that they make up.
 
     Attributes:
-        entries: their tensors, by the names of the table.
-        recipes: of our tensors, by our names.
-        repeated: of aliases that stand in the files beside their owner, and must hold the same.
+        entries: tensors by name, as the rules name them.
+        params: parameter -> its source.
+        aliases: tied parameter that the files repeat beside its owner -> its source; it must hold the same.
     """
 
-    entries: Mapping[str, Entry]
-    recipes: Mapping[str, Recipe]
-    repeated: Mapping[str, Recipe]
+    entries: Mapping[str, TensorEntry]
+    params: Mapping[str, ParamSource]
+    aliases: Mapping[str, ParamSource]
 
 
-def match(
-    table: WeightTable, cfg: Any, listed: Mapping[str, Entry], *, ties: Mapping[str, str], folder: str
-) -> Matched:
-    """How the tensors of a folder make up the parameters of a model.
+def mapping_of(family: str) -> HFMapping:
+    """Hugging Face's format of a family.
+
+    Raises:
+        CheckpointError: transformers has no such model.
+    """
+    mapping = FAMILIES[family].hf
+    if mapping is None:
+        need = f"one of {', '.join(hf_mappings(FAMILIES))}"
+        raise CheckpointError(Fault("model.name", "has no counterpart in transformers", repr(family), need))
+    return mapping
+
+
+def match_folder(folder: Path, cfg: ModelConfig) -> MatchedFolder:
+    """How the tensors of a folder make up the parameters of this model; no tensor is read.
+
+    Raises:
+        CheckpointError: tensors that are missing, left over or do not fit, files that are missing or damaged.
+    """
+    mapping = mapping_of(cfg.family)
+    ties = FAMILIES[cfg.family].ties(cfg)
+    return match_tensors(mapping.weights, cfg, list_tensors(folder), ties=ties, folder=str(folder))
+
+
+def match_tensors(
+    mapping: WeightMapping, cfg: Any, listed: Mapping[str, TensorEntry], *, ties: Mapping[str, str], folder: str
+) -> MatchedFolder:
+    """How tensors make up the parameters of a model.
 
     Raises:
         CheckpointError: tensors that are missing, left over, or of a shape or type that does not fit; all at once.
     """
-    entries = prefixed(listed, table)
-    rows = _chosen_rows(table, cfg, entries)
-    aliases = {name: row for name, row in rows.items() if name in ties}
-    faults: list[Fault] = []
-    found = _recipes((row for name, row in rows.items() if name not in ties), entries, cfg, folder, faults)
-    repeated = _recipes((row for row in aliases.values() if row.theirs in entries), entries, cfg, folder, faults)
-    used = {theirs for recipe in (*found.values(), *repeated.values()) for theirs in recipe.theirs}
-    passed = (*table.redundant, *table.left_out(cfg))
-    left = [name for name in entries if name not in used and not any(fnmatchcase(name, each) for each in passed)]
-    if left:
-        faults.append(Fault(folder, "holds tensors that the model has no place for", some(left)))
-    faults += _shared_faults(found.values(), folder)
-    if faults:
-        raise CheckpointError(*faults)
-    return Matched(entries, found, repeated)
+    entries = add_prefix(listed, mapping)
+    rules = _select_rules(mapping, cfg, entries)
+    owner_rules = [rule for rule in rules if rule.param not in ties]
+    alias_rules = [rule for rule in rules if rule.param in ties and rule.tensor in entries]
+    matching = _Matching(entries, cfg, folder)
+    params = matching.find_sources(owner_rules)
+    aliases = matching.find_sources(alias_rules)
+    ignored = (*mapping.ignored, *mapping.unused(cfg))
+    matching.check_all_used([*params.values(), *aliases.values()], ignored)
+    matching.faults.extend(_slice_faults(params.values(), folder))
+    if matching.faults:
+        raise CheckpointError(*matching.faults)
+    return MatchedFolder(entries, params, aliases)
 
 
-def prefixed(entries: Mapping[str, Entry], table: WeightTable) -> dict[str, Entry]:
-    """Entries under the names of the table, where an older file has left their head out."""
-    if not table.prefix or any(name.startswith(table.prefix) for name in entries):
+@dataclass
+class _Matching:
+    """A match in progress: faults are collected and raised together."""
+
+    entries: Mapping[str, TensorEntry]
+    cfg: Any
+    folder: str
+    faults: list[Fault] = field(default_factory=list)
+
+    def find_sources(self, rules: Iterable[WeightRule]) -> dict[str, ParamSource]:
+        """Sources of the parameters of these rules, without those at fault."""
+        found: dict[str, ParamSource] = {}
+        missing: dict[str, None] = {}
+        for rule in rules:
+            tensors = self._tensor_names(rule)
+            absent = [tensor for tensor in tensors if tensor not in self.entries]
+            missing.update(dict.fromkeys(absent))
+            if absent:
+                continue
+            fault = _misfit(rule, [self.entries[tensor] for tensor in tensors], tensors)
+            if fault is None:
+                found[rule.param] = param_source(rule, tensors, self.entries[tensors[0]].shape)
+            else:
+                self.faults.append(fault)
+        if missing:
+            count = f"{len(missing)} tensors are" if len(missing) > 1 else "1 tensor is"
+            self.faults.append(Fault(self.folder, f"{count} missing", need=list_some(missing)))
+        return found
+
+    def check_all_used(self, sources: Iterable[ParamSource], ignored: Iterable[str]) -> None:
+        """Add a fault for tensors that no parameter uses."""
+        used = {tensor for source in sources for tensor in source.tensors}
+        patterns = tuple(ignored)
+        unused = []
+        for name in self.entries:
+            is_ignored = any(fnmatchcase(name, pattern) for pattern in patterns)
+            if name not in used and not is_ignored:
+                unused.append(name)
+        if unused:
+            what = "holds tensors that the model has no place for"
+            self.faults.append(Fault(self.folder, what, list_some(unused)))
+
+    def _tensor_names(self, rule: WeightRule) -> tuple[str, ...]:
+        if EXPERT not in rule.tensor:
+            return (rule.tensor,)
+        return tuple(rule.tensor.replace(EXPERT, str(expert)) for expert in range(self.cfg.experts))
+
+
+def add_prefix(entries: Mapping[str, TensorEntry], mapping: WeightMapping) -> dict[str, TensorEntry]:
+    """Entries under the names of the rules, where an older file has left out their prefix."""
+    prefix = mapping.prefix
+    if not prefix or any(name.startswith(prefix) for name in entries):
         return dict(entries)
-    whole = {row.theirs for row in table.rows if not row.theirs.startswith(table.prefix)}
-    return {name if name in whole else table.prefix + name: entry for name, entry in entries.items()}
-
-
-def _chosen_rows(table: WeightTable, cfg: Any, entries: Mapping[str, Entry]) -> dict[str, Row]:
-    places = table.places(cfg)
-    published = {row.ours: row for each in table.rows for row in each.at(places)}
-    packed = {row.ours: row for each in table.packed for row in each.at(places) if row.theirs in entries}
-    return published | packed
-
-
-def _recipes(
-    rows: Iterable[Row], entries: Mapping[str, Entry], cfg: Any, folder: str, faults: list[Fault]
-) -> dict[str, Recipe]:
-    """Recipes of these rows as far as they can be made; what is wrong goes to `faults`."""
-    found, missing = {}, []
-    for row in rows:
-        names = _names(row, cfg)
-        if absent := [name for name in names if name not in entries]:
-            missing += absent
-            continue
-        fault = _unfit(row, [entries[name] for name in names], names)
-        if fault:
-            faults.append(fault)
-        else:
-            found[row.ours] = Recipe(row, entries[names[0]].shape, len(names) if EXPERT in row.theirs else 0)
-    if missing:
-        what = f"{len(missing)} tensor{'s are' if len(missing) > 1 else ' is'} missing"
-        faults.append(Fault(folder, what, need=some(dict.fromkeys(missing))))
+    unprefixed = {rule.tensor for rule in mapping.rules if not rule.tensor.startswith(prefix)}
+    found = {}
+    for name, entry in entries.items():
+        found[name if name in unprefixed else prefix + name] = entry
     return found
 
 
-def _names(row: Row, cfg: Any) -> list[str]:
-    if EXPERT not in row.theirs:
-        return [row.theirs]
-    return [row.theirs.replace(EXPERT, str(expert)) for expert in range(cfg.experts)]
+def _select_rules(mapping: WeightMapping, cfg: Any, entries: Mapping[str, TensorEntry]) -> list[WeightRule]:
+    """One rule a parameter: the packed one where its tensor is in the files, else the published one."""
+    rules = {rule.param: rule for rule in mapping.expand(cfg)}
+    indices = mapping.index_sets(cfg)
+    for packed in mapping.packed:
+        for rule in packed.expand(indices):
+            if rule.tensor in entries:
+                rules[rule.param] = rule
+    return list(rules.values())
 
 
-def _unfit(row: Row, found: list[Entry], names: list[str]) -> Fault | None:
-    """Why these tensors cannot be what the row says."""
-    first = found[0]
-    for entry, name in zip(found, names, strict=True):
+def _misfit(rule: WeightRule, entries: list[TensorEntry], names: tuple[str, ...]) -> Fault | None:
+    """Why these tensors cannot be the parameter of the rule."""
+    first = entries[0]
+    for entry, name in zip(entries, names, strict=True):
         if entry.dtype not in DTYPES:
             fix = "quantized weights have to be turned into bfloat16 first"
             return Fault(str(entry.file), f"{name} is of a type that parameters cannot have", entry.dtype, fix=fix)
         if entry.shape != first.shape or entry.dtype != first.dtype:
-            got, need = (f"{each.dtype} {list(each.shape)}" for each in (entry, first))
+            got = f"{entry.dtype} {list(entry.shape)}"
+            need = f"{first.dtype} {list(first.shape)}"
             return Fault(str(entry.file), f"{name} differs from {names[0]}", got, need)
-    share = row.share
-    if row.transposed and len(first.shape) != 2:
-        return Fault(str(first.file), f"{names[0]} is no matrix", str(list(first.shape)))
-    if share and (len(first.shape) <= share.dim or first.shape[share.dim] % share.parts):
-        return Fault(str(first.file), f"{names[0]} does not divide by {share.parts}", str(list(first.shape)))
+    shape = str(list(first.shape))
+    if rule.transposed and len(first.shape) != 2:
+        return Fault(str(first.file), f"{names[0]} is no matrix", shape)
+    part = rule.slice
+    if part and (len(first.shape) <= part.dim or first.shape[part.dim] % part.count):
+        return Fault(str(first.file), f"{names[0]} does not divide by {part.count}", shape)
     return None
 
 
-def _shared_faults(recipes: Iterable[Recipe], folder: str) -> Iterator[Fault]:
-    """Each of their tensors is used whole: by one of ours, or by as many as it has parts."""
-    users: dict[str, list[Row]] = {}
-    for recipe in recipes:
-        for name in recipe.theirs:
-            users.setdefault(name, []).append(recipe.row)
-    for name, rows in users.items():
-        shares = [row.share for row in rows]
-        parts = shares[0].parts if shares[0] else 1
-        if sorted(share.index if share else 0 for share in shares) != list(range(parts)):
-            yield Fault(
-                folder, f"{name} is not used exactly once", ", ".join(row.ours for row in rows), f"{parts} parts"
-            )
+def _slice_faults(sources: Iterable[ParamSource], folder: str) -> Iterator[Fault]:
+    """Each tensor is used whole: by one parameter, or by as many as it has slices."""
+    users: dict[str, list[WeightRule]] = {}
+    for source in sources:
+        for tensor in source.tensors:
+            users.setdefault(tensor, []).append(source.rule)
+    for tensor, rules in users.items():
+        slices = [rule.slice for rule in rules]
+        count = slices[0].count if slices[0] else 1
+        indices = sorted(part.index if part else 0 for part in slices)
+        if indices != list(range(count)):
+            params = ", ".join(rule.param for rule in rules)
+            yield Fault(folder, f"{tensor} is not used exactly once", params, f"{count} parts")

@@ -1,12 +1,13 @@
-"""Owns writing a Hugging Face folder tensor by tensor: no more than a slab of one is in memory.
+"""Writes a Hugging Face folder tensor by tensor, with one slab of a tensor in memory.
 
-The folder gets its name when all of it is on the disk: nobody finds half a model.
+The folder gets its name when all of it is on the disk.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,121 +18,147 @@ from torch import Tensor
 
 from weft.checkpoint.disk import new_folder, write_whole
 from weft.checkpoint.source import Source
-from weft.config.hf.describe import CONFIG
-from weft.config.hf.files import DTYPES, INDEX, WHOLE
+from weft.config.hf.read_config import CONFIG
+from weft.config.hf.safetensors_files import DTYPES, INDEX, SINGLE_FILE
 from weft.core.axes import Box
 from weft.hf.folder import slabs
-from weft.hf.target import Target
-from weft.hf.written import refuse_filled
+from weft.hf.placement import HFTensor
+from weft.hf.sidecar import refuse_existing
 
-NAMES: Mapping[torch.dtype, str] = {getattr(torch, name): stored for stored, (name, _) in DTYPES.items()}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {getattr(torch, name): stored for stored, (name, _) in DTYPES.items()}
 """torch's type -> safetensors' name."""
 ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Planned:
+class TypedTensor:
     """One tensor with its type in the file."""
 
-    target: Target
+    tensor: HFTensor
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
         """In the file."""
-        return Box.whole(self.target.shape).size * self.dtype.itemsize
+        return Box.whole(self.tensor.shape).size * self.dtype.itemsize
 
 
-def plan(targets: Sequence[Target], source: Source, *, dtype: torch.dtype | None) -> tuple[Planned, ...]:
-    """Types of all tensors: `dtype`, or as they are stored; a wide tensor stays wide."""
-    return tuple(Planned(target, _dtype(target, source.dtype(target.users[0].ours), dtype)) for target in targets)
+def choose_dtypes(tensors: Sequence[HFTensor], source: Source, *, dtype: torch.dtype | None) -> tuple[TypedTensor, ...]:
+    """Types of all tensors: `dtype`, or as they are stored; `keep_float32` tensors keep 32 bits."""
+    typed = []
+    for tensor in tensors:
+        stored = source.dtype(tensor.placements[0].param)
+        typed.append(TypedTensor(tensor, _file_dtype(tensor, stored, dtype)))
+    return tuple(typed)
 
 
-def _dtype(target: Target, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    if asked is None or (target.is_wide and stored.itemsize < 4):
+def _file_dtype(tensor: HFTensor, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    if asked is None:
         return stored
-    return torch.promote_types(asked, torch.float32) if target.is_wide else asked
+    if not tensor.keep_float32:
+        return asked
+    is_narrow_already = stored.itemsize < 4
+    return stored if is_narrow_already else torch.promote_types(asked, torch.float32)
 
 
-def shards(planned: Sequence[Planned], *, max_bytes: int) -> list[list[Planned]]:
-    """Cut into files of at most so many bytes, in order; a tensor that is larger has one of its own."""
-    found: list[list[Planned]] = [[]]
+def main_dtype(typed: Sequence[TypedTensor]) -> str:
+    """torch's name of the type that most bytes have."""
+    sizes: Counter[str] = Counter()
+    for tensor in typed:
+        sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.num_bytes
+    return sizes.most_common(1)[0][0]
+
+
+def split_files(typed: Sequence[TypedTensor], *, max_bytes: int) -> list[list[TypedTensor]]:
+    """Tensors by file, in order, at most so many bytes each; a tensor that is larger has a file of its own."""
+    files: list[list[TypedTensor]] = [[]]
     filled = 0
-    for tensor in planned:
-        if found[-1] and filled + tensor.num_bytes > max_bytes:
-            found.append([])
+    for tensor in typed:
+        if files[-1] and filled + tensor.num_bytes > max_bytes:
+            files.append([])
             filled = 0
-        found[-1].append(tensor)
+        files[-1].append(tensor)
         filled += tensor.num_bytes
-    return found
+    return files
 
 
 def write_folder(
     folder: Path,
-    planned: Sequence[Planned],
+    typed: Sequence[TypedTensor],
     source: Source,
     *,
     max_shard_bytes: int,
     texts: Mapping[str, str],
     config: Mapping[str, Any],
 ) -> None:
-    """Write `folder`, which is not there yet or empty.
+    """Write `folder`, which does not exist yet or is empty.
 
     Args:
         texts: name -> content of further small files.
         config: content of config.json.
 
     Raises:
-        CheckpointError: the folder is not empty, or the disk refuses; what was written is gone then.
+        CheckpointError: the folder is not empty, or the disk refuses; what was written is removed then.
     """
-    refuse_filled(folder)
-    with new_folder(folder, need_bytes=sum(tensor.num_bytes for tensor in planned)) as beside:
-        _write_weights(beside, planned, source, max_shard_bytes=max_shard_bytes)
-        for name, text in (*texts.items(), (CONFIG, json.dumps(config, indent=2) + "\n")):
-            write_whole(beside / name, text.encode())
+    refuse_existing(folder)
+    with new_folder(folder, need_bytes=sum(tensor.num_bytes for tensor in typed)) as unfinished:
+        _write_weights(unfinished, typed, source, max_shard_bytes=max_shard_bytes)
+        for name, text in texts.items():
+            write_whole(unfinished / name, text.encode())
+        write_whole(unfinished / CONFIG, _json_bytes(config))
 
 
-def _write_weights(folder: Path, planned: Sequence[Planned], source: Source, *, max_shard_bytes: int) -> None:
-    files = shards(planned, max_bytes=max_shard_bytes)
-    where: dict[str, str] = {}
+def _write_weights(folder: Path, typed: Sequence[TypedTensor], source: Source, *, max_shard_bytes: int) -> None:
+    files = split_files(typed, max_bytes=max_shard_bytes)
+    file_of: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):
-        name = WHOLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        where |= {tensor.target.name: name for tensor in tensors}
+        name = SINGLE_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        for each in tensors:
+            file_of[each.tensor.name] = name
         with (folder / name).open("xb") as file:
             _write_file(file, tensors, source)
             file.flush()
             os.fsync(file.fileno())
     if len(files) > 1:
-        total = sum(tensor.num_bytes for tensor in planned)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        write_whole(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+        total = sum(tensor.num_bytes for tensor in typed)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+        write_whole(folder / INDEX, _json_bytes(index))
 
 
-def _write_file(file: BinaryIO, tensors: Sequence[Planned], source: Source) -> None:
-    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # so that each lies at a multiple of its width
+def _write_file(file: BinaryIO, tensors: Sequence[TypedTensor], source: Source) -> None:
+    ordered = sorted(tensors, key=lambda each: -each.dtype.itemsize)  # so that each lies at a multiple of its width
+    file.write(_header(ordered))
+    for each in ordered:
+        for box in slabs(each.tensor.shape):
+            slab = assemble(each.tensor, source, box).to(each.dtype).contiguous()
+            file.write(slab.view(-1).view(torch.uint8).numpy().data)
+
+
+def _header(tensors: Sequence[TypedTensor]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for tensor in ordered:
-        offsets = [start, start + tensor.num_bytes]
-        header[tensor.target.name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.target.shape),
-            "data_offsets": offsets,
+    for each in tensors:
+        stop = start + each.num_bytes
+        header[each.tensor.name] = {
+            "dtype": DTYPE_NAMES[each.dtype],
+            "shape": list(each.tensor.shape),
+            "data_offsets": [start, stop],
         }
-        start = offsets[1]
+        start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for tensor in ordered:
-        for box in slabs(tensor.target.shape):
-            made = made_of(tensor.target, source, box).to(tensor.dtype).contiguous()
-            file.write(made.view(-1).view(torch.uint8).numpy().data)
+    return len(text).to_bytes(8, "little") + text
 
 
-def made_of(target: Target, source: Source, box: Box) -> Tensor:
-    """A box of their tensor, in the type in which ours is stored."""
-    made = torch.empty(box.shape, dtype=source.dtype(target.users[0].ours))
-    for fill in target.fills(box):
-        own = source.read(fill.ours, fill.box)
-        made[fill.at] = (own.T if fill.transposed else own).reshape(made[fill.at].shape)
-    return made
+def assemble(tensor: HFTensor, source: Source, box: Box) -> Tensor:
+    """A box of an HF tensor, copied from the parameters, in their stored type."""
+    assembled = torch.empty(box.shape, dtype=source.dtype(tensor.placements[0].param))
+    for copy in tensor.copies(box):
+        values = source.read(copy.source, copy.box)
+        values = values.T if copy.transposed else values
+        assembled[copy.at] = values.reshape(assembled[copy.at].shape)
+    return assembled
+
+
+def _json_bytes(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,8 +1,14 @@
-"""Registry of model families: each folder here that has a config.py is one. Imports no torch."""
+"""Registry of model families: each folder here that has a config.py is one. Imports no torch.
+
+config.py   Config, PRESETS, AXES, ties, init; no torch
+model.py    blocks
+hf.py       HF: config.json and tensors of Hugging Face folders, both ways; no torch; optional
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.config.families import ConfigFamily
+from weft.config.hf.mapping import HFMapping
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
 
@@ -36,7 +43,7 @@ class Family(ConfigFamily, Protocol):
 
 @dataclass(frozen=True)
 class FamilyFolder:
-    """The `Family` in one folder: config.py is imported at once, model.py (which needs torch) when blocks are built."""
+    """The `Family` in one folder: config.py and hf.py are imported at once, model.py (needs torch) when blocks are built."""
 
     package: str
     Config: type[ModelConfig]
@@ -44,11 +51,13 @@ class FamilyFolder:
     AXES: AxisTable
     ties: Callable[[Any], dict[str, str]]
     init: Callable[[Any], InitTable]
+    hf: HFMapping | None
 
     @classmethod
     def load(cls, package: str) -> FamilyFolder:
         """The family of a package."""
         config = importlib.import_module(f"{package}.config")
+        has_hf = importlib.util.find_spec(f"{package}.hf") is not None
         return cls(
             package=package,
             Config=config.Config,
@@ -56,6 +65,7 @@ class FamilyFolder:
             AXES=config.AXES,
             ties=config.ties,
             init=config.init,
+            hf=importlib.import_module(f"{package}.hf").HF if has_hf else None,
         )
 
     def blocks(self, cfg: Any) -> dict[str, nn.Module]:

@@ -17,7 +17,7 @@ from weft.checkpoint.folder import FOLDER, checkpoints
 from weft.config.checks import Check
 from weft.config.run import Run
 from weft.errors import CheckpointError, Fault, LaunchError
-from weft.hf.tables import match_folder
+from weft.hf.match import match_folder
 from weft.run.world import detect
 from weft.train.resume import AUTO
 

@@ -13,7 +13,7 @@ from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.source import Source
 from weft.config.run import Run
 from weft.errors import CheckpointError, Fault
-from weft.hf.adapters import lora_of, plain
+from weft.hf.adapters import merge_adapters, stored_lora
 from weft.hf.folder import HfFolder
 from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
@@ -43,7 +43,7 @@ def _base(run: Run) -> Source:
     if path is None:
         raise CheckpointError(Fault("lora.base", "holds no whole checkpoint", repr(run.lora.base)))
     checkpoint = open_checkpoint(path)
-    return plain(checkpoint.section("model"), lora_of(checkpoint.manifest.facts))
+    return merge_adapters(checkpoint.section("model"), stored_lora(checkpoint.manifest.facts))
 
 
 def check_start(run: Run) -> None:
@@ -57,7 +57,7 @@ def check_start(run: Run) -> None:
         family = FAMILIES[run.model.name]
         whole, ties = named_parameters(skeleton(lambda: family.blocks(run.model))), family.ties(run.model)
         source.check_shapes({name: tuple(param.shape) for name, param in whole.items() if name not in ties})
-        source.check_copies()
+        source.check_aliases()
 
 
 def start_from(

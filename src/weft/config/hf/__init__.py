@@ -1,1 +1,1 @@
-"""Hugging Face config.json read as, and written from, weft's model fields. No torch."""
+"""config.json of Hugging Face folders, both ways, and the list of their tensors. No torch."""

@@ -71,7 +71,7 @@ def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return y if first is None else y + second(first(x))
 
 
-def added(weight: Tensor, product: Tensor, *, scale: float) -> Tensor:
+def add_product(weight: Tensor, product: Tensor, *, scale: float) -> Tensor:
     """W + scale B A from W and B A, computed in the wider type, in the type of W."""
     wide = torch.promote_types(weight.dtype, product.dtype)
     return (weight.to(wide) + scale * product.to(wide)).to(weight.dtype)

@@ -1,1 +1,1 @@
-"""DeepSeek-V2 and V3: config.py (no torch) and model.py."""
+"""DeepSeek-V2 and V3: config.py, model.py, hf.py."""

@@ -1,1 +1,1 @@
-"""GPT-2: config.py (no torch) and model.py."""
+"""GPT-2: config.py, model.py, hf.py."""

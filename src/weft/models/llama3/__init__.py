@@ -1,1 +1,1 @@
-"""LLaMA 3: config.py (no torch) and model.py."""
+"""LLaMA 3: config.py, model.py, hf.py."""

@@ -1,1 +1,1 @@
-"""Classifiers of grey images: config.py (no torch) and model.py."""
+"""Classifiers of grey images: config.py, model.py."""

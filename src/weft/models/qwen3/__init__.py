@@ -1,1 +1,1 @@
-"""Qwen3: config.py (no torch) and model.py."""
+"""Qwen3: config.py, model.py, hf.py."""

@@ -1,1 +1,1 @@
-"""Qwen3 with mixtures of experts: config.py (no torch) and model.py."""
+"""Qwen3 with mixtures of experts: config.py, model.py, hf.py."""

@@ -1,0 +1,92 @@
+"""`model.from_hf`: family and fields of a config come from a Hugging Face folder; other keys may only repeat them.
+
+Text is read with the folder's tokenizer, unless another is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from weft.config.families import Families
+from weft.config.hf.read_config import DescribedModel, describe_folder
+from weft.config.keys import Flat
+from weft.errors import CheckpointError, Fault
+
+KEY = "model.from_hf"
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class FolderModel:
+    """The model that `model.from_hf` selects.
+
+    Attributes:
+        family: None where there is no folder, or the config needs none.
+        defaults: dotted key -> its value unless the user sets another.
+        decided: dotted key -> its value, which the user may only repeat.
+        keeps_file: the model fields of the config file still count, as the flags did not select another folder.
+    """
+
+    folder: str = ""
+    family: str | None = None
+    defaults: Flat = field(default_factory=dict)
+    decided: Flat = field(default_factory=dict)
+    keeps_file: bool = True
+
+
+NO_FOLDER = FolderModel()
+
+
+def select_folder(file: Flat, flags: Flat, families: Families) -> tuple[FolderModel, tuple[Fault, ...]]:
+    """The model of the folder that file or flags name, and what is wrong with it.
+
+    A missing folder is no fault if the config sets every field itself, as the run.toml of a run does: a run that resumes
+    from a checkpoint does not need the folder.
+    """
+    folder = flags.get(KEY, file.get(KEY))
+    if not isinstance(folder, str):
+        return NO_FOLDER, ()
+    try:
+        found = describe_folder(Path(folder), families)
+    except CheckpointError as error:
+        asked = {**file, **flags}
+        if _sets_all_fields(asked, families):
+            return FolderModel(folder, str(asked["model.name"]), decided={"model.preset": None}), ()
+        faults = [replace(fault, key=KEY, what=f"{fault.key}: {fault.what}") for fault in error.faults]
+        return NO_FOLDER, tuple(faults)
+    keeps_file = flags.get(KEY, folder) == file.get(KEY, folder)
+    return _folder_model(folder, found, keeps_file=keeps_file), ()
+
+
+def contradictions(model: FolderModel, asked: Mapping[str, object]) -> Iterator[Fault]:
+    """Keys that the user set to another value than the folder."""
+    for key, value in model.decided.items():
+        given = asked.get(key, value)
+        if given != value:
+            need = "nothing" if value is None else str(value)
+            yield Fault(key, f"contradicts {model.folder}", str(given), need, f"leave {key} out")
+
+
+def _folder_model(folder: str, found: DescribedModel, *, keeps_file: bool) -> FolderModel:
+    fields = {f"model.{name}": value for name, value in found.fields.items()}
+    suggested = {f"model.{name}": value for name, value in found.suggested.items()}
+    tokenizer = Path(folder) / TOKENIZER
+    data = {"data.tokenizer": str(tokenizer)} if tokenizer.is_file() else {}
+    return FolderModel(
+        folder=folder,
+        family=found.family,
+        defaults={**data, **fields, **suggested},
+        decided={"model.name": found.family, "model.preset": None, **fields},
+        keeps_file=keeps_file,
+    )
+
+
+def _sets_all_fields(asked: Flat, families: Families) -> bool:
+    """Whether the config names a family and sets each of its fields."""
+    name = asked.get("model.name")
+    if name not in families:
+        return False
+    fields = families[str(name)].Config.model_fields
+    return all(f"model.{field}" in asked for field in fields)

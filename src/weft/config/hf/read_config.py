@@ -1,0 +1,134 @@
+"""Reads config.json: the family and its fields, or the keys that weft computes differently."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.config.families import ConfigFamily, Families
+from weft.config.hf.mapping import FIXED_EVERYWHERE, IGNORED, REQUIRED, ConfigMapping, Fixed, HFMapping, Json, Key
+from weft.config.hf.safetensors_files import list_tensors, read_json
+from weft.config.keys import Flat
+from weft.errors import CheckpointError, Fault
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class DescribedModel:
+    """The model of a Hugging Face folder.
+
+    Attributes:
+        family: weft's name.
+        fields: of the family's Config, set by the folder.
+        suggested: fields that a user may set to another value.
+    """
+
+    family: str
+    fields: Flat
+    suggested: Flat
+
+
+def describe_folder(folder: Path, families: Families) -> DescribedModel:
+    """The model of a folder, from config.json and the names of its tensors.
+
+    Raises:
+        CheckpointError: missing files and keys, and keys that weft computes differently; all of them at once.
+    """
+    path = folder / CONFIG
+    if not folder.is_dir():
+        raise CheckpointError(Fault(str(folder), "no such folder", need=f"a folder with {CONFIG} and safetensors"))
+    config = read_json(path)
+    family, mapping = find_family(config, families, key=str(path))
+    faults = tuple(config_faults(config, mapping.config, key=str(path)))
+    if faults:
+        raise CheckpointError(*faults)
+    return DescribedModel(
+        family=family.Config.family,
+        fields=_read_fields(config, mapping.config),
+        suggested=_probe_tensors(folder, config, mapping.config),
+    )
+
+
+def hf_mappings(families: Families) -> dict[str, HFMapping]:
+    """Mappings of the families that transformers has."""
+    return {name: family.hf for name, family in families.items() if family.hf is not None}
+
+
+def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFamily, HFMapping]:
+    """The family of this config.json, by its architecture, or by its model_type where it names no architecture.
+
+    Raises:
+        CheckpointError: an architecture that no family has, with those that exist.
+    """
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
+    mappings = hf_mappings(families)
+    for name, mapping in mappings.items():
+        matches_type = architecture is None and mapping.model_type == config.get("model_type")
+        if architecture == mapping.architecture or matches_type:
+            return families[name], mapping
+    got = repr(architecture or config.get("model_type"))
+    known = sorted(mapping.architecture for mapping in mappings.values())
+    raise CheckpointError(Fault(key, "unknown architecture", got, f"one of {', '.join(known)}"))
+
+
+def config_faults(config: Json, mapping: ConfigMapping, *, key: str) -> Iterator[Fault]:
+    """Keys that are missing, that weft computes differently, or that it does not know."""
+    fixed = (*mapping.fixed, *FIXED_EVERYWHERE)
+    for row in mapping.keys:
+        yield from _key_faults(row, config, key=key)
+    for rule in fixed:
+        yield from _fixed_faults(rule, config, key=key)
+    if mapping.rope:
+        yield from mapping.rope.faults(config, key=key)
+    known = set(IGNORED | mapping.ignored)
+    known.update(row.hf_key for row in mapping.keys)
+    known.update(rule.hf_key for rule in fixed)
+    known.update(mapping.rope.hf_keys if mapping.rope else ())
+    for name, value in config.items():
+        if name not in known and not name.startswith("_") and value is not None:
+            fix = f"remove it from {CONFIG} if it changes no logit"
+            yield Fault(key, f"{name}: unknown key", _short(value), fix=fix)
+
+
+def _read_fields(config: Json, mapping: ConfigMapping) -> Flat:
+    fields: Flat = dict(mapping.implied)
+    for row in mapping.keys:
+        fields[row.field] = row.read(config)
+    if mapping.rope:
+        fields.update(mapping.rope.fields(config))
+    return fields
+
+
+def _probe_tensors(folder: Path, config: Json, mapping: ConfigMapping) -> Flat:
+    """Fields that follow from the presence of a tensor."""
+    if not mapping.probes:
+        return {}
+    names = list_tensors(folder)
+    return {field: int(name.format_map(config) in names) for field, name in mapping.probes.items()}
+
+
+def _key_faults(row: Key, config: Json, *, key: str) -> Iterator[Fault]:
+    value = row.read(config)
+    if value is REQUIRED or value is None:
+        yield Fault(key, f"has no {row.hf_key}")
+    elif not isinstance(value, int | float):
+        yield Fault(key, f"{row.hf_key} is no number", _short(value))
+
+
+def _fixed_faults(rule: Fixed, config: Json, *, key: str) -> Iterator[Fault]:
+    value = config.get(rule.hf_key)
+    allowed = rule.allowed(config)
+    if value is None or value in allowed:
+        return
+    need = " or ".join(json.dumps(each) for each in allowed) or "nothing"
+    yield Fault(key, f"{rule.hf_key}: not what weft computes", _short(value), need)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

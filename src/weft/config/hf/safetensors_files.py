@@ -1,0 +1,175 @@
+"""The tensors of a Hugging Face folder: index and headers of safetensors files. No torch.
+
+A safetensors file is | length of the header, 8 bytes, little-endian | header, JSON | data |; the header has for each
+tensor its dtype, shape and the bytes of the data where it lies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.errors import CheckpointError, Fault
+
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES: Mapping[str, tuple[str, int]] = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+}
+"""safetensors' name of a type that parameters may have -> torch's, bytes of one entry."""
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of safetensors' own reader."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor: type as safetensors names it, and its bytes `start` to `stop` of the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def list_tensors(folder: Path) -> dict[str, TensorEntry]:
+    """All tensors of a folder by name, in the order of the files.
+
+    Raises:
+        CheckpointError: no weights, a missing or damaged file, a tensor in two files or not in the file of the index.
+    """
+    file_of = _read_index(folder)
+    files = dict.fromkeys(file_of.values()) or [SINGLE_FILE]
+    found: dict[str, TensorEntry] = {}
+    for file in files:
+        for name, entry in read_header(folder / file).items():
+            if name in found:
+                raise CheckpointError(Fault(str(entry.file), f"{name} stands in {found[name].file.name} too"))
+            found[name] = entry
+    for name, file in file_of.items():
+        if name not in found or found[name].file.name != file:
+            fix = "download the folder again: a file is not the one that the index was written for"
+            raise CheckpointError(Fault(str(folder / INDEX), f"{name} is not in {file}", fix=fix))
+    return found
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor -> file, as the index says; empty where there is one file without an index."""
+    if not folder.is_dir():
+        raise CheckpointError(Fault(str(folder), "no such folder", need="a folder with config.json and safetensors"))
+    index = folder / INDEX
+    if not index.is_file():
+        _check_single_file(folder)
+        return {}
+    file_of = read_json(index).get("weight_map")
+    if not _is_weight_map(file_of):
+        raise CheckpointError(Fault(str(index), "has no weight_map of tensor names and file names"))
+    files = set(file_of.values())
+    missing = sorted(file for file in files if not (folder / file).is_file())
+    if missing:
+        got = f"{len(missing)} of {len(files)} files are missing"
+        fix = "download the folder again, with all files"
+        raise CheckpointError(Fault(str(folder / missing[0]), "missing shard", got, fix=fix))
+    return dict(file_of)
+
+
+def _check_single_file(folder: Path) -> None:
+    if (folder / SINGLE_FILE).is_file():
+        return
+    is_pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+    fix = "save it as safetensors: model.save_pretrained(folder) in transformers" if is_pickled else ""
+    need = f"{SINGLE_FILE}, or {INDEX} and its files"
+    raise CheckpointError(Fault(str(folder), "holds no weights", need=need, fix=fix))
+
+
+def _is_weight_map(value: Any) -> bool:
+    """Whether it maps names to files of the same folder."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(file, str) and "/" not in file for file in value.values())
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        CheckpointError: it is none, or is cut short.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(Fault(str(path), "is no safetensors file, or cut short", f"{size} bytes"))
+            header = json.loads(file.read(length))
+        entries = _parse_header(path, header, data_start=8 + length)
+    except OSError as error:
+        raise CheckpointError(Fault(str(path), "cannot be read", error.strerror or str(error))) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(Fault(str(path), "is no safetensors file: its header cannot be read")) from error
+    for name, entry in entries.items():
+        _check_entry(name, entry, size)
+    return entries
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CheckpointError: it is missing or no such file.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(Fault(str(path), "no such file")) from None
+    except OSError as error:
+        raise CheckpointError(Fault(str(path), "cannot be read", error.strerror or str(error))) from error
+    except ValueError as error:
+        raise CheckpointError(Fault(str(path), "is no JSON", str(error))) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(Fault(str(path), "is no JSON object", type(content).__name__))
+    return content
+
+
+def _parse_header(path: Path, header: Any, *, data_start: int) -> dict[str, TensorEntry]:
+    entries = {}
+    for name, fields in header.items():
+        if name == "__metadata__":
+            continue
+        start, stop = fields["data_offsets"]
+        entries[name] = TensorEntry(
+            file=path,
+            dtype=str(fields["dtype"]),
+            shape=tuple(int(length) for length in fields["shape"]),
+            start=data_start + int(start),
+            stop=data_start + int(stop),
+        )
+    return entries
+
+
+def _check_entry(name: str, entry: TensorEntry, size: int) -> None:
+    if not 0 <= entry.start <= entry.stop <= size:
+        got = f"{size} bytes; {name} ends at byte {entry.stop}"
+        raise CheckpointError(Fault(str(entry.file), "is cut short", got, fix="download the file again"))
+    if entry.dtype not in DTYPES:
+        return
+    _, entry_bytes = DTYPES[entry.dtype]
+    num_bytes = entry.stop - entry.start
+    if num_bytes != entry_bytes * math.prod(entry.shape):
+        got = f"{num_bytes} bytes for {entry.dtype} {list(entry.shape)}"
+        raise CheckpointError(Fault(str(entry.file), f"{name} has the wrong length", got))
+
+
+def list_some(names: Iterable[str], most: int = 3) -> str:
+    """The first few of these names, and how many more there are."""
+    listed = list(names)
+    text = ", ".join(listed[:most])
+    num_more = len(listed) - most
+    return f"{text} and {num_more} more" if num_more > 0 else text

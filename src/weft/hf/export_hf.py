@@ -1,0 +1,114 @@
+"""Export: a checkpoint becomes a Hugging Face folder, or a folder of its LoRA adapters in PEFT's layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weft.checkpoint.format import Facts
+from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.source import Source
+from weft.config.hf.read_config import CONFIG
+from weft.config.hf.write_config import config_json, unwritable
+from weft.config.lora import adapted_linears
+from weft.core.model_config import ModelConfig
+from weft.errors import CheckpointError
+from weft.hf.adapters import merge_adapters, stored_lora, write_adapters
+from weft.hf.check_logits import NOT_COMPARED, compare_logits
+from weft.hf.import_hf import TransferResult, count_params
+from weft.hf.match import mapping_of
+from weft.hf.peft import unexpected_keys
+from weft.hf.placement import hf_tensors
+from weft.hf.sidecar import read_sidecars, refuse_existing
+from weft.hf.write import choose_dtypes, main_dtype, write_folder
+from weft.models import FAMILIES
+
+
+@dataclass(frozen=True)
+class _StoredModel:
+    """A checkpoint's model without adapters (merged where it has some), its config, and the checkpoint's facts."""
+
+    source: Source
+    cfg: ModelConfig
+    facts: Facts
+
+
+def export_hf(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    dtype: str | None,
+    max_shard_bytes: int,
+    sidecar_folders: Iterable[Path],
+    compares: bool,
+) -> TransferResult:
+    """Write a Hugging Face folder of a checkpoint; adapters are merged.
+
+    Args:
+        dtype: of the tensors, torch's name; None: as they are stored.
+        sidecar_folders: folders that may have the small files that the model was imported with.
+        compares: whether to end with a comparison with transformers.
+
+    Raises:
+        CheckpointError: transformers has no such model, the folder exists already, or the disk refuses.
+    """
+    refuse_existing(folder)
+    model = _open_model(checkpoint)
+    source, cfg = model.source, model.cfg
+    texts = read_sidecars(sidecar_folders)
+    original = json.loads(texts.pop(CONFIG, "{}"))
+    faults = tuple(unwritable(cfg, FAMILIES))
+    if faults:
+        raise CheckpointError(*faults)
+    mapping = mapping_of(cfg.family)
+    ties = FAMILIES[cfg.family].ties(cfg)
+    tensors = hf_tensors(mapping.weights, cfg, source.shapes, ties=ties, where=str(folder))
+    typed = choose_dtypes(tensors, source, dtype=getattr(torch, dtype) if dtype else None)
+    config = config_json(mapping, cfg, dtype=main_dtype(typed), original=original)
+    write_folder(folder, typed, source, max_shard_bytes=max_shard_bytes, texts=texts, config=config)
+    comparison = NOT_COMPARED
+    if compares:
+        dtypes = {placement.param: each.dtype for each in typed for placement in each.tensor.placements}
+        comparison = compare_logits(folder, source, cfg, dtypes=dtypes)
+    num_bytes = sum(each.num_bytes for each in typed)
+    size = f"{num_bytes / 1e9:.3g} GB, {len(typed)} tensors"
+    line = f"{folder}: {count_params(source)}, {config['torch_dtype']}, {size}"
+    return TransferResult((line, str(comparison)), comparison.is_equal)
+
+
+def export_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
+    """Write a checkpoint's adapters alone, in PEFT's layout; returns a report for the user.
+
+    Args:
+        base: name or folder of the base model in transformers, if it is known.
+
+    Raises:
+        CheckpointError: it has none, or the folder exists already.
+    """
+    refuse_existing(folder)
+    model = _open_model(checkpoint)
+    lora = stored_lora(model.facts)
+    stored = open_checkpoint(checkpoint).section("model")
+    write_adapters(folder, stored, cfg=model.cfg, lora=lora, base=base)
+    num_linears = len(adapted_linears(lora.targets, model.cfg.linears()))
+    report = f"{folder}: adapters of rank {lora.rank} beside {num_linears} linears"
+    unexpected = unexpected_keys(model.cfg, lora)
+    if unexpected:
+        report += (
+            f"\nPEFT 0.21 with transformers 5 does not find {len(unexpected)} of them ({unexpected[0]}, ...): it takes"
+            " their names for those of routed experts. To have them there, export the merged model"
+        )
+    return report
+
+
+def _open_model(path: Path) -> _StoredModel:
+    checkpoint = open_checkpoint(path)
+    facts = checkpoint.manifest.facts
+    config_type = FAMILIES[facts.family].Config
+    cfg = config_type.model_validate_json(json.dumps(facts.architecture))
+    source = merge_adapters(checkpoint.section("model"), stored_lora(facts))
+    return _StoredModel(source, cfg, facts)

@@ -1,0 +1,113 @@
+"""Import: a Hugging Face folder becomes a run folder with a checkpoint of step 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.checkpoint.folder import FOLDER, checkpoint_path, temporary_path
+from weft.checkpoint.format import Facts, Manifest
+from weft.checkpoint.held import Held
+from weft.checkpoint.source import Source
+from weft.checkpoint.write import commit, discard, start_write
+from weft.core.axes import Box
+from weft.core.model_config import ModelConfig
+from weft.hf.check_logits import NOT_COMPARED, compare_logits
+from weft.hf.folder import HfFolder, slabs
+from weft.hf.sidecar import read_sidecars, write_sidecars
+from weft.view.quantity import count
+
+CHUNK_BYTES = 2**30
+"""Bytes in memory at a time, and the size of one file of the checkpoint."""
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """Report of an import or export.
+
+    Attributes:
+        lines: for the user.
+        is_equal: transformers computes the same logits, or they were not compared.
+    """
+
+    lines: tuple[str, ...]
+    is_equal: bool
+
+
+def import_hf(
+    folder: Path,
+    out: Path,
+    cfg: ModelConfig,
+    *,
+    facts: Facts,
+    run_toml: str,
+    compares: bool,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> TransferResult:
+    """Write the run folder `out`: the checkpoint of step 0, run.toml, the small files of `folder`.
+
+    Args:
+        cfg: the model that `folder` describes.
+        facts: of the checkpoint.
+        run_toml: content of run.toml.
+        compares: whether to end with a comparison with transformers.
+
+    Raises:
+        CheckpointError: a tensor has another shape than config.json makes of it, or the disk refuses.
+    """
+    source = HfFolder(folder, cfg)
+    manifest = import_params(out, source, facts, chunk_bytes=chunk_bytes)
+    write_sidecars(out, read_sidecars([folder]))
+    (out / "run.toml").write_text(run_toml, encoding="utf-8")
+    comparison = compare_logits(folder, source, cfg) if compares else NOT_COMPARED
+    size = f"{manifest.num_bytes / 1e9:.3g} GB"
+    lines = (
+        f"{folder}: {count_params(source)}, {size}, now {out / FOLDER / 'step-000000'}",
+        str(comparison),
+        f"train it: weft train {out / 'run.toml'} --resume auto",
+    )
+    return TransferResult(lines, comparison.is_equal)
+
+
+def import_params(run_folder: Path, source: Source, facts: Facts, *, chunk_bytes: int = CHUNK_BYTES) -> Manifest:
+    """Write the checkpoint of step `facts.step`, with the section `model` alone.
+
+    Raises:
+        CheckpointError: it exists already, or the disk refuses; what was written is removed then.
+    """
+    final = checkpoint_path(run_folder, facts.step)
+    tmp = temporary_path(final)
+    discard(tmp)
+    num_ranks = 0
+    try:
+        for chunk in _chunks(source, chunk_bytes):
+            start_write(tmp, num_ranks, chunk).wait()
+            chunk.clear()
+            num_ranks += 1
+    except BaseException:
+        discard(tmp)
+        raise
+    return commit(tmp, final, facts, ranks=num_ranks)
+
+
+def count_params(source: Source) -> str:
+    """Number of parameters, for the user."""
+    entries = sum(Box.whole(shape).size for shape in source.shapes.values())
+    return f"{count(entries)} parameters"
+
+
+def _chunks(source: Source, chunk_bytes: int) -> Iterator[list[Held]]:
+    """Slabs of all parameters, in lists of at most `chunk_bytes` or of one slab."""
+    chunk: list[Held] = []
+    filled = 0
+    for name, shape in source.shapes.items():
+        for box in slabs(shape):
+            item = Held(f"model/{name}", shape, box, source.read(name, box))
+            if chunk and filled + item.num_bytes > chunk_bytes:
+                yield chunk
+                chunk = []
+                filled = 0
+            chunk.append(item)
+            filled += item.num_bytes
+    yield chunk
