@@ -177,13 +177,6 @@ def test_a_slip_in_weft_itself_keeps_its_traceback(trained):
         main(["train"])
 
 
-def test_doctor_looks_at_this_machine(capsys):
-    assert main(["doctor"]) == EXIT_OK
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("versions", "cores", "memory", "ranks"))
-    assert main(["doctor", "please"]) == EXIT_USER
-
-
 def test_a_pipe_that_nobody_reads_on_ends_without_a_word():
     command = f"{sys.executable} -m weft train --help | head -n 1"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)

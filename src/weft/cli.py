@@ -14,6 +14,7 @@ from pydantic import Field
 
 from weft import __version__
 from weft.commands import data_checks
+from weft.commands import doctor as commands_doctor
 from weft.commands import schedule as commands_schedule
 from weft.commands.console import (
     HELP,
@@ -186,19 +187,6 @@ def export(words: Sequence[str]) -> int:
     return run(words)
 
 
-def doctor(words: Sequence[str]) -> int:
-    """Look at this machine."""
-    if wants_help(words):
-        return print_result(f"usage: weft doctor\n\n{COMMANDS['doctor'].line}")
-    if words:
-        raise UserError(Fault("weft doctor", "takes no words", " ".join(words)))
-    from weft.doctor import examine  # imports torch
-
-    findings = examine()
-    print_result("\n".join(map(str, findings)))
-    return EXIT_OK if not any(finding.fix for finding in findings) else EXIT_FAILED
-
-
 @dataclass(frozen=True)
 class Command:
     """One word after `weft`."""
@@ -222,7 +210,7 @@ COMMANDS = {
     "data": Command("prepare INPUT... | show FOLDER", "make token files of texts; see what is in them", data_files),
     "import": Command("HF-FOLDER --out RUN", "make a run of a Hugging Face folder", import_folder),
     "export": Command("RUN | CHECKPOINT HF-FOLDER", "make a Hugging Face folder of a checkpoint", export),
-    "doctor": Command("", "look at this machine: versions, devices, memory, whether ranks meet", doctor),
+    "doctor": Command("", commands_doctor.LINE, commands_doctor.doctor),
 }
 COMMANDS_TO_COME = ("plan", "bench", "report", "launch", "chaos")
 

@@ -16,7 +16,7 @@ from weft.comm.process_groups import ProcessTransport
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
 from weft.errors import Fault, LaunchError
-from weft.run.world import ThreadRendezvous, World
+from weft.run.world import ThreadRendezvous, World, num_cores
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -114,13 +114,6 @@ def prepare_rank(local_size: int) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, num_cores() // local_size))
     torch.set_flush_denormal(True)
-
-
-def num_cores() -> int:
-    """Cores available to this process."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

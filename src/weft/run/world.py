@@ -1,8 +1,12 @@
-"""The world of one rank (rank, size, rendezvous), read from the variables of torchrun or Slurm. No torch."""
+"""The world of one rank (rank, size, rendezvous), read from the variables of torchrun or Slurm; cores of the machine.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -114,6 +118,13 @@ def _number(env: Env, name: str, *, default: int | None = None) -> int:
     if not value.isdecimal():
         raise LaunchError(Fault(name, "is no number", got=repr(value), fix="start with torchrun or srun"))
     return int(value)
+
+
+def num_cores() -> int:
+    """Cores available to this process."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:

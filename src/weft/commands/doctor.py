@@ -1,0 +1,176 @@
+"""`weft doctor`: versions, devices, cores, memory and folders of this machine, and a collective between two local ranks.
+
+Works without torch, and reports what is missing and how to install it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from weft import __version__
+from weft.commands.console import print_result, wants_help
+from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, WeftError
+from weft.run.world import num_cores
+
+if TYPE_CHECKING:
+    from weft.comm.comm import Comm
+
+LINE = "check this machine: versions, devices, memory, and whether local ranks can communicate"
+
+REQUIRED = ("torch", "numpy", "pydantic", "tyro", "rich", "safetensors", "psutil", "cloudpickle")
+OPTIONAL = ("tokenizers", "transformers", "peft", "pyarrow", "scikit-learn")
+MIN_MEMORY_GIB = 1.0
+MIN_SHARED_GIB = 0.0625
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check; a problem has a fix."""
+
+    name: str
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        mark = "BAD" if self.fix else "ok "
+        line = f"{mark}  {self.name:<13} {self.text}"
+        return f"{line}. Fix: {self.fix}" if self.fix else line
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Print the findings; exit code 1 if one of them is a problem."""
+    if wants_help(words):
+        return print_result(f"usage: weft doctor\n\n{LINE}")
+    if words:
+        raise UserError(Fault("weft doctor", "takes no arguments", got=" ".join(words), fix="weft doctor"))
+    findings = tuple(examine())
+    print_result("\n".join(map(str, findings)))
+    has_problem = any(finding.fix for finding in findings)
+    return EXIT_FAILED if has_problem else EXIT_OK
+
+
+def examine() -> Iterator[Finding]:
+    """All checks, without changes to the machine. Those that need torch come last and only if torch can be imported."""
+    yield _versions()
+    yield from _missing_packages()
+    yield _cores()
+    yield _memory()
+    yield _shared_memory()
+    yield _byte_code()
+    problem = _torch_problem()
+    if problem is not None:
+        yield problem
+        return
+    yield from _gpus()
+    yield _collective()
+
+
+def _versions() -> Finding:
+    found = [f"Python {platform.python_version()}", f"weft {__version__}"]
+    for package in (*REQUIRED, *OPTIONAL):
+        number = _version(package)
+        if number is not None:
+            found.append(f"{package} {number}")
+    return Finding("versions", ", ".join(found))
+
+
+def _missing_packages() -> Iterator[Finding]:
+    for package in REQUIRED:
+        if package != "torch" and _version(package) is None:
+            yield Finding(package, "is not installed", f"pip install {package}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cores() -> Finding:
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return Finding("cores", f"{num_cores()} for this process{load}")
+
+
+def _memory() -> Finding:
+    try:
+        psutil = import_module("psutil")
+    except ImportError as error:
+        return Finding("memory", f"not checked: {error}", "pip install psutil")
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    if memory.available < MIN_MEMORY_GIB * GIB:
+        return Finding("memory", text, f"free memory: a small run takes {MIN_MEMORY_GIB:g} GiB")
+    return Finding("memory", text)
+
+
+def _shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage("/dev/shm").free / GIB
+    except OSError:
+        return Finding("shared memory", "there is no /dev/shm: NCCL between local ranks is slower")
+    fix = "make /dev/shm larger (docker run --shm-size=1g)" if free < MIN_SHARED_GIB else ""
+    return Finding("shared memory", f"{free:.2f} GiB free in /dev/shm", fix)
+
+
+def _byte_code() -> Finding:
+    if sys.dont_write_bytecode:
+        text = "is not written (PYTHONDONTWRITEBYTECODE): modules that were never compiled import more slowly"
+        return Finding("byte code", text)
+    return Finding("byte code", "is written")
+
+
+def _torch_problem() -> Finding | None:
+    """Why torch cannot be imported; None if it can."""
+    try:
+        import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
+        reason = str(error).partition("\n")[0]
+        fix = "pip install torch (builds for each CUDA version: https://pytorch.org/get-started/locally)"
+        return Finding("torch", f"cannot be imported: {reason}; GPUs and ranks are not checked", fix)
+    return None
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch  # late: `weft doctor` works without it
+
+    if not torch.cuda.is_available():
+        yield Finding("gpus", "none available to this build of torch: ranks compute on the CPU")
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        yield Finding(f"gpu {index}", f"{torch.cuda.get_device_name(index)}, {memory}")
+
+
+def _collective() -> Finding:
+    """An all-reduce between two local processes over gloo."""
+    from weft.run.run_ranks import run_ranks  # late: imports torch
+
+    start = time.perf_counter()
+    try:
+        sums = run_ranks("dp2", _sum_of_ranks, transport="processes")
+    except (WeftError, OSError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        fix = "check the firewall and GLOO_SOCKET_IFNAME"
+        return Finding("ranks", f"two local ranks cannot communicate: {reason}", fix)
+    seconds = time.perf_counter() - start
+    if sums != [1.0, 1.0]:
+        return Finding("ranks", f"all_reduce of 0 and 1 gives {sums}", "update torch")
+    return Finding("ranks", f"all_reduce between two local processes: right, {seconds:.1f} s with their start")
+
+
+def _sum_of_ranks(comm: Comm) -> float:
+    import torch  # late: `weft doctor` works without it
+
+    return float(comm.all_reduce(torch.tensor(float(comm.rank)), "dp"))

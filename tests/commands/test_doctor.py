@@ -1,0 +1,68 @@
+"""`weft doctor`: checks of the machine, each problem with a fix, also where torch cannot be imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from weft.cli import main
+from weft.commands import doctor
+from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
+
+WITHOUT_TORCH = """
+import importlib.abc, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+sys.meta_path.insert(0, Blocker())
+from weft.cli import main
+
+sys.exit(main(["doctor"]))
+"""
+
+
+def test_doctor_checks_versions_memory_and_a_collective_between_ranks(capsys):
+    assert main(["doctor"]) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("ok ") for line in lines)
+    names = {line[5:18].strip() for line in lines}
+    assert {"versions", "cores", "memory", "ranks"} <= names
+
+
+def test_doctor_takes_no_arguments(capsys):
+    assert main(["doctor", "please"]) == EXIT_USER
+    assert capsys.readouterr().err == "error: weft doctor: takes no arguments (got please). Fix: weft doctor\n"
+
+
+def test_doctor_works_without_torch_and_says_how_to_install_it():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (EXIT_FAILED, "")
+    *others, last = done.stdout.splitlines()
+    assert all(line.startswith("ok ") for line in others)
+    assert last.startswith("BAD  torch         cannot be imported: No module named 'torch'")
+    assert "Fix: pip install torch" in last
+
+
+def test_a_missing_required_package_is_a_problem_with_a_fix(monkeypatch):
+    monkeypatch.setattr(doctor, "REQUIRED", (*doctor.REQUIRED, "no-such-package"))
+    assert [str(finding) for finding in doctor._missing_packages()] == [
+        "BAD  no-such-package is not installed. Fix: pip install no-such-package"
+    ]
+
+
+def test_little_memory_is_a_problem_with_a_fix(monkeypatch):
+    monkeypatch.setattr(doctor, "MIN_MEMORY_GIB", 1e6)
+    (finding,) = [finding for finding in doctor.examine() if finding.name == "memory"]
+    assert finding.fix == "free memory: a small run takes 1e+06 GiB"
+
+
+@pytest.mark.parametrize(
+    ("text", "fix", "line"), [("2", "", "ok   cores         2"), ("1", "add", "BAD  cores         1. Fix: add")]
+)
+def test_a_finding_is_one_line(text, fix, line):
+    assert str(doctor.Finding("cores", text, fix)) == line
