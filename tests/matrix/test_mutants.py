@@ -21,12 +21,12 @@ from weft.core.axes import Box
 from weft.models.common import init
 from weft.models.common.batch import Batch
 from weft.parallel.context import attend, ring
-from weft.parallel.data_parallel import buckets
 from weft.parallel.model import parallelize as parallelize_module
 from weft.parallel.pipeline import player
 from weft.parallel.tensor import linear as tensor_linear
 from weft.parallel.tensor import region, vocab
 from weft.parallel.zero import grad_norm
+from weft.parallel.zero.param_group import ParamGroup
 from weft.train import step
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -42,47 +42,38 @@ def mutant(case: Case) -> Callable[[Patch], Patch]:
     return register
 
 
-def start_of_bucket(
-    change: Callable[[Any, buckets.Bucket], None],
-) -> Callable[[buckets.GradientBuckets, buckets.Bucket], None]:
-    def start(self: buckets.GradientBuckets, bucket: buckets.Bucket) -> None:
-        if not bucket.started:
-            bucket.started = True
-            change(self, bucket)
-
-    return start
-
-
 @mutant(Case("dp2", microbatches=2))
 def gradients_are_never_reduced(patch: pytest.MonkeyPatch) -> None:
     """Data ranks drift apart."""
-    patch.setattr(buckets.GradientBuckets, "_start", start_of_bucket(lambda self, bucket: None))
+    patch.setattr(ParamGroup, "_start_collective", lambda self, unsharded: Work.done(unsharded))
 
 
 @mutant(Case("dp2", microbatches=2))
 def gradients_are_averaged_although_the_loss_is_normalised_globally(patch: pytest.MonkeyPatch) -> None:
     """Gradients come out 1 / dp too small; AdamW hides it from the loss."""
 
-    def average(self: buckets.GradientBuckets, bucket: buckets.Bucket) -> None:
-        bucket.work = self.comm.start_all_reduce_(bucket.flat, bucket.axes, op="avg")
+    def average(self: ParamGroup, unsharded: Tensor) -> Work:
+        return self.comm.start_all_reduce_(unsharded, self.axes, op="avg")
 
-    patch.setattr(buckets.GradientBuckets, "_start", start_of_bucket(average))
+    patch.setattr(ParamGroup, "_start_collective", average)
 
 
 @mutant(Case("dp2", microbatches=2, bucket_bytes=2**20))
 def two_parameters_are_swapped_in_one_ranks_bucket(patch: pytest.MonkeyPatch) -> None:
     """Two gradients of equal shape are summed crosswise."""
-    right = buckets._make_bucket
+    right = ParamGroup.__init__
+    one, other = "layer0.attn_norm.weight", "layer0.mlp_norm.weight"
 
-    def swapped(names: tuple[str, ...], params: Any, **rest: Any) -> buckets.Bucket:
-        bucket = right(names, params, **rest)
-        if {"layer0.attn_norm.weight", "layer0.mlp_norm.weight"} <= set(names) and next(calls) == 0:
-            one, other = params["layer0.attn_norm.weight"], params["layer0.mlp_norm.weight"]
-            one.grad, other.grad = other.grad, one.grad
-        return bucket
+    def swapped(self: ParamGroup, *args: Any, **kwargs: Any) -> None:
+        right(self, *args, **kwargs)
+        if {one, other} <= self.params.keys() and next(calls) == 0:
+            views = self._grad_views
+            views[one], views[other] = views[other], views[one]
+            for name in (one, other):
+                self.params[name].grad = views[name]
 
     calls = count()
-    patch.setattr(buckets, "_make_bucket", swapped)
+    patch.setattr(ParamGroup, "__init__", swapped)
 
 
 @mutant(Case("dp2", microbatches=3))
@@ -196,19 +187,19 @@ class _Alone:
 @mutant(Case("pp2", family="gpt2"))
 def tied_embeddings_are_not_summed_across_stages(patch: pytest.MonkeyPatch) -> None:
     """Embedding and head drift apart."""
-    patch.setattr(grad_norm, "add_cross_stage_ties", lambda model, kept: None)
+    patch.setattr(grad_norm, "sum_tied_gradients", lambda model, reducer: None)
 
 
 @mutant(Case("pp2", family="gpt2"))
 def a_tied_parameter_counts_twice_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     """The logged norm and the clipping are wrong."""
-    patch.setattr(grad_norm, "counts_here", lambda model, name, spread=(): True)
+    patch.setattr(grad_norm, "is_first_holder", lambda model, name, sharded_over=(): True)
 
 
 @mutant(Case("tp2"))
 def replicated_parameters_count_once_a_rank_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     """Norm weights count tp times."""
-    patch.setattr(grad_norm, "_is_first_holder", lambda piece, comm, spread: True)
+    patch.setattr(grad_norm, "_is_first_replica", lambda piece, comm, sharded_over: True)
 
 
 @mutant(Case("pp2 tp2"))

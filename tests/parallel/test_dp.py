@@ -36,7 +36,7 @@ def test_gradients_are_reduced_once_a_step_however_many_micro_batches(microbatch
         comm.observers = (counter,)
         step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
         reduced = counter.traffic["dp", "all_reduce"]
-        return reduced.operations, len(step.grads.buckets), reduced.payload_bytes
+        return reduced.operations, len(step.grads.groups), reduced.payload_bytes
 
     for operations, num_buckets, payload in run_ranks("dp2", rank):
         num_params = sum(p.numel() for p in _params(case))
@@ -78,11 +78,11 @@ def test_gradients_stay_views_into_their_buckets_and_bucket_order_does_not_chang
     def rank(comm: Comm) -> tuple[tuple[str, ...], ...]:
         step = make_step(case, comm)
         places = {name: param.grad.data_ptr() for name, param in step.model.params.items()}
-        order = tuple(bucket.names for bucket in step.grads.buckets)
+        order = tuple(tuple(group.params) for group in reversed(step.grads.groups))
         for batch in batches(case):
             step(micro_batches(batch, case.plan, comm.rank), lr=LR)
         assert places == {name: param.grad.data_ptr() for name, param in step.model.params.items()}
-        assert order == tuple(bucket.names for bucket in step.grads.buckets)
+        assert order == tuple(tuple(group.params) for group in reversed(step.grads.groups))
         return order
 
     orders = set(run_ranks("dp3", rank))

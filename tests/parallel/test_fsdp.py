@@ -189,7 +189,7 @@ def test_gradients_add_up_until_they_are_zeroed() -> None:
 
 def held_bytes(net: FullyShardedDataParallel) -> int:
     """Bytes of parameters, whole ones and shards, that a rank holds between steps."""
-    tensors = [tensor for unit in net._sharded.units for tensor in (unit.whole.flat, unit.shard)]
+    tensors = [tensor for group in net._reducer.groups for tensor in (group.unsharded_params.flat, group.sharded_param)]
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
@@ -320,7 +320,7 @@ def test_parameters_of_a_module_around_it_are_the_shards() -> None:
     def rank(comm: Comm) -> bool:
         net = FullyShardedDataParallel(nn.Linear(4, 4), comm)
         around = nn.Sequential(net, nn.Tanh())
-        return {id(param) for param in around.parameters()} == {id(param) for param in net.shards.parameters()}
+        return {id(param) for param in around.parameters()} == {id(shard) for shard in net._shard_of.values()}
 
     assert all(run_ranks("dp2", rank))
 
@@ -374,10 +374,10 @@ def test_frozen_blocks_are_given_back_during_the_backward() -> None:
         held: list[int] = []
         for layer in deep.layers:
             layer.register_full_backward_pre_hook(
-                lambda *_: held.append(sum(unit.whole.is_there for unit in net._sharded.units))
+                lambda *_: held.append(sum(group.unsharded_params.is_allocated for group in net._reducer.groups))
             )
         net(torch.ones(2, width, requires_grad=True)).sum().backward()
-        assert not any(unit.whole.is_there for unit in net._sharded.units)
+        assert not any(group.unsharded_params.is_allocated for group in net._reducer.groups)
         return max(held)
 
     most = run_ranks("dp2", rank)

@@ -26,13 +26,14 @@ from weft.models.common.init import named_parameters
 from weft.models.common.lora import AdaptedFamily, Factor, adapted
 from weft.parallel.model import parallelize as parallelize_module
 from weft.parallel.tensor import linear as tensor_linear
+from weft.parallel.zero.grouping import make_gradient_reducer
 from weft.prove.layout import micro_batches, run_layout
 from weft.prove.oracle import one_device, plain_model
 from weft.prove.trace import Held, StepTrace, differences, uncovered
 from weft.testing import run_ranks
 from weft.train.build import build_model
 from weft.train.optim import Optimizer, make_optimizer, matrices
-from weft.train.step import TrainStep, make_gradient_reducer
+from weft.train.step import TrainStep
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 NUM_STEPS = 2

@@ -17,9 +17,10 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch, Extra, forward
-from weft.parallel.data_parallel.buckets import GradientBuckets
 from weft.parallel.model.parallelize import parallelize
 from weft.parallel.pipeline.player import Player, PlayResult
+from weft.parallel.zero.grouping import bucket_reducer
+from weft.parallel.zero.param_group import ParamGroup
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
 from weft.schedule.validate_table import validate
@@ -70,7 +71,9 @@ def with_late_last_stage() -> Table:
     """A V on which rank 0 is done with stage 0 first and computes all weight gradients of the last stage after that."""
     table = make_table("zbv", ranks=2, microbatches=3)
     late = [act for act in table.rows[0] if act.kind == "W" and act.stage == 3]
-    return Table((tuple(act for act in table.rows[0] if act not in late) + tuple(late), table.rows[1]), table.stage_to_rank, 3)
+    return Table(
+        (tuple(act for act in table.rows[0] if act not in late) + tuple(late), table.rows[1]), table.stage_to_rank, 3
+    )
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -184,31 +187,38 @@ def test_the_end_of_a_stage_is_announced_once_right_before_its_last_b_or_w(sched
             assert told[told.index(stage) + 1] == acts[-1]
 
 
-def test_buckets_are_reduced_during_the_last_w() -> None:
+def test_buckets_are_reduced_during_the_last_w(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each bucket starts when its last gradient arrives: the first one before the last parameter has its own."""
     batches = micro_batches(3)
 
     def rank(comm: Comm) -> list[str]:
         model = parallelize(chain_of_layers(("",) * 2), plan_of("zero_bubble", "dp2", 3, layers=2), comm)
         events: list[str] = []
-        buckets = GradientBuckets(
+        reducer = bucket_reducer(
             model.params,
-            comm=comm,
-            reduce=dict.fromkeys(model.params, ("dp",)),
-            stage_of=model.stage_of,
+            comm,
+            reduce_axes=dict.fromkeys(model.params, ("dp",)),
             bucket_bytes=1,
         )
-        start = buckets._start
-        buckets._start = lambda bucket: (events.append(f"reduce {bucket.names[0]}"), start(bucket))
+        for group in reducer.groups:
+            events_of[id(group)] = events
         player = Player(
             model,
-            before_last_backward=lambda stage: (events.append("last"), buckets.set_requires_gradient_sync(stage)),
+            before_last_backward=lambda stage: (events.append("last"), reducer.set_requires_gradient_sync(stage)),
             on_action=lambda act, *times: events.append(str(act)),
         )
         player.play(copy.deepcopy(batches), torch.tensor(1.0))
-        buckets.finish()
+        reducer.finish()
         return events
 
+    def log_and_start(group: ParamGroup) -> None:
+        (name,) = group.params
+        events_of[id(group)].append(f"reduce {name}")
+        start_reduce(group)
+
+    events_of: dict[int, list[str]] = {}
+    start_reduce = ParamGroup.start_reduce
+    monkeypatch.setattr(ParamGroup, "start_reduce", log_and_start)
     for events in run_ranks("dp2", rank):
         last, done = events.index("last"), events.index("W0.2")
         inside = events[last + 1 : done]

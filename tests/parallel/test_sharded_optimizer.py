@@ -171,7 +171,7 @@ def test_an_optimizer_that_takes_parameters_as_wholes_is_refused(kind: Callable[
     def rank(comm: Comm) -> None:
         ShardedOptimizer(nn.Linear(4, 4, bias=False).parameters(), kind, comm)
 
-    with pytest.raises(PlanError, match="takes a parameter as a whole"):
+    with pytest.raises(PlanError, match="updates a parameter as a whole"):
         run_ranks("dp2", rank)
 
 

@@ -15,9 +15,9 @@ from weft.comm.observe import Counter, Operation
 from weft.core.axes import span
 from weft.models import FAMILIES
 from weft.models.common.batch import forward
-from weft.parallel.data_parallel.buckets import GradientBuckets
 from weft.parallel.pipeline.player import Player
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from weft.parallel.zero.grouping import bucket_reducer
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model
@@ -169,10 +169,8 @@ def test_activations_of_a_cut_model_equal_the_plain_ones_without_any_backward() 
     def alone(comm: Comm) -> float:
         plain = Case("", family="gpt2", microbatches=1)
         model = build_model(FAMILIES["gpt2"], plain.config, plain.plan, comm, seed=SEED)
-        buckets = GradientBuckets(
-            model.params, comm=comm, reduce=dict.fromkeys(model.params, ()), stage_of=model.stage_of
-        )
-        player = Player(model, before_last_backward=buckets.set_requires_gradient_sync)
+        reducer = bucket_reducer(model.params, comm, reduce_axes=dict.fromkeys(model.params, ()))
+        player = Player(model, before_last_backward=reducer.set_requires_gradient_sync)
         return player.play(micro_batches(copy.deepcopy(batch), plain.plan, 0), torch.tensor(1.0)).loss.item()
 
     (want,) = run_ranks("", alone)

@@ -54,7 +54,7 @@ def gradients_and_values(model: ParallelModel, case: Case, dtypes: Dtypes) -> Su
     far = {link.name for link in model.cross_stage_ties}
 
     def group(name: str) -> tuple[int, str, tuple[str, ...], str]:
-        block = "" if case.zero == 0 and dtypes == DOUBLE else name.partition(".")[0]
+        block = "" if case.zero == 0 else name.partition(".")[0]
         return model.stage_of[name], block, model.shards[name].reduce_axes, name if block and name in far else ""
 
     for (_, _, axes, _), members in groupby(sorted(model.params, key=group), key=group):

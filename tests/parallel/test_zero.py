@@ -15,8 +15,8 @@ from tests.parallel.test_tp import Log
 from weft.comm.comm import Comm
 from weft.errors import CommError
 from weft.models import FAMILIES
-from weft.parallel.zero.flat import FlatLayout, FlatParams
-from weft.parallel.zero.gradient_reducer import ShardedParams
+from weft.parallel.zero.flat_params import FlatLayout, FlatParams
+from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
@@ -57,9 +57,9 @@ def test_memory_given_away_comes_back_under_saved_views() -> None:
     flat = FlatParams({"w": weight}, FlatLayout.of({"w": (3, 3)}, 1), dtype=torch.float32)
     values = flat.flat.clone()
     y = (weight @ torch.randn(3, 2)).tanh().sum()
-    flat.release()
-    assert not flat.is_there
-    flat.restore()
+    flat.free()
+    assert not flat.is_allocated
+    flat.allocate()
     flat.alias().copy_(values)
     y.backward()
     assert weight.grad.isfinite().all()
@@ -72,13 +72,13 @@ def test_between_steps_a_rank_holds_its_share(zero: Any) -> None:
     def rank(comm: Comm) -> tuple[int, int, int, int, int]:
         step = make_step(case, comm)
         play(step, case)
-        units = step.grads.units
+        groups = step.grads.groups
         states = [x for state in step.optimizer.state.values() for x in state.values() if x.dim()]
         return (
-            sum(slot.hi - slot.lo for unit in units for slot in unit.layout.slots),
-            sum(unit.layout.shard_length for unit in units),
-            storage_bytes([x for unit in units for x in (unit.whole.flat, unit.shard)]),
-            storage_bytes([x for unit in units for x in (unit.full, unit.grad) if x is not None]),
+            sum(span.stop - span.start for group in groups for span in group.layout.spans),
+            sum(group.layout.shard_length for group in groups),
+            storage_bytes([x for group in groups for x in (group.unsharded_params.flat, group.sharded_param)]),
+            storage_bytes([x for group in groups for x in (group.unsharded_grad, group.sharded_grad) if x is not None]),
             sum(x.numel() for x in states),
         )
 
@@ -109,10 +109,12 @@ def test_a_model_on_demand_is_made_unit_by_unit(mode: tuple[str, Any]) -> None:
         peak = Peak()
         with peak:
             step = make_step(case, comm)
-        units = step.grads.units
-        biggest = max(8 * unit.layout.length for unit in units)
-        held = storage_bytes([x for unit in units for x in (unit.whole.flat, unit.shard, unit.grad)])
-        return peak.most, held, biggest, sum(8 * unit.layout.length for unit in units)
+        groups = step.grads.groups
+        biggest = max(8 * group.layout.length for group in groups)
+        held = storage_bytes(
+            [x for group in groups for x in (group.unsharded_params.flat, group.sharded_param, group.sharded_grad)]
+        )
+        return peak.most, held, biggest, sum(8 * group.layout.length for group in groups)
 
     for most, held, biggest, whole in run_ranks(case.mesh, rank):
         if zero == 3:
@@ -169,16 +171,18 @@ def test_the_next_block_is_fetched_while_one_runs() -> None:
 
 def test_a_gradient_after_its_unit_was_reduced_in_place_is_an_error() -> None:
     def rank(comm: Comm) -> None:
-        policy = ShardingPolicy(1, params=torch.float32, compute=torch.float32, reduce=torch.float32, keeps_full=True)
+        policy = ShardingPolicy(
+            1, params=torch.float32, compute=torch.float32, reduce=torch.float32, keeps_unsharded_grad=True
+        )
         params = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
-        unit = ParamGroup(params, comm, policy, axes=("dp",))
-        sharded = ShardedParams((unit,), comm, policy, split_stages=frozenset({0}))
-        sharded.set_requires_gradient_sync(0)
+        group = ParamGroup(params, comm, policy, axes=("dp",))
+        reducer = GradientReducer((group,), comm, split_stages=frozenset({0}))
+        reducer.set_requires_gradient_sync(0)
         for first, second in (("a", "b"), ("b", "a")):
             params[first].sum().backward()
             params[second].sum().backward()
 
-    with pytest.raises(CommError, match="came after those of its unit were reduced"):
+    with pytest.raises(CommError, match="arrived after its group was reduced"):
         run_ranks("dp2", rank)
 
 
@@ -186,17 +190,18 @@ def test_a_parameter_used_in_some_backwards_only_counts_in_each() -> None:
     def gradients(uses: Callable[[dict[str, nn.Parameter], int], torch.Tensor], zero: Any) -> dict[str, torch.Tensor]:
         def rank(comm: Comm) -> dict[str, torch.Tensor]:
             policy = ShardingPolicy(
-                zero, params=torch.float64, compute=torch.float64, reduce=torch.float64, keeps_full=zero < 2
+                zero, params=torch.float64, compute=torch.float64, reduce=torch.float64, keeps_unsharded_grad=zero < 2
             )
             params = {name: nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in ("a", "b")}
-            sharded = ShardedParams((ParamGroup(params, comm, policy, axes=("dp",)),), comm, policy)
-            sharded.zero_grad()
+            group = ParamGroup(params, comm, policy, axes=("dp",))
+            reducer = GradientReducer((group,), comm, reduces_every_backward=zero >= 2)
+            reducer.zero_grad()
             for backward in range(3):
                 if backward == 2:
-                    sharded.set_requires_gradient_sync(0)
+                    reducer.set_requires_gradient_sync(0)
                 uses(params, backward).backward()
-            sharded.finish()
-            return sharded.full_gradients()
+            reducer.finish()
+            return reducer.full_gradients()
 
         return run_ranks("dp2", rank)[0]
 

@@ -107,9 +107,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
     right, struck = ParamGroup.start_reduce, set[int]()
 
     def overflow_once(self: ParamGroup) -> None:
-        if self.comm.rank == 1 and not struck and self.full is not None:
+        if self.comm.rank == 1 and not struck and self.unsharded_grad is not None:
             struck.add(1)
-            self.full[0] = torch.inf
+            self.unsharded_grad[0] = torch.inf
         right(self)
 
     monkeypatch.setattr(ParamGroup, "start_reduce", overflow_once)

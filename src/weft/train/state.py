@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.core.axes import Box, span
 from weft.errors import CheckpointError, Fault
 from weft.parallel.model.parallelize import ParallelModel, ParamShard
-from weft.parallel.zero.grad_norm import GradientStore
+from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.train.optim import NamedOptimizer, Optimizer
 from weft.train.step import TrainStep
 
@@ -90,7 +90,7 @@ def parts_of_step(step: TrainStep) -> Iterator[Part]:
             yield part
 
 
-def parts_of_model(model: ParallelModel, grads: GradientStore | None = None) -> Iterator[Part]:
+def parts_of_model(model: ParallelModel, grads: GradientReducer | None = None) -> Iterator[Part]:
     """The values alone: those that `grads` has the optimizer move, or spreads over ranks, or else the parameters themselves."""
     tensors = {**grads.sharded_params, **grads.frozen_shards} if grads else {}
     ranges, spread = (grads.shard_ranges, grads.shard_axes) if grads else ({}, {})

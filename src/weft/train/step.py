@@ -14,13 +14,10 @@ from torch import Tensor
 
 from weft.core.axes import data_axes
 from weft.models.common.batch import Batch
-from weft.parallel.data_parallel.buckets import GradientBuckets
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import ActionCallback, Player
 from weft.parallel.zero import grad_norm
-from weft.parallel.zero.grad_norm import GradientStore
-from weft.parallel.zero.gradient_reducer import shard
-from weft.parallel.zero.param_group import ShardingPolicy
+from weft.parallel.zero.grouping import make_gradient_reducer
 from weft.train.balance import imbalance, rebalance_routers, sum_loads
 from weft.train.optim import Optimizer
 from weft.train.precision import LossScale
@@ -95,7 +92,7 @@ class TrainStep:
         """Parameters of the whole model, each counted once; every rank must ask at the same time."""
         comm = self.model.comm
         mine = sum(
-            piece.shard.size for name, piece in self.model.shards.items() if grad_norm.counts_here(self.model, name)
+            piece.shard.size for name, piece in self.model.shards.items() if grad_norm.is_first_holder(self.model, name)
         )
         count = torch.tensor(mine, dtype=torch.int64, device=comm.device)
         return int(comm.all_reduce(count, tuple(name for name, _ in comm.mesh.axes)).item())
@@ -110,7 +107,7 @@ class TrainStep:
         self.grads.zero_grad()
         played = self.player.play(batches, scale / targets)
         self.grads.finish()
-        grad_norm.add_cross_stage_ties(self.model, self.grads)
+        grad_norm.sum_tied_gradients(self.model, self.grads)
         loads = sum_loads(played.loads, self.model.comm)
         totals = self._gather_totals(played.loss, imbalance(loads), says())
         norm = totals.norm / scale
@@ -159,22 +156,6 @@ class TrainStep:
             per_stage[stage] = max(per_stage[stage], int(value))
         said = tuple(int(word) for word in words.tolist())
         return Totals(losses.sum(), squares.sum().sqrt(), tuple(per_stage), expert_loads.max().item() or None, said)
-
-
-def make_gradient_reducer(model: ParallelModel) -> GradientStore:
-    """Buckets where every rank holds everything in one dtype; else shards, as the plan's ZeRO stage and dtypes say."""
-    plan = model.plan
-    if plan.zero == 0 and plan.params == plan.compute == plan.reduce:
-        return GradientBuckets(
-            model.params,
-            comm=model.comm,
-            reduce={name: piece.reduce_axes for name, piece in model.shards.items()},
-            stage_of=model.stage_of,
-            bucket_bytes=plan.bucket_bytes,
-        )
-    params, compute, reduce = (getattr(torch, name) for name in (plan.params, plan.compute, plan.reduce))
-    policy = ShardingPolicy(plan.zero, params=params, compute=compute, reduce=reduce, keeps_full=plan.zero <= 1)
-    return shard(model, policy)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -1,1 +1,1 @@
-"""Data parallelism: gradient buckets, DistributedDataParallel, DataParallel."""
+"""Data parallelism for plain modules: DistributedDataParallel over ranks, DataParallel over the devices of one process."""

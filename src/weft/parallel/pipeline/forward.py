@@ -51,7 +51,9 @@ def gather_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Te
 def forward_table(table: Table) -> Table:
     """The forwards of a table, every row in its order: whatever the schedule, they need nothing else."""
     return Table(
-        tuple(tuple(act for act in row if act.kind == "F") for row in table.rows), table.stage_to_rank, table.microbatches
+        tuple(tuple(act for act in row if act.kind == "F") for row in table.rows),
+        table.stage_to_rank,
+        table.microbatches,
     )
 
 

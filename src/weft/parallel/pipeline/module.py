@@ -1,20 +1,23 @@
-"""Owns `PipelineParallel`: the player around any sequence of modules, in a plain script."""
+"""`PipelineParallel`: any sequence of modules over pipeline ranks, in a plain script."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.axes import data_axes, span
+from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch
-from weft.parallel.data_parallel.buckets import GradientBuckets
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.player import Player
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.zero.grouping import bucket_reducer
 from weft.schedule.catalog import find
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
@@ -31,12 +34,16 @@ class PipelineParallel(nn.Module):
     Every rank passes the whole chain and keeps its own stages; a chain on the meta device costs nothing.
 
     Args:
-        blocks: modules in order, each takes what the one before hands on (one tensor).
-        comm: this rank's way to the others; axes "pp" and the data axes are used.
+        blocks: modules in order, each takes the output of the one before (one tensor). Inputs of the first one may be
+            integers, such as token ids; what a stage sends to the next is of one floating-point dtype.
+        comm: communication with the other ranks; the pipeline axis and the data axes are used.
         loss: (output of the last block, targets) -> scalar mean over the micro-batch.
         example: input of one micro-batch, for its shape and dtype only.
-        microbatches: a step's input is cut into so many, along dim 0.
+        microbatches: a step's input is split into so many, along dim 0.
         schedule, chunks: as `weft schedule` draws them; by default as many chunks as the schedule is made for.
+
+    Raises:
+        PlanError: the output of a stage is not floating point, or stages differ in the dtype of their outputs.
     """
 
     def __init__(
@@ -51,13 +58,16 @@ class PipelineParallel(nn.Module):
         chunks: int | None = None,
     ) -> None:
         super().__init__()
-        chunks = find(schedule).default_chunks if chunks is None else chunks
-        dtype = str(example.dtype).removeprefix("torch.")
+        if chunks is None:
+            chunks = find(schedule).default_chunks
+        outputs = _block_outputs(blocks, example)
+        stages = _stages(outputs, num_stages=comm.degree(PP) * chunks)
+        dtype = _boundary_dtype(stages, outputs)
         plan = Plan(
             mesh=comm.mesh,
             family="custom",
             architecture="{}",
-            stages=_stages(blocks, comm.degree("pp") * chunks, example),
+            stages=stages,
             schedule=schedule,
             chunks=chunks,
             microbatches=microbatches,
@@ -65,37 +75,46 @@ class PipelineParallel(nn.Module):
             compute=dtype,
             reduce=dtype,
         )
-        chain: dict[str, nn.Module] = {str(index): _Plain(block) for index, block in enumerate(blocks)}
-        self.model: ParallelModel = parallelize({**chain, "loss": _LossBlock(loss)}, plan, comm)
+        chain: dict[str, nn.Module] = {}
+        for index, block in enumerate(blocks):
+            chain[str(index)] = _UserBlock(block)
+        chain[LOSS] = _LossBlock(loss)
+        self.model: ParallelModel = parallelize(chain, plan, comm)
         self.stages = nn.ModuleList(self.model.stages.values())
-        self.comm, self.microbatches = comm, microbatches
-        self._buckets = GradientBuckets(
+        self.comm = comm
+        self.microbatches = microbatches
+        self._reducer = bucket_reducer(
             self.model.params,
-            comm=comm,
-            reduce={name: piece.reduce_axes for name, piece in self.model.shards.items()},
+            comm,
+            reduce_axes={name: shard.reduce_axes for name, shard in self.model.shards.items()},
             stage_of=self.model.stage_of,
         )
-        self._player = Player(self.model, before_last_backward=self._buckets.set_requires_gradient_sync)
+        self._player = Player(self.model, before_last_backward=self._reducer.set_requires_gradient_sync)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Gradients of the mean loss over `inputs` (of all data ranks); returns that loss, on every rank.
 
         inputs[N, ...] and targets[N, ...] are this data rank's; N must divide by `microbatches`.
         """
-        batches = [
-            Batch(x, y, torch.zeros(0, dtype=torch.int64))
-            for x, y in zip(inputs.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True)
-        ]
+        no_positions = torch.zeros(0, dtype=torch.int64)
+        input_parts = inputs.chunk(self.microbatches)
+        target_parts = targets.chunk(self.microbatches)
+        batches = [Batch(x, y, no_positions) for x, y in zip(input_parts, target_parts, strict=True)]
         axes = data_axes(self.comm.mesh)
-        seed = torch.tensor(1.0 / (self.microbatches * self.comm.degree(axes)), dtype=torch.float64)
-        self._buckets.zero_grad()
+        num_parts = self.microbatches * self.comm.degree(axes)
+        seed = torch.tensor(1.0 / num_parts, dtype=torch.float64)
+        self._reducer.zero_grad()
         loss = self._player.play(batches, seed).loss * seed
-        self._buckets.finish()
-        return self.comm.all_reduce(loss, ("pp", *axes))
+        self._reducer.finish()
+        return self.comm.all_reduce(loss, (PP, *axes))
 
 
-class _Plain(nn.Module):
-    """A module of the user's, called as a block."""
+LOSS = "loss"
+"""Name of the block that is added after the user's."""
+
+
+class _UserBlock(nn.Module):
+    """A module of the user's with the signature of a block."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -115,16 +134,57 @@ class _LossBlock(nn.Module):
         return self.loss(x, batch.targets)
 
 
-def _stages(blocks: Sequence[nn.Module], num_stages: int, example: Tensor) -> tuple[Stage, ...]:
-    """Stages of about equally many blocks, with the shapes that the blocks themselves yield on the meta device."""
+@dataclass(frozen=True)
+class _Output:
+    """Shape and dtype of a block's output."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output]:
+    """What each block returns on the meta device."""
     x = torch.empty_like(example, device="meta")
-    shapes: list[tuple[int, ...]] = []
+    outputs = []
     for block in blocks:
         x = copy.deepcopy(block).to("meta")(x)
-        shapes.append(tuple(x.shape))
+        outputs.append(_Output(tuple(x.shape), x.dtype))
+    return outputs
+
+
+def _stages(outputs: Sequence[_Output], *, num_stages: int) -> tuple[Stage, ...]:
+    """Stages of about equally many blocks; the last one has the loss."""
+    num_blocks = len(outputs)
     stages = []
-    for lo, hi in (span(len(blocks), num_stages, index) for index in range(num_stages)):
-        is_last = hi == len(blocks)
-        names = (*map(str, range(lo, hi)), *(("loss",) if is_last else ()))
-        stages.append(Stage(blocks=names, out=() if is_last else shapes[hi - 1], flops=float(hi - lo)))
+    for index in range(num_stages):
+        first, stop = span(num_blocks, num_stages, index)
+        names = [str(block) for block in range(first, stop)]
+        is_last = stop == num_blocks
+        if is_last:
+            names.append(LOSS)
+        out = () if is_last else outputs[stop - 1].shape
+        stages.append(Stage(blocks=tuple(names), out=out, flops=float(stop - first)))
     return tuple(stages)
+
+
+def _boundary_dtype(stages: Sequence[Stage], outputs: Sequence[_Output]) -> str:
+    """The dtype of what stages send to each other; of the last output where there is one stage."""
+    last_blocks = [int(stage.blocks[-1]) for stage in stages[:-1]] or [len(outputs) - 1]
+    found = [outputs[block].dtype for block in last_blocks]
+    names = [str(dtype).removeprefix("torch.") for dtype in found]
+    for block, dtype, name in zip(last_blocks, found, names, strict=True):
+        if not dtype.is_floating_point:
+            raise PlanError(
+                Fault(
+                    f"blocks[{block}]",
+                    "ends a stage, and its output cannot carry a gradient",
+                    got=name,
+                    need="a floating-point dtype",
+                    fix="join it with the block after it",
+                )
+            )
+        if dtype != found[0]:
+            raise PlanError(
+                Fault(f"blocks[{block}]", "stages differ in the dtype of their outputs", got=name, need=names[0])
+            )
+    return names[0]

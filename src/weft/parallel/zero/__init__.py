@@ -1,1 +1,1 @@
-"""ZeRO 1-3: sharded parameter groups, unshard hooks, FullyShardedDataParallel, ShardedOptimizer."""
+"""Gradient reduction and ZeRO 1-3: parameter groups, reducer, unshard hooks, FullyShardedDataParallel, ShardedOptimizer."""

@@ -1,10 +1,9 @@
-"""Owns `FullyShardedDataParallel`: parameters, gradients and optimizer states of any module spread over ranks."""
+"""`FullyShardedDataParallel`: parameters, gradients and optimizer states of any module sharded over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -15,17 +14,17 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Axis, axis_names
 from weft.errors import DataError, Fault, PlanError
 from weft.parallel.model.tree import map_leaves
-from weft.parallel.zero.gradient_reducer import ShardedParams
-from weft.parallel.zero.meta_init import fill, own_modules, own_params
+from weft.parallel.zero.gradient_reducer import GradientReducer
+from weft.parallel.zero.meta_init import init_block, own_params
 from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
-from weft.parallel.zero.unshard_hooks import Needs, gather_on_demand, units_of
+from weft.parallel.zero.unshard_hooks import BlockGroups, groups_of, register_unshard_hooks
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""Modules that are looked through: what they hold is what runs."""
+"""Modules whose children are blocks."""
 
 
 class FullyShardedDataParallel(nn.Module):
-    """A module of which every rank holds a part; a block's parameters are gathered while it runs, gradients are averaged.
+    """A module that each rank holds a shard of; a block's parameters are all-gathered while it runs, gradients are averaged.
 
         net = weft.FullyShardedDataParallel(net)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -34,22 +33,24 @@ class FullyShardedDataParallel(nn.Module):
         net.clip_grad_norm_(1.0)
         optimizer.step()
 
-    Starts from the first rank's parameters and buffers. `parameters()` are this rank's entries of each parameter, flat: an
-    optimizer that moves every entry by itself (SGD, Adam and their like) moves them. Setting gradients to None or to zero
-    between steps is fine; frozen, unused and tied parameters, uneven shapes and several backwards a step are.
+    Starts from the first rank's parameters and buffers. `named_parameters()` has the module's own names; a parameter there
+    is this rank's entries of it, one-dimensional: any optimizer that updates each entry by itself (SGD, Adam and their
+    like) updates them. Inside the forward `module.weight` is the unsharded parameter. Gradients may be set to None or to
+    zero between steps; frozen, unused and tied parameters, uneven shapes and several backwards a step are allowed. A
+    parameter that no rank has used since the last step keeps the `.grad` it had: None, if it was set to None.
 
     Args:
         module: any module. One on the meta device gets its values block by block, by `reset_parameters` of the modules
-            that own parameters: no rank ever holds it whole.
-        comm: this rank's way to the others; None: the world that torch.distributed was initialised with is the data axis.
-        axis: the mesh axis (or axes) over which batches differ and parameters are spread.
-        zero: 1 spreads optimizer states, 2 gradients too, 3 parameters too.
-        blocks: modules whose parameters are gathered together, in the order in which they run. They must be called, their
-            weights are there only while they run. Default: the children that have parameters; lists and Sequentials are
-            looked through. What belongs to no block is there while the whole module runs.
+            that own parameters: no rank ever holds it unsharded.
+        comm: communication with the other ranks; None: the world of torch.distributed is the data axis.
+        axis: the mesh axis (or axes) over which batches differ and parameters are sharded.
+        zero: 1 shards optimizer states, 2 gradients too, 3 parameters too.
+        blocks: modules whose parameters are gathered together, in the order in which they run. They must be called: their
+            weights are allocated only while they run. Default: the children that have parameters, and the children of
+            lists and Sequentials among them. What belongs to no block is allocated while the whole module runs.
         compute: dtype in which the module runs; its floating-point inputs and those of blocks are cast to it. Default: that
             of the parameters.
-        reduce: dtype in which gradients are summed over backwards and ranks. Default: that of the parameters.
+        reduce: dtype in which gradients are accumulated and reduced. Default: that of the parameters.
 
     Source: Zhao et al. 2023, PyTorch FSDP; Rajbhandari et al. 2020, ZeRO.
     """
@@ -66,36 +67,60 @@ class FullyShardedDataParallel(nn.Module):
         reduce: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        device = next((param.device for param in module.parameters() if not param.is_meta), torch.device("cpu"))
-        self.module, self.comm = module, comm_or_world(comm, axis=axis, device=device)
-        self.axis, self.zero, self.compute, self.reduce = axis, zero, compute, reduce
-        chain = (*(default_blocks(module) if blocks is None else blocks), module)
-        params = {id(each): own_params(each, chain) for each in chain}
+        devices = [param.device for param in module.parameters() if not param.is_meta]
+        device = devices[0] if devices else torch.device("cpu")
+        self.module = module
+        self.comm = comm_or_world(comm, axis=axis, device=device)
+        self.axis = axis
+        self.zero = zero
+        self.compute = compute
+        self.reduce = reduce
+        chosen = default_blocks(module) if blocks is None else blocks
+        chain = (*chosen, module)  # the module comes last, with the parameters of no block
         self._name_of = {id(param): name for name, param in module.named_parameters()}
-        state = module.state_dict(keep_vars=True)
-        self._keys = {key: self._name_of.get(id(x), key) for key, x in state.items() if isinstance(x, Tensor)}
-        units = tuple(self._make_units(chain))
-        self._sharded = ShardedParams(units, self.comm, self._policy(torch.float32))
-        needs = [Needs(each, units_of(params[id(each)], units)) for each in chain]
-        gather_on_demand([needs[:-1], needs[-1:]])
-        for each in chain[:-1]:
-            each.register_forward_pre_hook(lambda _, args, kwargs: self._cast((args, kwargs)), with_kwargs=True)
-        self._shard_of = {name: shard for unit in units for name, shard in _as_parameters(unit).items()}
-        self.shards = _tree(self._shard_of)
-        _hide_parameters(module)
-        self._is_stale, self._synchronize = False, True
+        self._state_names = self._names_by_state_key()
+        params_of_block = [own_params(block, chain) for block in chain]
+        groups = self._make_groups(chain)
+        self._reducer = GradientReducer(groups, self.comm)
+        used_groups = [groups_of(params, groups) for params in params_of_block]
+        uses = [BlockGroups(block, used) for block, used in zip(chain, used_groups, strict=True)]
+        register_unshard_hooks([uses[:-1], uses[-1:]])
+        for block in chain[:-1]:
+            block.register_forward_pre_hook(self._cast_block_inputs, with_kwargs=True)
+        self._shard_of = _shards_by_name(groups)
+        _register_shards(module, {key: self._shard_of[name] for key, name in self._name_of.items()})
+        self._is_stale = False
+        self._requires_gradient_sync = True
 
-    def _make_units(self, chain: tuple[nn.Module, ...]) -> Iterator[ParamGroup]:
-        """Units of what each block owns and no block before it had: alike in dtype, all trained or all frozen."""
+    def _names_by_state_key(self) -> dict[str, str]:
+        """Key of the module's state dict -> name of the parameter or buffer; tied parameters have several keys."""
+        found = {}
+        for key, value in self.module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                found[key] = self._name_of.get(id(value), key)
+        return found
+
+    def _make_groups(self, chain: tuple[nn.Module, ...]) -> list[ParamGroup]:
+        """Groups of what each block uses and no block before it does, alike in dtype and in having gradients.
+
+        The groups of the module itself come first: its parameters may be used anywhere, so they are reduced last.
+        """
         axes = axis_names(self.axis) if self.comm.degree(self.axis) > 1 else ()
-        taken: set[int] = set()
+        grouped: set[int] = set()
+        groups: list[ParamGroup] = []
+        root_groups: list[ParamGroup] = []
         for block in chain:
-            fill(block, chain, self.comm, self.axis, taken=taken)
-            fresh = [param for param in own_params(block, chain) if id(param) not in taken]
-            taken |= set(map(id, fresh))
-            for _, group in groupby(sorted(fresh, key=_kind), key=_kind):
-                members = {self._name_of[id(param)]: param for param in group}
-                yield ParamGroup(members, self.comm, self._policy(next(iter(members.values())).dtype), axes=axes)
+            init_block(block, chain, self.comm, self.axis, initialised=grouped)
+            alike: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+            for param in own_params(block, chain):
+                if id(param) not in grouped:
+                    members = alike.setdefault((param.dtype, param.requires_grad), {})
+                    members[self._name_of[id(param)]] = param
+                    grouped.add(id(param))
+            made = root_groups if block is self.module else groups
+            for (dtype, _), members in alike.items():
+                made.append(ParamGroup(members, self.comm, self._policy(dtype), axes=axes))
+        return root_groups + groups
 
     def _policy(self, dtype: torch.dtype) -> ShardingPolicy:
         return ShardingPolicy(
@@ -103,45 +128,67 @@ class FullyShardedDataParallel(nn.Module):
             params=dtype,
             compute=self.compute or dtype,
             reduce=self.reduce or dtype,
-            share=1.0 / self.comm.degree(self.axis),
-            keeps_grad=False,
+            grad_scale=1.0 / self.comm.degree(self.axis),
+            keeps_sharded_grad=False,
         )
+
+    def named_parameters(
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's shards under the names that the module's parameters had unwrapped."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         if self._is_stale:
-            self._sharded.after_optimizer_step()
+            self._reducer.after_optimizer_step()
         if torch.is_grad_enabled():
-            self._is_stale = False  # without gradients: values may still move before the forward that trains
-            self._sharded.defers = self.zero == 1 or not self._synchronize
-            if self._synchronize:
-                self._sharded.set_requires_gradient_sync(0)
+            self._is_stale = False  # after a forward without gradients, the optimizer may still step
+            self._reducer.set_requires_gradient_sync(0, self._requires_gradient_sync)
         args, kwargs = self._cast((args, kwargs))
         return self.module(*args, **kwargs)
 
-    def _cast(self, given: Any) -> Any:
-        """The same arguments, floating-point tensors in the dtype of compute."""
+    def _cast_block_inputs(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self._cast((args, kwargs))
+
+    def _cast(self, inputs: Any) -> Any:
+        """The same arguments, floating-point tensors in the compute dtype."""
         dtype = self.compute
         if dtype is None:
-            return given
-        return map_leaves(given, Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x)
+            return inputs
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return map_leaves(inputs, Tensor, cast)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate locally, whole gradients: backwards of forwards in here reduce nothing."""
-        self._synchronize = False
+        """Accumulate unsharded gradients locally: the backwards of forwards in here reduce nothing."""
+        self._requires_gradient_sync = False
         try:
             yield
         finally:
-            self._synchronize = True
+            self._requires_gradient_sync = True
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks. Call once, after the last backward of a step."""
-        self._sharded.finish()
-        for unit in self._sharded.trained:
-            for name, gradient in unit.give_gradient().items():
+        reducer = self._reducer
+        reducer.start_remaining()
+        used = reducer.used_on_any_rank(self.axis)
+        reducer.finish()
+        for group in reducer.trained_groups:
+            for name, gradient in group.take_reduced_grads().items():
                 shard = self._shard_of[name]
-                shard.grad = gradient if shard.grad is None else shard.grad.add_(gradient)
+                if name not in used:
+                    continue
+                if shard.grad is None:
+                    shard.grad = gradient
+                else:
+                    shard.grad.add_(gradient)
         self._is_stale = True
 
     @torch.no_grad()
@@ -155,42 +202,53 @@ class FullyShardedDataParallel(nn.Module):
         for gradient in gradients:
             total += gradient.double().square().sum()
         norm = self.comm.all_reduce(total, self.axis).sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
-            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+            gradient.mul_(factor)
         return norm
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state dict that the module would have had unwrapped, whole on every rank; every rank must ask."""
-        state = {**self._sharded.full_parameters(), **dict(self.module.named_buffers())}
-        return {key: state[name].detach().clone() for key, name in self._keys.items()}
+        """The state dict that the module would have unwrapped, on every rank; a collective over all ranks."""
+        values = self._reducer.full_parameters()
+        values.update(self.module.named_buffers())
+        return {key: values[name].detach().clone() for key, name in self._state_names.items()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this rank's part of a state dict of the unwrapped module.
+        """Load this rank's shards from a state dict of the unwrapped module.
 
         Raises:
             DataError: keys are missing or unknown.
         """
-        if wrong := sorted(state.keys() ^ self._keys.keys()):
-            have = "missing or unknown keys: " + ", ".join(wrong[:8])
-            raise DataError(Fault("state", have, f"{len(state)} keys", f"the {len(self._keys)} of full_state_dict()"))
-        whole = {name: state[key] for key, name in self._keys.items()}
-        for unit in self._sharded.units:
-            unit.take_values({name: whole[name] for name in unit.params})
+        wrong = sorted(state.keys() ^ self._state_names.keys())
+        if wrong:
+            listed = ", ".join(wrong[:8])
+            raise DataError(
+                Fault(
+                    "state",
+                    f"missing or unknown keys: {listed}",
+                    got=f"{len(state)} keys",
+                    need=f"the {len(self._state_names)} of full_state_dict()",
+                )
+            )
+        values = {name: state[key] for key, name in self._state_names.items()}
+        for group in self._reducer.groups:
+            group.load({name: values[name] for name in group.params})
         for name, buffer in self.module.named_buffers():
-            if name in whole:
-                buffer.copy_(whole[name])
+            if name in values:
+                buffer.copy_(values[name])
         self._is_stale = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        """Only what changes nothing can be done to all tensors: the shards lie in flat memory."""
-        if any(fn(x) is not x for x in (*self.parameters(), *self.buffers())):
+        """Moves and casts are refused: the shards are views into flat memory."""
+        tensors = (*self.parameters(), *self.buffers())
+        if any(fn(tensor) is not tensor for tensor in tensors):
             raise PlanError(Fault("FullyShardedDataParallel", "its module cannot be moved or cast once it is wrapped"))
         return self
 
 
 def default_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The children that have parameters; containers are looked through."""
+    """The children that have parameters; of containers, their children."""
     for child in module.children():
         if isinstance(child, CONTAINERS):
             yield from default_blocks(child)
@@ -198,32 +256,27 @@ def default_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _kind(param: nn.Parameter) -> tuple[str, bool]:
-    return str(param.dtype), param.requires_grad
+def _shards_by_name(groups: Iterable[ParamGroup]) -> dict[str, nn.Parameter]:
+    """This rank's entries of every parameter, as parameters that an optimizer takes."""
+    found = {}
+    for group in groups:
+        entries_by_name = group.layout.shard_views(group.sharded_param, group.index)
+        for name, entries in entries_by_name.items():
+            found[name] = nn.Parameter(entries, requires_grad=group.is_trained)
+    return found
 
 
-def _as_parameters(unit: ParamGroup) -> dict[str, nn.Parameter]:
-    entries = unit.layout.shard_views(unit.shard, unit.index)
-    return {name: nn.Parameter(each, requires_grad=unit.is_trained) for name, each in entries.items()}
+def _register_shards(module: nn.Module, shard_of: Mapping[int, nn.Parameter]) -> None:
+    """Register shards in place of parameters, which the forward still finds as plain attributes.
 
+    An attribute in a module's `__dict__` comes before one in its `_parameters`: `module.weight` is the unsharded parameter,
+    and `parameters()`, `named_parameters()` and `zero_grad()` have the shard.
 
-def _tree(params: Mapping[str, nn.Parameter]) -> nn.Module:
-    """Modules that hold these parameters under their dotted names."""
-    root = nn.Module()
-    for name, param in params.items():
-        *path, leaf = name.split(".")
-        parent = root
-        for step in path:
-            if step not in parent._modules:
-                parent.add_module(step, nn.Module())
-            parent = parent.get_submodule(step)
-        parent.register_parameter(leaf, param)
-    return root
-
-
-def _hide_parameters(module: nn.Module) -> None:
-    """Make parameters plain attributes: what an optimizer finds below the wrapper are the shards."""
-    for _, each in own_modules(module, ()):
-        for name in list(each._parameters):
-            param = each._parameters.pop(name)
-            object.__setattr__(each, name, param)
+    Args:
+        shard_of: id of an unsharded parameter -> its shard.
+    """
+    for each in module.modules():
+        for name, param in list(each._parameters.items()):
+            if param is not None:
+                each._parameters[name] = shard_of[id(param)]
+                object.__setattr__(each, name, param)

@@ -1,95 +1,95 @@
-"""Between backward and update: sums gradients of tied parameters, computes the global norm, clips."""
+"""Between backward and update: sum the gradients of tied parameters, compute the global norm, clip."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.parallel.model.parallelize import CrossStageTie, ParallelModel, ParamShard
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.zero.gradient_reducer import GradientReducer
 
 
-class GradientStore(Protocol):
-    """Who keeps the gradients of a rank: `GradientBuckets`, or `ShardedParams` where they are spread or of mixed dtypes."""
+@dataclass(frozen=True)
+class _TiedGradient:
+    """The gradient of a tied parameter's other copy."""
 
-    @property
-    def sharded_params(self) -> Mapping[str, Tensor]: ...
-    @property
-    def frozen_shards(self) -> Mapping[str, Tensor]: ...
-    @property
-    def shard_axes(self) -> Mapping[str, tuple[str, ...]]: ...
-    @property
-    def shard_ranges(self) -> Mapping[str, tuple[int, int]]: ...
-    def zero_grad(self) -> None: ...
-    def set_requires_gradient_sync(self, stage: int) -> None: ...
-    def finish(self) -> None: ...
-    def scale(self, factor: Tensor | float) -> None: ...
-    def after_optimizer_step(self) -> None: ...
-    def full_gradients(self) -> dict[str, Tensor]: ...
-    def full_parameters(self) -> dict[str, Tensor]: ...
+    tie: CrossStageTie
+    gradient: Tensor
 
 
-def add_cross_stage_ties(model: ParallelModel, grads: GradientStore) -> None:
-    """Add the gradients of parameters that stand on two pipeline ranks under two names; both ranks get the same sum."""
+def sum_tied_gradients(model: ParallelModel, reducer: GradientReducer) -> None:
+    """Add the gradients of parameters that two pipeline ranks hold under two names; both ranks get the same sum."""
     sends = []
-    theirs: list[tuple[CrossStageTie, Tensor]] = []
-    for link in model.cross_stage_ties:
-        if link.name not in grads.sharded_params:
-            continue  # a shard without an entry of it, on both ranks alike
-        gradient = _gradient(grads, link.name)
-        sends.append(model.comm.start_send(gradient.clone(), "pp", to=link.peer))
-        theirs.append((link, model.comm.recv(torch.empty_like(gradient), "pp", source=link.peer)))
-    for link, gradient in theirs:
-        _gradient(grads, link.name).add_(gradient)
+    received = []
+    for tie in model.cross_stage_ties:
+        if tie.name not in reducer.sharded_params:
+            continue  # this shard has no entry of it, on both ranks alike
+        own = _gradient(reducer, tie.name)
+        sends.append(model.comm.start_send(own.clone(), PP, to=tie.peer))
+        other = model.comm.recv(torch.empty_like(own), PP, source=tie.peer)
+        received.append(_TiedGradient(tie, other))
+    for each in received:
+        _gradient(reducer, each.tie.name).add_(each.gradient)
     for send in sends:
         send.wait()
 
 
-def squared_norm(model: ParallelModel, grads: GradientStore) -> Tensor:
-    """This rank's share of the squared gradient norm, float64 scalar: summed over all ranks, each logical parameter counts once.
+def squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor:
+    """This rank's part of the squared gradient norm, float64 scalar: summed over all ranks, each logical parameter counts once.
 
-    A parameter that is whole on several ranks counts on the first of them; a tied one under its owner's name. A gradient that
-    is no finite number makes the result none either, on whatever rank it stands.
+    A parameter that several ranks hold counts on the first of them; a tied one under its owner's name. A gradient that is
+    not finite makes the result not finite, on whatever rank it lies.
     """
-    names = list(grads.sharded_params)
+    names = list(reducer.sharded_params)
     if not names:
         return torch.zeros((), dtype=torch.float64, device=model.comm.device)
-    gradients = [_gradient(grads, name) for name in names]
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(gradients, dtype=wide)).double()
-    counts = [float(counts_here(model, name, spread=grads.shard_axes.get(name, ()))) for name in names]
-    return (norms.square() * torch.tensor(counts, dtype=torch.float64, device=norms.device)).sum()
+    gradients = [_gradient(reducer, name) for name in names]
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(gradients, dtype=dtype)).double()
+    weights = []
+    for name in names:
+        is_counted = is_first_holder(model, name, sharded_over=reducer.shard_axes[name])
+        weights.append(1.0 if is_counted else 0.0)
+    weight = torch.tensor(weights, dtype=torch.float64, device=norms.device)
+    return (norms.square() * weight).sum()
 
 
-def counts_here(model: ParallelModel, name: str, *, spread: tuple[str, ...] = ()) -> bool:
-    """Whether this rank stands first among those that hold these entries, so that each counts on one rank of the mesh.
+def is_first_holder(model: ParallelModel, name: str, *, sharded_over: tuple[str, ...] = ()) -> bool:
+    """Whether this rank is the first of those that hold these entries, so that each counts on one rank of the mesh.
 
-    `spread` names mesh axes over which the entries of the piece are spread further.
+    Args:
+        sharded_over: mesh axes over which the entries of this rank's part of the parameter are sharded further.
     """
-    is_copy = any(link.name == name and not link.is_owner for link in model.cross_stage_ties)
-    return not is_copy and _is_first_holder(model.shards[name], model.comm, spread)
+    is_copy = any(tie.name == name and not tie.is_owner for tie in model.cross_stage_ties)
+    return not is_copy and _is_first_replica(model.shards[name], model.comm, sharded_over)
 
 
-def clip(grads: GradientStore, norm: Tensor, *, most: float, scale: float = 1.0) -> None:
-    """Scale all gradients so that their global norm is at most `most`; 0 leaves them. As torch's clip_grad_norm_ does.
+def _is_first_replica(param_shard: ParamShard, comm: Comm, sharded_over: tuple[str, ...]) -> bool:
+    different = (PP, *param_shard.shard_axes, *sharded_over)
+    replicated = [axis for axis, _ in comm.mesh.axes if axis not in different]
+    return all(comm.index(axis) == 0 for axis in replicated)
 
-    They are `scale` times too large and `norm` is their right one: dividing and clipping are one pass.
+
+def clip(reducer: GradientReducer, norm: Tensor, *, most: float, scale: float = 1.0) -> None:
+    """Scale all gradients so that their global norm is at most `most`; 0 leaves them. As torch's clip_grad_norm_.
+
+    Args:
+        norm: of the gradients divided by `scale`.
+        scale: loss scale by which the gradients are too large; dividing and clipping are one pass.
     """
-    factor = (most / (norm + 1e-6)).clamp(max=1.0) if most > 0 else torch.ones_like(norm)
+    if most > 0:
+        factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    else:
+        factor = torch.ones_like(norm)
     if most > 0 or scale != 1:
-        grads.scale(factor / scale)
+        reducer.scale(factor / scale)
 
 
-def _is_first_holder(piece: ParamShard, comm: Comm, spread: tuple[str, ...]) -> bool:
-    """Whether this rank stands first among those that hold the same entries."""
-    different = ("pp", *piece.shard_axes, *spread)
-    return all(comm.index(axis) == 0 for axis, _ in comm.mesh.axes if axis not in different)
-
-
-def _gradient(grads: GradientStore, name: str) -> Tensor:
-    gradient = grads.sharded_params[name].grad
-    assert gradient is not None, f"{name} has no gradient view: make the buckets first"
+def _gradient(reducer: GradientReducer, name: str) -> Tensor:
+    gradient = reducer.sharded_params[name].grad
+    assert gradient is not None, f"{name} has no gradient: it is not in a trained group"
     return gradient

@@ -1,202 +1,254 @@
-"""Owns ZeRO: optimizer states (1), gradients (2) and parameters (3) spread over the ranks that would hold copies of them.
+"""Gradients of one rank: accumulated over micro-batches, reduced over ranks during the backward, sharded by ZeRO stage.
 
-A parameter is a copy on every rank along the axes over which its gradient is summed: exactly there it is spread. So data,
-context and expert ranks, and norms under sequence parallelism, all follow the one gradient rule.
+A parameter is replicated on the ranks along the axes over which its gradient is summed; exactly there it is sharded. So
+data, context and expert ranks, and norms under sequence parallelism, all follow the one gradient rule.
 
-    stage   held by a rank all the time                      operations a step and unit
-    1       parameters, gradients; its shard of the states   reduce-scatter, all-gather
-    2       parameters; its shard of gradients, states       reduce-scatter a micro-batch, all-gather
-    3       its shards alone                                 2 all-gathers and a reduce-scatter a micro-batch
+    zero    held by a rank between steps                       collectives, per group
+    0       parameters, gradients, optimizer states            all-reduce a step
+    1       parameters, gradients; its shard of the states     reduce-scatter a step, all-gather a step
+    2       parameters; its shard of gradients and states      reduce-scatter a micro-batch, all-gather a step
+    3       its shards                                         2 all-gathers and a reduce-scatter a micro-batch
 
-Source: Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
+Source: Li et al. 2020 (DDP); Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
+
+Note [Reduction order]
+    Which parameter lies in which group, and the order in which groups are reduced, is fixed when the groups are made:
+    backwards through the model. It never depends on the order in which gradients arrive. So the sums of a resumed run are
+    bit for bit those of the uninterrupted one, and every rank starts its collectives in the same order, whichever
+    parameters its own samples use. A group waits for those before it; what a backward leaves is reduced at its end where
+    every backward is reduced, else by `finish`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import groupby
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
-from weft.parallel.zero.unshard_hooks import Needs, after_this_backward, gather_on_demand, units_of
-
-__all__ = ["ShardingPolicy", "ShardedParams", "shard"]
+from weft.core.mesh import Axis
+from weft.parallel.zero.param_group import ParamGroup
+from weft.parallel.zero.unshard_hooks import after_this_backward
 
 
-class ShardedParams:
-    """All trained parameters of one rank under a `ShardingPolicy`.
+class GradientReducer:
+    """All trained parameters of one rank in groups, and what the optimizer updates of them.
+
+    Args:
+        groups: in the order in which the forward first uses them; reductions start in reverse order.
+        reduces_every_backward: whether gradients are reduced in each backward; else only in those of stages for which
+            `set_requires_gradient_sync` was called since the last `finish`.
+        split_stages: stages whose backward comes in two parts, input gradients and weight gradients.
+        shared: parameters that several stages of this rank use: the backward of each yields gradients for them.
+        ungrouped: parameters that are in no group, such as the biases of routers; for `full_parameters`.
 
     Attributes:
-        tensors: what the optimizer moves, by global name: this rank's entries, one-dimensional, `.grad` beside them.
-        frozen: what nobody moves and no rank holds whole: this rank's entries, or none of them.
-        spread: mesh axes over which the entries of each parameter are spread.
-        ranges: which entries of this rank's piece of a parameter, counted row by row, lie in its tensor: from, up to.
-        split_stages: stages whose backwards come in two parts, each with some of the gradients.
-        shared: parameters that several stages of this rank use: backwards of each of them bring gradients.
-        defers: while it is on, gradients are reduced only by backwards that were armed, whatever the stage.
+        sharded_params: what the optimizer updates, by global name: this rank's entries, one-dimensional, `.grad` set.
+        frozen_shards: this rank's entries of frozen parameters that no rank holds unsharded between steps.
+        shard_axes: mesh axes over which the entries of each parameter are sharded.
+        shard_ranges: which entries of this rank's part of a parameter, counted row by row, lie in its tensor: (start, stop).
+        arrived: parameters that have had a gradient since the last `finish`.
     """
 
     def __init__(
         self,
-        units: Sequence[ParamGroup],
+        groups: Sequence[ParamGroup],
         comm: Comm,
-        policy: ShardingPolicy,
         *,
+        reduces_every_backward: bool = False,
         split_stages: frozenset[int] = frozenset(),
         shared: frozenset[str] = frozenset(),
+        ungrouped: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        self.units, self.comm, self.policy = tuple(units), comm, policy
-        self.split_stages, self.shared = split_stages, shared
+        self.groups = tuple(groups)
+        self.comm = comm
+        self.reduces_every_backward = reduces_every_backward
+        self.split_stages = split_stages
+        self.shared = shared
+        self.ungrouped = dict(ungrouped or {})
         self.sharded_params: dict[str, Tensor] = {}
         self.frozen_shards: dict[str, Tensor] = {}
         self.shard_axes: dict[str, tuple[str, ...]] = {}
         self.shard_ranges: dict[str, tuple[int, int]] = {}
-        self.defers = policy.zero <= 1
-        self._armed: set[int] = set()
-        self._touched: list[ParamGroup] = []
-        for unit in self.units:
-            self._register(unit)
+        self.arrived: set[str] = set()
+        self._stages_to_sync: set[int] = set()
+        self._touched: dict[int, ParamGroup] = {}
+        self._complete: set[int] = set()
+        self._waiting: dict[int, deque[ParamGroup]] = defaultdict(deque)
+        for group in self.groups:
+            self._register_shards(group)
+            if group.is_trained:
+                self._register_hooks(group)
+        self._is_reduced_once = any(group.policy.keeps_unsharded_grad for group in self.trained_groups)
+        self._requeue(group.stage for group in self.trained_groups)
 
-    def _register(self, unit: ParamGroup) -> None:
-        gradients = unit.layout.shard_views(unit.grad, unit.index) if unit.grad is not None else {}
-        held = {slot.name: unit.layout.cut(slot, unit.index)[0] for slot in unit.layout.slots}
-        for name, entries in unit.layout.shard_views(unit.shard, unit.index).items():
-            is_moved, is_frozen = name in gradients and entries.numel() > 0, unit.is_on_demand and not unit.is_trained
-            if is_moved:
-                entries.grad = gradients[name]
-                self.sharded_params[name] = entries
-            if is_frozen:
-                self.frozen_shards[name] = entries
-            if is_moved or is_frozen:
-                self.shard_axes[name] = unit.axes if unit.policy.zero else ()
-                self.shard_ranges[name] = (held[name].start, held[name].stop)
-        for name, param in unit.params.items() if unit.is_trained else ():
-            param.register_post_accumulate_grad_hook(lambda param, name=name: self._arrived(unit, name, param))
+    def _register_shards(self, group: ParamGroup) -> None:
+        if group.is_trained:
+            held = group.optimizer_params() if group.policy.keeps_sharded_grad else {}
+            self.sharded_params.update(held)
+        elif group.reshards and group.sharded_param is not None:
+            held = group.layout.shard_views(group.sharded_param, group.index)
+            self.frozen_shards.update(held)
+        else:
+            return
+        for span in group.layout.spans:
+            if span.name in held:
+                entries = group.layout.overlap(span, group.index).in_param
+                self.shard_axes[span.name] = group.axes if group.policy.zero else ()
+                self.shard_ranges[span.name] = (entries.start, entries.stop)
+
+    def _register_hooks(self, group: ParamGroup) -> None:
+        def hook_of(name: str) -> Callable[[Tensor], None]:
+            return lambda param: self._on_gradient(group, name, param)
+
+        for name, param in group.params.items():
+            param.register_post_accumulate_grad_hook(hook_of(name))
 
     @property
-    def trained(self) -> tuple[ParamGroup, ...]:
-        """Units with gradients."""
-        return tuple(unit for unit in self.units if unit.is_trained)
+    def trained_groups(self) -> tuple[ParamGroup, ...]:
+        """Groups with gradients."""
+        return tuple(group for group in self.groups if group.is_trained)
+
+    @property
+    def has_unfinished_reduction(self) -> bool:
+        """Whether a reduction has started since the last `finish`."""
+        return any(group.is_reduced for group in self.groups)
 
     def zero_grad(self) -> None:
-        """Make every gradient 0, before the first backward of a step."""
-        for unit in self.units:
-            unit.zero_gradients()
+        """Set every gradient to 0, before the first backward of a step."""
+        for group in self.groups:
+            group.zero_grad()
 
-    def set_requires_gradient_sync(self, stage: int) -> None:
-        """The next backward of `stage` is its last in this step."""
-        self._armed.add(stage)
+    def set_requires_gradient_sync(self, stage: int, requires_gradient_sync: bool = True) -> None:
+        """Whether the next backward of `stage` reduces each group as soon as it is complete: the last one of a step does."""
+        if requires_gradient_sync:
+            self._stages_to_sync.add(stage)
+        else:
+            self._stages_to_sync.discard(stage)
 
-    def _arrived(self, unit: ParamGroup, name: str, param: Tensor) -> None:
-        """A parameter's gradient of one backward is there; the unit's last one sets it off."""
+    # during a backward
+
+    def _reduces_now(self, stage: int) -> bool:
+        return self.reduces_every_backward or stage in self._stages_to_sync
+
+    def _on_gradient(self, group: ParamGroup, name: str, param: Tensor) -> None:
+        """Hook: autograd has accumulated the gradient that one backward yields for a parameter."""
         if not self._touched:
-            after_this_backward(self._backward_is_over)
-        self._touched.append(unit)
-        if unit.take_gradient(name, param):
-            unit.missing = set(unit.params)
-            if not self.defers or unit.stage in self._armed:
-                unit.start_reduce()
-            unit.release()
+            after_this_backward(self._on_backward_end)
+        self._touched[id(group)] = group
+        self.arrived.add(name)
+        is_complete = group.accumulate_grad(name, param)
+        if not is_complete:
+            return
+        group.missing = set(group.params)
+        if self._reduces_now(group.stage):
+            self._complete.add(id(group))
+            self._reduce_in_order(group.stage)
+        group.reshard()
 
-    def _backward_is_over(self) -> None:
-        """A gradient that has not come will not, but with the second part: the next backward counts anew.
+    def _reduce_in_order(self, stage: int) -> None:
+        """Start the reductions of complete groups, up to the first that is not. See Note [Reduction order]."""
+        waiting = self._waiting[stage]
+        while waiting and id(waiting[0]) in self._complete:
+            group = waiting.popleft()
+            self._complete.discard(id(group))
+            group.start_reduce()
+        if not waiting and stage in self.split_stages:
+            self._requeue([stage])
 
-        So it does for what several stages share: what the one stage brought is no part of what the other will bring.
+    def _requeue(self, stages: Iterable[int]) -> None:
+        """Expect a reduction of every group of these stages, last group first."""
+        for stage in set(stages):
+            of_stage = [group for group in self.trained_groups if group.stage == stage]
+            self._waiting[stage] = deque(reversed(of_stage))
+
+    def _on_backward_end(self) -> None:
+        """Expect all gradients anew: those that have not come will not, except in the second part of a split backward.
+
+        A group with a shared parameter starts anew too: what one stage yields is no part of what the other will yield.
         """
-        for unit in self._touched:
-            if unit.stage not in self.split_stages or not self.shared.isdisjoint(unit.params):
-                unit.missing = set(unit.params)
+        ended_stages = set()
+        for group in self._touched.values():
+            is_shared = not self.shared.isdisjoint(group.params)
+            is_split = group.stage in self.split_stages
+            if is_shared or not is_split:
+                group.missing = set(group.params)
+            if not is_shared and not is_split:
+                ended_stages.add(group.stage)
         self._touched.clear()
+        for stage in sorted(ended_stages):
+            self._reduce_incomplete(stage)
+
+    def _reduce_incomplete(self, stage: int) -> None:
+        """Reduce the groups that a backward left incomplete; those that are reduced once a step wait for `finish`."""
+        if self._is_reduced_once or not self._reduces_now(stage):
+            return
+        for group in self._waiting[stage]:
+            self._complete.discard(id(group))
+            group.start_reduce()
+        self._requeue([stage])
+
+    # between the last backward and the next forward
+
+    def start_remaining(self) -> None:
+        """Start the reductions that no backward has started, in order."""
+        for group in reversed(self.trained_groups):
+            has_unreduced = group.unsharded_grad is not None and not group.policy.keeps_unsharded_grad
+            if not group.is_reduced or has_unreduced:
+                group.start_reduce()
 
     def finish(self) -> None:
-        """Wait until `grad` of every unit is the sum over all ranks and micro-batches."""
-        for unit in self.trained:
-            if not unit.is_reduced or (unit.full is not None and not self.policy.keeps_full):
-                unit.start_reduce()
-        for unit in self.trained:
-            unit.settle()
-            unit.missing, unit.is_reduced = set(unit.params), False
-        for unit in self.units:
-            unit.release()
-        self._armed.clear()
+        """Wait until the sharded gradient of every group is the sum over all ranks and micro-batches."""
+        self.start_remaining()
+        for group in self.trained_groups:
+            group.finish_step()
+        for group in self.groups:
+            group.reshard()
+        self.arrived.clear()
+        self._complete.clear()
+        self._stages_to_sync.clear()
+        self._requeue(group.stage for group in self.trained_groups)
+
+    def used_on_any_rank(self, axis: Axis) -> frozenset[str]:
+        """Parameters that have had a gradient since the last `finish`, on at least one rank of `axis`; before `finish`.
+
+        Every rank calls it after `start_remaining`: one all-reduce of an integer for each parameter, as torch's
+        DistributedDataParallel does to find unused parameters.
+        """
+        names = [name for group in self.trained_groups for name in group.params]
+        if self.comm.degree(axis) == 1 or not names:
+            return frozenset(self.arrived)
+        flags = torch.tensor([name in self.arrived for name in names], dtype=torch.int32, device=self.comm.device)
+        counts = self.comm.all_reduce_(flags, axis).tolist()
+        return frozenset(name for name, count in zip(names, counts, strict=True) if count > 0)
 
     def scale(self, factor: Tensor | float) -> None:
-        """Multiply every gradient by `factor`."""
-        for unit in self.units:
-            if unit.grad is not None:
-                unit.grad.mul_(factor)
+        """Multiply every reduced gradient by `factor` (a number, or a scalar tensor of high precision)."""
+        for group in self.groups:
+            if group.sharded_grad is not None:
+                group.sharded_grad.mul_(factor)
 
     def after_optimizer_step(self) -> None:
-        """Bring the moved values to the blocks, the next unit's while one is taken in; on demand the blocks ask when they run."""
-        held = [unit for unit in self.units if not unit.is_on_demand]
-        for unit, following in zip(held, (*held[1:], None), strict=False):
-            unit.start_refresh()
-            if following is not None:
-                following.start_refresh()
-            unit.finish_gather()
+        """All-gather the updated values, two groups at a time; under ZeRO 3 the blocks' hooks gather them."""
+        held = [group for group in self.groups if not group.reshards]
+        for position, group in enumerate(held):
+            group.start_all_gather()
+            if position + 1 < len(held):
+                held[position + 1].start_all_gather()
+            group.unshard()
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Finished gradients by global name, this rank's whole pieces; every rank must ask at the same time."""
-        return self._whole(self.trained, lambda unit: unit.grad)
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Values by global name in `params`, this rank's whole pieces; every rank must ask at the same time."""
-        return self._whole(self.units, lambda unit: unit.shard)
-
-    def _whole(self, units: Sequence[ParamGroup], shard_of: Callable[[ParamGroup], Tensor | None]) -> dict[str, Tensor]:
+        """Reduced gradients by global name, unsharded; a collective over all ranks."""
         found: dict[str, Tensor] = {}
-        for unit in units:
-            shard = shard_of(unit)
-            assert shard is not None, "only units with such a shard were asked for"
-            flat = self.comm.all_gather(shard, unit.axes) if unit.is_spread else shard
-            found |= {name: view.clone() for name, view in unit.layout.views(flat).items()}
+        for group in self.trained_groups:
+            found.update(group.gather_grads())
         return found
 
-
-def shard(model: ParallelModel, policy: ShardingPolicy) -> ShardedParams:
-    """The parameters of a model, spread as `policy` says: those that are trained, and those that adapters have frozen.
-
-    What is frozen has no gradients and no states to spread: it is spread from ZeRO 3 on, and held in the type of compute.
-    Others (the biases of routers) stay as they are.
-
-    A model whose parameters have no values yet gets them unit by unit, so that on demand no rank ever holds all of its part.
-    """
-    split = frozenset(stage for stage, _ in model.plan.table.splits)
-    units, shared = tuple(_units(model, policy)), _shared(model)
-    sharded = ShardedParams(units, model.comm, policy, split_stages=split, shared=shared)
-    model.materialize([name for name, param in model.params.items() if param.is_meta])
-    chains = [list(blocks.values()) for blocks in model.stages.values()]
-    gather_on_demand(
-        [[Needs(block, units_of(block.parameters(), sharded.units)) for block in blocks] for blocks in chains]
-    )
-    return sharded
-
-
-def _shared(model: ParallelModel) -> frozenset[str]:
-    """Parameters that more than one stage of this rank uses."""
-    users = Counter(id(param) for stage in model.stages.values() for param in stage.parameters())
-    return frozenset(name for name, param in model.params.items() if users[id(param)] > 1)
-
-
-def _units(model: ParallelModel, policy: ShardingPolicy) -> Iterator[ParamGroup]:
-    """Parameters of equal stage, block, reduce axes; a parameter tied to one on another pipeline rank stands alone, so that
-    both ranks cut it alike."""
-    far, frozen = {link.name for link in model.cross_stage_ties}, model.frozen
-    still = replace(policy, zero=3 if policy.zero == 3 else 0, params=policy.compute)
-    names = [name for name, param in model.params.items() if param.requires_grad or name in frozen]
-
-    def key(name: str) -> tuple[int, str, tuple[str, ...], str, bool]:
-        piece, is_far = model.shards[name], name if name in far else ""
-        return model.stage_of[name], name.partition(".")[0], piece.reduce_axes, is_far, name in frozen
-
-    order = {name: place for place, name in enumerate(names)}
-    for (stage, _, axes, _, is_frozen), group in groupby(sorted(names, key=lambda n: (key(n), order[n])), key=key):
-        members = list(group)
-        model.materialize([name for name in members if model.params[name].is_meta])
-        params: dict[str, nn.Parameter] = {name: model.params[name] for name in members}
-        yield ParamGroup(params, model.comm, still if is_frozen else policy, axes=axes, stage=stage)
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Values by global name in the dtype that the optimizer updates, unsharded; a collective over all ranks."""
+        found = {name: param.detach().clone() for name, param in self.ungrouped.items()}
+        for group in self.groups:
+            found.update(group.gather_params())
+        return found

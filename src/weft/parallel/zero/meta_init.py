@@ -1,4 +1,4 @@
-"""Owns how a plain module gets its first values: from the first rank, and where it has no memory yet, block by block."""
+"""First values of a plain module that is wrapped: those of the first rank; modules on the meta device are allocated first."""
 
 from __future__ import annotations
 
@@ -13,27 +13,39 @@ from weft.errors import Fault, PlanError
 
 
 def own_modules(block: nn.Module, others: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `block`, itself first, but none of `others` nor what is below them; each with its path."""
-    stop = {id(other) for other in others} - {id(block)}
+    """(path, module) of `block` itself and the modules below it, without `others` and what is below them."""
+    excluded = {id(other) for other in others} - {id(block)}
     yield "", block
     for name, child in block.named_children():
-        if id(child) not in stop:
-            for path, module in own_modules(child, others):
-                yield f"{name}.{path}" if path else name, module
+        if id(child) in excluded:
+            continue
+        for path, module in own_modules(child, others):
+            full_path = f"{name}.{path}" if path else name
+            yield full_path, module
 
 
 def own_params(block: nn.Module, others: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:
     """Parameters that `block` uses itself, outside of `others`, each once."""
-    found = {id(param): param for _, module in own_modules(block, others) for param in module.parameters(recurse=False)}
+    found: dict[int, nn.Parameter] = {}
+    for _, module in own_modules(block, others):
+        for param in module.parameters(recurse=False):
+            found[id(param)] = param
     return tuple(found.values())
 
 
 @torch.no_grad()
-def fill(block: nn.Module, others: Iterable[nn.Module], comm: Comm, axis: Axis, *, taken: Collection[int] = ()) -> None:
-    """Give what `block` owns, outside of `others`, the first rank's values; what is on the meta device gets memory first.
+def init_block(
+    block: nn.Module,
+    others: Iterable[nn.Module],
+    comm: Comm,
+    axis: Axis,
+    *,
+    initialised: Collection[int] = (),
+) -> None:
+    """Give the parameters and buffers of `block`, outside of `others`, the first rank's values.
 
     Args:
-        taken: ids of parameters that have their values already, and perhaps no memory now.
+        initialised: ids of parameters that have their values; they may be freed now.
 
     Raises:
         PlanError: a module on the meta device that has no `reset_parameters`.
@@ -41,10 +53,10 @@ def fill(block: nn.Module, others: Iterable[nn.Module], comm: Comm, axis: Axis, 
     modules = tuple(own_modules(block, others))
     for path, module in modules:
         if any(tensor.is_meta for tensor in _own_tensors(module)):
-            _materialize(path, module, comm.device, taken=taken)
+            _materialize(path, module, comm.device, initialised=initialised)
     for _, module in modules:
         for tensor in _own_tensors(module):
-            if id(tensor) not in taken:
+            if id(tensor) not in initialised:
                 comm.broadcast_(tensor, axis, root=0)
 
 
@@ -53,23 +65,31 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def _materialize(path: str, module: nn.Module, device: torch.device, *, taken: Collection[int]) -> None:
+def _materialize(path: str, module: nn.Module, device: torch.device, *, initialised: Collection[int]) -> None:
+    """Allocate a module's own tensors and call its `reset_parameters`; initialised parameters keep their values."""
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
-        what = f"{type(module).__name__} is on the meta device and has no reset_parameters"
-        raise PlanError(Fault(path or type(module).__name__, what, fix="give it one, or build it on a device"))
+        kind = type(module).__name__
+        raise PlanError(
+            Fault(
+                path or kind,
+                f"{kind} is on the meta device and has no reset_parameters",
+                fix="give it one, or build it on a device",
+            )
+        )
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.is_meta:
             setattr(module, name, torch.zeros_like(buffer, device=device))
-    kept = dict(module.named_parameters(recurse=False))
-    for name, param in kept.items():
+    params = dict(module.named_parameters(recurse=False))
+    for name, param in params.items():
         empty = nn.Parameter(
-            torch.empty(param.shape, dtype=param.dtype, device=device), requires_grad=param.requires_grad
+            torch.empty(param.shape, dtype=param.dtype, device=device),
+            requires_grad=param.requires_grad,
         )
-        if id(param) in taken:
-            setattr(module, name, empty)  # tied to one that has its values: `reset_parameters` may have this one
+        if id(param) in initialised:
+            setattr(module, name, empty)  # tied to one that has its values: `reset_parameters` writes into this one
         elif param.is_meta:
-            torch.utils.swap_tensors(param, empty)  # whoever else holds it keeps the same object
+            torch.utils.swap_tensors(param, empty)  # other modules that hold it keep the same object
     reset()
-    for name, param in kept.items():
+    for name, param in params.items():
         setattr(module, name, param)

@@ -1,4 +1,13 @@
-"""Owns a unit: parameters whose values are gathered, whose gradients are reduced and whose shards are updated together."""
+"""A parameter group: parameters that are all-gathered, whose gradients are reduced and whose shards are updated together.
+
+    zero    unsharded_params (compute)   unsharded_grad (reduce)     sharded_param, sharded_grad (params)
+    0, 1    always allocated             always allocated            this rank's entries; under 0 all of them
+    2       always allocated             until it is reduced         this rank's entries
+    3       while its block runs         until it is reduced         this rank's entries
+
+Where dtypes agree and the unsharded tensor is always allocated, the sharded one is a view into it. Under ZeRO 0 in one
+dtype, parameters stay in their own memory: there is neither `unsharded_params` nor `sharded_param`.
+"""
 
 from __future__ import annotations
 
@@ -12,47 +21,48 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.errors import CommError
-from weft.parallel.zero.flat import FlatLayout, FlatParams
+from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 
-Zero = Literal[0, 1, 2, 3]
+ZeroStage = Literal[0, 1, 2, 3]
 
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """How parameters are held.
+    """What of a parameter group is sharded over the ranks that would hold copies, and in which dtypes it is held.
 
     Attributes:
-        zero: what is spread over the ranks that would hold copies: 0 nothing, 1 optimizer states, 2 gradients too,
-            3 parameters too.
-        params: dtype of the values that the optimizer moves.
-        compute: dtype in which blocks compute and parameters are gathered.
-        reduce: dtype in which gradients are kept and summed over micro-batches and ranks.
-        share: factor of a finished sum of gradients: 1, or 1 / ranks for their mean.
-        keeps_full: whether the memory of whole gradients stays between steps; it holds the finished ones where dtypes agree.
-        keeps_grad: whether the memory of finished gradients stays; else whoever takes them away has them.
+        zero: 0 nothing is sharded, 1 optimizer states, 2 gradients too, 3 parameters too.
+        params: dtype of the values that the optimizer updates.
+        compute: dtype in which blocks compute and parameters are all-gathered.
+        reduce: dtype in which gradients are accumulated over micro-batches and reduced over ranks.
+        grad_scale: factor of a reduced gradient: 1, or 1 / ranks for the mean.
+        keeps_unsharded_grad: whether unsharded gradients stay allocated between steps and are reduced once a step, in place;
+            else each backward allocates them, and they are reduced whenever they are complete.
+        keeps_sharded_grad: whether reduced gradients stay allocated; else `take_reduced_grads` hands them over.
     """
 
-    zero: Zero
+    zero: ZeroStage
     params: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
-    share: float = 1.0
-    keeps_full: bool = False
-    keeps_grad: bool = True
+    grad_scale: float = 1.0
+    keeps_unsharded_grad: bool = False
+    keeps_sharded_grad: bool = True
 
 
 class ParamGroup:
-    """Some parameters of one rank. They are all trained, or none of them is.
+    """Some parameters of one rank: all trained or all frozen.
 
     Attributes:
-        axes: mesh axes along which the gradient is summed and, from ZeRO 1 on, everything is spread.
-        stage: whose backward completes the gradients.
-        whole: the parameters that modules use, in `compute`.
-        shard: this rank's entries of the values, in `params`; the optimizer moves them.
-        grad: this rank's entries of the finished gradient, in `params`; None where there is none.
-        full: gradients of the whole unit on their way, in `reduce`.
-        missing: parameters whose gradient of the backward under way has not arrived.
-        is_reduced: whether `full` has been given to a reduction since the last `settle`.
+        axes: mesh axes over which the gradient is summed and, from ZeRO 1 on, the group is sharded.
+        stage: the local pipeline stage whose backward completes the gradients.
+        index: of this rank's shard.
+        unsharded_params: the parameters that modules use, in `policy.compute`; None where they stay in their own memory.
+        sharded_param: this rank's entries of the values, in `policy.params`; the optimizer updates them. None likewise.
+        unsharded_grad: gradients accumulated on this rank, in `policy.reduce`; None while not allocated.
+        sharded_grad: this rank's entries of the reduced gradient, in `policy.params`; None where there is none.
+        missing: parameters without a gradient from the backward that is running.
+        is_reduced: whether a reduction has started since the last `finish_step`.
     """
 
     def __init__(
@@ -64,154 +74,261 @@ class ParamGroup:
         axes: tuple[str, ...],
         stage: int = 0,
     ) -> None:
-        self.params, self.comm, self.policy, self.axes, self.stage = dict(params), comm, policy, axes, stage
+        self.params = dict(params)
+        self.comm = comm
+        self.policy = policy
+        self.axes = axes
+        self.stage = stage
         self.index = comm.index(axes) if policy.zero else 0
         shapes = {name: tuple(param.shape) for name, param in params.items()}
         self.layout = FlatLayout.of(shapes, comm.degree(axes) if policy.zero else 1)
         self.missing = set(self.params)
-        self.full: Tensor | None = None
-        self.grad: Tensor | None = None
-        self.is_direct = self.is_reduced = False
+        self.is_reduced = False
+        self.unsharded_grad: Tensor | None = None
+        self.sharded_grad: Tensor | None = None
+        self._grad_views: dict[str, Tensor] = {}
         self._reducing: Work | None = None
         self._gathering: Work | None = None
-        self.shard = self._take_parameters()
-        if self.is_trained and policy.keeps_grad:
-            self._make_gradients()
+        self.unsharded_params: FlatParams | None = None
+        self.sharded_param: Tensor | None = None
+        if not self._keeps_params:
+            self._flatten_params()
+        if self.is_trained and policy.keeps_sharded_grad:
+            self._allocate_grads()
 
     @property
     def is_trained(self) -> bool:
-        """Whether gradients are wanted."""
-        return next(iter(self.params.values())).requires_grad
+        """Whether the parameters have gradients."""
+        first = next(iter(self.params.values()))
+        return first.requires_grad
 
     @property
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether other ranks hold other entries."""
-        return self.layout.parts > 1
+        return self.layout.num_shards > 1
 
     @property
-    def is_on_demand(self) -> bool:
-        """Whether the whole values are here only while they are needed."""
-        return self.policy.zero == 3 and self.is_spread
+    def reshards(self) -> bool:
+        """Whether the unsharded parameters are freed while no module uses them."""
+        return self.policy.zero == 3 and self.is_sharded
 
     @property
-    def _is_kept_there(self) -> bool:
-        """Whether the finished gradient lies in the memory of the whole one."""
+    def _keeps_params(self) -> bool:
+        """Whether parameters stay in their own memory, because they are neither sharded nor cast."""
         policy = self.policy
-        return policy.keeps_full and policy.keeps_grad and policy.reduce == policy.params
+        return policy.zero == 0 and policy.params == policy.compute == policy.reduce
 
-    def _take_parameters(self) -> Tensor:
-        """Move the parameters into flat memory; returns this rank's shard."""
-        policy, mine = self.policy, self.layout.shard_range(self.index)
-        if policy.params == policy.compute and not self.is_on_demand:
-            self.whole = FlatParams(self.params, self.layout, dtype=policy.compute)
-            return self.whole.flat[mine]
-        device = next(iter(self.params.values())).device
-        shard = self.layout.pack_shard(self.params, self.index, dtype=policy.params, device=device)
-        self.whole = FlatParams(self.params, self.layout, dtype=policy.compute)
-        self.release()
-        return shard
+    @property
+    def _shares_param_memory(self) -> bool:
+        """Whether the sharded parameter is a view into the unsharded ones."""
+        return self.policy.params == self.policy.compute and not self.reshards
 
-    def _make_gradients(self) -> None:
-        policy, mine = self.policy, self.layout.shard_range(self.index)
-        if policy.keeps_full:
-            self.full = self.shard.new_zeros(self.layout.length, dtype=policy.reduce)
-            self.is_direct = policy.compute == policy.reduce
-        if self.full is not None and self.is_direct:
-            for name, view in self.layout.views(self.full).items():
-                self.params[name].grad = view
-        self.grad = self.full[mine] if self.full is not None and self._is_kept_there else torch.zeros_like(self.shard)
+    @property
+    def _shares_grad_memory(self) -> bool:
+        """Whether the sharded gradient is a view into the unsharded one."""
+        policy = self.policy
+        keeps_both = policy.keeps_unsharded_grad and policy.keeps_sharded_grad
+        return keeps_both and policy.reduce == policy.params
 
-    # gradients on their way
+    @property
+    def _device(self) -> torch.device:
+        first = next(iter(self.params.values()))
+        return first.device
 
-    def zero_gradients(self) -> None:
-        """Make every gradient 0."""
-        for flat in (self.grad, self.full):
-            if flat is not None:
-                flat.zero_()
+    def _flatten_params(self) -> None:
+        """Move the parameters into flat memory: the shard first, so that no two copies of all of them are allocated."""
+        policy = self.policy
+        if self._shares_param_memory:
+            self.unsharded_params = FlatParams(self.params, self.layout, dtype=policy.compute)
+            self.sharded_param = self.unsharded_params.flat[self.layout.shard_slice(self.index)]
+            return
+        self.sharded_param = self.layout.pack_shard(
+            self.params,
+            self.index,
+            dtype=policy.params,
+            device=self._device,
+        )
+        self.unsharded_params = FlatParams(self.params, self.layout, dtype=policy.compute)
+        self.reshard()
 
-    def take_gradient(self, name: str, param: Tensor) -> bool:
-        """Put the gradient that autograd left at a parameter where it is summed; whether it was the last one missing."""
-        if self.is_reduced and self.policy.keeps_full:
+    def _allocate_grads(self) -> None:
+        policy = self.policy
+        if policy.keeps_unsharded_grad:
+            self.unsharded_grad = self._new_unsharded_grad()
+            if policy.compute == policy.reduce:  # autograd accumulates in place
+                self._grad_views = self.layout.views(self.unsharded_grad)
+                for name, view in self._grad_views.items():
+                    self.params[name].grad = view
+        if self.unsharded_grad is not None and self._shares_grad_memory:
+            self.sharded_grad = self.unsharded_grad[self.layout.shard_slice(self.index)]
+        else:
+            self.sharded_grad = torch.zeros(self.layout.shard_length, dtype=policy.params, device=self._device)
+
+    def _new_unsharded_grad(self) -> Tensor:
+        return torch.zeros(self.layout.length, dtype=self.policy.reduce, device=self._device)
+
+    def optimizer_params(self) -> dict[str, Tensor]:
+        """What an optimizer updates, by parameter name: this rank's entries, `.grad` set; without empty ones."""
+        if self.sharded_param is None:
+            return dict(self.params)
+        found = {}
+        gradients = {}
+        if self.sharded_grad is not None:
+            gradients = self.layout.shard_views(self.sharded_grad, self.index)
+        for name, entries in self.layout.shard_views(self.sharded_param, self.index).items():
+            if entries.numel() > 0:
+                entries.grad = gradients.get(name)
+                found[name] = entries
+        return found
+
+    # gradients
+
+    def zero_grad(self) -> None:
+        """Set every gradient to 0."""
+        if self.unsharded_grad is not None:
+            self.unsharded_grad.zero_()
+        if self.sharded_grad is not None and not self._shares_grad_memory:
+            self.sharded_grad.zero_()
+
+    def accumulate_grad(self, name: str, param: Tensor) -> bool:
+        """Add what autograd left in `param.grad` to the unsharded gradient; whether it was the last one missing.
+
+        Raises:
+            CommError: the group was reduced already, and is reduced once a step.
+        """
+        if self.is_reduced and self.policy.keeps_unsharded_grad:
             raise CommError(
-                f"a gradient of {name} came after those of its unit were reduced: a backward of this step used other "
-                f"parameters than the one before it; use ZeRO 2, or a schedule whose backward is not split"
+                f"gradient of {name} arrived after its group was reduced: a backward of this step used other parameters "
+                f"than the one before it, or two backwards synchronised; run all but the last under no_sync(), "
+                f"use ZeRO 2, or a schedule whose backward is not split"
             )
-        if self.full is None:
-            self.full = self.shard.new_zeros(self.layout.length, dtype=self.policy.reduce)
-        if not self.is_direct:
-            assert param.grad is not None, "the hook runs after the gradient was accumulated"
-            self.layout.views(self.full)[name].add_(param.grad)
+        assert param.grad is not None, "the hook runs after the gradient was accumulated"
+        if self._grad_views:
+            view = self._grad_views[name]
+            if param.grad is not view:  # it was set to None between steps, and autograd allocated a new one
+                view.copy_(param.grad)
+                param.grad = view
+        else:
+            if self.unsharded_grad is None:
+                self.unsharded_grad = self._new_unsharded_grad()
+            self.layout.views(self.unsharded_grad)[name].add_(param.grad)
             param.grad = None
         self.missing.discard(name)
         return not self.missing
 
     def start_reduce(self) -> None:
-        """Begin to sum `full` over the ranks; one without any gradient brings zeros."""
-        self.settle()
-        full = (
-            self.full if self.full is not None else self.shard.new_zeros(self.layout.length, dtype=self.policy.reduce)
-        )
-        if self.is_spread:
-            start = self.comm.start_reduce_scatter_ if self._is_kept_there else self.comm.start_reduce_scatter
-            self._reducing = start(full, self.axes)
-        else:
-            self._reducing = self.comm.start_all_reduce_(full, self.axes) if self.axes else Work.done(full)
+        """Start the sum over ranks of the unsharded gradient; parameters without a gradient contribute zeros."""
+        self.wait_reduce()
+        for name, view in self._grad_views.items():
+            if self.params[name].grad is None:  # set to None between steps, and no gradient since
+                view.zero_()
+        unsharded = self._new_unsharded_grad() if self.unsharded_grad is None else self.unsharded_grad
+        self._reducing = self._start_collective(unsharded)
         self.is_reduced = True
-        if not self.policy.keeps_full:
-            self.full = None
+        if not self.policy.keeps_unsharded_grad:
+            self.unsharded_grad = None
 
-    def settle(self) -> None:
-        """Wait for the sum under way and take it in."""
+    def _start_collective(self, unsharded: Tensor) -> Work:
+        """Reduce-scatter where the group is sharded, else all-reduce."""
+        if self.is_sharded and self._shares_grad_memory:
+            return self.comm.start_reduce_scatter_(unsharded, self.axes)
+        if self.is_sharded:
+            return self.comm.start_reduce_scatter(unsharded, self.axes)
+        if self.axes:
+            return self.comm.start_all_reduce_(unsharded, self.axes)
+        return Work.done(unsharded)
+
+    def wait_reduce(self) -> None:
+        """Wait for the reduction under way and add its result to the sharded gradient."""
         if self._reducing is None:
             return
-        total, self._reducing = self._reducing.wait(), None
-        if self.grad is None:
-            self.grad = total.to(self.policy.params).mul_(self.policy.share)
-        elif not self.policy.keeps_full:
-            self.grad.add_(total, alpha=self.policy.share)
-        elif total.data_ptr() != self.grad.data_ptr():
-            self.grad.copy_(total)
+        total = self._reducing.wait()
+        self._reducing = None
+        if self.sharded_grad is None:
+            self.sharded_grad = total.to(self.policy.params).mul_(self.policy.grad_scale)
+        elif not self.policy.keeps_unsharded_grad:
+            self.sharded_grad.add_(total, alpha=self.policy.grad_scale)
+        elif not self._shares_grad_memory:
+            self.sharded_grad.copy_(total)
 
-    def give_gradient(self) -> dict[str, Tensor]:
-        """The finished gradient by name, one-dimensional, for whoever asks to keep; empty where other ranks have it all."""
-        grad, self.grad = self.grad, None
-        assert grad is not None, "asked for after `settle` of a reduction"
+    def finish_step(self) -> None:
+        """Reduce what has not been reduced in this step, and expect the gradients of the next one."""
+        has_unreduced = self.unsharded_grad is not None and not self.policy.keeps_unsharded_grad
+        assert self.is_reduced and not has_unreduced, "every group is reduced before the step ends"
+        self.wait_reduce()
+        self.missing = set(self.params)
+        self.is_reduced = False
+
+    def take_reduced_grads(self) -> dict[str, Tensor]:
+        """The reduced gradient by parameter name, one-dimensional; it is the caller's from here on."""
+        grad = self.sharded_grad
+        assert grad is not None, "called after `finish_step`"
+        self.sharded_grad = None
         return self.layout.shard_views(grad, self.index)
 
-    # values on their way
+    def gather_grads(self) -> dict[str, Tensor]:
+        """The reduced gradients by parameter name, unsharded, in new memory; a collective over `axes`."""
+        assert self.sharded_grad is not None, "reduced gradients stay allocated"
+        return self._gather(self.sharded_grad)
 
-    def take_values(self, values: Mapping[str, Tensor]) -> None:
-        """Take this rank's entries of other values; the whole is as it was until it is refreshed."""
-        device, dtype = self.shard.device, self.shard.dtype
-        self.shard.copy_(self.layout.pack_shard(values, self.index, dtype=dtype, device=device))
+    def grad_view(self, name: str) -> Tensor:
+        """The memory of a parameter's unsharded gradient, where autograd accumulates in place."""
+        return self._grad_views[name]
 
-    def start_gather(self) -> None:
-        """Begin to bring the values of all ranks here, unless they are."""
-        if self._gathering is None and not self.whole.is_there:
-            self.start_refresh()
+    # values
 
-    def start_refresh(self) -> None:
-        """Begin to bring the values of all ranks here, whatever is here now."""
-        if self._gathering is not None:
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Copy this rank's entries of `values`; the unsharded parameters change at the next all-gather."""
+        assert self.sharded_param is not None, "only groups in flat memory are loaded by shards"
+        packed = self.layout.pack_shard(
+            values,
+            self.index,
+            dtype=self.sharded_param.dtype,
+            device=self._device,
+        )
+        self.sharded_param.copy_(packed)
+
+    def gather_params(self) -> dict[str, Tensor]:
+        """The values by parameter name in `policy.params`, unsharded, in new memory; a collective over `axes`."""
+        if self.sharded_param is None:
+            return {name: param.detach().clone() for name, param in self.params.items()}
+        return self._gather(self.sharded_param)
+
+    def _gather(self, shard: Tensor) -> dict[str, Tensor]:
+        flat = self.comm.all_gather(shard, self.axes) if self.is_sharded else shard
+        return {name: view.clone() for name, view in self.layout.views(flat).items()}
+
+    def start_unshard(self) -> None:
+        """Start the all-gather of the parameters, unless they are allocated."""
+        if self.unsharded_params is not None and not self.unsharded_params.is_allocated:
+            self.start_all_gather()
+
+    def start_all_gather(self) -> None:
+        """Start the all-gather of the parameters, whether or not they are allocated."""
+        if self._gathering is not None or self.unsharded_params is None:
             return
-        self.whole.restore()
-        whole = self.whole.alias()
-        own = whole[self.layout.shard_range(self.index)]
-        if own.data_ptr() != self.shard.data_ptr():
-            own.copy_(self.shard)
-        self._gathering = self.comm.start_all_gather_(whole, self.axes) if self.is_spread else Work.done(whole)
+        self.unsharded_params.allocate()
+        unsharded = self.unsharded_params.alias()
+        if self.sharded_param is not None and not self._shares_param_memory:
+            own_entries = unsharded[self.layout.shard_slice(self.index)]
+            own_entries.copy_(self.sharded_param)
+        if self.is_sharded:
+            self._gathering = self.comm.start_all_gather_(unsharded, self.axes)
+        else:
+            self._gathering = Work.done(unsharded)
 
-    def finish_gather(self) -> None:
-        """Have the values of all ranks here."""
-        self.start_gather()
+    def unshard(self) -> None:
+        """Have the unsharded parameters allocated and filled."""
+        self.start_unshard()
+        self._wait_all_gather()
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters under ZeRO 3, once an all-gather under way has ended."""
+        self._wait_all_gather()
+        if self.reshards and self.unsharded_params is not None:
+            self.unsharded_params.free()
+
+    def _wait_all_gather(self) -> None:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-
-    def release(self) -> None:
-        """Give the memory of the whole values away where they come on demand; a gather under way is waited for and forgotten."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
-        if self.is_on_demand:
-            self.whole.release()

@@ -1,9 +1,8 @@
-"""Owns `ShardedOptimizer`: any torch optimizer of whose states each rank holds its share (ZeRO 1), in a plain script."""
+"""`ShardedOptimizer`: any torch optimizer with its states sharded over ranks (ZeRO 1), in a plain script."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +13,14 @@ from weft.comm.adopt import comm_or_world
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 from weft.errors import DataError, Fault, PlanError
-from weft.parallel.zero.flat import FlatLayout, FlatParams
+from weft.parallel.zero.flat_params import FlatLayout, FlatParams
+
+State = dict[str, Any]
+"""What an optimizer remembers of one parameter: tensors of its shape, numbers."""
 
 
 class ShardedOptimizer(Optimizer):
-    """Moves this rank's share of every parameter, then brings the others' here; states are held for that share alone.
+    """Updates this rank's shard of every parameter, then all-gathers the others'; states are held for that shard alone.
 
         net = weft.DistributedDataParallel(net)
         optimizer = weft.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -26,18 +28,18 @@ class ShardedOptimizer(Optimizer):
         net.finish_gradient_synchronization()      # gradients must be the same on every rank
         optimizer.step()
 
-    `param_groups` hold the whole parameters, and the settings: schedulers set "lr" there. Frozen parameters and those
-    without a gradient stay as they are. `state_dict()` is of this rank's share, `full_state_dict()` of all.
+    `param_groups` hold the unsharded parameters and the settings: schedulers set "lr" there. Frozen parameters and those
+    without a gradient stay as they are. `state_dict()` is of this rank's shard, `full_state_dict()` of all.
 
     Args:
         params: as a torch optimizer takes them: parameters, (name, parameter) pairs, or groups of either.
-        optimizer: the class, for example torch.optim.AdamW; it must move every entry of a parameter by itself.
-        comm: this rank's way to the others; None: the world that torch.distributed was initialised with is the data axis.
-        axis: the mesh axis (or axes) over which states are spread.
+        optimizer: the class, for example torch.optim.AdamW; it must update every entry of a parameter by itself.
+        comm: communication with the other ranks; None: the world of torch.distributed is the data axis.
+        axis: the mesh axis (or axes) over which states are sharded.
         kwargs: for the class.
 
     Raises:
-        PlanError: the class moves an entry by what the others of its parameter are (LBFGS, Muon, Adafactor).
+        PlanError: the class updates an entry by what the others of its parameter are (LBFGS, Muon, Adafactor).
 
     Source: Rajbhandari et al. 2020, ZeRO.
     """
@@ -53,169 +55,234 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         super().__init__(params, kwargs)
         first: Tensor = self.param_groups[0]["params"][0]
-        self._entry_keys = entry_keys(lambda tensors: optimizer(tensors, **kwargs), device=first.device)
-        self.comm, self.axis = comm_or_world(comm, axis=axis, device=first.device), axis
-        degree, self._index = self.comm.degree(axis), self.comm.index(axis)
-        flats = [[_Flat(members, degree, self._index) for members in _alike(group)] for group in self.param_groups]
-        self._flats = [flat for group in flats for flat in group]
-        groups = zip(self.param_groups, flats, strict=True)
-        self.inner = optimizer(
-            [{**_settings(group), "params": [x for flat in mine for x in flat.shards]} for group, mine in groups],
-            **kwargs,
+        self._elementwise_keys = elementwise_state_keys(
+            lambda tensors: optimizer(tensors, **kwargs),
+            device=first.device,
         )
-        self._take_settings()
+        self.comm = comm_or_world(comm, axis=axis, device=first.device)
+        self.axis = axis
+        self._flat_groups: list[_FlatGroup] = []
+        inner_groups = []
+        for param_group in self.param_groups:
+            flat_groups = self._flatten(param_group["params"])
+            self._flat_groups.extend(flat_groups)
+            shards = [shard for flat_group in flat_groups for shard in flat_group.shards]
+            inner_groups.append({**_settings(param_group), "params": shards})
+        self.inner = optimizer(inner_groups, **kwargs)
+        self._copy_settings_from_inner()
 
-    def _take_settings(self) -> None:
+    def _flatten(self, params: Sequence[nn.Parameter]) -> list[_FlatGroup]:
+        """The trained parameters of a group in flat memory: runs of the same dtype and device."""
+        runs: list[list[nn.Parameter]] = []
+        for param in params:
+            if not param.requires_grad:
+                continue
+            if runs and (runs[-1][0].dtype, runs[-1][0].device) == (param.dtype, param.device):
+                runs[-1].append(param)
+            else:
+                runs.append([param])
+        degree, index = self.comm.degree(self.axis), self.comm.index(self.axis)
+        return [_FlatGroup(run, num_shards=degree, index=index) for run in runs]
+
+    def _copy_settings_from_inner(self) -> None:
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_settings(inner))
 
-    def _give_settings(self) -> None:
+    def _copy_settings_to_inner(self) -> None:
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(_settings(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the parameters; every rank must step. Returns what `closure`, called first, returns."""
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
-        self._give_settings()
-        for flat in self._flats:
-            flat.lend_gradients()
+        """Update the parameters; a collective over all ranks. Returns what `closure`, called first, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._copy_settings_to_inner()
+        for flat_group in self._flat_groups:
+            flat_group.set_shard_grads()
         self.inner.step()
-        works = [self.comm.start_all_gather_(flat.whole.alias(), self.axis) for flat in self._flats]
-        for flat, work in zip(self._flats, works, strict=True):
+        works = []
+        for flat_group in self._flat_groups:
+            unsharded = flat_group.params_memory.alias()
+            works.append(self.comm.start_all_gather_(unsharded, self.axis))
+        for flat_group, work in zip(self._flat_groups, works, strict=True):
             work.wait()
-            for shard in flat.shards:
-                shard.grad = None
+            flat_group.clear_shard_grads()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's share: good for the same number of ranks alone."""
-        self._give_settings()
+        """The state of this rank's shard: it can be loaded on the same number of ranks alone."""
+        self._copy_settings_to_inner()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave on this rank."""
+        """Load what `state_dict` returned on this rank."""
         self.inner.load_state_dict(state_dict)
-        self._take_settings()
+        self._copy_settings_from_inner()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state dict of the plain optimizer over whole parameters, on every rank; every rank must ask."""
-        found: dict[int, dict[str, Any]] = {}
-        for flat in self._flats:
-            found |= flat.whole_states(self.inner.state, self.comm, self.axis, keys=self._entry_keys)
-        numbers = {id(param): number for number, param in enumerate(self._params())}
-        return {**super().state_dict(), "state": {numbers[key]: state for key, state in found.items() if state}}
+        """The state dict of the plain optimizer over unsharded parameters, on every rank; a collective over all ranks."""
+        state_of: dict[int, State] = {}
+        for flat_group in self._flat_groups:
+            gathered = flat_group.gather_states(
+                self.inner.state,
+                self.comm,
+                self.axis,
+                elementwise=self._elementwise_keys,
+            )
+            state_of.update(gathered)
+        states = {}
+        for number, param in enumerate(self._all_params()):
+            if state_of.get(id(param)):
+                states[number] = state_of[id(param)]
+        return {**super().state_dict(), "state": states}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's share of a state dict of the plain optimizer over whole parameters.
+        """Load this rank's shard of a state dict of the plain optimizer over unsharded parameters.
 
         Raises:
-            DataError: it is of other parameters.
+            DataError: it has another number of parameters.
         """
-        params, groups = self._params(), state_dict["param_groups"]
-        if (given := sum(len(group["params"]) for group in groups)) != len(params):
-            raise DataError(Fault("state", "is of another number of parameters", str(given), str(len(params))))
+        params = self._all_params()
+        groups = state_dict["param_groups"]
+        num_given = sum(len(group["params"]) for group in groups)
+        if num_given != len(params):
+            raise DataError(
+                Fault("state", "has another number of parameters", got=str(num_given), need=str(len(params)))
+            )
         states = {id(param): state_dict["state"].get(number, {}) for number, param in enumerate(params)}
-        for flat in self._flats:
-            self.inner.state.update(flat.own_states(states, keys=self._entry_keys))
-        for group, theirs in zip(self.param_groups, groups, strict=True):
-            group.update(_settings(theirs))
+        for flat_group in self._flat_groups:
+            sharded = flat_group.shard_states(states, elementwise=self._elementwise_keys)
+            self.inner.state.update(sharded)
+        for own_group, loaded_group in zip(self.param_groups, groups, strict=True):
+            own_group.update(_settings(loaded_group))
 
-    def _params(self) -> list[nn.Parameter]:
+    def _all_params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
 
 
-class _Flat:
-    """Parameters of one group, alike in dtype and device, in one flat memory of which this rank's optimizer sees a shard."""
+class _FlatGroup:
+    """Parameters of one group and dtype in flat memory, of which this rank's optimizer updates a shard.
 
-    def __init__(self, params: list[nn.Parameter], degree: int, index: int) -> None:
-        named = {str(place): param for place, param in enumerate(params)}
-        self.params, self.index = params, index
-        self.layout = FlatLayout.of({name: tuple(param.shape) for name, param in named.items()}, degree)
-        self.whole = FlatParams(named, self.layout, dtype=params[0].dtype)
-        self.own = self.whole.flat[self.layout.shard_range(index)]
-        self.shards = [nn.Parameter(entries) for entries in self.layout.shard_views(self.own, index).values()]
-        self.cuts = [self.layout.cut(slot, index)[0] for slot in self.layout.slots]
+    Attributes:
+        params: unsharded, views into `params_memory`.
+        shards: this rank's entries of each, perhaps none, views into the same memory.
+        entries: which entries of each flattened parameter those are.
+    """
 
-    def lend_gradients(self) -> None:
-        """Let each shard have its entries of the parameter's gradient, without copying."""
-        for param, shard, cut in zip(self.params, self.shards, self.cuts, strict=True):
-            shard.grad = None if param.grad is None else param.grad.reshape(-1)[cut]
+    def __init__(self, params: list[nn.Parameter], *, num_shards: int, index: int) -> None:
+        named = {str(number): param for number, param in enumerate(params)}
+        shapes = {name: tuple(param.shape) for name, param in named.items()}
+        self.params = params
+        self.layout = FlatLayout.of(shapes, num_shards)
+        self.params_memory = FlatParams(named, self.layout, dtype=params[0].dtype)
+        shard = self.params_memory.flat[self.layout.shard_slice(index)]
+        views = self.layout.shard_views(shard, index)
+        self.shards = [nn.Parameter(view) for view in views.values()]
+        self.entries = [self.layout.overlap(span, index).in_param for span in self.layout.spans]
 
-    def whole_states(
-        self, state: Mapping[Tensor, Mapping[str, Any]], comm: Comm, axis: Axis, *, keys: Collection[str]
-    ) -> dict[int, dict[str, Any]]:
-        """What is remembered of each parameter, by its id; what is remembered of every entry, `keys`, is gathered."""
-        found: dict[int, dict[str, Any]] = {}
-        for param, shard, slot in zip(self.params, self.shards, self.layout.slots, strict=True):
-            cuts = (self.layout.cut(slot, index)[0] for index in range(self.layout.parts))
-            sizes = [cut.stop - cut.start for cut in cuts]
-            found[id(param)] = {
-                key: comm.all_gather(value, axis, sizes=sizes).view(param.shape) if key in keys else _copy(value)
-                for key, value in state.get(shard, {}).items()
-            }
+    def set_shard_grads(self) -> None:
+        """Set each shard's gradient to a view of its entries of the parameter's gradient."""
+        for param, shard, entries in zip(self.params, self.shards, self.entries, strict=True):
+            shard.grad = None if param.grad is None else param.grad.reshape(-1)[entries]
+
+    def clear_shard_grads(self) -> None:
+        """Let go of the views."""
+        for shard in self.shards:
+            shard.grad = None
+
+    def gather_states(
+        self,
+        state: Mapping[Tensor, State],
+        comm: Comm,
+        axis: Axis,
+        *,
+        elementwise: Collection[str],
+    ) -> dict[int, State]:
+        """The state of each unsharded parameter, by its id; the keys `elementwise` are all-gathered."""
+        found: dict[int, State] = {}
+        for param, shard, span in zip(self.params, self.shards, self.layout.spans, strict=True):
+            overlaps = [self.layout.overlap(span, index).in_param for index in range(self.layout.num_shards)]
+            sizes = [overlap.stop - overlap.start for overlap in overlaps]
+            unsharded: State = {}
+            for key, value in state.get(shard, {}).items():
+                if key in elementwise:
+                    unsharded[key] = comm.all_gather(value, axis, sizes=sizes).view(param.shape)
+                else:
+                    unsharded[key] = _copy(value)
+            found[id(param)] = unsharded
         return found
 
-    def own_states(
-        self, whole: Mapping[int, Mapping[str, Any]], *, keys: Collection[str]
-    ) -> dict[Tensor, dict[str, Any]]:
-        """This rank's share of what is remembered of each parameter, by its id."""
-        return {
-            shard: {
-                key: value.reshape(-1)[cut].clone() if key in keys else _copy(value)
-                for key, value in whole[id(param)].items()
-            }
-            for param, shard, cut in zip(self.params, self.shards, self.cuts, strict=True)
-            if whole[id(param)]
-        }  # fmt: skip
+    def shard_states(self, states: Mapping[int, State], *, elementwise: Collection[str]) -> dict[Tensor, State]:
+        """The state of each shard, from the states of unsharded parameters by id."""
+        found: dict[Tensor, State] = {}
+        for param, shard, entries in zip(self.params, self.shards, self.entries, strict=True):
+            sharded: State = {}
+            for key, value in states[id(param)].items():
+                if key in elementwise:
+                    sharded[key] = value.reshape(-1)[entries].clone()
+                else:
+                    sharded[key] = _copy(value)
+            if sharded:
+                found[shard] = sharded
+        return found
 
 
-def entry_keys(make: Callable[[list[nn.Parameter]], Optimizer], *, device: torch.device) -> frozenset[str]:
-    """Names of what an optimizer remembers of every entry, once it is seen to move each by itself: it is tried out.
+def elementwise_state_keys(
+    make: Callable[[list[nn.Parameter]], Optimizer],
+    *,
+    device: torch.device,
+) -> frozenset[str]:
+    """State keys with a value for each entry, of an optimizer that is seen to update each entry by itself.
+
+    It takes three steps on a parameter, and on the same parameter in two parts.
 
     Raises:
-        PlanError: a parameter in two pieces moves otherwise than in one.
+        PlanError: the two do not end with the same values.
     """
-    start, *gradients = torch.rand(3, 4, 3, dtype=torch.float32, generator=torch.Generator().manual_seed(0)).to(device)
-    whole = nn.Parameter(start.clone())
-    pieces = [nn.Parameter(piece.clone()) for piece in start.flatten().split((5, 7))]
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = torch.rand(3, 4, 3, dtype=torch.float32, generator=generator).to(device)
+    sizes = (5, 7)
+    unsharded = nn.Parameter(start.clone())
+    parts = [nn.Parameter(part.clone()) for part in start.flatten().split(sizes)]
     try:
-        optimizers = make([whole]), make(pieces)
+        reference = make([unsharded])
+        sharded = make(parts)
         for gradient in gradients:
-            whole.grad = gradient
-            for piece, part in zip(pieces, gradient.flatten().split((5, 7)), strict=True):
-                piece.grad = part
-            for optimizer in optimizers:
-                optimizer.step()
-        moves_alone = torch.allclose(
-            whole.detach().flatten(), torch.cat([piece.detach() for piece in pieces]), rtol=1e-5
-        )
-    except (TypeError, ValueError) as error:  # a closure that is missing, shapes that it does not take
-        raise PlanError(_not_alone(f"it says {str(error).splitlines()[0]!r}")) from error
-    if not moves_alone:
-        raise PlanError(_not_alone("the same steps in two pieces gave other values"))
-    return frozenset(
-        key for key, x in optimizers[0].state[whole].items() if isinstance(x, Tensor) and x.shape == whole.shape
+            unsharded.grad = gradient
+            for part, part_gradient in zip(parts, gradient.flatten().split(sizes), strict=True):
+                part.grad = part_gradient
+            reference.step()
+            sharded.step()
+        joined = torch.cat([part.detach() for part in parts])
+        is_elementwise = torch.allclose(unsharded.detach().flatten(), joined, rtol=1e-5)
+    except (TypeError, ValueError) as error:  # it needs a closure, or other shapes
+        message = str(error).splitlines()[0]
+        raise PlanError(_not_elementwise(f"it raises {message!r}")) from error
+    if not is_elementwise:
+        raise PlanError(_not_elementwise("the same steps in two parts gave other values"))
+    keys = set()
+    for key, value in reference.state[unsharded].items():
+        if isinstance(value, Tensor) and value.shape == unsharded.shape:
+            keys.add(key)
+    return frozenset(keys)
+
+
+def _not_elementwise(got: str) -> Fault:
+    return Fault(
+        "optimizer",
+        "updates a parameter as a whole, so it cannot update a shard of it",
+        got=got,
+        need="one that updates every entry by itself, as SGD and AdamW do",
     )
-
-
-def _not_alone(seen: str) -> Fault:
-    need = "one that moves every entry by itself, as SGD and AdamW do"
-    return Fault("optimizer", "takes a parameter as a whole, so it cannot move a share of it", seen, need)
 
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _alike(group: Mapping[str, Any]) -> Iterator[list[nn.Parameter]]:
-    """The trained parameters of a group, in runs of the same dtype and device."""
-    trained = [param for param in group["params"] if param.requires_grad]
-    for _, run in groupby(trained, key=lambda param: (param.dtype, param.device)):
-        yield list(run)
-
-
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says besides its parameters."""
+    """The settings of a parameter group, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,14 +1,16 @@
-"""Owns parameters that come on demand: gathered before their module runs, the next one's beside it, given away after.
+"""ZeRO-3 hooks: unshard before forward and backward, prefetch the next group, reshard after.
 
     forward     gather 0 ─ block 0 ──────── block 1 ──────── block 2 ...
-                           gather 1 ──────┘ gather 2 ──────┘               the next block's, while this one computes
+                           gather 1 ──────┘ gather 2 ──────┘               prefetch of the next block
     backward    ... block 2 ──────── block 1 ──────── block 0
-                    gather 1 ──────┘ gather 0 ──────┘                      the previous block's
-                            reduce 2 ───────────────┘                      zero.py, as gradients arrive
+                    gather 1 ──────┘ gather 0 ──────┘                      prefetch of the previous block
+                            reduce 2 ───────────────┘                      gradient_reducer.py, as gradients arrive
 
-A unit stays while one of its blocks runs backward, also where a forward is played again meanwhile. After the backward it
-is given away when its last gradient has come (zero.py); a frozen one when the gradients of its block's inputs have; and
-where neither comes (parameters that are not used, or whose gradients are computed later) when the whole backward is over.
+Note [When a group is resharded]
+    A group stays unsharded while one of its blocks runs backward, also where a forward is recomputed meanwhile. In a
+    backward it is resharded when its last gradient has arrived (gradient_reducer.py); a frozen one when the gradients of
+    its block's inputs have; and where neither happens (unused parameters, or gradients that are computed later) at the
+    end of the backward.
 """
 
 from __future__ import annotations
@@ -25,103 +27,136 @@ from weft.parallel.zero.param_group import ParamGroup
 
 
 @dataclass(frozen=True)
-class Needs:
-    """A module, and the units whose values its forward and backward need."""
+class BlockGroups:
+    """A module and the parameter groups that its forward and backward use."""
 
     module: nn.Module
-    units: tuple[ParamGroup, ...]
+    groups: tuple[ParamGroup, ...]
 
 
-def units_of(params: Iterable[nn.Parameter], units: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
-    """Those of `units` that hold one of `params` and are not there all the time."""
-    by_param = {id(param): unit for unit in units if unit.is_on_demand for param in unit.params.values()}
-    return tuple({id(unit): unit for param in params if (unit := by_param.get(id(param))) is not None}.values())
+def groups_of(params: Iterable[nn.Parameter], groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
+    """Those of `groups` that hold one of `params` and are freed between uses, each once."""
+    group_of_param: dict[int, ParamGroup] = {}
+    for group in groups:
+        if group.reshards:
+            group_of_param.update((id(param), group) for param in group.params.values())
+    found: dict[int, ParamGroup] = {}
+    for param in params:
+        if id(param) in group_of_param:
+            group = group_of_param[id(param)]
+            found[id(group)] = group
+    return tuple(found.values())
 
 
-def gather_on_demand(chains: Sequence[Sequence[Needs]]) -> None:
-    """Let modules find the values of their units. Those of one chain run in its order; neighbours fetch for each other."""
-    demand = _Demand()
+def register_unshard_hooks(chains: Sequence[Sequence[BlockGroups]]) -> None:
+    """Have modules unshard their groups. The modules of one chain run in order, so that neighbours prefetch for each other."""
+    in_backward = GroupsInBackward()
     for chain in chains:
-        for place, needs in enumerate(chain):
-            after = chain[place + 1].units if place + 1 < len(chain) else ()
-            before = chain[place - 1].units if place else ()
-            if needs.units:
-                _install(demand, needs, after=after, before=before)
+        for position, block in enumerate(chain):
+            if not block.groups:
+                continue
+            is_first, is_last = position == 0, position == len(chain) - 1
+            schedule = PrefetchSchedule(
+                block.groups,
+                next_groups=() if is_last else chain[position + 1].groups,
+                previous_groups=() if is_first else chain[position - 1].groups,
+                in_backward=in_backward,
+            )
+            block.module.register_forward_pre_hook(schedule.before_forward, with_kwargs=True)
+            block.module.register_forward_hook(schedule.after_forward)
 
 
 def after_this_backward(act: Callable[[], None]) -> None:
-    """Call `act` at the end of the backward that is under way in this thread."""
+    """Call `act` at the end of the backward that is running in this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(act)
 
 
-class _Demand:
-    """Which units a backward under way has in use."""
+class GroupsInBackward:
+    """The groups of blocks whose backward has begun, until the whole backward ends."""
 
     def __init__(self) -> None:
-        self.in_use: dict[int, ParamGroup] = {}
+        self._groups: dict[int, ParamGroup] = {}
 
-    def use(self, units: Iterable[ParamGroup]) -> None:
-        """Have these until they are given back, or the backward is over."""
-        if not self.in_use:
-            after_this_backward(self._backward_is_over)
-        for unit in units:
-            self.in_use[id(unit)] = unit
-            unit.finish_gather()
+    def add(self, groups: Iterable[ParamGroup]) -> None:
+        """Unshard these for the backward that is running."""
+        if not self._groups:
+            after_this_backward(self._on_backward_end)
+        for group in groups:
+            self._groups[id(group)] = group
+            group.unshard()
 
-    def give_back(self, units: Iterable[ParamGroup]) -> None:
-        """These are needed no longer."""
-        for unit in units:
-            unit.release()
+    def __contains__(self, group: ParamGroup) -> bool:
+        return id(group) in self._groups
 
-    def is_used(self, unit: ParamGroup) -> bool:
-        """Whether a backward under way needs the unit."""
-        return id(unit) in self.in_use
-
-    def _backward_is_over(self) -> None:
-        self.give_back(self.in_use.values())
-        self.in_use.clear()
+    def _on_backward_end(self) -> None:
+        for group in self._groups.values():
+            group.reshard()
+        self._groups.clear()
 
 
-def _install(demand: _Demand, needs: Needs, *, after: tuple[ParamGroup, ...], before: tuple[ParamGroup, ...]) -> None:
-    units, frozen = needs.units, tuple(unit for unit in needs.units if not unit.is_trained)
+@dataclass(frozen=True)
+class PrefetchSchedule:
+    """The hooks of one block. See Note [When a group is resharded].
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        for unit in units:
-            unit.finish_gather()
-        if not any(demand.is_used(unit) for unit in units):
-            for unit in after:
-                unit.start_gather()
-        if frozen and torch.is_grad_enabled():
-            _when_all_have_gradients([x for x in tensors_in((args, kwargs)) if x.requires_grad], done)
+    Attributes:
+        groups: of the block itself.
+        next_groups: of the block after it, prefetched while it runs forward.
+        previous_groups: of the block before it, prefetched while it runs backward.
+    """
 
-    def done() -> None:
-        demand.give_back(frozen)
+    groups: tuple[ParamGroup, ...]
+    next_groups: tuple[ParamGroup, ...]
+    previous_groups: tuple[ParamGroup, ...]
+    in_backward: GroupsInBackward
 
-    def leave(_: nn.Module, args: Any, out: Any) -> None:
-        for unit in units:
-            if not demand.is_used(unit) and not any(unit is other for other in after):
-                unit.release()
-        for y in tensors_in(out):
-            if y.requires_grad:
-                y.register_hook(begin_backward)
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Unshard the block, prefetch the next."""
+        for group in self.groups:
+            group.unshard()
+        is_recomputed = any(group in self.in_backward for group in self.groups)
+        if not is_recomputed:
+            for group in self.next_groups:
+                group.start_unshard()
+        if torch.is_grad_enabled():
+            self._reshard_frozen_after_backward(args, kwargs)
 
-    def begin_backward(_: Tensor) -> None:
-        demand.use(units)
-        for unit in before:
-            unit.start_gather()
+    def after_forward(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Reshard the block; have its backward unshard it again."""
+        for group in self.groups:
+            is_next = any(group is other for other in self.next_groups)
+            if not is_next and group not in self.in_backward:
+                group.reshard()
+        for tensor in tensors_in(out):
+            if tensor.requires_grad:
+                tensor.register_hook(self._before_backward)
 
-    needs.module.register_forward_pre_hook(enter, with_kwargs=True)
-    needs.module.register_forward_hook(leave)
+    def _before_backward(self, gradient: Tensor) -> None:
+        self.in_backward.add(self.groups)
+        for group in self.previous_groups:
+            group.start_unshard()
+
+    def _reshard_frozen_after_backward(self, args: Any, kwargs: Any) -> None:
+        frozen = [group for group in self.groups if not group.is_trained]
+        if not frozen:
+            return
+
+        def reshard() -> None:
+            for group in frozen:
+                group.reshard()
+
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        _call_after_gradients(inputs, reshard)
 
 
-def _when_all_have_gradients(tensors: Sequence[Tensor], act: Callable[[], None]) -> None:
-    missing = len(tensors)
+def _call_after_gradients(tensors: Sequence[Tensor], act: Callable[[], None]) -> None:
+    """Call `act` once each of `tensors` has its gradient."""
+    num_missing = len(tensors)
 
-    def arrived(_: Tensor) -> None:
-        nonlocal missing
-        missing -= 1
-        if missing == 0:
+    def on_gradient(_: Tensor) -> None:
+        nonlocal num_missing
+        num_missing -= 1
+        if num_missing == 0:
             act()
 
     for tensor in tensors:
-        tensor.register_hook(arrived)
+        tensor.register_hook(on_gradient)

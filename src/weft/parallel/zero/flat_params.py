@@ -1,0 +1,156 @@
+"""Parameters of a group in one flat tensor: their layout, its shards, and memory that is freed between uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ParamSpan:
+    """Entries `start` to `stop` of a flat tensor: one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ShardOverlap:
+    """The entries that a parameter and a shard have in common; both slices may be empty.
+
+    Attributes:
+        in_param: their place in the flattened parameter.
+        in_shard: their place in the shard.
+    """
+
+    in_param: slice
+    in_shard: slice
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters end to end, padded at the end so that `num_shards` ranks hold shards of equal length.
+
+        a ───────── b ── c ──────────── padding
+        shard 0 ──────── shard 1 ──────────────
+
+    Attributes:
+        spans: one for each parameter, in memory order.
+        length: entries of the flat tensor, padding included.
+        num_shards: how many equal shards it is divided into.
+    """
+
+    spans: tuple[ParamSpan, ...]
+    length: int
+    num_shards: int
+
+    @staticmethod
+    def of(shapes: Mapping[str, tuple[int, ...]], num_shards: int) -> FlatLayout:
+        """Lay out tensors of these shapes, in this order."""
+        spans = []
+        start = 0
+        for name, shape in shapes.items():
+            stop = start + torch.Size(shape).numel()
+            spans.append(ParamSpan(name, shape, start, stop))
+            start = stop
+        shard_length = -(-start // num_shards)
+        return FlatLayout(tuple(spans), shard_length * num_shards, num_shards)
+
+    @property
+    def shard_length(self) -> int:
+        """Entries of one shard."""
+        return self.length // self.num_shards
+
+    def shard_slice(self, index: int) -> slice:
+        """The entries of the flat tensor that shard `index` consists of."""
+        start = index * self.shard_length
+        return slice(start, start + self.shard_length)
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """Each parameter's entries of `flat`, in the parameter's shape."""
+        found = {}
+        for span in self.spans:
+            found[span.name] = flat[span.start : span.stop].view(span.shape)
+        return found
+
+    def overlap(self, span: ParamSpan, index: int) -> ShardOverlap:
+        """The entries of a parameter that lie in shard `index`."""
+        shard = self.shard_slice(index)
+        first = min(max(span.start, shard.start), shard.stop)
+        last = max(min(span.stop, shard.stop), first)
+        return ShardOverlap(
+            in_param=slice(first - span.start, last - span.start),
+            in_shard=slice(first - shard.start, last - shard.start),
+        )
+
+    def shard_views(self, shard: Tensor, index: int) -> dict[str, Tensor]:
+        """Each parameter's entries of shard `index`, one-dimensional and perhaps empty."""
+        found = {}
+        for span in self.spans:
+            found[span.name] = shard[self.overlap(span, index).in_shard]
+        return found
+
+    def pack_shard(
+        self,
+        tensors: Mapping[str, Tensor],
+        index: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Shard `index` of the flat tensor of `tensors`, without allocating the flat tensor."""
+        shard = torch.zeros(self.shard_length, dtype=dtype, device=device)
+        for span in self.spans:
+            overlap = self.overlap(span, index)
+            entries = tensors[span.name].detach().reshape(-1)
+            shard[overlap.in_shard] = entries[overlap.in_param]
+        return shard
+
+    def pack(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The flat tensor of `tensors`; the padding is 0."""
+        flat = torch.zeros(self.length, dtype=dtype, device=device)
+        for span in self.spans:
+            flat[span.start : span.stop] = tensors[span.name].detach().reshape(-1)
+        return flat
+
+
+class FlatParams:
+    """The parameters of a group as views into one flat tensor whose memory can be freed and allocated again.
+
+    Note [Freed storage under saved tensors]
+        A parameter that autograd has saved for the backward keeps its storage object. `free` resizes that storage to 0
+        bytes; before the backward `allocate` resizes it back and it is filled with the same values, so every saved view is
+        valid again. It is filled through `alias`, which has a version counter of its own, so that autograd does not
+        report the saved tensors as modified in place.
+    """
+
+    def __init__(self, params: Mapping[str, nn.Parameter], layout: FlatLayout, *, dtype: torch.dtype) -> None:
+        device = next(iter(params.values())).device
+        self.flat = layout.pack(params, dtype=dtype, device=device)
+        self._num_bytes = self.flat.untyped_storage().nbytes()
+        for name, view in layout.views(self.flat).items():
+            params[name].data = view
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the memory is held."""
+        return self.flat.untyped_storage().nbytes() > 0
+
+    def free(self) -> None:
+        """Free the memory; the parameters keep their storage object."""
+        self.flat.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Allocate the memory unless it is held; its values are undefined until `alias` has been filled."""
+        if not self.is_allocated:
+            self.flat.untyped_storage().resize_(self._num_bytes)
+
+    def alias(self) -> Tensor:
+        """The same memory as a tensor with a version counter of its own."""
+        storage = self.flat.untyped_storage()
+        return self.flat.new_empty(0).set_(storage, 0, self.flat.shape, self.flat.stride())

@@ -1,0 +1,200 @@
+"""Which parameters form a group: buckets of equal size under ZeRO 0, the blocks of the model under ZeRO 1 to 3."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from weft.comm.comm import Comm
+from weft.layout.plan import Plan
+from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.zero.gradient_reducer import GradientReducer
+from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
+from weft.parallel.zero.unshard_hooks import BlockGroups, groups_of, register_unshard_hooks
+
+BUCKET_BYTES = 25 * 2**20
+"""Default bytes of gradients that are reduced together under ZeRO 0, as torch's DistributedDataParallel."""
+
+
+def make_gradient_reducer(model: ParallelModel) -> GradientReducer:
+    """The gradient reducer of this rank's part of a model, as the plan's ZeRO stage and dtypes say.
+
+    A model on the meta device is materialised group by group, so that under ZeRO 3 no rank ever holds all of its part.
+    """
+    policy = sharding_policy(model.plan)
+    if policy.zero == 0:
+        groups = _bucket_groups_of(model, policy)
+    else:
+        groups = _block_groups(model, policy)
+    grouped = {name for group in groups for name in group.params}
+    ungrouped = {name: param for name, param in model.params.items() if name not in grouped}
+    model.materialize([name for name, param in ungrouped.items() if param.is_meta])
+    reducer = GradientReducer(
+        groups,
+        model.comm,
+        reduces_every_backward=policy.zero >= 2,
+        split_stages=frozenset(stage for stage, _ in model.plan.table.splits),
+        shared=_shared_params(model),
+        ungrouped=ungrouped,
+    )
+    chains = []
+    for stage in model.stages.values():
+        blocks = stage.values()
+        chains.append([BlockGroups(block, groups_of(block.parameters(), groups)) for block in blocks])
+    register_unshard_hooks(chains)
+    return reducer
+
+
+def sharding_policy(plan: Plan) -> ShardingPolicy:
+    """The sharding policy of a plan: sums over the ranks, in memory that stays allocated up to ZeRO 1."""
+    return ShardingPolicy(
+        plan.zero,
+        params=getattr(torch, plan.params),
+        compute=getattr(torch, plan.compute),
+        reduce=getattr(torch, plan.reduce),
+        keeps_unsharded_grad=plan.zero <= 1,
+    )
+
+
+# ZeRO 0: buckets
+
+
+class BucketKey(NamedTuple):
+    """What the parameters of a bucket have in common."""
+
+    stage: int
+    axes: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def bucket_reducer(
+    params: Mapping[str, nn.Parameter],
+    comm: Comm,
+    *,
+    reduce_axes: Mapping[str, tuple[str, ...]],
+    stage_of: Mapping[str, int] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> GradientReducer:
+    """All-reduces the gradients of any parameters in buckets, in the dtype that each parameter has.
+
+    Args:
+        params: in the order in which the forward uses them; frozen ones are left out.
+        reduce_axes: parameter name -> mesh axes over which its gradient is summed.
+        stage_of: parameter name -> local pipeline stage whose backward completes its gradient; default: one stage.
+    """
+    stage_of = stage_of or dict.fromkeys(params, 0)
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    groups = []
+    for key, names in _buckets(trained, reduce_axes=reduce_axes, stage_of=stage_of, bucket_bytes=bucket_bytes):
+        policy = ShardingPolicy(
+            zero=0,
+            params=key.dtype,
+            compute=key.dtype,
+            reduce=key.dtype,
+            keeps_unsharded_grad=True,
+        )
+        members = {name: trained[name] for name in names}
+        groups.append(ParamGroup(members, comm, policy, axes=key.axes, stage=key.stage))
+    return GradientReducer(groups, comm)
+
+
+def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGroup]:
+    """Trained parameters in buckets; frozen ones in a group of their own where they are cast to the compute dtype."""
+    frozen = {name: model.params[name] for name in model.params if name in model.frozen}
+    trained = {name: param for name, param in model.params.items() if param.requires_grad}
+    reduce_axes = {name: shard.reduce_axes for name, shard in model.shards.items()}
+    buckets = _buckets(
+        trained,
+        reduce_axes=reduce_axes,
+        stage_of=model.stage_of,
+        bucket_bytes=model.plan.bucket_bytes,
+    )
+    groups = []
+    if frozen and policy.params != policy.compute:
+        groups.append(ParamGroup(frozen, model.comm, replace(policy, params=policy.compute), axes=()))
+    for key, names in buckets:
+        members = {name: trained[name] for name in names}
+        groups.append(ParamGroup(members, model.comm, policy, axes=key.axes, stage=key.stage))
+    return groups
+
+
+def _buckets(
+    params: Mapping[str, nn.Parameter],
+    *,
+    reduce_axes: Mapping[str, tuple[str, ...]],
+    stage_of: Mapping[str, int],
+    bucket_bytes: int,
+) -> list[tuple[BucketKey, list[str]]]:
+    """Parameters, last first, in runs of equal key and at most `bucket_bytes` each; the run that completes last comes first."""
+    filling: dict[BucketKey, list[str]] = {}
+    sizes: Counter[BucketKey] = Counter()
+    full: list[tuple[BucketKey, list[str]]] = []
+    for name in reversed(params):
+        param = params[name]
+        num_bytes = param.numel() * param.element_size()
+        key = BucketKey(stage_of[name], reduce_axes[name], param.dtype, param.device)
+        if key in filling and sizes[key] + num_bytes > bucket_bytes:
+            full.append((key, filling.pop(key)))
+            sizes[key] = 0
+        filling.setdefault(key, []).append(name)
+        sizes[key] += num_bytes
+    full.extend(filling.items())
+    place = {name: position for position, name in enumerate(params)}
+    return sorted(full, key=lambda bucket: place[bucket[1][-1]])
+
+
+# ZeRO 1 to 3: blocks
+
+
+class BlockKey(NamedTuple):
+    """What the parameters of a block's group have in common.
+
+    `tied_to_other_rank` is the parameter's own name where another pipeline rank holds a copy: such a parameter is alone in
+    its group, so that both ranks shard it alike.
+    """
+
+    stage: int
+    block: str
+    axes: tuple[str, ...]
+    tied_to_other_rank: str
+    is_frozen: bool
+
+
+def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGroup]:
+    """Trained and frozen parameters, grouped by `BlockKey`; the biases of routers, which are neither, stay as they are."""
+    frozen = model.frozen
+    tied = {link.name for link in model.cross_stage_ties}
+    members: dict[BlockKey, list[str]] = {}
+    for name, param in model.params.items():
+        if not param.requires_grad and name not in frozen:
+            continue
+        key = BlockKey(
+            stage=model.stage_of[name],
+            block=name.partition(".")[0],
+            axes=model.shards[name].reduce_axes,
+            tied_to_other_rank=name if name in tied else "",
+            is_frozen=name in frozen,
+        )
+        members.setdefault(key, []).append(name)
+    frozen_policy = replace(policy, zero=3 if policy.zero == 3 else 0, params=policy.compute)
+    groups = []
+    for key, names in members.items():
+        model.materialize([name for name in names if model.params[name].is_meta])
+        params = {name: model.params[name] for name in names}
+        chosen = frozen_policy if key.is_frozen else policy
+        groups.append(ParamGroup(params, model.comm, chosen, axes=key.axes, stage=key.stage))
+    return groups
+
+
+def _shared_params(model: ParallelModel) -> frozenset[str]:
+    """Parameters that more than one stage of this rank uses."""
+    uses: Counter[int] = Counter()
+    for stage in model.stages.values():
+        uses.update(id(param) for param in stage.parameters())
+    return frozenset(name for name, param in model.params.items() if uses[id(param)] > 1)
