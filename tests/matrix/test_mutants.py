@@ -18,6 +18,7 @@ from tests.matrix.layouts import Case, check
 from weft.comm import ops
 from weft.comm.transport import Work
 from weft.core.axes import Box
+from weft.errors import CommError
 from weft.models.common import init
 from weft.models.common.batch import Batch
 from weft.parallel.context import attend, ring
@@ -280,5 +281,5 @@ def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, patch = MUTANTS[name]
     check(case)
     patch(monkeypatch)
-    with pytest.raises(AssertionError, match="relative difference"):
+    with pytest.raises((AssertionError, CommError), match="relative difference|arrived after its group was reduced"):
         check(case)

@@ -12,6 +12,7 @@ from tests.matrix.layouts import LR, SEED, Case, adamw, batches
 from tests.parallel.test_tp import Log
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
+from weft.errors import CommError, PlanError
 from weft.models import FAMILIES
 from weft.parallel.data_parallel.ddp import DistributedDataParallel
 from weft.prove.layout import micro_batches
@@ -147,3 +148,71 @@ def test_distributed_data_parallel_trains_as_one_process_on_the_whole_batch(set_
     for state in run_ranks("dp3", rank):
         for name, want in alone.state_dict().items():
             torch.testing.assert_close(state[name], want, rtol=1e-12, atol=1e-14)
+
+
+class Branches(nn.Module):
+    """Ranks may use different branches; `unused` has no part in any forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.trunk, self.left, self.right, self.unused = (nn.Linear(3, 3).double() for _ in range(4))
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        y: Tensor = getattr(self, branch)(self.trunk(x))
+        return y
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay(bucket_bytes: int) -> None:
+    x = torch.randn(3, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    alone = Branches()
+    sum(alone(x[rank], "left" if rank == 0 else "trunk").sum() / 3 for rank in range(3)).backward()
+    nets = [Branches() for _ in range(3)]
+
+    def rank(comm: Comm) -> None:
+        net = DistributedDataParallel(nets[comm.rank], comm, bucket_bytes=bucket_bytes)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+        for _ in range(2):  # the second step finds what the first left in the buckets
+            optimizer.zero_grad()
+            net(x[comm.rank], "left" if comm.rank == 0 else "trunk").sum().backward()
+            net.finish_gradient_synchronization()
+            for name, param in alone.named_parameters():
+                gradient = dict(net.module.named_parameters())[name].grad
+                if param.grad is None:
+                    assert gradient is None, name
+                else:
+                    torch.testing.assert_close(gradient, param.grad, rtol=1e-12, atol=1e-14)
+        optimizer.step()
+        assert torch.equal(net.module.unused.weight, alone.unused.weight)
+        assert not torch.equal(net.module.left.weight, alone.left.weight)
+
+    run_ranks("dp3", rank)
+
+
+def test_a_forward_before_gradients_are_synchronized_is_an_error() -> None:
+    def rank(comm: Comm) -> None:
+        net = DistributedDataParallel(nn.Linear(2, 2), comm)
+        x = torch.ones(1, 2)
+        with net.no_sync():
+            net(x).sum().backward()
+        net(x).sum().backward()
+        with torch.no_grad():
+            net(x)
+        with pytest.raises(PlanError, match=r"not synchronised before this forward.*finish_gradient_synchronization"):
+            net(x)
+        net.finish_gradient_synchronization()
+        net(x)
+
+    run_ranks("dp2", rank)
+
+
+def test_a_second_synchronized_backward_is_an_error() -> None:
+    def rank(comm: Comm) -> None:
+        net = DistributedDataParallel(nn.Linear(2, 2), comm)
+        first, second = net(torch.ones(1, 2)), net(torch.ones(1, 2))
+        first.sum().backward()
+        second.sum().backward()
+
+    with pytest.raises(CommError, match="arrived after its group was reduced"):
+        run_ranks("dp2", rank)

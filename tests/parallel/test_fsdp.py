@@ -70,9 +70,6 @@ def train_alone(*, clip: float = 0.0) -> dict[str, Tensor]:
     for step in data():
         optimizer.zero_grad()
         sum(loss_of(net, tokens) for tokens in step).backward()  # type: ignore[union-attr]
-        net.cells[0].unused.grad = net.cells[1].unused.grad = torch.zeros(
-            4, dtype=torch.float64
-        )  # decays, as a sum does
         if clip:
             nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
@@ -382,3 +379,79 @@ def test_frozen_blocks_are_given_back_during_the_backward() -> None:
 
     most = run_ranks("dp2", rank)
     assert max(most) <= 3, "the one that runs, the one before it on its way, the one after it"
+
+
+class Branches(nn.Module):
+    """A block of which ranks may use different parameters; `unused` has no part in any forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.cells = nn.ModuleList([Branch(), Branch()])
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        for cell in self.cells:
+            x = cell(x, branch)
+        return x
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.unused = (nn.Linear(3, 3).double() for _ in range(3))
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        x = self.trunk(x)
+        return self.left(x) if branch == "left" else torch.tanh(x)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay(zero: Any) -> None:
+    x = torch.randn(3, 2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    branches = [("left", "right"), ("right", "right"), ("right", "left")]
+    alone = Branches()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=0.5)
+    for rank in range(3):
+        for backward in range(2):
+            (alone(x[rank, backward], branches[rank][backward]).sum() / 3).backward()
+    optimizer.step()
+    nets = [Branches() for _ in range(3)]
+
+    def rank_of(comm: Comm) -> tuple[dict[str, bool], dict[str, Tensor]]:
+        net = FullyShardedDataParallel(nets[comm.rank], comm, zero=zero)
+        own = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+        for backward in range(2):
+            net(x[comm.rank, backward], branches[comm.rank][backward]).sum().backward()
+        net.finish_gradient_synchronization()
+        own.step()
+        has_grad = {name: param.grad is not None for name, param in net.named_parameters()}
+        return has_grad, net.full_state_dict()
+
+    want = {name: param.grad is not None for name, param in alone.named_parameters()}
+    assert not all(want.values())
+    for has_grad, state in run_ranks("dp3", rank_of):
+        assert has_grad == want
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(state[name], value, **CLOSE)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_wrapped_module_keeps_its_parameter_names(zero: Any) -> None:
+    plain = Net()
+    names = [name for name, _ in plain.named_parameters()]
+
+    def rank(comm: Comm) -> dict[str, int]:
+        net = FullyShardedDataParallel(copy.deepcopy(plain), comm, zero=zero)
+        assert [name for name, _ in net.named_parameters()] == names
+        assert [name for name, _ in net.module.named_parameters()] == names
+        assert [name for name, _ in net.named_parameters(prefix="net")] == [f"net.{name}" for name in names]
+        frozen = [name for name, param in net.named_parameters() if not param.requires_grad]
+        assert frozen == ["frozen.weight", "frozen.bias"]
+        assert net.module.scale.shape == (5,), "the forward uses the unsharded parameter"
+        with torch.no_grad():
+            net(torch.zeros(2, 3, dtype=torch.int64))
+        return {name: param.numel() for name, param in net.named_parameters()}
+
+    sizes = run_ranks("dp3", rank)
+    for name, param in plain.named_parameters():
+        assert sum(size[name] for size in sizes) == param.numel()

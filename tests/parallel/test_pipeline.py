@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
+from weft.errors import PlanError
 from weft.parallel.pipeline.module import PipelineParallel
 from weft.testing import run_ranks
 
@@ -74,3 +75,63 @@ def test_pipeline_of_plain_modules_has_the_gradients_of_one_process(
             torch.testing.assert_close(grad, want[name].grad, rtol=1e-11, atol=1e-15)
             seen.add(name)
     assert seen == set(want)
+
+
+class Tokens(nn.Module):
+    """An embedding and a layer: integers in, numbers out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(7, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.layer(self.embed(tokens)))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule"), [("", "1f1b"), ("pp2", "1f1b"), ("pp2 dp2", "zero_bubble"), ("pp2", "zbv")]
+)
+def test_inputs_may_be_token_ids(mesh: str, schedule: str) -> None:
+    torch.manual_seed(3)
+    blocks = [Tokens().double(), *(nn.Linear(4, 4).double() for _ in range(3)), nn.Linear(4, 7).double()]
+    tokens = torch.randint(0, 7, (8, 6), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    whole = nn.Sequential(*copy.deepcopy(blocks))
+    loss = cross_entropy(whole(inputs), targets)
+    loss.backward()
+    want = {name: param.grad for name, param in whole.named_parameters()}
+
+    def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
+        own = [part.chunk(comm.degree("dp"))[comm.index("dp")] for part in (inputs, targets)]
+        pipe = PipelineParallel(
+            copy.deepcopy(blocks),
+            comm,
+            loss=cross_entropy,
+            example=inputs[:2],
+            microbatches=len(own[0]) // 2,
+            schedule=schedule,
+        )
+        value = pipe.step(own[0], own[1]).item()
+        return value, {name.replace(".module", "", 1): param.grad for name, param in pipe.model.params.items()}
+
+    seen = set()
+    for value, grads in run_ranks(mesh, rank):
+        assert value == pytest.approx(loss.item(), rel=1e-12)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, want[name], rtol=1e-11, atol=1e-15)
+        seen.update(grads)
+    assert seen == set(want)
+
+
+def test_a_stage_that_ends_with_integers_is_refused() -> None:
+    blocks = [nn.Identity(), nn.Embedding(7, 4), nn.Linear(4, 4)]
+
+    def rank(comm: Comm) -> None:
+        PipelineParallel(blocks, comm, loss=cross_entropy, example=torch.zeros(2, 5, dtype=torch.int64), microbatches=1)
+
+    with pytest.raises(PlanError, match=r"blocks\[0\]: ends a stage, and its output cannot carry a gradient .*int64"):
+        run_ranks("pp3", rank)
