@@ -96,7 +96,7 @@ def test_asked_to_leave_then_killed_then_started_again_it_ends_with_the_same_num
     newest = next(checkpoints(out))[0]
     assert newest > stopped_at
     last = ("--steps", str(newest + 2))
-    assert f"goes on after step {newest}: {out}/ckpt/step-{newest:06d}, written by dp3" in finished(
+    assert f"resumed after step {newest}: {out}/ckpt/step-{newest:06d}, written by dp3" in finished(
         folder, *again, *last
     )
     finished(folder, "--out", str(folder / "straight"), *last)
@@ -140,4 +140,4 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(folder, small_disk):
     (warning,) = [line for line in shown.splitlines() if line.startswith("warning: step 4 ")]
     assert "KiB needed" in warning
     assert "KiB free" in warning
-    assert warning.endswith(f"Training goes on, the newest checkpoint is {path}")
+    assert warning.endswith(f"Training continues; the newest checkpoint is {path}")

@@ -39,7 +39,7 @@ from weft.train.facts import facts_of
 from weft.train.restart import set_aside
 from weft.train.saver import Saver, Word
 from weft.train.step import TrainStep
-from weft.view.progress import Progress, words_of
+from weft.view.progress import Progress, event_text
 
 FLOAT32 = PrecisionConfig()
 
@@ -276,16 +276,16 @@ def test_steps_that_a_resume_went_back_behind_are_left_out():
 
 def test_views_count_on_from_the_checkpoint():
     progress = Progress()
-    progress.take({"event": "run", "steps": 100, "start_step": 50})
+    progress.update({"event": "run", "steps": 100, "start_step": 50})
     assert progress.num_done == 50
-    progress.take({"event": "step", "step": 51, "loss": 1.0, "step_s": 2.0})
+    progress.update({"event": "step", "step": 51, "loss": 1.0, "step_s": 2.0})
     assert (progress.num_done, progress.left_s) == (51, 98.0)
 
 
 def test_what_happens_to_checkpoints_is_one_line_each():
     done = {"event": "save", "step": 8, "path": "x/ckpt/step-000008", "bytes": 2**21, "stall_s": 0.004, "write_s": 1.5}
-    assert words_of(done) == (
-        "saved step 8: x/ckpt/step-000008, 2 MiB, training stood still for 4 ms, on the disk after 1.5 s"
+    assert event_text(done) == (
+        "saved step 8: x/ckpt/step-000008, 2 MiB, training stalled 4 ms, written in 1.5 s"
     )
     failed = {
         "event": "save_failed",
@@ -295,8 +295,8 @@ def test_what_happens_to_checkpoints_is_one_line_each():
         "free_bytes": 2**20,
         "newest": None,
     }
-    assert words_of(failed) == (
-        "warning: step 9 is not saved (2 MiB needed, 1 MiB free; full). Training goes on, there is no checkpoint"
+    assert event_text(failed) == (
+        "warning: step 9 is not saved (2 MiB needed, 1 MiB free; full). Training continues; there is no checkpoint"
     )
 
 
@@ -346,7 +346,7 @@ def test_a_run_that_is_done_has_nothing_to_do_and_more_steps_go_on(place, capsys
     assert "all 5 steps are done: to train more, raise --steps" in capsys.readouterr().out
     assert weft(*place[1], "--out", str(run), "--steps", "7", "--resume", "auto", "--mesh", "dp2") == EXIT_OK
     shown = capsys.readouterr().out
-    assert f"goes on after step 5: {run}/ckpt/step-000005, written by one rank" in shown
+    assert f"resumed after step 5: {run}/ckpt/step-000005, written by one rank" in shown
     assert [event["step"] for event in course(events_of(run))] == [1, 2, 3, 4, 5, 6, 7]
     assert (run / "run-1.toml").read_text() == (place[0] / "run" / "run.toml").read_text()
     assert json.loads((run / "plan.json").read_text())["mesh"] == "dp2"
@@ -355,7 +355,7 @@ def test_a_run_that_is_done_has_nothing_to_do_and_more_steps_go_on(place, capsys
 def test_the_same_command_can_be_started_for_ever(place, capsys):
     words = (*place[1], "--out", str(place[0] / "ever"), "--steps", "3", "--save.every", "1", "--resume", "auto")
     assert weft(*words) == EXIT_OK
-    assert "no checkpoint in the run folder yet: the run begins anew" in capsys.readouterr().out
+    assert "no checkpoint in the run folder yet: training starts at step 1" in capsys.readouterr().out
     assert weft(*words) == EXIT_OK
     events = events_of(place[0] / "ever")
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
@@ -372,9 +372,9 @@ def test_auto_falls_back_past_broken_checkpoints_and_says_so(place, capsys):
     data.write_bytes(flipped)
     assert weft(*place[1], "--out", str(run), "--steps", "5", "--resume", "auto") == EXIT_OK
     shown = capsys.readouterr().out
-    assert f"passed over: {run}/ckpt/step-000005/manifest.json" in shown
-    assert f"passed over: {run}/ckpt/step-000004/rank-00000.safetensors" in shown
-    assert f"goes on after step 2: {run}/ckpt/step-000002" in shown
+    assert f"skipped: {run}/ckpt/step-000005/manifest.json" in shown
+    assert f"skipped: {run}/ckpt/step-000004/rank-00000.safetensors" in shown
+    assert f"resumed after step 2: {run}/ckpt/step-000002" in shown
     right = [event["loss"] for event in course(events_of(place[0] / "run"))]
     assert [event["loss"] for event in course(events_of(run))] == right
     assert {path.name for path in (run / "ckpt").iterdir()} >= {"aside-step-000005", "aside-step-000004"}

@@ -1,4 +1,4 @@
-"""Owns the tests of the bar of a long piece of work."""
+"""Progress in bytes: lines of a log, a bar on a terminal, silence for little work."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ import io
 
 import pytest
 
-from weft.view.bar import LINES, SILENT_BYTES, Bar
+from weft.view.bar import MIN_BYTES_FOR_LINES, NUM_LINES, ByteProgress
 
 
-class Terminal(io.StringIO):
-    """A file that says it is a terminal."""
+class TerminalFile(io.StringIO):
+    """A text file with the interface of a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def test_a_log_gets_a_line_every_tenth():
-    file, total = io.StringIO(), 10 * SILENT_BYTES
-    with Bar(file) as bar:
+    file = io.StringIO()
+    total = 10 * MIN_BYTES_FOR_LINES
+    with ByteProgress(file) as bar:
         for thousandth in range(1001):
             bar.show("tokens", total * thousandth // 1000, total)
-    lines = file.getvalue().splitlines()
-    assert lines == [f"tokens: {percent}% of 167.8 MB" for percent in range(100 // LINES, 101, 100 // LINES)]
+    tenth = 100 // NUM_LINES
+    expected = [f"tokens: {percent}% of 167.8 MB" for percent in range(tenth, 101, tenth)]
+    assert file.getvalue().splitlines() == expected
 
 
-@pytest.mark.parametrize("total", [0, 1, SILENT_BYTES - 1])
-def test_small_work_is_not_worth_a_line(total):
+@pytest.mark.parametrize("total", [0, 1, MIN_BYTES_FOR_LINES - 1])
+def test_little_work_prints_no_line(total):
     file = io.StringIO()
-    with Bar(file) as bar:
+    with ByteProgress(file) as bar:
         bar.show("tokens", total, total)
     assert not file.getvalue()
 
 
 def test_a_terminal_gets_a_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    file = Terminal()
-    with Bar(file) as bar:
+    file = TerminalFile()
+    with ByteProgress(file) as bar:
         bar.show("tokens", 50, 100)
         bar.show("tokens", 100, 100)
     assert "tokens" in file.getvalue()

@@ -1,4 +1,4 @@
-"""Claims about what a person sees of a run: on a terminal of any width, in a pipe, and in words for numbers."""
+"""Views of a run: the live panel on terminals of any size, plain lines in pipes, quantities with units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from weft.view.live import LiveView, open_view
 from weft.view.plain import PlainView, round_up
-from weft.view.progress import Progress
+from weft.view.progress import Progress, event_text
 from weft.view.quantity import clock, count, memory, short_time, sparkline
 
 RUN = {
@@ -62,7 +62,9 @@ def step(number: int, **values) -> dict:
     }
 
 
-class Tty(io.StringIO):
+class TerminalFile(io.StringIO):
+    """A text file with the interface of a terminal."""
+
     encoding = "utf-8"
 
     def isatty(self) -> bool:
@@ -70,34 +72,42 @@ class Tty(io.StringIO):
 
 
 class Terminal:
-    """Enough of a terminal to read what stands on it: newlines, wrapping, "up n lines", "erase below"."""
+    """A terminal emulator: newlines, wrapping, "up n lines", "erase below"."""
 
     def __init__(self, width: int) -> None:
-        self.width, self.rows, self.row = width, [""], 0
+        self.width = width
+        self.rows = [""]
+        self.row = 0
 
     def read(self, text: str) -> list[str]:
+        """The rows of the screen after `text` was written."""
         for part in re.findall(r"\x1b\[\d*[A-Za-z]|\x1b\[[\d;]*m|\n|[^\x1b\n]+", text):
-            if match := re.fullmatch(r"\x1b\[(\d+)F", part):
-                self.row -= int(match[1])
+            move_up = re.fullmatch(r"\x1b\[(\d+)F", part)
+            if move_up:
+                self.row -= int(move_up[1])
                 assert self.row >= 0, "the cursor would leave the top"
             elif part == "\x1b[J":
                 self.rows = [*self.rows[: self.row], ""]
             elif part == "\n":
-                self.row += 1
-                self.rows = [*self.rows, ""] if self.row == len(self.rows) else self.rows
+                self._new_line()
             elif not part.startswith("\x1b"):
                 self._type(part)
         return [row.rstrip() for row in self.rows]
 
+    def _new_line(self) -> None:
+        self.row += 1
+        if self.row == len(self.rows):
+            self.rows.append("")
+
     def _type(self, text: str) -> None:
-        whole = self.rows[self.row] + text
-        pieces = [whole[i : i + self.width] for i in range(0, len(whole), self.width)]
+        line = self.rows[self.row] + text
+        pieces = [line[start : start + self.width] for start in range(0, len(line), self.width)]
         self.rows[self.row :] = pieces
         self.row += len(pieces) - 1
 
 
 def live(width: int, height: int = 24, **options) -> tuple[LiveView, io.StringIO]:
-    file = Tty()
+    file = TerminalFile()
     console = Console(file=file, force_terminal=True, width=width, height=height, _environ={}, **options)
     return LiveView(console, now=iter(range(10**6)).__next__), file
 
@@ -107,7 +117,7 @@ def plain() -> tuple[PlainView, io.StringIO]:
     return PlainView(file), file
 
 
-def watch(view, *events) -> None:
+def show(view, *events) -> None:
     for event in events:
         view.handle(event)
     view.close()
@@ -115,15 +125,15 @@ def watch(view, *events) -> None:
 
 def test_panel_at_80_columns():
     view, file = live(80)
-    watch(view, RUN, *(step(k) for k in range(1, 5)))
+    show(view, RUN, *(step(k) for k in range(1, 5)))
     assert "\n".join(Terminal(80).read(file.getvalue())) == HEADER + AFTER_FOUR
 
 
 @pytest.mark.parametrize("width", [24, 40, 80, 120, 200])
-def test_frame_fits_any_width_and_stands_once(width):
+def test_the_panel_fits_any_width_and_appears_once(width):
     view, file = live(width)
     note = {"event": "note", "text": "words that may be longer than a narrow terminal is wide"}
-    watch(view, RUN, step(1), note, *(step(k) for k in range(2, 201)), {"event": "end", "status": "finished"})
+    show(view, RUN, step(1), note, *(step(k) for k in range(2, 201)), {"event": "end", "status": "finished"})
     rows = Terminal(width).read(file.getvalue())
     assert all(len(row) <= width for row in rows)
     assert sum(row.startswith(" step") for row in rows) == 1
@@ -131,52 +141,52 @@ def test_frame_fits_any_width_and_stands_once(width):
     assert "200/200" in " ".join(rows)
 
 
-def test_frame_fits_a_low_terminal():
+def test_the_panel_fits_a_terminal_of_few_rows():
     view, file = live(80, height=3)
-    watch(view, RUN, step(1), step(2))
+    show(view, RUN, step(1), step(2))
     rows = Terminal(80).read(file.getvalue())
     assert [row.split()[0] for row in rows[-3:-1]] == ["step", "loss"]
 
 
-def test_frames_redrawn_after_the_window_became_narrower_leave_nothing_behind():
+def test_a_redraw_after_the_window_became_narrower_leaves_nothing_behind():
     view, file = live(100)
     view.handle(step(1))  # two of its five lines are longer than 24 columns, one of them than 4 x 24
-    view._screen.console.width = 24
-    watch(view, step(2))
+    view._region.console.width = 24
+    show(view, step(2))
     assert [row.split()[0] for row in Terminal(24).read(file.getvalue())[:-1]] == LABELS
 
 
-def test_cursor_is_never_hidden_and_rests_below_the_frame():
+def test_the_cursor_is_never_hidden_and_stays_below_the_panel():
     view, file = live(80)
-    watch(view, RUN, step(1))
+    show(view, RUN, step(1))
     assert "\x1b[?25l" not in file.getvalue()
     assert file.getvalue().endswith("\n")
 
 
-def test_no_color_is_obeyed():
+def test_no_color_prints_no_colors():
     view, file = live(80, no_color=True)
-    watch(view, RUN, step(1))
+    show(view, RUN, step(1))
     assert not re.search(r"\x1b\[(\d+;)*(3\d|4\d|9\d)(;\d+)*m", file.getvalue())
 
 
-def test_ascii_terminal_gets_ascii():
-    file = Tty()
+def test_an_ascii_terminal_gets_ascii():
+    file = TerminalFile()
     file.encoding = "ascii"
     view = LiveView(Console(file=file, force_terminal=True, width=80, _environ={}))
-    watch(view, RUN, step(1), step(2))
+    show(view, RUN, step(1), step(2))
     file.getvalue().encode("ascii")
 
 
-def test_frames_are_rationed():
-    file = Tty()
+def test_the_panel_is_redrawn_at_most_once_a_frame():
+    file = TerminalFile()
     view = LiveView(Console(file=file, force_terminal=True, width=80), now=lambda: 0.0)
-    watch(view, RUN, *(step(k) for k in range(1, 101)))
+    show(view, RUN, *(step(k) for k in range(1, 101)))
     assert file.getvalue().count("nats") == 1, "one frame, at the end"
 
 
-def test_loss_that_is_no_number_is_shown():
+def test_a_nan_loss_is_shown():
     view, file = live(80)
-    watch(view, RUN, step(1), step(2, loss=float("nan")), step(3, loss="NaN", grad_norm="Infinity"))
+    show(view, RUN, step(1), step(2, loss=float("nan")), step(3, loss="NaN", grad_norm="Infinity"))
     loss_row = next(row for row in Terminal(80).read(file.getvalue()) if row.startswith(" loss"))
     assert loss_row == " loss       nan nats  ▁??"
 
@@ -185,14 +195,14 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_the_panel(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     assert isinstance(open_view(io.StringIO()), PlainView)
-    assert isinstance(open_view(Tty()), LiveView)
+    assert isinstance(open_view(TerminalFile()), LiveView)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(open_view(Tty()), PlainView)
+    assert isinstance(open_view(TerminalFile()), PlainView)
 
 
-def test_plain_lines_are_few_and_hold_first_and_last():
+def test_plain_lines_are_about_fifty_with_first_and_last():
     file = io.StringIO()
-    watch(PlainView(file), {**RUN, "steps": 1234}, *(step(k) for k in range(1, 1235)))
+    show(PlainView(file), {**RUN, "steps": 1234}, *(step(k) for k in range(1, 1235)))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("step")]
     assert [line.split("/")[0] for line in (lines[0], lines[1], lines[-1])] == ["step    1", "step   50", "step 1234"]
     assert len(lines) == 26
@@ -203,25 +213,25 @@ def test_plain_lines_are_few_and_hold_first_and_last():
 
 
 @pytest.mark.parametrize("make", [lambda: live(80), plain], ids=["live", "plain"])
-def test_words_are_printed_once_and_whole(make):
+def test_event_texts_are_printed_once_and_unclipped(make):
     view, file = make()
     why = "pp2: two stages\n  stage 0: embed"
-    watch(view, {**RUN, "why": why}, step(1), {"event": "sample", "prompt": "def ", "text": "f():\n    pass"}, step(2))
+    show(view, {**RUN, "why": why}, step(1), {"event": "sample", "prompt": "def ", "text": "f():\n    pass"}, step(2))
     rows = Terminal(80).read(file.getvalue())
-    words = ["pp2: two stages", "  stage 0: embed", "the model goes on after 'def ':", "def f():", "    pass"]
+    words = ["pp2: two stages", "  stage 0: embed", "sample after the prompt 'def ':", "def f():", "    pass"]
     assert [row for row in rows if row in words] == words
 
 
-def test_plain_view_tells_the_last_step_of_a_run_that_stops_early():
+def test_the_plain_view_prints_the_last_step_of_a_run_that_stops_early():
     file = io.StringIO()
-    watch(PlainView(file), RUN, *(step(k) for k in range(1, 8)))
+    show(PlainView(file), RUN, *(step(k) for k in range(1, 8)))
     assert file.getvalue().splitlines()[-1].startswith("step   7/200")
 
 
-def test_plain_view_writes_what_the_encoding_can():
+def test_the_plain_view_replaces_characters_that_the_encoding_lacks():
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
-    watch(PlainView(file), {"event": "note", "text": "1 × 2"})
+    show(PlainView(file), {"event": "note", "text": "1 × 2"})
     assert raw.getvalue() == b"1 ? 2\n"
 
 
@@ -230,26 +240,26 @@ def test_a_pipe_without_reader_does_not_end_the_run():
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    watch(PlainView(Broken()), RUN, step(1), step(2))
+    show(PlainView(Broken()), RUN, step(1), step(2))
 
 
-def test_time_left_leaves_the_first_step_out():
+def test_the_time_left_excludes_the_first_step():
     progress = Progress()
     for event in (RUN, step(1, step_s=60.0), step(2), step(3)):
-        progress.take(event)
+        progress.update(event)
     assert progress.left_s == pytest.approx(197 * 0.2)
 
 
-def test_a_resumed_run_counts_from_where_it_was():
+def test_a_resumed_run_counts_from_its_start_step():
     progress = Progress()
-    progress.take({**RUN, "start_step": 150})
+    progress.update({**RUN, "start_step": 150})
     assert progress.num_done == 150
-    progress.take(step(151))
+    progress.update(step(151))
     assert (progress.num_done, progress.left_s) == (151, pytest.approx(49 * 0.2))
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("formatted", "text"),
     [
         (count(0), "0"),
         (count(99_999), "99,999"),
@@ -271,23 +281,50 @@ def test_a_resumed_run_counts_from_where_it_was():
         (clock(float("nan")), "-"),
     ],
 )
-def test_numbers_are_said_with_their_unit(said, words):
-    assert said == words
+def test_quantities_have_units(formatted, text):
+    assert formatted == text
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        ({"event": "step", "step": 3}, ""),
+        ({"event": "note", "text": "2 ranks share 1 core"}, "2 ranks share 1 core"),
+        (
+            {"event": "eval", "step": 4, "loss": 2.0, "perplexity": 7.389, "tokens": 4096},
+            "evaluated after step 4: loss 2.0000 nats, perplexity 7.39, 4,096 tokens",
+        ),
+        (
+            {"event": "save", "step": 8, "path": "ckpt/step-000008", "bytes": 2 << 20, "stall_s": 4e-3, "write_s": 1.5},
+            "saved step 8: ckpt/step-000008, 2 MiB, training stalled 4 ms, written in 1.5 s",
+        ),
+        (
+            {"event": "resume", "step": 2, "path": "ckpt/step-000002", "layout": "dp3", "passed_over": ["a: torn"]},
+            "skipped: a: torn\nresumed after step 2: ckpt/step-000002, written by dp3",
+        ),
+        (
+            {"event": "resume", "step": 0, "path": None},
+            "no checkpoint in the run folder yet: training starts at step 1",
+        ),
+    ],
+)
+def test_event_texts(event, text):
+    assert event_text(event) == text
 
 
 @given(st.lists(st.floats(-1e300, 1e300)), st.integers(0, 100))
-def test_sparkline_has_a_column_a_value_up_to_its_width(values, width):
+def test_a_sparkline_has_one_column_a_value_up_to_its_width(values, width):
     assert len(sparkline(values, width)) == min(len(values), width)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
-def test_sparkline_is_highest_where_the_values_are(values):
+def test_a_sparkline_is_highest_at_the_largest_value(values):
     drawn = sparkline(values, 50)
     assert drawn[values.index(max(values))] == max(drawn)
 
 
 @given(st.floats(0.001, 1e9))
-def test_line_distance_is_a_round_number_that_is_enough(steps):
+def test_the_step_distance_of_plain_lines_is_a_round_number(steps):
     nice = round_up(steps)
     assert steps <= nice < max(10 * steps, 2)
     assert str(nice).rstrip("0") in ("1", "2", "5")

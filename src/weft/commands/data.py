@@ -15,7 +15,7 @@ from weft.config.schema import ConfigSection
 from weft.data.prepare import PrepareOptions, prepare
 from weft.data.prepared import SPLITS, Prepared, PreparedMeta, is_prepared, open_prepared
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, DataError, Fault, UserError, did_you_mean
-from weft.view.bar import Bar
+from weft.view.bar import ByteProgress
 from weft.view.quantity import count, memory
 
 SHOWN_TOKENS = 100
@@ -74,7 +74,7 @@ def prepare_data(words: Sequence[str]) -> int:
         raise ConfigError(*missing)
     options = PrepareOptions(**arguments.model_dump(exclude={"out"}))
     try:
-        with Bar() as bar:
+        with ByteProgress() as bar:
             meta = prepare(options, Path(arguments.out).expanduser(), bar.show)
     except DataError as error:
         faults = [replace(fault, key=ARGUMENT_OF_KEY.get(fault.key, fault.key)) for fault in error.faults]

@@ -1,1 +1,1 @@
-"""Everything that draws: reads core data, no torch."""
+"""Text and terminal output: pictures of timelines, progress of runs, quantities with units. No torch."""

@@ -1,4 +1,4 @@
-"""Owns how far a long piece of work has come: a bar on a terminal, a line every tenth everywhere else."""
+"""Progress of long file work in bytes: a rich progress bar on a terminal, one line every 10% elsewhere."""
 
 from __future__ import annotations
 
@@ -17,38 +17,55 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-LINES = 10
-SILENT_BYTES = 2**24
-"""Work of less than that is over before lines would help."""
+NUM_LINES = 10
+MIN_BYTES_FOR_LINES = 2**24
+"""Less work than this ends before lines are useful."""
 
 
-class Bar:
-    """Bytes done of all bytes, for one kind of work after the other; on standard error, or on `file`."""
+class ByteProgress:
+    """Bytes done of all bytes, one bar for each kind of work; on standard error, or on `file`."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._console = Console(file=file or sys.stderr, highlight=False)
         self._tasks: dict[str, TaskID] = {}
-        self._told: dict[str, int] = {}
-        self._progress: Progress | None = None
+        self._tenths_printed: dict[str, int] = {}
+        self._bars: Progress | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console)
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
 
     def show(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` bytes of `what`."""
-        if self._progress is not None:
-            if what not in self._tasks:
-                self._tasks[what] = self._progress.add_task(what, total=total)
-            self._progress.update(self._tasks[what], completed=done)
-        elif total >= SILENT_BYTES and (tenth := LINES * done // total) > self._told.get(what, 0):
-            self._told[what] = tenth
-            self._console.print(f"{what}: {100 * tenth // LINES}% of {total / 1e6:,.1f} MB", soft_wrap=True)
+        """Show that `done` of `total` bytes of `what` are done."""
+        if self._bars is not None:
+            self._update_bar(self._bars, what, done, total)
+        elif total >= MIN_BYTES_FOR_LINES:
+            self._print_line(what, done, total)
 
-    def __enter__(self) -> Bar:
-        if self._progress is not None:
-            self._progress.start()
+    def _update_bar(self, bars: Progress, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = bars.add_task(what, total=total)
+        bars.update(self._tasks[what], completed=done)
+
+    def _print_line(self, what: str, done: int, total: int) -> None:
+        tenths = NUM_LINES * done // total
+        if tenths <= self._tenths_printed.get(what, 0):
+            return
+        self._tenths_printed[what] = tenths
+        percent = 100 * tenths // NUM_LINES
+        megabytes = total / 1e6
+        self._console.print(f"{what}: {percent}% of {megabytes:,.1f} MB", soft_wrap=True)
+
+    def __enter__(self) -> ByteProgress:
+        if self._bars is not None:
+            self._bars.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._bars is not None:
+            self._bars.stop()

@@ -1,38 +1,45 @@
-"""Owns what a person sees while a run goes: a live panel on a terminal, plain lines everywhere else."""
+"""Live view of a run on a terminal: a panel that is redrawn below the log lines; plain lines elsewhere."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from weft.view.plain import PlainView
-from weft.view.progress import Event, Progress, View, facts, stages, steps_of, words_of
+from weft.view.progress import Event, Progress, View, event_text, run_summary, stage_memory, step_count
 from weft.view.quantity import ASCII_BLOCKS, BLOCKS, clock, short_time, sparkline
-from weft.view.screen import Screen
 
 FRAME_S = 0.1
-WIDEST = 120
-LABEL = 11
-PER_STEP = (" a step", "dim")
+MAX_WIDTH = 120
+LABEL_WIDTH = 11
+
+# Note [Live region]
+# Panels and styles are rich's; the region that is redrawn is not rich.live.Live, for three reasons, tried with rich 15.0.
+# Live hides the cursor until `stop` (ESC[?25l), so that a killed rank leaves the terminal without one. It leaves the cursor
+# inside the last line of the frame, so that an error message of another process is written into the frame. And it moves up
+# by the lines that it has printed, not by the rows that they take since the window became narrower: a frame of 90 and 50
+# characters, redrawn at 24 columns, goes up 1 row instead of 6 and leaves the rest of the old frame behind.
 
 
 def open_view(file: TextIO | None = None) -> View:
-    """The live view where `file` (default: standard output) is a terminal with a movable cursor, else plain lines."""
+    """The live view if `file` (default: standard output) is a terminal with a movable cursor, else plain lines."""
     console = Console(file=file or sys.stdout, highlight=False)
-    return LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console.file)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveView(console)
+    return PlainView(console.file)
 
 
 class LiveView:
-    """A header, then lines that follow the run.
+    """A summary panel, then lines that follow the run.
 
     ```
      step       121/200  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  60%   0:13 left
@@ -48,16 +55,21 @@ class LiveView:
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
         self.progress = Progress()
-        self._screen, self._now, self._drawn_at = Screen(console), now, -math.inf
-        self._marks = UNICODE if (console.encoding or "").lower().startswith("utf") else ASCII
+        self._region = LiveRegion(console)
+        self._now = now
+        self._drawn_at = -math.inf
+        encoding = (console.encoding or "").lower()
+        self._glyphs = UNICODE if encoding.startswith("utf") else ASCII
 
     def handle(self, event: Event) -> None:
-        self.progress.take(event)
+        self.progress.update(event)
         if event.get("event") == "run":
-            self._screen.print_above(header(event, self._marks, width=self._width))
-        if words := words_of(event):
-            self._screen.print_above(Text(words))
-        if event.get("event") != "step" or self._now() - self._drawn_at >= FRAME_S:
+            self._region.print_above(summary_panel(event, self._glyphs, width=self._width))
+        text = event_text(event)
+        if text:
+            self._region.print_above(Text(text))
+        is_step = event.get("event") == "step"
+        if not is_step or self._now() - self._drawn_at >= FRAME_S:
             self._draw()
 
     def close(self) -> None:
@@ -66,73 +78,140 @@ class LiveView:
 
     @property
     def _width(self) -> int:
-        return min(self._screen.console.width, WIDEST)
+        return min(self._region.console.width, MAX_WIDTH)
 
     def _draw(self) -> None:
         self._drawn_at = self._now()
-        self._screen.draw(frame(self.progress, self._marks, width=self._width))
+        self._region.draw(progress_lines(self.progress, self._glyphs, width=self._width))
+
+
+class LiveRegion:
+    """Lines of a terminal that are redrawn in place, below everything printed before; see Note [Live region].
+
+    Between two writes the cursor is visible and at the start of the line below the region, so that the terminal is usable
+    after any end of the process. Each frame is one write, clipped to the present size of the terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._widths: tuple[int, ...] = ()
+
+    def draw(self, lines: Sequence[Text]) -> None:
+        """Replace the region by `lines`, as many as there is room for."""
+        width, height = self.console.size
+        shown = [_clip(line, width - 1) for line in lines[: max(height - 1, 1)]]
+        self._write(self._erase_code(width) + self._render(*shown))
+        self._widths = tuple(line.cell_len for line in shown)
+
+    def print_above(self, *renderables: RenderableType) -> None:
+        """Erase the region and print permanently; the next `draw` restores the region below."""
+        self._write(self._erase_code(self.console.width) + self._render(*renderables))
+        self._widths = ()
+
+    def _erase_code(self, width: int) -> str:
+        """Control codes to the first row of the region, which a narrower window may have wrapped, and to erase from there."""
+        num_rows = sum(max(1, math.ceil(cells / width)) for cells in self._widths)
+        return f"\x1b[{num_rows}F\x1b[J" if num_rows else ""
+
+    def _render(self, *renderables: RenderableType) -> str:
+        with self.console.capture() as captured:
+            for renderable in renderables:
+                self.console.print(renderable)
+        return captured.get()
+
+    def _write(self, text: str) -> None:
+        self.console.file.write(text)
+        self.console.file.flush()
+
+
+def _clip(line: Text, width: int) -> Text:
+    clipped = line.copy()
+    clipped.truncate(max(width, 1), overflow="ellipsis")
+    clipped.no_wrap = True
+    return clipped
 
 
 @dataclass(frozen=True)
-class Marks:
-    """What lines and columns are drawn with."""
+class Glyphs:
+    """Characters of the progress bar and the sparkline."""
 
     full: str
     empty: str
     blocks: str
-    is_plain: bool
+    is_ascii: bool
 
 
-UNICODE = Marks(full="━", empty="━", blocks=BLOCKS, is_plain=False)
-ASCII = Marks(full="#", empty=".", blocks=ASCII_BLOCKS, is_plain=True)
+UNICODE = Glyphs(full="━", empty="━", blocks=BLOCKS, is_ascii=False)
+ASCII = Glyphs(full="#", empty=".", blocks=ASCII_BLOCKS, is_ascii=True)
 
 
-def header(run: Event, marks: Marks, *, width: int) -> Panel:
-    """What is trained, in a box."""
+def summary_panel(run: Event, glyphs: Glyphs, *, width: int) -> Panel:
+    """Layout, model, data and batch of a run, in a box."""
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="dim", no_wrap=True, min_width=LABEL - 2)
+    grid.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH - 2)
     grid.add_column(overflow="fold")
-    for label, text in facts(run):
+    for label, text in run_summary(run):
         grid.add_row(label, Text(text))
-    title = "[bold]weft[/bold]"
-    return Panel(grid, title=title, title_align="left", border_style="cyan", width=width, safe_box=marks.is_plain)
+    return Panel(
+        grid,
+        title="[bold]weft[/bold]",
+        title_align="left",
+        border_style="cyan",
+        width=width,
+        safe_box=glyphs.is_ascii,
+    )
 
 
-def frame(progress: Progress, marks: Marks, *, width: int) -> list[Text]:
-    """The lines that follow the run, the most wanted first."""
+def progress_lines(progress: Progress, glyphs: Glyphs, *, width: int) -> list[Text]:
+    """The lines that follow the run, the most important first."""
+    lines = [_bar_line(progress, glyphs, width=width)]
     if not progress.step:
-        return [_bar_line(progress, marks, width=width), Text(" the first step is under way", "dim")]
-    step = progress.step
-    norm, rate = f"{float(step['grad_norm']):.3f}", f"{step['lr']:.2e}"
-    lines = [
-        _bar_line(progress, marks, width=width),
-        _loss_line(progress, marks, width=width),
-        _line("gradient", ("norm ", "dim"), f"{norm:<10}", ("lr ", "dim"), rate),
-        _line("speed", f"{step['tokens_per_s']:,.0f}", (" tokens/s, ", "dim"), short_time(progress.step_s), PER_STEP),
-    ]
-    return [*lines, _line("memory", stages(progress.mem_bytes))] if progress.mem_bytes else lines
+        lines.append(Text(" waiting for the first step", "dim"))
+        return lines
+    lines.append(_loss_line(progress, glyphs, width=width))
+    lines.append(_gradient_line(progress))
+    lines.append(_speed_line(progress))
+    if progress.mem_bytes:
+        lines.append(_line("memory", stage_memory(progress.mem_bytes)))
+    return lines
 
 
-def _bar_line(progress: Progress, marks: Marks, *, width: int) -> Text:
-    done, total = progress.num_done, progress.num_steps
-    share = min(done / total, 1.0) if total else 0.0
-    before = _line("step", (f"{steps_of(progress)}  ", "bold"))
-    after = Text(f" {share:4.0%}   {_status(progress)}", "dim")
-    room = max(width - 2 - before.cell_len - after.cell_len, 0)
-    full = round(share * room)
-    return before.append(marks.full * full, "green").append(marks.empty * (room - full), "grey37").append(after)
+def _bar_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
+    total = progress.num_steps
+    share = min(progress.num_done / total, 1.0) if total else 0.0
+    line = _line("step", (f"{step_count(progress)}  ", "bold"))
+    status = Text(f" {share:4.0%}   {_status(progress)}", "dim")
+    bar_width = max(width - 2 - line.cell_len - status.cell_len, 0)
+    num_full = round(share * bar_width)
+    line.append(glyphs.full * num_full, "green")
+    line.append(glyphs.empty * (bar_width - num_full), "grey37")
+    return line.append(status)
 
 
 def _status(progress: Progress) -> str:
-    return str(progress.end.get("status", "")) or f"{clock(progress.left_s)} left"
+    status = str(progress.end.get("status", ""))
+    return status or f"{clock(progress.left_s)} left"
 
 
-def _loss_line(progress: Progress, marks: Marks, *, width: int) -> Text:
+def _loss_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
     loss = float(progress.step["loss"])
-    line = _line("loss", (f"{loss:.4f}", "bold" if math.isfinite(loss) else "bold red"), (" nats  ", "dim"))
-    course = sparkline(progress.losses, max(width - line.cell_len - 2, 0), blocks=marks.blocks)
-    return line.append(course, "cyan")
+    style = "bold" if math.isfinite(loss) else "bold red"
+    line = _line("loss", (f"{loss:.4f}", style), (" nats  ", "dim"))
+    room = max(width - line.cell_len - 2, 0)
+    return line.append(sparkline(progress.losses, room, blocks=glyphs.blocks), "cyan")
+
+
+def _gradient_line(progress: Progress) -> Text:
+    norm = f"{float(progress.step['grad_norm']):.3f}"
+    lr = f"{progress.step['lr']:.2e}"
+    return _line("gradient", ("norm ", "dim"), f"{norm:<10}", ("lr ", "dim"), lr)
+
+
+def _speed_line(progress: Progress) -> Text:
+    tokens_per_s = f"{progress.step['tokens_per_s']:,.0f}"
+    step_time = short_time(progress.step_s)
+    return _line("speed", tokens_per_s, (" tokens/s, ", "dim"), step_time, (" a step", "dim"))
 
 
 def _line(label: str, *parts: str | tuple[str, str]) -> Text:
-    return Text.assemble(" ", (label.ljust(LABEL), "dim"), *parts)
+    return Text.assemble(" ", (label.ljust(LABEL_WIDTH), "dim"), *parts)

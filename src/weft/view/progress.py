@@ -1,4 +1,4 @@
-"""Owns what the events of a run add up to so far: facts, the last step, the course of the loss, the time left."""
+"""State of a run accumulated from its events (last step, losses, time left), and the texts of events."""
 
 from __future__ import annotations
 
@@ -12,162 +12,216 @@ from weft.view.quantity import count, memory, short_time
 Event = Mapping[str, Any]
 """A flat record with an "event" key; `weft.train.event_log` lists the kinds."""
 
-RECENT = 20
+NUM_RECENT = 20
 """Steps over which the time of a step is averaged."""
 
 
 class View(Protocol):
-    """Somebody who watches a run."""
+    """A display of the events of a run."""
 
     def handle(self, event: Event) -> None:
-        """Show what happened."""
+        """Show an event."""
         ...
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Show what is pending; no event follows."""
         ...
 
 
 @dataclass
 class Progress:
-    """A run as far as its events have told it."""
+    """What the events of a run so far amount to: the last event of each kind, the losses, recent step times."""
 
     run: Event = field(default_factory=dict)
     step: Event = field(default_factory=dict)
     end: Event = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
 
-    def take(self, event: Event) -> None:
-        """Add one event; kinds that are not known change nothing."""
+    def update(self, event: Event) -> None:
+        """Add one event; unknown kinds are ignored."""
         match event.get("event"):
             case "run":
                 self.run = event
             case "end":
                 self.end = event
             case "step":
-                self._take_step(event)
+                self._add_step(event)
 
-    def _take_step(self, event: Event) -> None:
+    def _add_step(self, event: Event) -> None:
         if len(self.losses) == 1:
-            self.recent_s.clear()  # the first step warms caches and tells nothing of the others
+            self.recent_s.clear()  # the first step warms caches: its time is not typical
         self.step = event
         self.losses.append(float(event.get("loss", "nan")))
         self.recent_s.append(float(event.get("step_s", "nan")))
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run; 0 when nobody said."""
+        """Steps of the whole run; 0 if unknown."""
         return int(self.run.get("steps", 0))
 
     @property
     def num_done(self) -> int:
-        """Steps finished, counting those before a resume: the first step is number 1."""
-        return int(self.step["step"] if self.step else self.run.get("start_step", 0))
+        """Steps finished, with those before a resume: the first step is number 1."""
+        if self.step:
+            return int(self.step["step"])
+        return int(self.run.get("start_step", 0))
 
     @property
     def step_s(self) -> float:
-        """Mean time of the last steps, seconds; nan before the first."""
-        return sum(self.recent_s) / len(self.recent_s) if self.recent_s else float("nan")
+        """Mean time of the recent steps, seconds; NaN before the first."""
+        if not self.recent_s:
+            return float("nan")
+        return sum(self.recent_s) / len(self.recent_s)
 
     @property
     def left_s(self) -> float:
-        """Time the remaining steps will take if they go on like the last ones, seconds; predicted."""
-        return max(self.num_steps - self.num_done, 0) * self.step_s
+        """Predicted time of the remaining steps, seconds, at the mean time of the recent ones."""
+        num_left = max(self.num_steps - self.num_done, 0)
+        return num_left * self.step_s
 
     @property
     def mem_bytes(self) -> tuple[float, ...]:
-        """Memory of every stage, or of the one there is; measured."""
+        """Measured memory of each stage, or of the only one."""
         sizes = self.step.get("stage_mem_bytes", self.step.get("mem_bytes", ()))
         return tuple(sizes) if isinstance(sizes, (list, tuple)) else (sizes,)
 
 
-def _layout(run: Event) -> str:
-    return f"{run['layout']}, {run['ranks']} ranks" if run.get("ranks", 1) > 1 else str(run["layout"])
+@dataclass(frozen=True)
+class SummaryRow:
+    """One row of the summary of a run.
+
+    Attributes:
+        key: the key of the run event without which the row is left out.
+        text: formats the row from the run event.
+    """
+
+    label: str
+    key: str
+    text: Callable[[Event], str]
 
 
-def _model(run: Event) -> str:
-    return f"{run['model']}, {count(run['params'])} parameters" if "params" in run else str(run["model"])
+def _layout_text(run: Event) -> str:
+    num_ranks = run.get("ranks", 1)
+    return f"{run['layout']}, {num_ranks} ranks" if num_ranks > 1 else str(run["layout"])
 
 
-def _data(run: Event) -> str:
+def _model_text(run: Event) -> str:
+    if "params" not in run:
+        return str(run["model"])
+    return f"{run['model']}, {count(run['params'])} parameters"
+
+
+def _data_text(run: Event) -> str:
     data = run["data"]
     if not isinstance(data, Mapping):
         return str(data)
-    amounts = (
-        f"{count(n)} {key}" if isinstance(n, int) else f"{key} {n}"
-        for key, n in data.items()
-        if key != "source" and not isinstance(n, Mapping)
-    )
-    return ", ".join((str(data.get("source", "data")), *amounts))
+    parts = [str(data.get("source", "data"))]
+    for key, value in data.items():
+        if key == "source" or isinstance(value, Mapping):
+            continue
+        parts.append(f"{count(value)} {key}" if isinstance(value, int) else f"{key} {value}")
+    return ", ".join(parts)
 
 
-def _step_size(run: Event) -> str:
-    batch, length = run["batch_size"], run.get("seq_len")
-    return f"{batch} sequences x {length} tokens = {count(batch * length)} tokens" if length else f"{batch} samples"
+def _step_text(run: Event) -> str:
+    batch = run["batch_size"]
+    length = run.get("seq_len")
+    if not length:
+        return f"{batch} samples"
+    return f"{batch} sequences x {length} tokens = {count(batch * length)} tokens"
 
 
-FACTS: dict[str, tuple[str, Callable[[Event], str]]] = {
-    "layout": ("layout", _layout),
-    "schedule": ("schedule", lambda run: str(run["schedule"])),
-    "device": ("device", lambda run: str(run["device"])),
-    "model": ("model", _model),
-    "data": ("data", _data),
-    "a step": ("batch_size", _step_size),
-    "optimizer": ("optimizer", lambda run: str(run["optimizer"])),
-    "output": ("out", lambda run: str(run["out"])),
-}
-"""Label -> the key that must be there, and how the run event says it."""
+SUMMARY = (
+    SummaryRow("layout", "layout", _layout_text),
+    SummaryRow("schedule", "schedule", lambda run: str(run["schedule"])),
+    SummaryRow("device", "device", lambda run: str(run["device"])),
+    SummaryRow("model", "model", _model_text),
+    SummaryRow("data", "data", _data_text),
+    SummaryRow("a step", "batch_size", _step_text),
+    SummaryRow("optimizer", "optimizer", lambda run: str(run["optimizer"])),
+    SummaryRow("output", "out", lambda run: str(run["out"])),
+)
 
 
-def facts(run: Event) -> tuple[tuple[str, str], ...]:
-    """What the run event tells about the run, as label and text."""
-    return tuple((label, say(run)) for label, (key, say) in FACTS.items() if run.get(key) not in (None, ""))
+def run_summary(run: Event) -> list[tuple[str, str]]:
+    """Label and text of each row that the run event has values for."""
+    rows: list[tuple[str, str]] = []
+    for row in SUMMARY:
+        if run.get(row.key) not in (None, ""):
+            rows.append((row.label, row.text(run)))
+    return rows
 
 
-def words_of(event: Event) -> str:
-    """What an event says in words, as lines to print once; "" for those that say nothing."""
+def event_text(event: Event) -> str:
+    """The lines to print once for an event; "" for kinds that only change the progress."""
     match event.get("event"):
         case "run":
             return str(event.get("why", ""))
         case "eval":
-            found = f"loss {event.get('loss', float('nan')):.4f} nats, perplexity {event.get('perplexity', float('nan')):,.2f}"
-            return f"evaluated after step {event.get('step')}: {found}, {event.get('tokens', 0):,} tokens"
+            return _eval_text(event)
         case "note":
             return str(event.get("text", ""))
-        case "save" | "save_failed" | "resume":
-            return checkpoint_words(event)
+        case "save":
+            return _save_text(event)
+        case "save_failed":
+            return _save_failed_text(event)
+        case "resume":
+            return _resume_text(event)
         case "sample":
-            return f"the model goes on after {event.get('prompt', '')!r}:\n{event.get('prompt', '')}{event.get('text', '')}"
+            prompt = event.get("prompt", "")
+            return f"sample after the prompt {prompt!r}:\n{prompt}{event.get('text', '')}"
     return ""
 
 
-def checkpoint_words(event: Event) -> str:
-    """What happened to a checkpoint, in one line; a resume adds one for each that it passed over."""
-    step, path = event.get("step"), event.get("path")
-    match event.get("event"):
-        case "save":
-            size, stall, write = memory(event["bytes"]), short_time(event["stall_s"]), short_time(event["write_s"])
-            return f"saved step {step}: {path}, {size}, training stood still for {stall}, on the disk after {write}"
-        case "save_failed":
-            need, free = memory(event["need_bytes"]), memory(event["free_bytes"])
-            newest = f"the newest checkpoint is {event['newest']}" if event.get("newest") else "there is no checkpoint"
-            why = f"{need} needed, {free} free; {event['why']}"
-            return f"warning: step {step} is not saved ({why}). Training goes on, {newest}"
-    passed_over = [f"passed over: {words}" for words in event.get("passed_over", ())]
+def _eval_text(event: Event) -> str:
+    loss = event.get("loss", float("nan"))
+    perplexity = event.get("perplexity", float("nan"))
+    num_tokens = event.get("tokens", 0)
+    result = f"loss {loss:.4f} nats, perplexity {perplexity:,.2f}, {num_tokens:,} tokens"
+    return f"evaluated after step {event.get('step')}: {result}"
+
+
+def _save_text(event: Event) -> str:
+    size = memory(event["bytes"])
+    stall = short_time(event["stall_s"])
+    write = short_time(event["write_s"])
+    return f"saved step {event.get('step')}: {event.get('path')}, {size}, training stalled {stall}, written in {write}"
+
+
+def _save_failed_text(event: Event) -> str:
+    need = memory(event["need_bytes"])
+    free = memory(event["free_bytes"])
+    reason = f"{need} needed, {free} free; {event['why']}"
+    newest = event.get("newest")
+    remaining = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
+    return f"warning: step {event.get('step')} is not saved ({reason}). Training continues; {remaining}"
+
+
+def _resume_text(event: Event) -> str:
+    """The checkpoint that is resumed, below the newer ones that were skipped."""
+    lines = [f"skipped: {fault}" for fault in event.get("passed_over", ())]
+    path = event.get("path")
     if path is None:
-        return "\n".join((*passed_over, "no checkpoint in the run folder yet: the run begins anew"))
-    return "\n".join((*passed_over, f"goes on after step {step}: {path}, written by {event.get('layout')}"))
+        lines.append("no checkpoint in the run folder yet: training starts at step 1")
+    else:
+        lines.append(f"resumed after step {event.get('step')}: {path}, written by {event.get('layout')}")
+    return "\n".join(lines)
 
 
-def stages(sizes: tuple[float, ...]) -> str:
-    """Memory in words: `312 MiB`, or one size a stage: `stage 0 312 MiB, 1 298 MiB`."""
+def stage_memory(sizes: tuple[float, ...]) -> str:
+    """`312 MiB`, or a size for each stage: `stage 0 312 MiB, 1 298 MiB`."""
     if len(sizes) == 1:
         return memory(sizes[0])
-    return "stage " + ", ".join(f"{stage} {memory(size)}" for stage, size in enumerate(sizes))
+    stages = [f"{stage} {memory(size)}" for stage, size in enumerate(sizes)]
+    return "stage " + ", ".join(stages)
 
 
-def steps_of(progress: Progress) -> str:
-    """`  7/200`, or `7` when nobody said how many there will be."""
-    done, total = progress.num_done, progress.num_steps
-    return f"{done:>{len(str(total))}}/{total}" if total else str(done)
+def step_count(progress: Progress) -> str:
+    """`  7/200`, or `7` if the number of steps is unknown."""
+    done = progress.num_done
+    total = progress.num_steps
+    if not total:
+        return str(done)
+    width = len(str(total))
+    return f"{done:>{width}}/{total}"
