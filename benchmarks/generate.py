@@ -19,9 +19,8 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
-from weft.generate.decode import Decoder
-from weft.generate.draw import Sampling, draw
-from weft.generate.rows import Row, grow
+from weft.generate.decode import Decoder, TextRow, decode
+from weft.generate.sample import Sampling, sample_token
 from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import FAMILIES, preset
 from weft.models.common.batch import chain, token_batch
@@ -54,10 +53,10 @@ def ours(config, samples: int, device: torch.device, dtype: str) -> Way:
     greedy = Sampling(temperature=0)
 
     def write(num_tokens: int) -> list[int]:
-        decoder.forget()
-        rows = [Row(PROMPT, sample) for sample in range(samples)]
-        choose = lambda logits_V, place: draw(logits_V, greedy, place)  # noqa: E731
-        for _ in grow(decoder, rows, choose=choose, is_over=lambda row: len(row.tokens) == num_tokens):
+        decoder.reset()
+        rows = [TextRow(PROMPT, sample) for sample in range(samples)]
+        choose = lambda logits_V, at: sample_token(logits_V, greedy, at)  # noqa: E731
+        for _ in decode(decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == num_tokens):
             pass
         return rows[0].tokens
 

@@ -259,7 +259,7 @@ flags = st.tuples(
     words=st.lists(flags.map(lambda flag: [flag[0], *flag[1]]), max_size=4), name=st.sampled_from(["train", "explain"])
 )
 def test_whatever_the_words_the_answer_is_a_run_or_lines_of_faults(words, name, place, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "weft.train.main", types.SimpleNamespace(train=lambda _run: EXIT_OK))
+    monkeypatch.setitem(sys.modules, "weft.train.main", types.SimpleNamespace(train=lambda _run, **_: EXIT_OK))
     code = main([name, "--data.source", "text.txt", *(word for flag in words for word in flag)])
     told = capsys.readouterr().err.splitlines()
     assert code in (EXIT_OK, EXIT_USER)

@@ -120,7 +120,7 @@ def trained(monkeypatch, tmp_path):
     """What `weft.train.main.train` is called with; it answers what the test puts into `answer`."""
     seen = types.SimpleNamespace(runs=[], answer=lambda: EXIT_OK)
 
-    def train(run):
+    def train(run, **_):
         seen.runs.append(run)
         return seen.answer()
 

@@ -105,9 +105,10 @@ def train(words: Sequence[str]) -> int:
         run = run.model_copy(update={"out": str(preflight.fresh_out(run, datetime.now()))})
     print_messages(f"note: {note}" for note in preflight.notes(run))
     set_openmp_policy()
-    from weft.train.main import train as train_run  # imports torch, and so comes after all checks
+    from weft.generate.main import sample_trained  # late: they import torch, after all checks
+    from weft.train.main import train as train_run
 
-    return train_run(run)
+    return train_run(run, generate_text=sample_trained)
 
 
 def explain(words: Sequence[str]) -> int:

@@ -1,5 +1,5 @@
-"""Owns what the tests of generation share: tiny models of every family, layouts, stored tensors in memory, and the
-truth, which is the plain model that reads everything anew for each token."""
+"""Shared by the tests of generation: tiny models of every family, layouts, stored tensors in memory, and the reference,
+which is the plain model without a cache."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from tests.memory_source import Memory
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
-from weft.generate.decode import Decoder
-from weft.generate.draw import Place, Sampling, draw
-from weft.generate.fill import load_model
-from weft.generate.rows import Row, grow
+from weft.generate.decode import Decoder, TextRow, decode, load_model
+from weft.generate.sample import Sampling, TokenPosition, sample_token
 from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import FAMILIES
 from weft.models.common.batch import chain, token_batch
@@ -96,8 +94,8 @@ def on_ranks(config: ModelConfig, mesh: str, act: Callable[[Decoder], T]) -> lis
 
 
 @dataclass(frozen=True)
-class Grow:
-    """What a decoder makes of prompts, and the logits from which each token was drawn, by prompt, on last stages."""
+class Generation:
+    """What a decoder makes of prompts, and the logits from which each token was sampled, by prompt, on last stages."""
 
     prompts: Sequence[tuple[int, ...]] = PROMPTS
     num_tokens: int = 10
@@ -106,27 +104,32 @@ class Grow:
     def __call__(self, decoder: Decoder) -> tuple[list[list[int]], dict[int, list[Tensor]]]:
         logits: dict[int, list[Tensor]] = {}
 
-        def choose(logits_V: Tensor, place: Place) -> int:
-            logits.setdefault(place.sample, []).append(logits_V.clone())
-            return draw(logits_V, self.sampling, place)
+        def choose(logits_V: Tensor, at: TokenPosition) -> int:
+            logits.setdefault(at.sample, []).append(logits_V.clone())
+            return sample_token(logits_V, self.sampling, at)
 
-        rows = [Row(prompt, sample=number) for number, prompt in enumerate(self.prompts)]
-        for _ in grow(decoder, rows, choose=choose, is_over=lambda row: len(row.tokens) == self.num_tokens):
+        rows = [TextRow(prompt, sample=number) for number, prompt in enumerate(self.prompts)]
+        for _ in decode(decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == self.num_tokens):
             pass
         return [row.tokens for row in rows], logits
 
-    def truth(self, config: ModelConfig) -> tuple[list[list[int]], dict[int, list[Tensor]]]:
-        """The same from the plain model: each prompt alone, everything read anew for each token."""
-        blocks = {name: block for name, block in plain(config).items() if name != "loss" and not name.startswith("mtp")}
-        texts, logits = [], {}
+    def reference(self, config: ModelConfig) -> tuple[list[list[int]], dict[int, list[Tensor]]]:
+        """The same from the plain model: each prompt alone, the whole sequence forward for each token."""
+        return self.reference_of(plain(config))
+
+    def reference_of(self, blocks: Mapping[str, nn.Module]) -> tuple[list[list[int]], dict[int, list[Tensor]]]:
+        """The same, from these blocks."""
+        kept = {name: block for name, block in blocks.items() if not name.startswith(("loss", "mtp"))}
+        texts: list[list[int]] = []
+        logits: dict[int, list[Tensor]] = {}
         for sample, prompt in enumerate(self.prompts):
             tokens = list(prompt)
             for _ in range(self.num_tokens):
                 inputs = torch.tensor([tokens])
                 with torch.no_grad():
-                    last_V = chain(blocks, inputs, token_batch(inputs, inputs)).x[0, -1]
+                    last_V = chain(kept, inputs, token_batch(inputs, inputs)).x[0, -1]
                 logits.setdefault(sample, []).append(last_V)
-                tokens.append(draw(last_V, self.sampling, Place(sample, len(tokens))))
+                tokens.append(sample_token(last_V, self.sampling, TokenPosition(sample, len(tokens))))
             texts.append(tokens[len(prompt) :])
         return texts, logits
 

@@ -7,19 +7,18 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-from tests.generate.models import CONFIGS, DRAWN, GREEDY, PROMPTS, Grow, config_of, on_ranks, worst
+from tests.generate.models import CONFIGS, DRAWN, GREEDY, PROMPTS, Generation, config_of, on_ranks, worst
 from weft.generate import cache
-from weft.generate.decode import Decoder
-from weft.generate.draw import Place, Sampling, draw
-from weft.generate.rows import Row, grow
+from weft.generate.decode import Decoder, TextRow, decode
+from weft.generate.sample import Sampling, TokenPosition, sample_token
 
 SAME = 1e-9
 """Relative to the largest logit, in float64: some 1e2 operations that round at 1e-16 each."""
 
 ROWS = {
-    "in step": Grow(prompts=((1, 2, 3), (9, 8, 7)), sampling=GREEDY),
-    "of different length": Grow(sampling=DRAWN),
-    "alone": Grow(prompts=PROMPTS[:1], sampling=DRAWN),
+    "in step": Generation(prompts=((1, 2, 3), (9, 8, 7)), sampling=GREEDY),
+    "of different length": Generation(sampling=DRAWN),
+    "alone": Generation(prompts=PROMPTS[:1], sampling=DRAWN),
 }
 LAYOUTS = [
     ("llama3", "tp2"), ("llama3", "tp4"), ("llama3", "pp3"), ("llama3", "pp2 tp2"),
@@ -54,31 +53,33 @@ def test_a_text_may_be_read_in_parts_of_any_length(family: str):
 
 @pytest.mark.parametrize(("family", "mesh"), LAYOUTS)
 def test_every_layout_writes_what_one_device_writes(family: str, mesh: str):
-    check(family, mesh, Grow(num_tokens=5, sampling=DRAWN))
+    check(family, mesh, Generation(num_tokens=5, sampling=DRAWN))
 
 
 def test_one_row_on_two_expert_ranks_leaves_one_of_them_empty():
-    check("qwen3-moe", "ep2", Grow(prompts=((4, 5, 6),), num_tokens=4))
-    check("deepseek", "pp2 ep2", Grow(prompts=((4, 5, 6),), num_tokens=4))
+    check("qwen3-moe", "ep2", Generation(prompts=((4, 5, 6),), num_tokens=4))
+    check("deepseek", "pp2 ep2", Generation(prompts=((4, 5, 6),), num_tokens=4))
 
 
 def test_cells_are_added_as_a_text_grows(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache, "BLOCK", 4)
-    check("llama3", "", Grow(num_tokens=12))
-    check("llama3", "", Grow(prompts=PROMPTS[:1], num_tokens=12))
+    check("llama3", "", Generation(num_tokens=12))
+    check("llama3", "", Generation(prompts=PROMPTS[:1], num_tokens=12))
 
 
 @pytest.mark.parametrize(("family", "mesh"), [("llama3", ""), ("qwen3-moe", "ep2"), ("gpt2", "pp2 tp2")])
 def test_rows_end_one_by_one_and_the_others_go_on(family: str, mesh: str):
     config, lengths = config_of(family), (2, 6, 1, 4)
-    texts, _ = Grow(num_tokens=max(lengths), sampling=DRAWN).truth(config)
+    texts, _ = Generation(num_tokens=max(lengths), sampling=DRAWN).reference(config)
 
     def act(decoder: Decoder) -> list[list[int]]:
-        rows = [Row(prompt, sample=number) for number, prompt in enumerate(PROMPTS)]
+        rows = [TextRow(prompt, sample=number) for number, prompt in enumerate(PROMPTS)]
         choose = partial(drawn_by, DRAWN)
         alive = [
             [row.sample for row in grown]
-            for grown in grow(decoder, rows, choose=choose, is_over=lambda row: len(row.tokens) == lengths[row.sample])
+            for grown in decode(
+                decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == lengths[row.sample]
+            )
         ]
         assert alive == [[0, 1, 2, 3], [0, 1, 3], [1, 3], [1, 3], [1], [1]]
         return [row.tokens for row in rows]
@@ -101,16 +102,16 @@ def test_memory_is_what_the_cells_hold():
         assert on_ranks(config, mesh, act) == [(one,) * 3] * degree
 
 
-def drawn_by(sampling: Sampling, logits_V: Tensor, place: Place) -> int:
-    return draw(logits_V, sampling, place)
+def drawn_by(sampling: Sampling, logits_V: Tensor, place: TokenPosition) -> int:
+    return sample_token(logits_V, sampling, place)
 
 
-def check(family: str, mesh: str, grow: Grow) -> None:
+def check(family: str, mesh: str, generation: Generation) -> None:
     """Token for token, and logit for logit, on every rank."""
     config = config_of(family)
-    texts, logits = grow.truth(config)
+    texts, logits = generation.reference(config)
     seen = set()
-    for ours, held in on_ranks(config, mesh, grow):
+    for ours, held in on_ranks(config, mesh, generation):
         assert ours == texts
         assert worst(held, logits) < SAME if held else True
         seen |= set(held)

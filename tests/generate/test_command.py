@@ -12,9 +12,8 @@ import pytest
 from tests.generate.stored import write_checkpoint, write_run
 from weft.cli import main
 from weft.errors import EXIT_OK
-from weft.generate.job import make_job
-from weft.generate.request import Request
-from weft.generate.subject import find_subject
+from weft.generate.model_source import find_model
+from weft.generate.request import Request, make_job
 
 FAST = ("--transport", "threads", "--dtype", "float64", "--tokens", "8", "--seed", "4")
 
@@ -125,8 +124,8 @@ def test_rotary_models_go_on_behind_the_length_they_were_trained_on(folder: Path
 def test_a_run_writes_in_the_type_it_computes_in_and_without_what_only_training_reads(tmp_path: Path):
     words = ("--model.name", "deepseek", "--model.mtp_depth", "1", "--precision.compute", "bfloat16")
     write_checkpoint(tmp_path / "run", write_run(tmp_path / "run", *words))
-    job = make_job(Request(prompt="x"), find_subject(str(tmp_path / "run")))
+    job = make_job(Request(prompt="x"), find_model(str(tmp_path / "run")))
     assert (job.plan.compute, job.plan.params) == ("bfloat16", "bfloat16")
     assert not any(block.startswith("mtp") for stage in job.plan.stages for block in stage.blocks)
-    asked = make_job(Request(prompt="x", dtype="float32"), find_subject(str(tmp_path / "run")))
+    asked = make_job(Request(prompt="x", dtype="float32"), find_model(str(tmp_path / "run")))
     assert asked.plan.compute == "float32"

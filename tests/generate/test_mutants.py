@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.generate.models import Grow, config_of, on_ranks, worst
+from tests.generate.models import Generation, config_of, on_ranks, worst
 from tests.generate.test_cached import SAME
-from weft.generate import cache, decode, rows
-from weft.generate.cache import Cache, Look
+from weft.core.attention_mask import AttentionMask
+from weft.generate import cache, decode
+from weft.generate.cache import DecodeBatch, KVCache
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, tuple[str, str, Patch]] = {}
-UNEVEN = Grow(num_tokens=4)
+UNEVEN = Generation(num_tokens=4)
 
 
 def mutant(family: str, mesh: str = "") -> Callable[[Patch], Patch]:
@@ -29,33 +30,35 @@ def mutant(family: str, mesh: str = "") -> Callable[[Patch], Patch]:
     return register
 
 
-def later(look: Look) -> bool:
+def later(batch: DecodeBatch) -> bool:
     """Whether it is one behind the prompt."""
-    return look.start != 0
+    return batch.start != 0
 
 
 @mutant("llama3")
 def keys_are_kept_one_cell_too_early(patch: pytest.MonkeyPatch) -> None:
     """Each new token overwrites the one before it, and its own cell stays empty."""
-    right = Cache.put
+    right = KVCache.put
 
-    def put(self: Cache, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
-        if not later(look):
-            return right(self, k, v, look)
-        shifted = replace(look, positions=look.positions - 1, start=None)
-        return right(self, k, v, shifted)
+    def put(self: KVCache, k: Tensor, v: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+        if not later(batch):
+            return right(self, k, v, batch)
+        earlier = tuple(position - 1 for position in batch.first_positions)
+        shifted = replace(batch, cells=batch.cells - 1, first_positions=earlier)
+        right(self, k, v, shifted)
+        return self.keys[:, :, : batch.stop], self.values[:, :, : batch.stop]
 
-    patch.setattr(Cache, "put", put)
+    patch.setattr(KVCache, "put", put)
 
 
 @mutant("llama3")
 def the_newest_token_does_not_see_itself(patch: pytest.MonkeyPatch) -> None:
     """One cell too few is read."""
 
-    def mask(look: Look) -> Tensor:
-        return torch.arange(look.stop) < look.positions[:, None, :, None]
+    def visible_cells(batch: DecodeBatch, mask: AttentionMask) -> Tensor:
+        return torch.arange(batch.stop) < batch.cells[:, None, :, None]
 
-    patch.setattr(Look, "mask", property(mask))
+    patch.setattr(DecodeBatch, "visible_cells", visible_cells)
 
 
 @mutant("gpt2")
@@ -72,25 +75,13 @@ def positions_are_one_too_high(patch: pytest.MonkeyPatch) -> None:
 
 def patch_positions(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
     """Change what blocks see of positions, not what the cache sees."""
-    right_look, right_put, right_mask = cache.look_at, Cache.put, Look.mask.fget
-    true: dict[int, Tensor] = {}
+    right = cache.decode_batch
 
-    def look_at(tokens: Tensor, firsts: Sequence[int]) -> Look:
-        look = right_look(tokens, firsts)
-        if not later(look):
-            return look
-        changed = replace(look, positions=change(look.positions))
-        true[id(changed.positions)] = look.positions
-        kept.append(changed)
-        return changed
+    def decode_batch(tokens: Tensor, first_positions: Sequence[int], **rest: Any) -> DecodeBatch:
+        batch = right(tokens, first_positions, **rest)
+        return replace(batch, positions=change(batch.positions)) if later(batch) else batch
 
-    def seen(look: Look) -> Look:
-        return replace(look, positions=true.get(id(look.positions), look.positions))
-
-    kept: list[Look] = []
-    patch.setattr(decode, "look_at", look_at)
-    patch.setattr(Cache, "put", lambda self, k, v, look: right_put(self, k, v, seen(look)))
-    patch.setattr(Look, "mask", property(lambda look: right_mask(seen(look))))
+    patch.setattr(decode, "decode_batch", decode_batch)
 
 
 @mutant("llama3")
@@ -106,19 +97,19 @@ def rows_see_each_others_cells(patch: pytest.MonkeyPatch) -> None:
 
 
 def patch_cells(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
-    right = Cache.put
+    right = KVCache.put
 
-    def put(self: Cache, k: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
-        keys, values = right(self, k, v, look)
-        return (change(keys), change(values)) if later(look) else (keys, values)
+    def put(self: KVCache, k: Tensor, v: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+        keys, values = right(self, k, v, batch)
+        return (change(keys), change(values)) if later(batch) else (keys, values)
 
-    patch.setattr(Cache, "put", put)
+    patch.setattr(KVCache, "put", put)
 
 
 @mutant("llama3")
 def what_lies_behind_a_short_prompt_is_seen(patch: pytest.MonkeyPatch) -> None:
     """Without a mask, cells that were filled up to the longest prompt count as text."""
-    patch.setattr(Look, "mask", property(lambda look: None))
+    patch.setattr(DecodeBatch, "visible_cells", lambda batch, mask: None)
 
 
 @mutant("llama3")
@@ -136,10 +127,10 @@ def logits_are_those_behind_the_longest_prompt(patch: pytest.MonkeyPatch) -> Non
 def cells_are_lost_where_the_cache_grows(patch: pytest.MonkeyPatch) -> None:
     """A new block comes, and the old ones are not copied."""
     patch.setattr(cache, "BLOCK", 4)
-    right = cache._grown
+    right = cache._grow
     patch.setattr(
         cache,
-        "_grown",
+        "_grow",
         lambda old, new, stop: right(None if old is not None and old.shape[2] < stop else old, new, stop),
     )
 
@@ -160,28 +151,28 @@ def latent_attention_loses_its_scale_behind_the_prompt(patch: pytest.MonkeyPatch
 @mutant("qwen3-moe", "ep2")
 def tokens_of_expert_ranks_come_in_another_order(patch: pytest.MonkeyPatch) -> None:
     """Each rank's rows get the other's tokens."""
-    right = rows._tell_all
-    patch.setattr(rows, "_tell_all", lambda *arguments: right(*arguments)[::-1])
+    right = decode._gather_tokens
+    patch.setattr(decode, "_gather_tokens", lambda *arguments: right(*arguments)[::-1])
 
 
 @mutant("llama3", "tp2")
 def ranks_draw_at_different_places(patch: pytest.MonkeyPatch) -> None:
     """Tensor ranks go on with tokens of their own."""
-    right = Grow.__call__
+    right = Generation.__call__
 
-    def act(self: Grow, decoder: decode.Decoder) -> object:
+    def act(self: Generation, decoder: decode.Decoder) -> object:
         if decoder.model.comm.index("tp") == 0:
             return right(self, decoder)
         return right(replace(self, sampling=replace(self.sampling, temperature=2.0)), decoder)
 
-    patch.setattr(Grow, "__call__", act)
+    patch.setattr(Generation, "__call__", act)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch):
     family, mesh, change = MUTANTS[name]
     config = config_of(family)
-    texts, logits = UNEVEN.truth(config)
+    texts, logits = UNEVEN.reference(config)
     change(monkeypatch)
     seen = [(ours != texts, worst(held, logits)) for ours, held in on_ranks(config, mesh, UNEVEN)]
     assert any(other or error > 1e3 * SAME for other, error in seen), "the comparison stayed green"

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.generate.models import Grow, Memory, plan_of
+from tests.generate.models import Generation, Memory, plan_of
 from tests.oracle.hugging_face import ViewsOf, copy_into, our_blocks, shaken, tensors_of
 from tests.oracle.test_huggingface import GPT2, LLAMAS, gpt2_views, llama3_views, their_gpt2, their_llama3
 from weft.cli import main
 from weft.core.model_config import ModelConfig
-from weft.generate.decode import Decoder
-from weft.generate.fill import load_model
+from weft.generate.decode import Decoder, load_model
 from weft.models import FAMILIES
 from weft.models.common.init import named_parameters
 from weft.testing import run_ranks
@@ -37,7 +36,7 @@ def test_greedy_text_is_hugging_faces(name: str, mesh: str):
     theirs = shaken(make(config).double()).eval()
     texts = [their_text(theirs, prompt) for prompt in PROMPTS]
     assert len({token for text in texts for token in text}) > 5, "the texts say something"
-    for ours, _ in run_ranks(mesh, lambda comm: Grow(PROMPTS, NUM_TOKENS)(decoder(config, theirs, views, mesh, comm))):
+    for ours, _ in run_ranks(mesh, lambda comm: Generation(PROMPTS, NUM_TOKENS)(decoder(config, theirs, views, mesh, comm))):
         assert ours == texts
 
 

@@ -15,7 +15,7 @@ from weft.config.hf.write_config import unwritable
 from weft.config.schema import ConfigSection
 from weft.data.tokenizer import BYTES
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, Fault, UserError
-from weft.generate.subject import Subject, find_subject
+from weft.generate.model_source import ModelSource, find_model
 from weft.hf.sidecar import SIDECAR_FOLDER, refuse_existing
 from weft.models import FAMILIES
 
@@ -74,13 +74,13 @@ def _split_places(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return words[:2], words[2:]
 
 
-def find_exportable(word: str) -> Subject:
+def find_exportable(word: str) -> ModelSource:
     """The checkpoint that `word` names, of a model that transformers has.
 
     Raises:
         CheckpointError: there is none, or its model has no counterpart in transformers.
     """
-    source = find_subject(word)
+    source = find_model(word)
     if source.kind == "hf":
         raise CheckpointError(Fault(word, "is a Hugging Face folder already", need="a run or one of its checkpoints"))
     faults = tuple(unwritable(source.run.model, FAMILIES))
@@ -89,7 +89,7 @@ def find_exportable(word: str) -> Subject:
     return source
 
 
-def sidecar_folders(source: Subject) -> Iterator[Path]:
+def sidecar_folders(source: ModelSource) -> Iterator[Path]:
     """Folders that may have the small files of the model: the run's own, the one it started from, its tokenizer's."""
     if source.path.parent.name == FOLDER:
         yield source.path.parent.parent / SIDECAR_FOLDER

@@ -185,16 +185,6 @@ def zigzag(length: int, degree: int, index: int) -> tuple[range, ...]:
     return tuple(range(chunk * number, chunk * (number + 1)) for number in numbers)
 
 
-def home_of(column: int, length: int, degree: int) -> tuple[int, int]:
-    """The rank that holds `column` of a sequence, and its place there.
-
-    >>> [home_of(column, 8, 2) for column in range(8)]
-    [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3), (0, 2), (0, 3)]
-    """
-    held = {index: [column for span in zigzag(length, degree, index) for column in span] for index in range(degree)}
-    return next((index, columns.index(column)) for index, columns in held.items() if column in columns)
-
-
 def length_unit(mesh: Mesh, *, sequence_parallel: bool) -> int:
     """What a sequence's length must be a multiple of: two chunks a cp rank, and equal parts of them for tp ranks.
 

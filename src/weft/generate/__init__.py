@@ -1,1 +1,1 @@
-"""Owns generation: text that a model writes after a prompt, on any mesh, with what attention has seen kept."""
+"""Text generation from trained models on any mesh, with cached keys and values."""

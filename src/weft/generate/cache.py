@@ -1,13 +1,14 @@
-"""Owns what attention keeps of the tokens it has seen, and the `Attend` seam that reads it. Models stay as they are.
+"""Key-value cache of generation: cached attention behind the `Attend` seam, and rotary angles shared by all layers.
 
 Note [A cell is a position]
-    Cell c of a row holds the key and value of the row's token at position c, and a query at position p reads cells 0 to p.
-    So prompts of different length stand in one batch: behind a shorter one lie cells that hold nothing of it,
+    Cell c of a row holds the key and value of the row's token at position c, and a query at position p reads cells 0 to p
+    (with a window of w the cells p-w+1 to p). So prompts of different length stand in one batch: behind a shorter one lie
+    cells of padding,
 
         row 0   a b c d e          positions 0 1 2 3 4 | 5 ...
         row 1   a b c . .          positions 0 1 2 . . | 3 ...
 
-    which none of its queries sees before its own token at that position has overwritten them.
+    which no query of the row sees before the row's own token at that position has overwritten them.
 """
 
 from __future__ import annotations
@@ -19,128 +20,254 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.core.attention_mask import Feature
-from weft.models.common.attention import AttentionSpec, FusedAttention, set_implementations
+from weft.core.attention_mask import AttentionMask, Feature
+from weft.models.common.attention import (
+    AttentionSpec,
+    FusedAttention,
+    eager_attention,
+    set_implementations,
+    visible_keys,
+)
 from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.rope import Rope
 
 BLOCK = 256
 """Cells that are allocated at once; growth copies what is there."""
 
 
 @dataclass(frozen=True)
-class Look(Batch):
-    """New tokens of some rows, and how they see the old ones.
+class DecodeBatch(Batch):
+    """New tokens of some rows, and where they stand.
 
     Attributes:
-        start: position of every row's first new token; None where rows differ.
-        stop: cells below this are read.
+        cells: cells_BS int64, position of each new token in its row, beyond `max_positions` too.
+        first_positions: position of each row's first new token.
     """
 
-    start: int | None = None
-    stop: int = 0
+    cells: Tensor | None = None
+    first_positions: tuple[int, ...] = ()
 
     @property
-    def mask(self) -> Tensor | None:
-        """Cells that each query reads, [B, 1, S, T]; None where it is all of them."""
+    def start(self) -> int | None:
+        """Position of every row's first new token; None where rows differ."""
+        distinct = set(self.first_positions)
+        if len(distinct) > 1:
+            return None
+        return distinct.pop() if distinct else 0
+
+    @property
+    def stop(self) -> int:
+        """Cells below this are read."""
+        return max(self.first_positions, default=0) + int(self.inputs.shape[1])
+
+    def first_cell(self, mask: AttentionMask) -> int:
+        """Cells below this are hidden from every new token."""
+        if mask.window is None:
+            return 0
+        first_position = min(self.first_positions, default=0)
+        return max(0, first_position - mask.window + 1)
+
+    def visible_cells(self, mask: AttentionMask) -> Tensor | None:
+        """Which of the cells from `first_cell` on each query reads, [B, 1, S, T]; None: all of them."""
         if self.start is not None and self.start + 1 == self.stop:
             return None
-        cells_T = torch.arange(self.stop, device=self.positions.device)
-        return cells_T <= self.positions[:, None, :, None]
+        assert self.cells is not None, "made by decode_batch"
+        cells_T = torch.arange(self.first_cell(mask), self.stop, device=self.cells.device)
+        allowed_BST = visible_keys(mask, self.cells, cells_T)
+        return None if allowed_BST is None else allowed_BST.unsqueeze(1)
 
 
-def look_at(tokens_BS: Tensor, firsts: Sequence[int]) -> Look:
-    """New tokens, the first of row b at position `firsts[b]`."""
+def decode_batch(tokens_BS: Tensor, first_positions: Sequence[int], *, max_positions: int | None = None) -> DecodeBatch:
+    """New tokens, the first of row b at position `first_positions[b]`.
+
+    Args:
+        max_positions: positions that the model has learned; padding behind them takes the last one. None: any number.
+    """
     length = tokens_BS.shape[1]
-    starts_B = torch.tensor(firsts, dtype=torch.int64, device=tokens_BS.device)
-    positions_BS = starts_B.unsqueeze(1) + torch.arange(length, device=tokens_BS.device)
-    ignored_BS = torch.full_like(tokens_BS, IGNORE)
-    alike = len(set(firsts)) <= 1
-    start, stop = (firsts[0] if alike and firsts else 0 if alike else None), max(firsts, default=0) + length
-    return Look(tokens_BS, ignored_BS, positions_BS, start=start, stop=stop)
+    starts_B = torch.tensor(first_positions, dtype=torch.int64, device=tokens_BS.device)
+    cells_BS = starts_B.unsqueeze(1) + torch.arange(length, device=tokens_BS.device)
+    positions_BS = cells_BS
+    if max_positions is not None:
+        positions_BS = cells_BS.clamp(max=max_positions - 1)
+    return DecodeBatch(
+        inputs=tokens_BS,
+        targets=torch.full_like(tokens_BS, IGNORE),
+        positions=positions_BS,
+        cells=cells_BS,
+        first_positions=tuple(first_positions),
+    )
 
 
-class Cache:
+class KVCache:
     """Keys and values of one attention; see Note [A cell is a position]. It grows by whole blocks of cells."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def put(self, k_BSGK: Tensor, v_BSGW: Tensor, look: Look) -> tuple[Tensor, Tensor]:
-        """Keep what is new; all cells that are read, keys_BGTK and values_BGTW."""
-        self.keys = _put(self.keys, k_BSGK, look)
-        self.values = _put(self.values, v_BSGW, look)
-        return self.keys[:, :, : look.stop], self.values[:, :, : look.stop]
+    def put(self, k_BSGK: Tensor, v_BSGW: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+        """Store what is new; all cells up to the newest, keys_BGTK and values_BGTW."""
+        self.keys = _put(self.keys, k_BSGK, batch)
+        self.values = _put(self.values, v_BSGW, batch)
+        return self.keys[:, :, : batch.stop], self.values[:, :, : batch.stop]
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone, in this order."""
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep these rows alone, in this order."""
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            self.keys = self.keys[rows]
+            self.values = self.values[rows]
 
     def clear(self) -> None:
-        """Let go of all."""
-        self.keys = self.values = None
+        """Release all memory."""
+        self.keys = None
+        self.values = None
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is held."""
-        return sum(tensor.nbytes for tensor in (self.keys, self.values) if tensor is not None)
+        """Memory of all cells."""
+        stored = [tensor for tensor in (self.keys, self.values) if tensor is not None]
+        return sum(tensor.nbytes for tensor in stored)
 
 
-def _put(cells: Tensor | None, new_BSGK: Tensor, look: Look) -> Tensor:
-    cells_BGTK = _grown(cells, new_BSGK, look.stop)
-    if look.start is not None:
-        cells_BGTK[:, :, look.start : look.stop] = new_BSGK.transpose(1, 2)
-    else:
-        rows_B1 = torch.arange(len(new_BSGK), device=new_BSGK.device).unsqueeze(1)
-        cells_BGTK.transpose(1, 2)[rows_B1, look.positions] = new_BSGK
-    return cells_BGTK
+def _put(cells_BGTK: Tensor | None, new_BSGK: Tensor, batch: DecodeBatch) -> Tensor:
+    grown_BGTK = _grow(cells_BGTK, new_BSGK, batch.stop)
+    if batch.start is not None:
+        grown_BGTK[:, :, batch.start : batch.stop] = new_BSGK.transpose(1, 2)
+        return grown_BGTK
+    assert batch.cells is not None, "made by decode_batch"
+    rows_B1 = torch.arange(len(new_BSGK), device=new_BSGK.device).unsqueeze(1)
+    by_cell_BTGK = grown_BGTK.transpose(1, 2)
+    by_cell_BTGK[rows_B1, batch.cells] = new_BSGK
+    return grown_BGTK
 
 
-def _grown(cells: Tensor | None, like_BSGK: Tensor, stop: int) -> Tensor:
+def _grow(cells_BGTK: Tensor | None, like_BSGK: Tensor, stop: int) -> Tensor:
     """Cells for `stop` positions at least; what is not written yet is zero, since a masked cell still enters products."""
-    if cells is not None and cells.shape[2] >= stop:
-        return cells
-    batch, _, heads, width = like_BSGK.shape
-    grown_BGTK = like_BSGK.new_zeros(batch, heads, -(-stop // BLOCK) * BLOCK, width)
-    if cells is not None:
-        grown_BGTK[:, :, : cells.shape[2]] = cells
+    if cells_BGTK is not None and cells_BGTK.shape[2] >= stop:
+        return cells_BGTK
+    batch_size, _, heads, width = like_BSGK.shape
+    num_blocks = -(-stop // BLOCK)
+    grown_BGTK = like_BSGK.new_zeros(batch_size, heads, num_blocks * BLOCK, width)
+    if cells_BGTK is not None:
+        grown_BGTK[:, :, : cells_BGTK.shape[2]] = cells_BGTK
     return grown_BGTK
 
 
 class CachedAttention:
-    """Attention of new tokens to themselves and to the kept keys and values of earlier ones.
+    """Attention of new tokens to themselves and to the cached keys and values of earlier ones.
 
-    The first look is plain attention. After it a head of keys serves the query heads that share it in one product.
+    The first read is plain attention. After it a head of keys serves the query heads that share it in one product.
     """
 
     name = "cached"
-    supports: frozenset[Feature] = frozenset(("causal", "documents"))
-    alternative = "a causal model"
+    supports: frozenset[Feature] = frozenset(("causal", "window", "documents", "softcap", "sinks", "head_bias"))
+    alternative = "a causal mask without a prefix: tokens are generated from left to right"
 
     def __init__(self) -> None:
-        self.cache = Cache()
+        self.cache = KVCache()
 
     def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
-        """As `FusedAttention`, for tokens from `batch.positions` on."""
-        assert isinstance(batch, Look), "whoever swapped the seam reads by look_at"
-        keys, values = self.cache.put(k_BSGK, v_BSGW, batch)
+        """As `FusedAttention`, for tokens from `batch.first_positions` on."""
+        assert isinstance(batch, DecodeBatch), "cached attention reads batches of decode_batch"
+        keys_BGTK, values_BGTW = self.cache.put(k_BSGK, v_BSGW, batch)
         if batch.start == 0:
             return FusedAttention()(q_BSHK, k_BSGK, v_BSGW, batch, spec)
+        first_cell = batch.first_cell(spec.mask)
+        keys_BGTK = keys_BGTK[:, :, first_cell:]
+        values_BGTW = values_BGTW[:, :, first_cell:]
+        allowed = batch.visible_cells(spec.mask)
+        if not spec.fits_fused_kernel:
+            return self._eager(q_BSHK, keys_BGTK, values_BGTW, batch, spec)
         if q_BSHK.shape[1] == 1:
-            q_BGRK = q_BSHK.squeeze(1).unflatten(1, (keys.shape[1], -1))
-            out_BGRW = F.scaled_dot_product_attention(q_BGRK, keys, values, attn_mask=batch.mask, scale=spec.scale)
+            q_BGRK = q_BSHK.squeeze(1).unflatten(1, (keys_BGTK.shape[1], -1))
+            out_BGRW = F.scaled_dot_product_attention(
+                q_BGRK, keys_BGTK, values_BGTW, attn_mask=allowed, scale=spec.scale
+            )
             return out_BGRW.flatten(1, 2).unsqueeze(1)
         out_BHSW = F.scaled_dot_product_attention(
-            q_BSHK.transpose(1, 2), keys, values, attn_mask=batch.mask, scale=spec.scale, enable_gqa=True
+            q_BSHK.transpose(1, 2),
+            keys_BGTK,
+            values_BGTW,
+            attn_mask=allowed,
+            scale=spec.scale,
+            enable_gqa=True,
+        )
+        return out_BHSW.transpose(1, 2)
+
+    def _eager(
+        self,
+        q_BSHK: Tensor,
+        keys_BGTK: Tensor,
+        values_BGTW: Tensor,
+        batch: DecodeBatch,
+        spec: AttentionSpec,
+    ) -> Tensor:
+        """Soft-cap, sinks and bias: no fused kernel computes them."""
+        assert batch.cells is not None, "made by decode_batch"
+        cells_T = torch.arange(batch.first_cell(spec.mask), batch.stop, device=batch.cells.device)
+        distance_BST = batch.cells[:, :, None] - cells_T
+        out_BHSW = eager_attention(
+            q_BSHK.transpose(1, 2),
+            keys_BGTK,
+            values_BGTW,
+            spec,
+            allowed=batch.visible_cells(spec.mask),
+            distance=distance_BST.unsqueeze(1),
         )
         return out_BHSW.transpose(1, 2)
 
 
-def remember(stages: Mapping[int, nn.ModuleDict]) -> tuple[Cache, ...]:
-    """Let every `Attend` of these stages keep keys and values; the caches, empty."""
-    caches: list[Cache] = []
-    for number, stage in stages.items():
-        made = set_implementations(stage, CachedAttention, name=f"stage {number}")
-        caches.extend(implementation.cache for implementation in made)
+def install_kv_cache(stages: Mapping[int, nn.ModuleDict]) -> tuple[KVCache, ...]:
+    """Let every `Attend` of these stages compute with a cache; the caches, empty.
+
+    Raises:
+        PlanError: an attention that is not causal, or that does not declare what it requires.
+    """
+    caches: list[KVCache] = []
+    for stage in stages.values():
+        for name, block in stage.items():
+            made = set_implementations(block, CachedAttention, name=name)
+            caches.extend(implementation.cache for implementation in made)
     return tuple(caches)
+
+
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines, [B, S, 1, K/2]."""
+
+
+@dataclass
+class LastAngles:
+    """The positions that were asked for last, and their angles."""
+
+    positions: Tensor | None = None
+    angles: Angles | None = None
+
+
+class SharedRope(nn.Module):
+    """As `Rope`, for layers that ask for the same positions one after the other.
+
+    For one token the angles cost as much as a matrix product.
+    """
+
+    def __init__(self, inner: Rope, last: LastAngles) -> None:
+        super().__init__()
+        self.inner = inner
+        self.last = last
+
+    def forward(self, positions_BS: Tensor) -> Angles:
+        """As `Rope`."""
+        if self.last.angles is None or self.last.positions is not positions_BS:
+            self.last.positions = positions_BS
+            self.last.angles = self.inner(positions_BS)
+        return self.last.angles
+
+
+def share_rope(stages: Mapping[int, nn.ModuleDict]) -> None:
+    """Let all layers that rotate alike compute their angles once."""
+    last_by_kind: dict[object, LastAngles] = {}
+    for stage in stages.values():
+        for path, module in list(stage.named_modules()):
+            if isinstance(module, Rope):
+                kind = (type(module), module.head_size, module.theta, module.scaling)
+                last = last_by_kind.setdefault(kind, LastAngles())
+                stage.set_submodule(path, SharedRope(module, last))

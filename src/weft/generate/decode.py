@@ -1,30 +1,65 @@
-"""Owns forwards that remember: new tokens through the stages in turn, logits of each row's last one."""
+"""Decoding: a stored model on this rank, its cached forward, and the loop that adds one token to every row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from weft.generate.angles import share_angles
-from weft.generate.cache import look_at, remember
-from weft.models.common.batch import Batch, chain
-from weft.parallel.model.parallelize import ParallelModel
+from weft.checkpoint.source import Source
+from weft.comm.comm import Comm
+from weft.core.axes import span
+from weft.core.model_config import ModelConfig
+from weft.generate.cache import DecodeBatch, decode_batch, install_kv_cache, share_rope
+from weft.generate.sample import TokenPosition
+from weft.layout.plan import Plan
+from weft.models import Family
+from weft.models.common.batch import chain
+from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.forward import gather_vocabulary, run_stages
-from weft.train.sample import written_with
+from weft.train import checkpoint
+from weft.train.meta_init import skeleton
+
+TRAINING_BLOCKS = ("loss", "mtp")
+"""Blocks (by the beginning of their names) that only training reads."""
+
+
+def load_model(family: Family, config: ModelConfig, source: Source, *, plan: Plan, comm: Comm) -> ParallelModel:
+    """This rank's part of the stored model, in the plan's `compute`; each rank reads its own shards.
+
+    Raises:
+        CheckpointError: a tensor that is missing, damaged or of another shape; it names it.
+    """
+    blocks = skeleton(lambda: family.blocks(config))
+    model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
+    dtype: torch.dtype = getattr(torch, plan.compute)
+    for param in model.params.values():
+        values = torch.empty(param.shape, device=comm.device, dtype=dtype)
+        allocated = nn.Parameter(values, requires_grad=False)
+        torch.utils.swap_tensors(param, allocated)  # the modules that hold it keep the same object
+    checkpoint.load_model(model, source)
+    return model
 
 
 class Decoder:
-    """A model's rows of tokens as they grow. All ranks of the mesh call it alike; ranks along ep bring rows of their own.
+    """A model and the cached rows of tokens that it has read. All ranks of the mesh call it alike; ranks along ep have rows
+    of their own, those along dp and cp the same rows.
 
-    It takes the model over: its attention is swapped for one that keeps keys and values.
+    It takes the model over: its attention computes with a cache from now on.
+
+    Args:
+        vocab: entries of the whole vocabulary.
+        max_positions: positions that the model has learned; None: it computes any number.
     """
 
-    def __init__(self, model: ParallelModel, *, vocab: int) -> None:
-        self.model, self.vocab = model, vocab
-        self.caches = remember(model.stages)
-        share_angles(model.stages)
+    def __init__(self, model: ParallelModel, *, vocab: int, max_positions: int | None = None) -> None:
+        self.model = model
+        self.vocab = vocab
+        self.max_positions = max_positions
+        self.caches = install_kv_cache(model.stages)
+        share_rope(model.stages)
         self.lengths: tuple[int, ...] = ()
 
     @property
@@ -33,46 +68,145 @@ class Decoder:
         return self.model.plan.table.stage_to_rank[-1] == self.model.comm.index("pp")
 
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
-        """Take in the next tokens of each row, one at least: logits_BV behind its last one; None before the last stage."""
-        firsts = self.lengths or (0,) * len(rows)
+        """Read the next tokens of each row, one at least: logits_BV behind its last one; None before the last stage."""
+        first_positions = self.lengths or (0,) * len(rows)
         counts = [len(row) for row in rows]
-        length = max(counts, default=1)
-        padded = [[*row, *([0] * (length - len(row)))] for row in rows]
-        tokens_BS = torch.tensor(padded, dtype=torch.int64, device=self.model.comm.device).view(len(rows), length)
+        tokens_BS = self._padded(rows, length=max(counts, default=1))
+        batch = decode_batch(tokens_BS, first_positions, max_positions=self.max_positions)
+        lasts = [count - 1 for count in counts]
         with torch.no_grad():  # not inference_mode: its tensors must not be written by the threads of gloo
-            logits = self._forward(look_at(tokens_BS, firsts), [count - 1 for count in counts])
-        self.lengths = tuple(first + count for first, count in zip(firsts, counts, strict=True))
-        return logits
+            logits_BV = self._forward(batch, lasts)
+        self.lengths = tuple(first + count for first, count in zip(first_positions, counts, strict=True))
+        return logits_BV
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone."""
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows alone."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.model.comm.device)
         for cache in self.caches:
-            cache.keep(index)
+            cache.keep_rows(index)
         self.lengths = tuple(self.lengths[row] for row in rows)
 
-    def forget(self) -> None:
-        """Begin anew; the memory of the caches goes."""
+    def reset(self) -> None:
+        """Drop all rows, and release the memory of the caches."""
         for cache in self.caches:
             cache.clear()
         self.lengths = ()
 
-    def _forward(self, batch: Batch, lasts: Sequence[int]) -> Tensor | None:
-        def shape_of(stage: int) -> tuple[int, ...]:
-            _, _, *width = self.model.plan.stages[stage].out
-            return (*batch.inputs.shape, *(int(entry) for entry in width))
+    def _padded(self, rows: Sequence[Sequence[int]], *, length: int) -> Tensor:
+        """tokens_BS, filled up behind shorter rows; with sequence parallelism every tp rank gets as many columns."""
+        unit = self._num_sequence_parts
+        padded_length = -(-length // unit) * unit
+        padded = [[*row, *([0] * (padded_length - len(row)))] for row in rows]
+        tokens = torch.tensor(padded, dtype=torch.int64, device=self.model.comm.device)
+        return tokens.view(len(rows), padded_length)
+
+    @property
+    def _num_sequence_parts(self) -> int:
+        """Ranks along tp that share the columns of a sequence between tensor-parallel regions."""
+        return self.model.comm.degree("tp") if self.model.plan.sequence_parallel else 1
+
+    def _forward(self, batch: DecodeBatch, lasts: Sequence[int]) -> Tensor | None:
+        num_rows, length = batch.inputs.shape
+        cp = self.model.comm.degree("cp")  # not used here: each of its ranks has all columns
+        sizes = {"micro_size": num_rows, "seq_len": length * cp}
+        plan = self.model.plan.model_copy(update=sizes)
 
         def play(stage: int, x: Tensor) -> Tensor:
-            return self._play(stage, x, batch, lasts)
+            return self._run_stage(stage, x, batch, lasts)
 
-        x = run_stages(self.model, batch.inputs, play=play, shape_of=shape_of)
+        x = run_stages(self.model, batch.inputs, play=play, shape_of=plan.boundary_shape)
         return gather_vocabulary(x, self.model, vocab=self.vocab) if self.is_last else None
 
-    def _play(self, stage: int, x: Tensor, batch: Batch, lasts: Sequence[int]) -> Tensor:
-        """x_BSD through a stage's blocks; the head sees each row's last token alone, and yields logits_BV."""
-        for name, block in written_with(self.model.stages[stage]).items():
-            if name == "head":
-                rows = torch.arange(len(lasts), device=x.device)
-                x = x[rows, torch.tensor(lasts, dtype=torch.int64, device=x.device)].unsqueeze(1)
+    def _run_stage(self, stage: int, x: Tensor, batch: DecodeBatch, lasts: Sequence[int]) -> Tensor:
+        """x_BSD through a stage's blocks; the head yields logits_BV behind each row's last token."""
+        selects_before_head = self._num_sequence_parts == 1
+        for name, block in inference_blocks(self.model.stages[stage]).items():
+            if name == "head" and selects_before_head:
+                x = _select_columns(x, lasts).unsqueeze(1)
             x = chain({name: block}, x, batch).x
-        return x.squeeze(1) if "head" in self.model.stages[stage] else x
+        if "head" not in self.model.stages[stage]:
+            return x
+        return x.squeeze(1) if selects_before_head else _select_columns(x, lasts)
+
+
+def inference_blocks(stage: nn.ModuleDict) -> Mapping[str, nn.Module]:
+    """The blocks of a stage that text is generated with."""
+    return {name: block for name, block in stage.items() if not name.startswith(TRAINING_BLOCKS)}
+
+
+def _select_columns(x_BSD: Tensor, columns: Sequence[int]) -> Tensor:
+    """One column of each row: x_BD."""
+    rows_B = torch.arange(len(columns), device=x_BSD.device)
+    columns_B = torch.tensor(columns, dtype=torch.int64, device=x_BSD.device)
+    return x_BSD[rows_B, columns_B]
+
+
+@dataclass
+class TextRow:
+    """One text in progress.
+
+    Attributes:
+        sample: its number among those of the same prompt.
+        tokens: what was sampled so far.
+    """
+
+    prompt: tuple[int, ...]
+    sample: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def next_position(self) -> TokenPosition:
+        """Of the next token."""
+        return TokenPosition(self.sample, len(self.prompt) + len(self.tokens))
+
+
+ChooseToken = Callable[[Tensor, TokenPosition], int]
+"""From logits_V to a token."""
+
+IsFinished = Callable[[TextRow], bool]
+"""Called with each row that has a new token; it must answer alike on every rank."""
+
+
+def decode(
+    decoder: Decoder, rows: Sequence[TextRow], *, choose: ChooseToken, is_finished: IsFinished
+) -> Iterator[tuple[TextRow, ...]]:
+    """Add one token after the other to each row until all are finished; yields the rows that have a new one.
+
+    Every rank of the mesh must iterate to the end, with equal rows. Ranks along ep share the rows out, one after another.
+    """
+    comm = decoder.model.comm
+    num_parts = comm.degree("ep")
+    own_part = comm.index("ep")
+    active = [[rows[number] for number in range(*span(len(rows), num_parts, part))] for part in range(num_parts)]
+    logits_BV = decoder.read([row.prompt for row in active[own_part]])
+    while True:
+        chosen = None if logits_BV is None else _choose_tokens(logits_BV, active[own_part], choose)
+        extended = tuple(row for part in active for row in part)
+        tokens = _gather_tokens(chosen, [len(part) for part in active], decoder)
+        for row, token in zip(extended, tokens, strict=True):
+            row.tokens.append(token)
+        finished = {id(row) for row in extended if is_finished(row)}
+        yield extended
+        if len(finished) == len(extended):
+            return
+        kept = [place for place, row in enumerate(active[own_part]) if id(row) not in finished]
+        if len(kept) < len(active[own_part]):
+            decoder.keep_rows(kept)
+        active = [[row for row in part if id(row) not in finished] for part in active]
+        logits_BV = decoder.read([row.tokens[-1:] for row in active[own_part]])
+
+
+def _choose_tokens(logits_BV: Tensor, rows: Sequence[TextRow], choose: ChooseToken) -> list[int]:
+    return [choose(logits_V, row.next_position) for logits_V, row in zip(logits_BV, rows, strict=True)]
+
+
+def _gather_tokens(chosen: Sequence[int] | None, counts: Sequence[int], decoder: Decoder) -> list[int]:
+    """Every rank's tokens, in the order of rows, from those that the last stage has chosen."""
+    comm = decoder.model.comm
+    placeholder = [0] * counts[comm.index("ep")]
+    own = torch.tensor(chosen or placeholder, dtype=torch.int64, device=comm.device)
+    if own.numel():
+        last_rank = decoder.model.plan.table.stage_to_rank[-1]
+        own = comm.broadcast_(own, "pp", root=last_rank)
+    tokens = comm.all_gather(own, "ep", sizes=counts)
+    return [int(token) for token in tokens]

@@ -1,33 +1,45 @@
-"""Owns what stands between the command and the ranks, and what a rank does from its first breath to its last."""
+"""`weft generate` on the ranks: start or join them, generate all texts of a job; and the text that a training run samples."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator
 from functools import partial
+
+from torch import Tensor
 
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.source import Source
-from weft.generate.decode import Decoder
-from weft.generate.fill import load_model
-from weft.generate.job import Job
-from weft.generate.show import Objects, Screen, to_stdout
-from weft.generate.subject import Subject
-from weft.generate.texts import Texts
+from weft.config.run import Run
+from weft.data.prepared import tokenizer_of
+from weft.generate.decode import Decoder, TextRow, decode, load_model
+from weft.generate.detokenize import GeneratedText
+from weft.generate.model_source import ModelSource
+from weft.generate.output import JsonOutput, OutputText, TextOutput, to_stdout
+from weft.generate.request import GenerationJob, max_positions
+from weft.generate.sample import Sampling, TokenPosition, sample_token
 from weft.hf.folder import HfFolder
+from weft.parallel.model.parallelize import ParallelModel
 from weft.run.launch import join, launch
 from weft.run.rank_setup import choose_device, open_comm
 from weft.run.world import World, detect
 from weft.train.build import family_of
 
+TRAINING_TEMPERATURE = 0.8
+"""Of the text that a training run samples at its end."""
 
-def generate(job: Job) -> int:
-    """Write on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code."""
-    run, world = job.run, detect(os.environ)
+
+def generate(job: GenerationJob) -> int:
+    """Generate on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code."""
+    run = job.run
+    main = partial(generate_rank, job)
+    world = detect(os.environ)
     if world is not None:
-        return join(partial(generate_rank, job), world, mesh=run.device_mesh)
+        return join(main, world, mesh=run.device_mesh)
     return launch(
-        partial(generate_rank, job),
+        main,
         run.device_mesh.size,
         transport=run.transport,
         device=run.device,
@@ -35,31 +47,130 @@ def generate(job: Job) -> int:
     )
 
 
-def generate_rank(job: Job, world: World) -> None:
-    """One rank; the first one shows what all of them write."""
+def generate_rank(job: GenerationJob, world: World) -> None:
+    """Entry point of one rank; the first one shows what all of them generate."""
     run = job.run
     device = choose_device(run.device, local_rank=world.local_rank, local_size=world.local_size)
     with open_comm(world, run.device_mesh, device) as comm:
-        model = load_model(family_of(run), job.config, open_source(job.subject), plan=job.plan, comm=comm)
-        texts = Texts(job)
-        show = view_of(job, texts).update if world.rank == 0 else lambda: None
-        for _ in texts.written(Decoder(model, vocab=job.config.axis_sizes()["vocab"])):
-            show()
+        stored = open_source(job.source)
+        model = load_model(family_of(run), job.config, stored, plan=job.plan, comm=comm)
+        vocab = job.config.axis_sizes()["vocab"]
+        texts = TextBatch(job)
+        output = make_output(job, texts) if world.rank == 0 else None
+        for _ in texts.generate(Decoder(model, vocab=vocab, max_positions=job.max_positions)):
+            if output is not None:
+                output.update()
             comm.checked = False  # every further token repeats the same operations
         if world.rank == 0:
             sys.stderr.write("".join(f"{line}\n" for line in texts.summary()))
 
 
-def view_of(job: Job, texts: Texts) -> Screen | Objects:
-    """How the texts are to be seen."""
+def make_output(job: GenerationJob, texts: TextBatch) -> TextOutput | JsonOutput:
+    """The output format that is asked for."""
     if job.request.format == "json":
-        facts = {"model": str(job.subject.path), "seed": job.request.seed}
-        return Objects(texts.shown(), write=to_stdout, facts=facts)
-    return Screen(texts.shown(), write=to_stdout, is_terminal=sys.stdout.isatty())
+        facts = {"model": str(job.source.path), "seed": job.request.seed}
+        return JsonOutput(texts.output_texts(), write=to_stdout, facts=facts)
+    return TextOutput(texts.output_texts(), write=to_stdout, is_terminal=sys.stdout.isatty())
 
 
-def open_source(subject: Subject) -> Source:
+def open_source(source: ModelSource) -> Source:
     """The stored parameters."""
-    if subject.kind == "hf":
-        return HfFolder(subject.path, subject.run.model)
-    return open_checkpoint(subject.path).section("model")
+    if source.kind == "hf":
+        return HfFolder(source.path, source.run.model)
+    return open_checkpoint(source.path).section("model")
+
+
+class TextBatch:
+    """The texts of one job in progress: rows of tokens, their text, and the time they took. Equal on every rank."""
+
+    def __init__(self, job: GenerationJob) -> None:
+        self.job = job
+        self.rows: list[TextRow] = []
+        self.texts: dict[int, GeneratedText] = {}
+        self.outputs: list[OutputText] = []
+        self.first_token_s = 0.0
+        self.later_tokens_s = 0.0
+        for prompt, tokens in zip(job.prompts, job.tokens, strict=True):
+            for sample in range(job.request.samples):
+                self._add_row(prompt, TextRow(tokens, sample))
+
+    def _add_row(self, prompt: str, row: TextRow) -> None:
+        text = GeneratedText(self.job.tokenizer, stop=self.job.request.stop, end_tokens=self.job.end_tokens)
+        self.rows.append(row)
+        self.texts[id(row)] = text
+        self.outputs.append(OutputText(prompt, row.sample, row.tokens, text))
+
+    def output_texts(self) -> list[OutputText]:
+        """The texts for the output; they change as tokens arrive."""
+        return self.outputs
+
+    def generate(self, decoder: Decoder) -> Iterator[None]:
+        """Generate them; yields after each token. Every rank must iterate to the end."""
+        request = self.job.request
+        sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed)
+        choose = partial(_sample_with, sampling)
+        started = time.perf_counter()
+        first_token = started
+        for _ in decode(decoder, self.rows, choose=choose, is_finished=self._take_newest):
+            if not self.first_token_s:
+                first_token = time.perf_counter()
+                self.first_token_s = first_token - started
+            self.later_tokens_s = time.perf_counter() - first_token
+            yield
+
+    def _take_newest(self, row: TextRow) -> bool:
+        """Add the row's newest token to its text; whether the text is finished."""
+        text = self.texts[id(row)]
+        text.add(row.tokens[-1])
+        if text.finish_reason is None and len(row.tokens) == self.job.request.tokens:
+            text.finish("length")
+        if text.finish_reason is None and len(row.prompt) + len(row.tokens) == self.job.max_positions:
+            text.finish("context")
+        return text.finish_reason is not None
+
+    def summary(self) -> list[str]:
+        """How many tokens in which time, measured, and why texts ended early."""
+        num_tokens = sum(len(row.tokens) for row in self.rows)
+        num_prompt_tokens = sum(len(row.prompt) for row in self.rows)
+        num_later = num_tokens - len(self.rows)
+        speed = ""
+        if num_later and self.later_tokens_s:
+            speed = f", then {num_later / self.later_tokens_s:,.0f} tokens/s"
+        prompt_ms = 1e3 * self.first_token_s
+        line = (
+            f"{num_tokens} tokens; {num_prompt_tokens} tokens of prompt read in {prompt_ms:,.0f} ms{speed} (measured)"
+        )
+        return [line, *self._early_ends()]
+
+    def _early_ends(self) -> Iterator[str]:
+        reasons = [self.texts[id(row)].finish_reason for row in self.rows]
+        num_full = reasons.count("context")
+        if num_full:
+            yield f"note: {num_full} of {len(reasons)} texts end with the model's last position, {self.job.max_positions}"
+        num_stopped = reasons.count("stop")
+        if self.job.request.stop and num_stopped < len(reasons):
+            yield f"note: the stop text came in {num_stopped} of {len(reasons)} texts"
+
+
+def _sample_with(sampling: Sampling, logits_V: Tensor, at: TokenPosition) -> int:
+    return sample_token(logits_V, sampling, at)
+
+
+def sample_trained(run: Run, model: ParallelModel, prompt: str) -> str:
+    """Text of `run.sample` tokens that a trained model continues `prompt` with, on the mesh that trained it.
+
+    Every rank takes part and returns it; a model with learned positions stops at its last one. The model must not be trained
+    on: its attention computes with a cache from now on.
+    """
+    tokenizer = tokenizer_of(run.data)
+    row = TextRow(tuple(tokenizer.encode(prompt)) or (0,))
+    limit = max_positions(run.model)
+
+    def is_finished(row: TextRow) -> bool:
+        return len(row.tokens) == run.sample or len(row.prompt) + len(row.tokens) == limit
+
+    sampling = Sampling(TRAINING_TEMPERATURE, seed=run.seed)
+    decoder = Decoder(model, vocab=run.model.axis_sizes()["vocab"], max_positions=limit)
+    for _ in decode(decoder, [row], choose=partial(_sample_with, sampling), is_finished=is_finished):
+        pass
+    return tokenizer.decode(row.tokens)

@@ -1,34 +1,51 @@
-"""Owns what a person asks of `weft generate`: the keys, and the prompts that they name. Pure: no torch."""
+"""What `weft generate` is asked for, checked against the stored model: keys, prompts, mesh. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.config.schema import ConfigSection
+from weft.config import validate
+from weft.config.checks import Check, run_checks
+from weft.config.run import Run
+from weft.config.schema import BatchConfig, ConfigSection, ParallelConfig, PipelineConfig, PrecisionConfig
 from weft.core.mesh import Mesh
+from weft.core.model_config import ModelConfig
 from weft.core.precision import Dtype
-from weft.errors import ConfigError, Fault
+from weft.data.tokenizer import Tokenizer, open_tokenizer
+from weft.errors import ConfigError, Fault, UserError
+from weft.generate.model_source import ModelSource
+from weft.layout.plan import Plan, canonical_json, make_stages
+from weft.parallel.ep import AXIS as EP
 
 LINES = ".jsonl"
 
+SUPPORTED_AXES = ("pp", "ep", "tp")
+UNSUPPORTED_AXES = {
+    "dp": "dp would generate the same texts again: one call takes any number of --samples",
+    "cp": "cp shards long sequences, and the cache of keys and values is sharded over the heads by tp",
+}
+
 
 class Request(ConfigSection):
-    """What to write, how, and where."""
+    """What to generate, how, and where."""
 
-    prompt: str = Field("", description="text to go on from; nothing: a new document")
+    prompt: str = Field("", description="text to continue; nothing: a new document")
     prompt_file: str = Field("", description=f"file with the prompt, or {LINES} with one on each line")
     tokens: int = Field(200, ge=1, le=2**24, description="most tokens of each text")
     samples: int = Field(1, ge=1, le=2**16, description="texts for each prompt")
     stop: str = Field("", description="text before which a text ends; nothing: none")
-    temperature: float = Field(0.8, ge=0, description="0: the likeliest token; higher: bolder")
-    top_k: Annotated[int, Field(ge=1)] | None = Field(None, description="draw from so many likeliest tokens; None: all")
-    top_p: float = Field(1.0, gt=0, le=1, description="draw from the likeliest tokens of this probability together")
-    seed: int = Field(1, ge=0, lt=2**63, description="of the draws; sample and position are mixed in")
+    temperature: float = Field(0.8, ge=0, description="0: the likeliest token; higher: more random")
+    top_k: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="sample from so many likeliest tokens; None: all"
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens of this probability together")
+    seed: int = Field(1, ge=0, lt=2**63, description="of the sampling; sample and position are mixed in")
     mesh: str = Field("", description='any of pp, ep, tp: "tp2", "pp2 tp2"; nothing: one rank')
     dtype: Dtype | None = Field(None, description="number type; None: as the run computes, or as the folder stores")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where ranks compute")
@@ -37,14 +54,20 @@ class Request(ConfigSection):
     format: Literal["text", "json"] = Field("text", description="json: one object for each text; --json for short")
 
     @property
-    def grid(self) -> Mesh:
-        """The mesh, read from its text."""
+    def device_mesh(self) -> Mesh:
+        """The mesh, parsed."""
         return Mesh.parse(self.mesh)
 
 
-def short_words(words: list[str]) -> list[str]:
-    """`--json` in full."""
-    return [part for word in words for part in (("--format", "json") if word == "--json" else (word,))]
+def expand_json_flag(words: list[str]) -> list[str]:
+    """Command-line words with `--json` written as `--format json`."""
+    expanded = []
+    for word in words:
+        if word == "--json":
+            expanded.extend(("--format", "json"))
+        else:
+            expanded.append(word)
+    return expanded
 
 
 def read_prompts(request: Request) -> tuple[str, ...]:
@@ -63,22 +86,200 @@ def read_prompts(request: Request) -> tuple[str, ...]:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError(Fault("prompt_file", "cannot be read", f"{str(path)!r}: {why}", "a text file")) from None
-    prompts = tuple(_lines(path, text)) if path.suffix == LINES else (text,)
+    if path.suffix != LINES:
+        return (text,)
+    prompts = tuple(_parse_lines(path, text))
     if not prompts:
         raise ConfigError(Fault("prompt_file", "has no line", repr(str(path)), "a prompt on each"))
     return prompts
 
 
-def _lines(path: Path, text: str) -> Iterator[str]:
+def _parse_lines(path: Path, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
+        value = _json_or_none(line)
         prompt = value.get("prompt") if isinstance(value, dict) else value
         if not isinstance(prompt, str):
             need = 'JSON: "text", or {"prompt": "text"}'
             raise ConfigError(Fault("prompt_file", f"line {number} of {path} is no prompt", repr(line[:40]), need))
         yield prompt
+
+
+def _json_or_none(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """A checked request, as every rank gets it.
+
+    Attributes:
+        run: the stored model's run, on the mesh that was asked for.
+        prompts: their text.
+        tokens: their tokens.
+    """
+
+    request: Request
+    source: ModelSource
+    run: Run
+    tokenizer: Tokenizer
+    prompts: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model without what only training reads."""
+        return self.run.model
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model has learned; None: it computes any number."""
+        return max_positions(self.config)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        own = self.tokenizer.end
+        if own is None:
+            return self.source.end_tokens
+        return self.source.end_tokens | {own}
+
+    @property
+    def plan(self) -> Plan:
+        """The layout."""
+        dtype = self.run.precision.compute
+        return Plan(
+            mesh=self.run.device_mesh,
+            family=self.run.model.name,
+            architecture=canonical_json(self.run.model.architecture),
+            stages=make_stages(self.config.block_specs(1), self.run.num_stages),
+            params=dtype,
+            compute=dtype,
+            reduce=dtype,
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Remarks on the job that are no faults."""
+        yield from self.source.notes
+        longest = max(len(tokens) for tokens in self.tokens)
+        if self.max_positions is not None and longest + self.request.tokens > self.max_positions:
+            what = f"a prompt of {longest} tokens and {self.request.tokens} more"
+            yield f"{what} pass the model's {self.max_positions} positions: texts end there"
+
+
+def make_job(request: Request, source: ModelSource, environment_checks: Iterable[Check] = ()) -> GenerationJob:
+    """The job, every part of it checked.
+
+    Raises:
+        UserError: with every fault of mesh, prompts and environment.
+    """
+    run = _run_of(request, source)
+    faults = [*_mesh_faults(run.device_mesh), *run_checks(run, (*MESH_CHECKS, *environment_checks))]
+    vocab = run.model.axis_sizes()["vocab"]
+    try:
+        tokenizer = _tokenizer_of(request, source)
+        prompts = read_prompts(request)
+        tokens = tuple(_encode(prompt, tokenizer, vocab=vocab) for prompt in prompts)
+    except UserError as error:
+        raise UserError(*faults, *error.faults) from None
+    for prompt_tokens in tokens:
+        faults.extend(_length_faults(prompt_tokens, run.model))
+    if faults:
+        raise UserError(*dict.fromkeys(faults))
+    return GenerationJob(request, source, run, tokenizer, prompts, tokens)
+
+
+def _run_of(request: Request, source: ModelSource) -> Run:
+    """The stored model on another mesh; nothing of how it was trained is left."""
+    dtype = request.dtype or source.dtype
+    model = source.run.model
+    if model.reads_later_targets:
+        model = model.model_copy(update={"mtp_depth": 0})
+    return source.run.model_copy(
+        update={
+            "mesh": request.device_mesh.text,
+            "nproc": None,
+            "port": None,
+            "device": request.device,
+            "transport": request.transport,
+            "batch": BatchConfig(global_size=1, micro_size=1),
+            "parallel": ParallelConfig(),
+            "pipeline": PipelineConfig(),
+            "precision": PrecisionConfig(params=dtype, compute=dtype, reduce=dtype),
+            "model": model,
+            "out": None,
+        }
+    )
+
+
+def _mesh_faults(mesh: Mesh) -> Iterator[Fault]:
+    supported = [f"{name}{size}" for name, size in mesh.axes if name in SUPPORTED_AXES]
+    for name, size in mesh.axes:
+        if name in SUPPORTED_AXES or size == 1:
+            continue
+        fix = f"--mesh {' '.join(supported)} or" if supported else "leave it out, or"
+        yield Fault(
+            "mesh",
+            UNSUPPORTED_AXES[name],
+            got=mesh.text,
+            need="pp, ep and tp alone",
+            fix=f"{fix} give its ranks to tp",
+        )
+
+
+def _experts_exist(run: Run) -> Iterator[Fault]:
+    for fault in validate.dimension_faults(run, EP):
+        yield replace(fault, fix="give its ranks to tp")
+
+
+MESH_CHECKS = (
+    Check(("mesh", "model"), validate.axes_divide),
+    Check(("mesh", "model"), _experts_exist),
+    Check(("mesh", "model"), validate.layers_make_stages),
+)
+
+
+def _tokenizer_of(request: Request, source: ModelSource) -> Tokenizer:
+    try:
+        return open_tokenizer(request.tokenizer) if request.tokenizer else source.tokenizer()
+    except UserError as error:
+        fix = "--tokenizer FILE, its tokenizer.json, or bytes"
+        faults = [replace(fault, key="tokenizer", fix=fault.fix or fix) for fault in error.faults]
+        raise ConfigError(*faults) from None
+
+
+def _encode(prompt: str, tokenizer: Tokenizer, *, vocab: int) -> tuple[int, ...]:
+    """The tokens of a prompt; an empty one begins a document, where the tokenizer has a token between documents."""
+    tokens = tuple(tokenizer.encode(prompt))
+    if not tokens and tokenizer.end is None:
+        what = f"is empty, and the tokenizer {tokenizer.name} has no token that begins a document"
+        raise ConfigError(Fault("prompt", what, need="one token at least", fix='for example --prompt "def "'))
+    tokens = tokens or (tokenizer.end or 0,)
+    if max(tokens) >= vocab:
+        what = f"has token {max(tokens)} of the tokenizer {tokenizer.name}, which the model does not know"
+        raise ConfigError(Fault("prompt", what, need=f"tokens below {vocab}", fix="--tokenizer FILE, the model's own"))
+    return tokens
+
+
+def _length_faults(tokens: tuple[int, ...], config: ModelConfig) -> Iterator[Fault]:
+    limit = max_positions(config)
+    if limit is not None and len(tokens) >= limit:
+        yield Fault(
+            "prompt",
+            "leaves no position for another token",
+            got=f"{len(tokens)} tokens",
+            need=f"fewer than the model's {limit} positions",
+            fix="shorten it",
+        )
+
+
+def max_positions(config: ModelConfig) -> int | None:
+    """Positions that a model has learned; None: it computes any number."""
+    longest: int | None = getattr(config, "max_seq_len", None)
+    if longest is None or config.check_seq_len(longest + 1) is None:
+        return None
+    return longest

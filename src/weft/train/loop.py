@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +13,11 @@ from weft.config.lora import adapted_linears
 from weft.config.run import Run
 from weft.config.toml import dump
 from weft.data.dataset import open_data
-from weft.data.prepared import tokenizer_of
 from weft.data.samples import Samples
 from weft.errors import WeftError
 from weft.layout.explain import explain
 from weft.layout.plan import Plan
+from weft.parallel.model.parallelize import ParallelModel
 from weft.run.signals import StopRequest
 from weft.train.agree import words_of_first
 from weft.train.build import build_evaluation, build_feed
@@ -28,7 +28,6 @@ from weft.train.feed import Feed
 from weft.train.lr_schedule import learning_rate
 from weft.train.prefetch import ahead
 from weft.train.restart import begin, clear
-from weft.train.sample import sample
 from weft.train.saver import Saver
 from weft.train.step import StepReport, TrainStep, silence
 
@@ -36,11 +35,24 @@ CHECKED_STEPS = 2
 """Steps in which members of every group compare what they bring; the steps after repeat the same operations."""
 
 PROMPT = "def "
-TEMPERATURE = 0.8
 
 
-def train_on_ranks(run: Run, comm: Comm, journal: Journal, leave: StopRequest) -> Literal["finished", "stopped"]:
+GenerateText = Callable[[Run, ParallelModel, str], str]
+"""(run, the trained model, a prompt) -> `run.sample` tokens of text; called on every rank, equal on every rank."""
+
+
+def train_on_ranks(
+    run: Run,
+    comm: Comm,
+    journal: Journal,
+    leave: StopRequest,
+    *,
+    generate_text: GenerateText | None = None,
+) -> Literal["finished", "stopped"]:
     """Train; every rank of the mesh calls this, the journal of the first one tells.
+
+    Args:
+        generate_text: called after the last step where `run.sample` asks for text.
 
     Raises:
         WeftError: the run was asked to stop, and what it had trained could not be saved.
@@ -63,8 +75,9 @@ def train_on_ranks(run: Run, comm: Comm, journal: Journal, leave: StopRequest) -
     status: Literal["finished", "stopped"] = "finished" if done >= run.steps else "stopped"
     for event in saver.finish(done, save=bool(run.save.every) or status == "stopped"):
         journal.emit(event)
-    if run.sample and status == "finished":
-        journal.emit({"event": "sample", "prompt": PROMPT, "text": sampled_text(run, step)})
+    if run.sample and status == "finished" and generate_text is not None:
+        text = generate_text(run, step.model, PROMPT)
+        journal.emit({"event": "sample", "prompt": PROMPT, "text": text})
     journal.emit({"event": "end", "status": status, "steps": done, "seconds": time.perf_counter() - began})
     if status == "stopped":
         journal.emit({"event": "note", "text": farewell(run, done, saver.trouble)})
@@ -176,17 +189,3 @@ def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) 
         "stage_mem_bytes": list(report.mem_bytes),
         **({} if report.expert_load is None else {"expert_load": report.expert_load}),
     }
-
-
-def sampled_text(run: Run, step: TrainStep) -> str:
-    """What the model writes after the prompt, `run.sample` tokens; every rank takes part, every rank gets them."""
-    tokenizer = tokenizer_of(run.data)
-    tokens = sample(
-        step.model,
-        tokenizer.encode(PROMPT),
-        vocab=run.model.axis_sizes()["vocab"],
-        num_tokens=run.sample,
-        temperature=TEMPERATURE,
-        seed=run.seed,
-    )
-    return tokenizer.decode(tokens)

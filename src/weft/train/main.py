@@ -14,16 +14,19 @@ from weft.run.rank_setup import choose_device, open_comm
 from weft.run.signals import StopRequest
 from weft.run.world import World, detect
 from weft.train.event_log import Journal
-from weft.train.loop import train_on_ranks
+from weft.train.loop import GenerateText, train_on_ranks
 from weft.train.start import check_start
 from weft.view.live import open_view
 
 
-def train(run: Run) -> int:
-    """Train on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code."""
+def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
+    """Train on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code.
+
+    `generate_text` is called on every rank after the last step of a run with `sample`.
+    """
     check_start(run)
     out, leave = Path(run.out) if run.out else None, StopRequest()
-    main = partial(train_rank, run, leave)
+    main = partial(train_rank, run, leave, generate_text)
     world = detect(os.environ)
     if world is not None:
         return join(main, world, mesh=run.device_mesh, out=out)
@@ -39,15 +42,15 @@ def train(run: Run) -> int:
         )
 
 
-def train_rank(run: Run, leave: StopRequest, world: World) -> None:
-    """One rank, from its first breath to its last.
+def train_rank(run: Run, leave: StopRequest, generate_text: GenerateText | None, world: World) -> None:
+    """Entry point of one rank.
 
     Raises:
         SystemExit: 75 where it was asked to leave, and has saved.
     """
     device = choose_device(run.device, local_rank=world.local_rank, local_size=world.local_size)
     with leave, open_comm(world, run.device_mesh, device) as comm, open_journal(run, world) as journal:
-        status = train_on_ranks(run, comm, journal, leave)
+        status = train_on_ranks(run, comm, journal, leave, generate_text=generate_text)
     if status == "stopped":
         raise SystemExit(EXIT_PREEMPTED)
 

@@ -264,7 +264,7 @@ def _check_supported(spec: AttentionSpec, implementation: AttentionImplementatio
     missing = sorted(spec.features - implementation.supports)
     if missing:
         what = f"{implementation.name} attention does not support {', '.join(missing)}"
-        need = f"of {', '.join(sorted(implementation.supports))}"
+        need = f"one of {', '.join(sorted(implementation.supports))}"
         raise PlanError(Fault(key, what, need=need, fix=implementation.alternative))
 
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from weft.data.tokenizer import ByteTokenizer
-from weft.generate.text import Spelling, Writing, overlap
+from weft.generate.detokenize import GeneratedText, StreamDetokenizer, overlap
 
 BYTES = ByteTokenizer()
 
@@ -31,8 +31,8 @@ class Halves:
 
 
 def pieces_of(tokenizer: object, tokens: Iterable[int]) -> list[str]:
-    spelling = Spelling(tokenizer)  # type: ignore[arg-type]
-    return [*[spelling.take(token) for token in tokens], spelling.rest()]
+    spelling = StreamDetokenizer(tokenizer)  # type: ignore[arg-type]
+    return [*[spelling.add(token) for token in tokens], spelling.flush()]
 
 
 @given(st.text())
@@ -68,24 +68,24 @@ def test_every_piece_comes_as_soon_as_it_is_whole():
 @given(st.text("ab\N{SNOWMAN}", max_size=12), st.text("ab\N{SNOWMAN}", min_size=1, max_size=3))
 @example("aab", "ab")
 def test_a_text_ends_before_its_stop_text_and_never_says_a_part_of_it(text: str, stop: str):
-    writing, said = Writing(BYTES, stop=stop), ""
+    writing, said = GeneratedText(BYTES, stop=stop), ""
     for token in text.encode():
-        writing.take(token)
+        writing.add(token)
         assert writing.text.startswith(said), "what is said stays said"
         said = writing.text
-        if writing.end:
+        if writing.finish_reason:
             break
-    writing.close("length")
+    writing.finish("length")
     before, found, _ = text.partition(stop)
-    assert (writing.text, writing.end) == (before, "stop" if found else "length")
+    assert (writing.text, writing.finish_reason) == (before, "stop" if found else "length")
     assert stop not in writing.text
 
 
 def test_the_token_that_ends_a_text_is_no_part_of_it():
-    writing = Writing(BYTES, ends=frozenset({0}))
+    writing = GeneratedText(BYTES, end_tokens=frozenset({0}))
     for token in b"ab\x00":
-        writing.take(token)
-    assert (writing.text, writing.end) == ("ab", "end of text")
+        writing.add(token)
+    assert (writing.text, writing.finish_reason) == ("ab", "end of text")
 
 
 @pytest.mark.parametrize(

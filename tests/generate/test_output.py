@@ -8,25 +8,25 @@ from dataclasses import dataclass
 import pytest
 
 from weft.data.tokenizer import ByteTokenizer
-from weft.generate import show
-from weft.generate.show import BOLD, PLAIN, Objects, Screen, Shown
-from weft.generate.text import Writing
+from weft.generate import output
+from weft.generate.detokenize import GeneratedText
+from weft.generate.output import BOLD, PLAIN, JsonOutput, OutputText, TextOutput
 
 
-def shown(prompt: str) -> Shown:
-    return Shown(prompt, 0, [], Writing(ByteTokenizer(), stop="!"))
+def shown(prompt: str) -> OutputText:
+    return OutputText(prompt, 0, [], GeneratedText(ByteTokenizer(), stop="!"))
 
 
 def test_the_first_text_streams_and_the_others_wait_for_their_turn():
     one, two = shown("a"), shown("b")
     said: list[str] = []
-    screen = Screen([one, two], write=said.append)
+    screen = TextOutput([one, two], write=said.append)
     for first, second in zip(b"xyz", b"uv!", strict=True):
-        one.writing.take(first)
-        two.writing.take(second)
+        one.generated.add(first)
+        two.generated.add(second)
         screen.update()
     assert "".join(said) == "--- 1 of 2\naxyz"
-    one.writing.close("length")
+    one.generated.finish("length")
     screen.update()
     screen.update()
     assert "".join(said) == "--- 1 of 2\naxyz\n\n--- 2 of 2\nbuv\n"
@@ -34,18 +34,18 @@ def test_the_first_text_streams_and_the_others_wait_for_their_turn():
 
 def test_the_prompt_is_bold_on_a_terminal():
     said: list[str] = []
-    Screen([shown("a")], write=said.append, is_terminal=True).update()
+    TextOutput([shown("a")], write=said.append, is_terminal=True).update()
     assert said == [f"{BOLD}a{PLAIN}"]
 
 
 def test_objects_come_in_order_when_they_are_over():
     texts = [shown("a"), shown("b")]
     said: list[str] = []
-    view = Objects(texts, write=said.append, facts={"seed": 1})
-    texts[1].writing.close("length")
+    view = JsonOutput(texts, write=said.append, facts={"seed": 1})
+    texts[1].generated.finish("length")
     view.update()
     assert not said
-    texts[0].writing.close("context")
+    texts[0].generated.finish("context")
     view.update()
     told = [json.loads(line) for line in said]
     assert [(each["prompt"], each["end"], each["seed"]) for each in told] == [("a", "context", 1), ("b", "length", 1)]
@@ -66,6 +66,6 @@ class Narrow:
 
 
 def test_characters_that_the_terminal_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(show.sys, "stdout", Narrow())
-    show.to_stdout("a\N{SNOWMAN}b")
-    assert show.sys.stdout.said == "a?b"
+    monkeypatch.setattr(output.sys, "stdout", Narrow())
+    output.to_stdout("a\N{SNOWMAN}b")
+    assert output.sys.stdout.said == "a?b"

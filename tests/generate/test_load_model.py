@@ -12,7 +12,7 @@ from tests.generate.models import Memory, config_of, plain, plan_of, stored
 from weft.comm.comm import Comm
 from weft.core.axes import Box
 from weft.errors import CheckpointError
-from weft.generate.fill import load_model
+from weft.generate.decode import load_model
 from weft.models import FAMILIES
 from weft.testing import run_ranks
 

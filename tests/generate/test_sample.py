@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.generate.draw import Place, Sampling, draw, uniform
+from weft.generate.sample import Sampling, TokenPosition, sample_token, uniform
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0, 2.0, 0.5], dtype=torch.float64)
 DRAWS = 2_000
@@ -18,7 +18,7 @@ DRAWS = 2_000
 
 def shares(sampling: Sampling) -> Tensor:
     """How often each token of LOGITS is drawn."""
-    tokens = [draw(LOGITS, sampling, Place(sample, sample % 7)) for sample in range(DRAWS)]
+    tokens = [sample_token(LOGITS, sampling, TokenPosition(sample, sample % 7)) for sample in range(DRAWS)]
     return torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)) / DRAWS
 
 
@@ -44,21 +44,21 @@ def test_tokens_come_by_their_probability_among_those_that_may(sampling: Samplin
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 1000), st.integers(0, 10**6))
 def test_draws_are_numbers_of_their_place_alone(seed: int, sample: int, position: int):
-    number = uniform(seed, Place(sample, position))
+    number = uniform(seed, TokenPosition(sample, position))
     assert 0 <= number < 1
-    assert number == uniform(seed, Place(sample, position))
-    others = [uniform(seed + 1, Place(sample, position)), uniform(seed, Place(sample + 1, position))]
-    assert number not in (*others, uniform(seed, Place(sample, position + 1)))
+    assert number == uniform(seed, TokenPosition(sample, position))
+    others = [uniform(seed + 1, TokenPosition(sample, position)), uniform(seed, TokenPosition(sample + 1, position))]
+    assert number not in (*others, uniform(seed, TokenPosition(sample, position + 1)))
 
 
 def test_temperature_zero_takes_the_likeliest():
-    assert draw(LOGITS + torch.tensor([0, 0, 0, 0, 1e-9, 0]), Sampling(temperature=0), Place(0, 0)) == 4
+    assert sample_token(LOGITS + torch.tensor([0, 0, 0, 0, 1e-9, 0]), Sampling(temperature=0), TokenPosition(0, 0)) == 4
 
 
 @given(st.lists(st.floats(-50, 50), min_size=1, max_size=9), st.integers(1, 12), st.floats(0.01, 1), st.integers(0, 99))
 def test_some_token_is_always_drawn(logits: list[float], top_k: int, top_p: float, position: int):
     values = torch.tensor(logits)
-    token = draw(values, Sampling(temperature=0.7, top_k=top_k, top_p=top_p), Place(0, position))
+    token = sample_token(values, Sampling(temperature=0.7, top_k=top_k, top_p=top_p), TokenPosition(0, position))
     assert 0 <= token < len(logits)
     assert (values > values[token]).sum() < top_k
 
@@ -67,7 +67,7 @@ def test_dtype_and_device_of_logits_do_not_matter():
     exact = torch.tensor([0.0, 1.5, 0.25, -2.0])
     for sample in range(50):
         drawn = {
-            draw(exact.to(kind), Sampling(), Place(sample, 3))
+            sample_token(exact.to(kind), Sampling(), TokenPosition(sample, 3))
             for kind in (torch.float64, torch.float32, torch.bfloat16)
         }
         assert len(drawn) == 1
