@@ -91,11 +91,11 @@ TABLE = {
     "vocabulary too small": ("--model.vocab", "99", "error: model.vocab: is smaller than the tokenizer's (got 99"),
     "parameters with fewer digits than computed": (
         *("--precision.params", "bfloat16"),
-        "error: precision.params: has not every number of the float32 that is computed in (got bfloat16; need float32 or",
+        "error: precision.params: does not represent every number of the float32 that is computed in (got bfloat16; need float32 or",
     ),
     "sums with fewer digits than computed": (
         *("--precision.reduce", "bfloat16", "--precision.compute", "float16"),
-        "error: precision.reduce: would drop digits of gradients, which come in float16 (got bfloat16",
+        "error: precision.reduce: would drop digits of gradients, which are float16 (got bfloat16",
     ),
     "float16 parameters": (
         *("--precision.params", "float16", "--precision.compute", "float16"),
@@ -151,7 +151,7 @@ TABLE = {
     ),
     "zero unknown": ("--parallel.zero", "4", "error: parallel.zero: unknown value (got '4'; need one of 0, 1, 2, 3)"),
     "missing config": ("{tmp}/no.toml", "error: config: no such file (got '{tmp}/no.toml'"),
-    "config is no TOML": ("{tmp}/bad.toml", "error: config: {tmp}/bad.toml is no TOML"),
+    "config is no TOML": ("{tmp}/bad.toml", "error: config: {tmp}/bad.toml is not TOML"),
     "unknown key in the config": ("{tmp}/typo.toml", "error: optim.lerning_rate: unknown key"),
 }
 

@@ -1,4 +1,4 @@
-"""Owns the tests of the way from TOML and flags to a Run: layers, families, round trip, faults told all at once."""
+"""Loading a run config from TOML and flags: precedence, families, round trip, all faults in one answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read(*words):
     return load(words, FAMILIES)
 
 
-def complaints(*words):
+def faults(*words):
     return [str(fault) for fault in try_load(words, FAMILIES).faults]
 
 
@@ -30,7 +30,7 @@ def config_file(folder, text, name="run.toml"):
     return str(path)
 
 
-def test_without_words_the_run_is_a_small_llama_on_the_standard_library():
+def test_the_default_run_is_a_small_llama_on_the_standard_library():
     run = read()
     assert (run.model.name, run.model.preset, run.data.source, run.device_mesh.size) == (
         "llama3",
@@ -41,7 +41,7 @@ def test_without_words_the_run_is_a_small_llama_on_the_standard_library():
     assert run.model.architecture == FAMILIES["llama3"].PRESETS["llama3-tiny"].model_dump()
 
 
-def test_what_comes_later_wins(tmp_path):
+def test_flags_override_the_file_and_later_flags_earlier_ones(tmp_path):
     file = config_file(tmp_path, 'mesh = "dp2"\nsteps = 7\n[optim]\nlr = 0.5\nclip = 2\n')
     run = read(file, "--optim.lr", "0.25", "--steps", "8", "--steps", "9")
     assert (run.mesh, run.steps, run.optim.lr, run.optim.clip) == ("dp2", 9, 0.25, 2.0)
@@ -82,17 +82,17 @@ def test_every_preset_is_a_model_table_that_explicit_fields_override(preset):
     assert isinstance(run.model, family.Config)
 
 
-def test_images_are_read_from_the_digits_unless_said_otherwise():
+def test_models_of_images_read_the_digits_by_default():
     assert read("--model.name", "mnist").data.source == "digits"
     assert read("--model.name", "mnist", "--data.source", "here").data.source == "here"
 
 
-def test_a_schedule_brings_its_own_number_of_chunks():
+def test_a_schedule_has_its_own_default_number_of_chunks():
     assert read("--pipeline.schedule", "interleaved").pipeline.chunks == 2
     assert read("--pipeline.schedule", "interleaved", "--pipeline.chunks", "3").pipeline.chunks == 3
 
 
-def test_another_model_on_the_command_line_sets_aside_the_files_fields(tmp_path):
+def test_another_model_on_the_command_line_drops_the_fields_of_the_file(tmp_path):
     file = config_file(tmp_path, '[model]\npreset = "llama3-8b"\nlayers = 3\n')
     assert read(file).model.layers == 3
     assert read(file, "--model.preset", "llama3-tiny").model.layers == 4
@@ -146,13 +146,11 @@ def test_flatten_undoes_nest(flat):
     assert flatten(nest(flat)) == flat
 
 
-def test_all_faults_of_file_and_flags_are_told_in_one_answer(tmp_path):
+def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
     file = config_file(
         tmp_path, 'steps = "many"\nlerning = 1\n[optim]\nlr = -1\nbetas = [0.9]\n[batch]\nglobal_size = true'
     )
-    told = "\n".join(
-        complaints(file, "--mesh", "dp2 dp2 q", "--modle.layers", "3", "--seed", "x", "--optim.name", "sdg")
-    )
+    told = "\n".join(faults(file, "--mesh", "dp2 dp2 q", "--modle.layers", "3", "--seed", "x", "--optim.name", "sdg"))
     for line in (
         "steps: wrong type (got 'many'; need a whole number, at least 1). Fix: for example --steps 200",
         "lerning: unknown key",
@@ -175,9 +173,9 @@ def test_all_faults_of_file_and_flags_are_told_in_one_answer(tmp_path):
         (["--lr", "1"], "lr: unknown key. Fix: did you mean 'optim.lr'?"),
         (["--optim.lrr", "1"], "optim.lrr: unknown key. Fix: did you mean 'optim.lr'?"),
         (["--optimizer.name", "sgd"], "optimizer.name: unknown key"),
-        (["--optim", "3"], "optim: is a table, not a value. Fix: set one of its keys: optim.betas"),
-        (["--parallel.sequence"], "parallel.sequence: has no value (got nothing after the flag; need True or False)"),
-        (["--parallel.sequence", "yes"], "parallel.sequence: wrong type (got 'yes'; need True or False)"),
+        (["--optim", "3"], "optim: is a section, not a value. Fix: set one of its keys: optim.betas"),
+        (["--parallel.sequence"], "parallel.sequence: has no value (got nothing after the flag; need true or false)"),
+        (["--parallel.sequence", "yes"], "parallel.sequence: wrong type (got 'yes'; need true or false)"),
         (
             ["--optim.betas", "0.9"],
             "optim.betas: wrong type (got '0.9'; need 2 values, each a number, at least 0, below 1)",
@@ -189,7 +187,7 @@ def test_all_faults_of_file_and_flags_are_told_in_one_answer(tmp_path):
         (["--model.name", "lama3"], "model.name: unknown model (got 'lama3'). Fix: did you mean 'llama3'?"),
         (
             ["--model.preset", "llama3-8"],
-            "model.preset: unknown preset (got 'llama3-8'). Fix: did you mean 'llama3-8b'?",
+            "model.preset: unknown preset (got 'llama3-8'). Fix: did you mean llama3-8b",
         ),
         (["--model.name", "gpt2", "--model.preset", "llama3-8b"], "model.preset: is a preset of 'llama3'"),
         (
@@ -201,7 +199,7 @@ def test_all_faults_of_file_and_flags_are_told_in_one_answer(tmp_path):
     ],
 )
 def test_a_fault_is_one_line_with_key_value_need_and_fix(words, line):
-    (told,) = complaints(*words)
+    (told,) = faults(*words)
     assert told.startswith(line)
     assert "\n" not in told
 
@@ -215,19 +213,64 @@ def test_a_fault_is_one_line_with_key_value_need_and_fix(words, line):
     ],
 )
 def test_a_toml_fault_names_file_line_and_column(tmp_path, text, line):
-    (told,) = complaints(config_file(tmp_path, text))
-    assert told.startswith(f"config: {tmp_path}/run.toml is no TOML")
+    (told,) = faults(config_file(tmp_path, text))
+    assert told.startswith(f"config: {tmp_path}/run.toml is not TOML")
     assert line in told
 
 
-def test_files_that_are_no_text_are_told(tmp_path):
+def test_files_that_are_not_text_are_reported(tmp_path):
     (tmp_path / "run.toml").write_bytes(b"a = '\xff'")
-    assert "no UTF-8 text at byte 5" in complaints(str(tmp_path / "run.toml"))[0]
-    assert "cannot read the file" in complaints(str(tmp_path))[0]
+    assert "not UTF-8 text at byte 5" in faults(str(tmp_path / "run.toml"))[0]
+    assert "cannot read the file" in faults(str(tmp_path))[0]
 
 
 def test_a_wrong_model_does_not_hide_other_faults_or_invent_any():
-    assert len(complaints("--model.name", "lama", "--model.heads", "3", "--seed", "-1")) == 2
+    assert len(faults("--model.name", "lama", "--model.heads", "3", "--seed", "-1")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--device", "gpu"], "did you mean 'cuda'?"),
+        (["--batch_size", "8"], "did you mean 'batch.global_size'? or did you mean 'batch.micro_size'?"),
+        (["-n", "4"], "did you mean 'nproc'?"),
+        (["--steps", "3", "-n", "4"], "did you mean 'nproc'?"),
+        (["--learning-rate", "0.1"], "did you mean 'optim.lr'?"),
+        (["--precision.compute", "bf16"], "did you mean 'bfloat16'?"),
+        (
+            ["--model.from_hf", "meta-llama/Llama-3.1-8B"],
+            "only local folders are read: hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B, "
+            "then --model.from_hf Llama-3.1-8B",
+        ),
+    ],
+)
+def test_words_of_other_programs_get_a_suggestion(words, fix):
+    (found,) = try_load(words, FAMILIES).faults
+    assert found.fix == fix
+
+
+def test_a_name_near_several_presets_gets_all_of_them():
+    for key, start in (("model.preset", "did you mean "), ("model.name", "did you mean --model.preset ")):
+        (found,) = try_load([f"--{key}", "llama-7b"], FAMILIES).faults
+        assert found.fix.startswith(start)
+        assert "llama3-8b" in found.fix
+
+
+@pytest.mark.parametrize("word", ["true", "True", "TRUE"])
+def test_booleans_of_any_case_are_read(word):
+    assert read("--parallel.sequence", word).parallel.sequence is True
+    assert read(f"--parallel.sequence={word}").parallel.sequence is True
+    assert read("--parallel.sequence", "false").parallel.sequence is False
+
+
+def test_whole_numbers_may_have_an_exponent(tmp_path):
+    run = read("--steps", "1e3", "--nproc", "1e0", "--pipeline.split", "1e0", "3.0")
+    assert (run.steps, run.nproc, run.pipeline.split) == (1000, 1, (1, 3))
+    file = config_file(tmp_path, "steps = 1e3\n[data]\nseq_len = 2.56e2\n")
+    run = read(file)
+    assert (run.steps, run.data.seq_len) == (1000, 256)
+    assert isinstance(run.steps, int)
+    assert read("--optim.lr", "1e-3").optim.lr == 0.001
 
 
 def test_load_raises_every_fault():
@@ -236,7 +279,7 @@ def test_load_raises_every_fault():
     assert len(raised.value.faults) == 2
 
 
-def test_the_core_and_the_data_never_import_torch():
+def test_core_and_data_never_import_torch():
     code = (
         "import pkgutil, importlib, sys, weft.core, weft.data.dataset, weft.train.preflight, weft.cli, weft.models\n"
         "for module in pkgutil.walk_packages(weft.core.__path__, 'weft.core.'): importlib.import_module(module.name)\n"

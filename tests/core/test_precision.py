@@ -1,4 +1,4 @@
-"""Types that go together: the page says what the door lets through."""
+"""Combinations of number types: docs/precision.md lists those that validation accepts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = re.findall(r"^\| (\w+\d+) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text(enco
 
 
 @pytest.mark.parametrize("compute", REPRESENTS)
-def test_the_page_names_the_types_that_the_door_lets_through(compute: Dtype) -> None:
+def test_the_page_names_the_types_that_validation_accepts(compute: Dtype) -> None:
     ((_, params, reduce),) = (row for row in ROWS if row[0] == compute)
     for kind in REPRESENTS:
         keys = {fault.key for fault in dtype_faults(params=kind, compute=compute, reduce=kind)}
@@ -22,5 +22,5 @@ def test_the_page_names_the_types_that_the_door_lets_through(compute: Dtype) -> 
         assert (kind in reduce.split(", ")) == ("precision.reduce" not in keys), kind
 
 
-def test_every_combination_that_is_let_through_is_on_the_page() -> None:
+def test_every_type_of_computation_is_on_the_page() -> None:
     assert len(ROWS) == len(REPRESENTS)

@@ -1,1 +1,1 @@
-"""The run config: schema, reading, validation, suggestions. No torch."""
+"""The run config: sections, loading, validation, suggestions. No torch."""

@@ -1,8 +1,9 @@
-"""Owns how the `model` table gets its keys: the family and preset that are asked for, the Run type."""
+"""Which model a config chooses: family, preset, and the `Run` type whose `model` section has the family's fields."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from weft.core.model_config import ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
 
 DEFAULT_PRESET = "llama3-tiny"
+MAX_PRESETS = 3
+"""Presets that a fault names."""
 
 
 class ConfigFamily(Protocol):
@@ -39,10 +42,13 @@ Families = Mapping[str, ConfigFamily]
 
 
 @dataclass(frozen=True)
-class Pick:
-    """A family, and one of its presets: None where none equals its defaults.
+class ModelChoice:
+    """The model that a config chooses.
 
-    `keeps_file`: the model fields of the config file still count, as the flags did not choose another model.
+    Attributes:
+        name: the family.
+        preset: one of its presets; None where none equals its defaults.
+        keeps_file: whether the model fields of the config file count: the flags chose no other model.
     """
 
     name: str
@@ -50,60 +56,90 @@ class Pick:
     keeps_file: bool = True
 
 
-def default_pick(families: Families) -> Pick:
-    """The model when nobody asks for one."""
-    return Pick(_owner(DEFAULT_PRESET, families), DEFAULT_PRESET)
+def default_model(families: Families) -> ModelChoice:
+    """The model where none is named."""
+    return ModelChoice(_family_of(DEFAULT_PRESET, families), DEFAULT_PRESET)
 
 
-def pick(file: Flat, flags: Flat, families: Families) -> Pick:
-    """The model that the file and then the flags ask for.
+def choose_model(file: Flat, flags: Flat, families: Families) -> ModelChoice:
+    """The model that the file names, then the flags.
 
     Raises:
-        ConfigError: an unknown family or preset, or one that is not the other's.
+        ConfigError: an unknown family or preset, or a preset of another family.
     """
-    of_file = _after(default_pick(families), file, families)
+    of_file = _after(default_model(families), file, families)
     chosen = _after(of_file, flags, families)
-    keeps = chosen.name == of_file.name and file.get("model.preset") in (None, chosen.preset)
-    return Pick(chosen.name, chosen.preset, keeps_file=keeps)
+    same_preset = file.get("model.preset") in (None, chosen.preset)
+    keeps_file = chosen.name == of_file.name and same_preset
+    return ModelChoice(chosen.name, chosen.preset, keeps_file=keeps_file)
 
 
-def _after(before: Pick, layer: Flat, families: Families) -> Pick:
+def _after(before: ModelChoice, layer: Flat, families: Families) -> ModelChoice:
+    """The choice after one more layer of keys."""
     name, preset = layer.get("model.name"), layer.get("model.preset")
     if name is not None and name not in families:
-        raise ConfigError(Fault("model.name", "unknown model", repr(name), fix=did_you_mean(str(name), families)))
+        raise ConfigError(Fault("model.name", "unknown model", repr(name), fix=_nearest_model(str(name), families)))
     if preset is None:
-        return before if name in (None, before.name) else Pick(name, _tiny(families[name]))
-    owner = _owner(preset, families)
-    if name not in (None, owner):
-        fix = f"use {owner!r}, or one of {', '.join(families[name].PRESETS)}"
-        raise ConfigError(Fault("model.preset", f"is a preset of {owner!r}", repr(preset), f"one of {name!r}", fix))
-    return Pick(owner, preset)
+        same_family = name in (None, before.name)
+        return before if same_family else ModelChoice(name, _preset_of_defaults(families[name]))
+    family = _family_of(preset, families)
+    if name not in (None, family):
+        fix = f"use {family!r}, or one of {', '.join(families[name].PRESETS)}"
+        raise ConfigError(Fault("model.preset", f"is a preset of {family!r}", repr(preset), f"one of {name!r}", fix))
+    return ModelChoice(family, preset)
 
 
-def _owner(preset: Any, families: Families) -> str:
-    presets = {each: name for name, family in families.items() for each in family.PRESETS}
-    if preset not in presets:
-        raise ConfigError(Fault("model.preset", "unknown preset", repr(preset), fix=did_you_mean(str(preset), presets)))
-    return presets[preset]
+def _nearest_model(name: str, families: Families) -> str:
+    """The family that an unknown name may mean, or presets where it is nearer to these: `llama-7b`."""
+    presets = [preset for family in families.values() for preset in family.PRESETS]
+    (nearest, *_) = difflib.get_close_matches(name, [*families, *presets], n=1, cutoff=0.6) or [""]
+    if nearest in presets:
+        return f"did you mean --model.preset {_nearest_presets(name, presets)}?"
+    return did_you_mean(name, families)
 
 
-def _tiny(family: ConfigFamily) -> str | None:
-    """The preset that the defaults of the family's fields are."""
+def _nearest_presets(text: str, presets: Iterable[str]) -> str:
+    """Up to three presets of similar names, `llama3-70b or llama3-8b`; empty where none is similar."""
+    near = difflib.get_close_matches(text, sorted(presets), n=MAX_PRESETS, cutoff=0.6)
+    return " or ".join(near)
+
+
+def _family_of(preset: Any, families: Families) -> str:
+    """The family that has this preset."""
+    owners: dict[str, str] = {}
+    for name, family in families.items():
+        for each in family.PRESETS:
+            owners[each] = name
+    if preset not in owners:
+        near = _nearest_presets(str(preset), owners)
+        fix = f"did you mean {near}?" if near else did_you_mean(str(preset), owners)
+        raise ConfigError(Fault("model.preset", "unknown preset", repr(preset), fix=fix))
+    return owners[preset]
+
+
+def _preset_of_defaults(family: ConfigFamily) -> str | None:
+    """The preset that equals the defaults of the family's fields."""
     default = family.Config()
-    return next((name for name, preset in family.PRESETS.items() if preset == default), None)
+    for name, preset in family.PRESETS.items():
+        if preset == default:
+            return name
+    return None
 
 
-def preset_fields(chosen: Pick, families: Families) -> Flat:
+def preset_fields(chosen: ModelChoice, families: Families) -> Flat:
     """The fields that a preset sets, by dotted key."""
     family = families[chosen.name]
     config = family.PRESETS[chosen.preset] if chosen.preset else family.Config()
-    return {f"model.{name}": getattr(config, name) for name in type(config).model_fields}
+    fields: Flat = {}
+    for name in type(config).model_fields:
+        fields[f"model.{name}"] = getattr(config, name)
+    return fields
 
 
 @cache
 def run_type(name: str, config: type[ModelConfig]) -> type[Run]:
-    """`Run` with the family's own fields in its `model` table; equal arguments give the same type."""
-    own_name: Any = (str, Field(name, description="model family"))
-    model = create_model(f"{name.title()}Model", __base__=(config, ModelSection), name=own_name)
-    table: Any = (model, Field(default_factory=model, description=f"the model: {name}"))
-    return create_model("Run", __base__=Run, model=table)
+    """`Run` with the family's own fields in its `model` section; equal arguments give the same type."""
+    name_field: Any = (str, Field(name, description="model family"))
+    model = create_model(f"{name.title()}Model", __base__=(config, ModelSection), name=name_field)
+    section: Any = (model, Field(default_factory=model, description=f"the model: {name}"))
+    return create_model("Run", __base__=Run, model=section)

@@ -1,9 +1,10 @@
-"""Owns the command line of a config: `--a.b value` words, read by tyro key by key, so that every fault is told."""
+"""The command line of a config: `--a.b value` words, read key by key with tyro so that every fault is reported."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -12,18 +13,30 @@ import tyro
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from weft.config.keys import Flat, choices, example, faults_of, keys_of, need, nest, unknown_key
+from weft.config.keys import (
+    Flat,
+    choices,
+    example,
+    faults_of,
+    keys_of,
+    need,
+    needs_whole_numbers,
+    nest,
+    plain_types,
+    unknown_key,
+    whole_number,
+)
 from weft.errors import ConfigError, Fault
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 JOINED = ("mesh",)
-"""Text that is made of words: `--mesh dp2 tp2` needs no quotes."""
+"""Keys whose text consists of several words: `--mesh dp2 tp2` needs no quotes."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """An argv, taken apart and not yet understood."""
+    """An argv, grouped by flag and not yet parsed."""
 
     loose: tuple[str, ...]
     flags: tuple[tuple[str, tuple[str, ...]], ...]
@@ -31,7 +44,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Flags:
-    """An argv, read: values by dotted key, and what is wrong."""
+    """An argv, parsed: values by dotted key, and what is wrong."""
 
     values: Flat
     faults: tuple[Fault, ...]
@@ -40,15 +53,19 @@ class Flags:
 def split(argv: Sequence[str]) -> Words:
     """Group the words after each `--flag`; `--flag=word` is the same, and `-` in a name counts as `_`.
 
-    A config file may stand first, or after a flag that has its value already.
+    A config file may stand first, or after a flag that has its value already. A short flag, `-n`, is grouped under its name
+    with the hyphen: no key has it, so that it is reported as unknown.
     """
     loose: list[str] = []
     flags: list[tuple[str, list[str]]] = []
     for word in argv:
+        wants_value = bool(flags) and not flags[-1][1]
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             flags.append((name.replace("-", "_"), [value] if equals else []))
-        elif not flags or (flags[-1][1] and word.endswith(".toml")):
+        elif re.fullmatch(r"-[A-Za-z]", word) and not wants_value:
+            flags.append((word, []))
+        elif not flags or (not wants_value and word.endswith(".toml")):
             loose.append(word)
         else:
             flags[-1][1].append(word)
@@ -56,31 +73,33 @@ def split(argv: Sequence[str]) -> Words:
 
 
 def first_words(words: Words) -> Flat:
-    """The first word of every flag, as it stands."""
+    """The first word of every flag, as text."""
     return {name: given[0] for name, given in words.flags if given}
 
 
 def without(words: Words, prefix: str) -> Words:
-    """The words but for the flags whose names begin with `prefix`."""
-    return replace(words, flags=tuple(flag for flag in words.flags if not flag[0].startswith(prefix)))
+    """The words except the flags whose names begin with `prefix`."""
+    kept = [flag for flag in words.flags if not flag[0].startswith(prefix)]
+    return replace(words, flags=tuple(kept))
 
 
 def read(words: Words, known: Mapping[str, FieldInfo]) -> Flags:
-    """Read every flag as its key's type; the last of several with one name wins."""
+    """Parse every flag as its key's type; the last of several with one name wins."""
     values: Flat = {}
     faults: list[Fault] = []
     for name, given in words.flags:
         if name not in known:
             faults.append(unknown_key(name, known))
             continue
-        joined = (" ".join(given),) if name in JOINED and given else given
+        field = known[name]
+        is_joined = name in JOINED and given
         try:
-            values[name] = parse(joined, known[name])
+            values[name] = parse((" ".join(given),) if is_joined else given, field)
         except ValueError:
-            if given and choices(known[name].annotation):
-                values[name] = given[0]  # the look at the whole config says what it could be
+            if given and choices(field.annotation):
+                values[name] = given[0]  # validation of the whole config names the allowed values
             else:
-                faults.append(_unreadable(name, given, known[name]))
+                faults.append(_unreadable(name, given, field))
     return Flags(values, tuple(faults))
 
 
@@ -104,20 +123,43 @@ def read_config(argv: Sequence[str], of: type[ConfigT]) -> ConfigT:
 
 
 def parse(words: Sequence[str], field: FieldInfo) -> Any:
-    """Words as a value of the field's type; its range is not looked at.
+    """Words as a value of the field's type; its range is not checked.
 
     Raises:
         ValueError: when they do not make such a value.
     """
     if field.annotation is str and len(words) == 1:
         return words[0]  # tyro would take a word that begins with "-" for a flag
+    plain_words = [_plain_word(word, field.annotation) for word in words]
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # tyro's own account of the fault; ours is one line
-            return tyro.cli(field.annotation, args=list(words), console_outputs=False)  # type: ignore[arg-type]
+        with contextlib.redirect_stderr(io.StringIO()):  # tyro's own report of the fault; ours is one line
+            return tyro.cli(field.annotation, args=plain_words, console_outputs=False)  # type: ignore[arg-type]
     except SystemExit:
         raise ValueError(f"cannot read {' '.join(words)!r}") from None
 
 
+def _plain_word(word: str, annotation: Any) -> str:
+    """The word as tyro reads it: `true` as True, and 1e3 as 1000 where a whole number is needed."""
+    if bool in plain_types(annotation) and word.lower() in ("true", "false"):
+        return word.capitalize()
+    if not needs_whole_numbers(annotation):
+        return word
+    try:
+        number = float(word)
+    except ValueError:
+        return word
+    is_decimal_text = "e" in word.lower() or "." in word
+    return str(whole_number(number, annotation)) if is_decimal_text and number.is_integer() else word
+
+
 def _unreadable(name: str, words: tuple[str, ...], field: FieldInfo) -> Fault:
-    what, got = ("wrong type", repr(" ".join(words))) if words else ("has no value", "nothing after the flag")
-    return Fault(name, what, got, need(field), example(name, field))
+    what, got = "has no value", "nothing after the flag"
+    if words:
+        what, got = "wrong type", repr(" ".join(words))
+    return Fault(
+        name,
+        what,
+        got=got,
+        need=need(field),
+        fix=example(name, field),
+    )

@@ -1,4 +1,4 @@
-"""Owns the flat view of a config: dotted keys, what each one needs in words, and pydantic's errors as faults."""
+"""Dotted keys of a config: flat and nested views, needed values in words, unknown keys and pydantic's errors as faults."""
 
 from __future__ import annotations
 
@@ -14,44 +14,105 @@ from weft.errors import Fault, did_you_mean
 Flat = dict[str, Any]
 """Dotted key -> value: `{"mesh": "dp2", "optim.lr": 0.003}`."""
 
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "-n": ("nproc",),
+    "batch_size": ("batch.global_size", "batch.micro_size"),
+    "learning_rate": ("optim.lr",),
+    "max_steps": ("steps",),
+    "num_steps": ("steps",),
+    "iterations": ("steps",),
+    "output_dir": ("out",),
+    "sequence_length": ("data.seq_len",),
+    "block_size": ("data.seq_len",),
+    "dataset": ("data.source",),
+    "gpus": ("mesh",),
+    "world_size": ("mesh",),
+}
+"""Names of other programs -> keys with that meaning."""
+
+VALUE_SYNONYMS: Mapping[str, str] = {
+    "gpu": "cuda",
+    "adam": "adamw",
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
+"""Values of other programs -> the value with that meaning."""
+
 
 def keys_of(config: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every dotted key of a config type, tables opened."""
+    """Every dotted key of a config type, sections opened."""
     found: dict[str, FieldInfo] = {}
     for name, field in config.model_fields.items():
-        table = table_of(field)
-        found |= keys_of(table, f"{prefix}{name}.") if table else {prefix + name: field}
+        section = section_of(field)
+        if section is None:
+            found[prefix + name] = field
+        else:
+            found.update(keys_of(section, f"{prefix}{name}."))
     return found
 
 
-def table_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The type of the table that a field is; None for a plain value."""
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The type of the section that a field is; None for a plain value."""
     annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation if is_section else None
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> Flat:
-    """Nested tables as dotted keys; lists become tuples."""
+    """Nested sections as dotted keys; lists become tuples."""
     flat: Flat = {}
     for name, value in nested.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: _frozen(value)}
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = _as_tuple(value)
     return flat
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested tables."""
+    """Dotted keys as nested sections."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
-        *tables, name = key.split(".")
-        table = nested
-        for word in tables:
-            table = table.setdefault(word, {})
-        table[name] = value
+        *sections, name = key.split(".")
+        section = nested
+        for word in sections:
+            section = section.setdefault(word, {})
+        section[name] = value
     return nested
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def plain_types(annotation: Any) -> frozenset[type]:
+    """The types of the plain values in an annotation: `tuple[float, float] | None` -> float, NoneType."""
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return frozenset()
+    if origin is None:
+        return frozenset((annotation,)) if isinstance(annotation, type) else frozenset()
+    arguments = get_args(annotation)
+    if origin is Annotated:
+        arguments = arguments[:1]
+    found: set[type] = set()
+    for argument in arguments:
+        found.update(plain_types(argument))
+    return frozenset(found)
+
+
+def needs_whole_numbers(annotation: Any) -> bool:
+    """Whether numbers of this type are whole, so that 1e3 means 1000."""
+    types_of_values = plain_types(annotation)
+    return int in types_of_values and float not in types_of_values and str not in types_of_values
+
+
+def whole_number(value: Any, annotation: Any) -> Any:
+    """A float such as 1e3 as an int where the type needs one; any other value as it is."""
+    if isinstance(value, float) and value.is_integer() and needs_whole_numbers(annotation):
+        return int(value)
+    return value
 
 
 def need(field: FieldInfo) -> str:
@@ -62,41 +123,61 @@ def need(field: FieldInfo) -> str:
 def _need(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        field_metadata = [getattr(item, "metadata", [item]) for item in arguments[1:]]
-        return _need(arguments[0], (*metadata, *(item for items in field_metadata for item in items)))
+        return _need(arguments[0], (*metadata, *_constraints(arguments[1:])))
     if origin in (Union, types.UnionType):
         return ", or ".join(_need(choice, metadata) for choice in arguments)
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
-    if origin is tuple and arguments[1:] == (...,):
-        return f"any number of values, each {_need(arguments[0])}"
     if origin is tuple:
-        return f"{len(arguments)} values, each {_need(arguments[0])}"
-    return ", ".join((_WORDS.get(annotation, str(annotation)), *_bounds(metadata)))
+        each = _need(arguments[0])
+        is_any_length = arguments[1:] == (...,)
+        return f"any number of values, each {each}" if is_any_length else f"{len(arguments)} values, each {each}"
+    name = _TYPE_WORDS.get(annotation, str(annotation))
+    return ", ".join((name, *_bounds(metadata)))
 
 
-_WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "text", type(None): "nothing"}
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+def _constraints(extras: Iterable[Any]) -> list[Any]:
+    """Constraints in the extra arguments of `Annotated`, those of pydantic's Field opened."""
+    found: list[Any] = []
+    for extra in extras:
+        found.extend(getattr(extra, "metadata", [extra]))
+    return found
+
+
+_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
+_BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def _bounds(metadata: Iterable[Any]) -> list[str]:
-    pairs = ((item, name) for item in metadata for name in _BOUNDS if hasattr(item, name))
-    return [f"{_BOUNDS[name]} {getattr(item, name)}" for item, name in pairs]
+    found: list[str] = []
+    for constraint in metadata:
+        for name, words in _BOUND_WORDS.items():
+            if hasattr(constraint, name):
+                found.append(f"{words} {getattr(constraint, name)}")
+    return found
 
 
 def unknown_key(key: str, known: Iterable[str]) -> Fault:
-    """The fault of a key that the config does not have; a table's key is looked for in its own table first."""
-    keys = set(known)
-    table, _, name = key.rpartition(".")
-    siblings = {other for other in keys if other.rpartition(".")[0] == table}
-    namesakes = {other for other in keys if other.rpartition(".")[2] == name}
-    if any(other.startswith(f"{key}.") for other in keys):
-        inside = sorted(other for other in keys if other.startswith(f"{key}."))
-        return Fault(key, "is a table, not a value", fix=f"set one of its keys: {', '.join(inside)}")
-    if namesakes:
-        return Fault(key, "unknown key", fix=" or ".join(f"did you mean {other!r}?" for other in sorted(namesakes)))
+    """The fault of a key that the config does not have, with the key that may be meant."""
+    keys = sorted(known)
+    inside = [other for other in keys if other.startswith(f"{key}.")]
+    if inside:
+        return Fault(key, "is a section, not a value", fix=f"set one of its keys: {', '.join(inside)}")
+    return Fault(key, "unknown key", fix=_nearest_key(key, keys))
+
+
+def _nearest_key(key: str, keys: list[str]) -> str:
+    """The keys that another key may mean: a synonym, one of the same name, or the nearest spelling in its section."""
+    section, _, name = key.rpartition(".")
+    synonyms = [other for other in SYNONYMS.get(name, ()) if other in keys]
+    same_name = [other for other in keys if other.rpartition(".")[2] == name]
+    meant = synonyms or same_name
+    if meant:
+        return " or ".join(f"did you mean {other!r}?" for other in meant)
+    siblings = [other for other in keys if other.rpartition(".")[0] == section]
     hint = did_you_mean(key, siblings or keys)
-    return Fault(key, "unknown key", fix=hint if siblings or hint.startswith("did") else f"{hint}; see --help")
+    is_list_of_all_keys = not siblings and not hint.startswith("did")
+    return f"{hint}; see --help" if is_list_of_all_keys else hint
 
 
 def faults_of(error: ValidationError, known: Mapping[str, FieldInfo]) -> list[Fault]:
@@ -104,12 +185,13 @@ def faults_of(error: ValidationError, known: Mapping[str, FieldInfo]) -> list[Fa
     found: dict[str, Fault] = {}
     for item in error.errors():
         key = _key_at(item["loc"], known)
-        found.setdefault(key, _fault_of(key, item, known.get(key)))
+        if key not in found:
+            found[key] = _fault_of(key, item, known.get(key))
     return list(found.values())
 
 
 def _key_at(location: tuple[int | str, ...], known: Mapping[str, FieldInfo]) -> str:
-    """The dotted key that pydantic's location lies in; the table where no key is named."""
+    """The dotted key at pydantic's location; the section where no key is named."""
     for stop in range(len(location), 0, -1):
         key = ".".join(map(str, location[:stop]))
         if key in known:
@@ -118,28 +200,49 @@ def _key_at(location: tuple[int | str, ...], known: Mapping[str, FieldInfo]) -> 
 
 
 def _fault_of(key: str, item: Any, field: FieldInfo | None) -> Fault:
-    kind = item["type"]
+    kind, value = item["type"], item["input"]
     if field is None or kind in ("value_error", "assertion_error"):
-        what, _, mend = item["msg"].removeprefix("Value error, ").partition("; try ")
-        return Fault(key, what, fix=f"try {mend}" if mend else "")
-    got = repr(item["input"])
+        message = item["msg"].removeprefix("Value error, ")
+        what, _, remedy = message.partition("; try ")
+        return Fault(key, what, fix=f"try {remedy}" if remedy else "")
     if kind == "literal_error":
-        hint = did_you_mean(str(item["input"]), choices(field.annotation))
-        return Fault(key, "unknown value", got, need(field), hint)
-    what = "out of range" if kind.startswith(("greater", "less", "finite")) else "wrong type"
-    return Fault(key, what, got, need(field), example(key, field))
+        return Fault(
+            key,
+            "unknown value",
+            got=repr(value),
+            need=need(field),
+            fix=_nearest_value(str(value), choices(field.annotation)),
+        )
+    is_out_of_range = kind.startswith(("greater", "less", "finite"))
+    return Fault(
+        key,
+        "out of range" if is_out_of_range else "wrong type",
+        got=repr(value),
+        need=need(field),
+        fix=example(key, field),
+    )
+
+
+def _nearest_value(value: str, allowed: list[str]) -> str:
+    synonym = VALUE_SYNONYMS.get(value)
+    return f"did you mean {synonym!r}?" if synonym in allowed else did_you_mean(value, allowed)
 
 
 def example(key: str, field: FieldInfo) -> str:
     """A way to set the key that works: its default."""
     default = field.get_default(call_default_factory=True)
     words = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-    return f"for example --{key} {words}" if words and default is not None else f"leave {key} out, or set such a value"
+    if default is None or not words:
+        return f"leave {key} out, or set such a value"
+    return f"for example --{key} {words}"
 
 
 def choices(annotation: Any) -> list[str]:
-    """The words that a type allows, where it allows but a few."""
+    """The words that a type allows, where it allows only a few."""
     arguments = get_args(annotation)
     if get_origin(annotation) is Literal:
         return list(map(str, arguments))
-    return [choice for argument in arguments for choice in choices(argument)]
+    found: list[str] = []
+    for argument in arguments:
+        found.extend(choices(argument))
+    return found

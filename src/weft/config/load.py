@@ -1,37 +1,57 @@
-"""Owns the way from a TOML file and `--a.b value` flags to a `Run`: layers, later wins, all faults in one answer."""
+"""Loading a run config: defaults, preset, TOML file and `--a.b value` flags, later ones win; all faults are reported."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pydantic import ValidationError
 
 from weft.config import flags, toml
-from weft.config.families import Families, Pick, default_pick, pick, preset_fields, run_type
+from weft.config.families import Families, ModelChoice, choose_model, default_model, preset_fields, run_type
+from weft.config.hf.from_hf import KEY as FROM_HF
 from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, select_folder
-from weft.config.keys import Flat, faults_of, keys_of, nest, unknown_key
+from weft.config.keys import Flat, faults_of, keys_of, nest, unknown_key, whole_number
 from weft.config.run import Run
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
 from weft.schedule.catalog import SCHEDULES
 
-SOURCE_OF = {"tokens": "stdlib", "images": "digits"}
-"""Kind of model -> the source that it reads when none is named."""
+DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits"}
+"""Kind of model -> data source where none is named."""
 
-MOST_RANKS, MOST_LAYERS, MOST_UNITS = 2**20, 10_000, 2**31
+MAX_RANKS = 2**20
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31
+"""Largest value of any other whole number of a model."""
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""A name on the Hugging Face hub: organisation/model."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config as far as it could be read: keys at fault stand at their defaults, so that the others can be checked."""
+    """A config as far as it could be read: wrong keys have their defaults, so that the others can be checked."""
 
     run: Run
     faults: tuple[Fault, ...]
 
 
+@dataclass(frozen=True)
+class _Sources:
+    """What file and flags say, and the model that they choose."""
+
+    file: Flat
+    words: flags.Words
+    folder: FolderModel
+    model: ModelChoice
+    faults: tuple[Fault, ...]
+
+
 def load(argv: Sequence[str], families: Families) -> Run:
-    """The run that `[CONFIG.toml] [--a.b value ...]` describes; what comes later wins.
+    """The run that `[CONFIG.toml] [--a.b value ...]` describes; later values win.
 
     Raises:
         ConfigError: with every fault.
@@ -43,29 +63,47 @@ def load(argv: Sequence[str], families: Families) -> Run:
 
 
 def try_load(argv: Sequence[str], families: Families) -> Loaded:
-    """Read what can be read of a config, and say all that is wrong with it."""
+    """Read as much of a config as possible; faults are returned beside it."""
+    sources = _read_sources(argv, families)
+    of_run = run_type(sources.model.name, families[sources.model.name].Config)
+    known = keys_of(of_run)
+    given = flags.read(sources.words, known)
+    unknown = [unknown_key(key, known) for key in sources.file if key not in known]
+    asked: Flat = {}
+    for key, value in {**sources.file, **given.values}.items():
+        if key in known:
+            asked[key] = whole_number(value, known[key].annotation)
+    contradicting = contradictions(sources.folder, asked)
+    values: Flat = {
+        **_defaults(sources.model, asked, families),
+        **sources.folder.defaults,
+        **asked,
+        **sources.folder.decided,
+        "model.name": sources.model.name,
+        "model.preset": sources.model.preset,
+    }
+    run, invalid = _validate(of_run, values)
+    run, too_large = _limit_model(run)
+    run, mesh_faults = _check_mesh(run)
+    faults = (*sources.faults, *unknown, *given.faults, *contradicting, *invalid, *too_large, *mesh_faults)
+    return Loaded(run, faults)
+
+
+def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
+    """File and flags, with the keys of the model left out where it is wrong or another one is chosen."""
     words = flags.split(argv)
     file, file_faults = _read_file(words.loose)
     first = flags.first_words(words)
-    folder, model_faults = select_folder(file, first, families)
-    chosen, pick_faults = _pick_model(file, first, folder, families)
-    model_faults += pick_faults
-    if model_faults:
+    folder, folder_faults = select_folder(file, first, families)
+    folder_name = str(first.get(FROM_HF, file.get(FROM_HF)))
+    if HUB_NAME.fullmatch(folder_name) and not Path(folder_name).exists():
+        folder_faults = tuple(replace(fault, fix=_download(folder_name)) for fault in folder_faults)
+    model, choice_faults = _choose_model(file, first, folder, families)
+    if folder_faults or choice_faults:
         words, folder = flags.without(words, "model."), NO_FOLDER
-    if model_faults or not chosen.keeps_file:
+    if folder_faults or choice_faults or not model.keeps_file:
         file = {key: value for key, value in file.items() if not key.startswith("model.")}
-    of_run = run_type(chosen.name, families[chosen.name].Config)
-    known = keys_of(of_run)
-    given = flags.read(words, known)
-    unknown = tuple(unknown_key(key, known) for key in file if key not in known)
-    asked = {key: value for key, value in (file | given.values).items() if key in known}
-    other = tuple(contradictions(folder, asked))
-    run, wrong = _validate(
-        of_run, _defaults(chosen, asked, families) | folder.defaults | asked | folder.decided | _names(chosen)
-    )
-    run, large = _bound_model(run)
-    run, mesh_faults = _read_mesh(run)
-    return Loaded(run, (*file_faults, *model_faults, *unknown, *given.faults, *other, *wrong, *large, *mesh_faults))
+    return _Sources(file, words, folder, model, (*file_faults, *folder_faults, *choice_faults))
 
 
 def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
@@ -78,56 +116,62 @@ def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
         return {}, error.faults
 
 
-def _pick_model(file: Flat, first: Flat, folder: FolderModel, families: Families) -> tuple[Pick, tuple[Fault, ...]]:
+def _download(hub_name: str) -> str:
+    """How to get the folder of a model on the Hugging Face hub."""
+    folder = hub_name.rpartition("/")[2]
+    return f"only local folders are read: hf download {hub_name} --local-dir {folder}, then --{FROM_HF} {folder}"
+
+
+def _choose_model(
+    file: Flat, first: Flat, folder: FolderModel, families: Families
+) -> tuple[ModelChoice, tuple[Fault, ...]]:
     if folder.family is not None:
-        return Pick(folder.family, None, keeps_file=folder.keeps_file), ()
+        return ModelChoice(folder.family, None, keeps_file=folder.keeps_file), ()
     try:
-        return pick(file, first, families), ()
+        return choose_model(file, first, families), ()
     except ConfigError as error:
-        return default_pick(families), error.faults
+        return default_model(families), error.faults
 
 
-def _defaults(chosen: Pick, asked: Flat, families: Families) -> Flat:
-    """What stands where nothing is asked for, as far as it follows from the model or from other keys."""
-    source = SOURCE_OF[families[chosen.name].Config.kind]
+def _defaults(model: ModelChoice, asked: Flat, families: Families) -> Flat:
+    """Defaults that follow from the model or from other keys."""
+    values: Flat = {"data.source": DEFAULT_SOURCE[families[model.name].Config.kind]}
     schedule = SCHEDULES.get(str(asked.get("pipeline.schedule")))
-    chunks = {"pipeline.chunks": schedule.default_chunks} if schedule else {}
-    return {"data.source": source} | chunks | preset_fields(chosen, families)
-
-
-def _names(chosen: Pick) -> Flat:
-    return {"model.name": chosen.name, "model.preset": chosen.preset}
+    if schedule is not None:
+        values["pipeline.chunks"] = schedule.default_chunks
+    values.update(preset_fields(model, families))
+    return values
 
 
 def _validate(of_run: type[Run], flat: Flat) -> tuple[Run, tuple[Fault, ...]]:
-    """The run, and what is wrong with its values; a key at fault falls to its default, a model with all its keys."""
+    """The run, and what is wrong with its values; a wrong key gets its default, a wrong model all its defaults."""
     try:
         return of_run.model_validate(nest(flat), strict=True), ()
     except ValidationError as error:
         faults = tuple(faults_of(error, keys_of(of_run)))
-    tables = {"model." if fault.key.startswith("model") else fault.key for fault in faults}
-    sound = {key: value for key, value in flat.items() if not key.startswith(tuple(tables))}
-    return of_run.model_validate(nest(sound), strict=True), faults
+    wrong = tuple("model." if fault.key.startswith("model") else fault.key for fault in faults)
+    valid = {key: value for key, value in flat.items() if not key.startswith(wrong)}
+    return of_run.model_validate(nest(valid), strict=True), faults
 
 
-def _read_mesh(run: Run) -> tuple[Run, tuple[Fault, ...]]:
+def _check_mesh(run: Run) -> tuple[Run, tuple[Fault, ...]]:
     faults: tuple[Fault, ...] = ()
     try:
         size = Mesh.parse(run.mesh).size
-        if size > MOST_RANKS:
-            faults = (Fault("mesh", "is too large", f"{size} ranks", f"at most {MOST_RANKS}"),)
+        if size > MAX_RANKS:
+            faults = (Fault("mesh", "is too large", f"{size} ranks", f"at most {MAX_RANKS}"),)
     except MeshError as error:
         faults = error.faults
     return (run.model_copy(update={"mesh": ""}) if faults else run), faults
 
 
-def _bound_model(run: Run) -> tuple[Run, tuple[Fault, ...]]:
-    """Sizes that nobody has are slips; told here, before anything is built that large."""
+def _limit_model(run: Run) -> tuple[Run, tuple[Fault, ...]]:
+    """Reject absurd sizes before anything is allocated."""
     default = type(run.model)()
-    faults = []
+    faults: list[Fault] = []
     for name, value in run.model.architecture.items():
-        most = MOST_LAYERS if name == "layers" else MOST_UNITS
-        if isinstance(value, int) and value > most:
+        limit = MAX_LAYERS if name == "layers" else MAX_SIZE
+        if isinstance(value, int) and value > limit:
             fix = f"for example --model.{name} {getattr(default, name)}"
-            faults.append(Fault(f"model.{name}", "out of range", str(value), f"at most {most}", fix))
+            faults.append(Fault(f"model.{name}", "out of range", str(value), f"at most {limit}", fix))
     return (run.model_copy(update={"model": default}) if faults else run), tuple(faults)

@@ -1,4 +1,4 @@
-"""Owns which linears get adapters: the words of `lora.targets` held against the names that a model has."""
+"""Which linears get LoRA adapters: `lora.targets` matched against the names of a model's linears, and its checks."""
 
 from __future__ import annotations
 
@@ -10,62 +10,81 @@ from weft.config.run import Run
 from weft.errors import Fault, did_you_mean
 
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
-"""What follows a linear's global name in the names of its adapter's two factors."""
+"""Suffixes of the two factors of an adapter, after the global name of its linear."""
+DEFAULT_RANK = 8
 
 
 def adapted_linears(targets: Collection[str], linears: Iterable[str]) -> tuple[str, ...]:
-    """Those of `linears` (global names) that one of the words names; all of them where there is no word.
+    """The linears (global names) that match a target; all of them where there are no targets.
 
-    A word is the end of a name, from a dot on, or a pattern for such: `q`, `attn.*`, `layer[0-3].mlp.up`.
+    A target is the end of a name, from a dot on, or a pattern for such: `q`, `attn.*`, `layer[0-3].mlp.up`.
     """
-    return tuple(name for name in linears if not targets or any(matches(word, name) for word in targets))
+    if not targets:
+        return tuple(linears)
+    return tuple(name for name in linears if any(matches(target, name) for target in targets))
 
 
-def matches(word: str, linear: str) -> bool:
-    """Whether a word of `lora.targets` means this linear."""
-    return fnmatchcase(linear, word) or fnmatchcase(linear, f"*.{word}")
+def matches(target: str, linear: str) -> bool:
+    """Whether one of `lora.targets` selects this linear."""
+    return fnmatchcase(linear, target) or fnmatchcase(linear, f"*.{target}")
 
 
 def adapted_linear(name: str) -> str | None:
-    """The global name of the linear whose adapter a parameter is part of; None where it is no adapter's."""
-    return next((name.removesuffix(end) for end in (LORA_A, LORA_B) if name.endswith(end)), None)
+    """The global name of the linear whose adapter a parameter is part of; None for any other parameter."""
+    for suffix in (LORA_A, LORA_B):
+        if name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return None
 
 
 def targets_exist(run: Run) -> Iterable[Fault]:
-    """Every word of `lora.targets` names a linear of the model."""
+    """Every one of `lora.targets` selects a linear of the model."""
     linears = run.model.linears()
     if not run.lora.rank:
         if run.lora.targets:
-            yield Fault("lora.rank", "is 0, no adapters, and lora.targets names some", fix="--lora.rank 8")
+            what = "is 0 (no adapters), and lora.targets names some"
+            yield Fault("lora.rank", what, fix=f"--lora.rank {DEFAULT_RANK}")
         return
     if not linears:
-        what = f"{run.model.name} has no attention or feed-forward projections for adapters to stand beside"
+        what = f"{run.model.name} has no attention or feed-forward projections that adapters can extend"
         yield Fault("lora.rank", what, str(run.lora.rank), "a language model", "--lora.rank 0")
-    leaves = {linear.rpartition(".")[2] for linear in linears}
-    for word in run.lora.targets:
-        if linears and not any(matches(word, linear) for linear in linears):
-            yield Fault(
-                "lora.targets", f"no linear of {run.model.name} has this name", repr(word), fix=_hint(word, run, leaves)
-            )
+        return
+    for target in run.lora.targets:
+        if not any(matches(target, linear) for linear in linears):
+            what = f"no linear of {run.model.name} has this name"
+            yield Fault("lora.targets", what, repr(target), fix=_nearest_target(target, run))
 
 
-def _hint(word: str, run: Run, leaves: Collection[str]) -> str:
-    """What may have been meant."""
-    if "experts" in run.model.axis_sizes() and "expert" in word:
-        return f"routed experts take no adapters; these do: {', '.join(sorted(leaves))}"
-    return did_you_mean(word.rpartition(".")[2] or word, sorted(leaves))
+def _nearest_target(target: str, run: Run) -> str:
+    """The linear that an unknown target may mean; `q_proj` of Hugging Face's models is `q`."""
+    leaves = sorted({linear.rpartition(".")[2] for linear in run.model.linears()})
+    if "experts" in run.model.axis_sizes() and "expert" in target:
+        return f"routed experts take no adapters; these do: {', '.join(leaves)}"
+    leaf = target.rpartition(".")[2] or target
+    without_suffix = leaf.removesuffix("_proj")
+    if without_suffix in leaves:
+        return f"did you mean {without_suffix!r}?"
+    return did_you_mean(leaf, leaves)
 
 
 def rank_is_low(run: Run) -> Iterable[Fault]:
-    """No adapter is wider than the smaller side of the linear beside which it stands."""
+    """The rank is at most the smaller side of each adapted linear."""
     linears = run.model.linears()
-    sides = {name: min(linears[name]) for name in adapted_linears(run.lora.targets, linears)}
-    if sides and run.lora.rank > min(sides.values()):
-        name = min(sides, key=lambda name: sides[name])
-        out, into = linears[name]
-        what = f"is larger than the smaller side of {name}, which has {into} features in, {out} out"
+    smaller_sides: dict[str, int] = {}
+    for name in adapted_linears(run.lora.targets, linears):
+        smaller_sides[name] = min(linears[name])
+    if not smaller_sides:
+        return
+    name = min(smaller_sides, key=lambda linear: smaller_sides[linear])
+    limit = smaller_sides[name]
+    if run.lora.rank > limit:
+        out_features, in_features = linears[name]
         yield Fault(
-            "lora.rank", what, str(run.lora.rank), f"at most {sides[name]}", f"--lora.rank {min(8, sides[name])}"
+            "lora.rank",
+            f"is larger than the smaller side of {name}, which has {in_features} features in, {out_features} out",
+            got=str(run.lora.rank),
+            need=f"at most {limit}",
+            fix=f"--lora.rank {min(DEFAULT_RANK, limit)}",
         )
 
 

@@ -27,29 +27,31 @@ from weft.layout.plan import Plan, canonical_json, make_stages
 class Run(ConfigSection):
     """One run, whole: everything that decides what is computed and where."""
 
-    mesh: str = Field("", description='axes with degrees, outermost first: "pp2 dp2 tp2"; nothing: one rank')
+    mesh: str = Field("", description='axes with degrees, outermost first: "pp2 dp2 tp2"; empty: one rank')
     seed: int = Field(1, ge=0, lt=2**63, description="seed of initial weights, data order and random draws")
     steps: int = Field(200, ge=1, description="optimizer steps to train")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where ranks compute; auto: cuda if there is one"
     )
-    transport: Literal["process", "threads"] = Field("process", description="what a rank is on this machine")
+    transport: Literal["process", "threads"] = Field(
+        "process", description="ranks as processes or as threads of one process"
+    )
     nproc: Annotated[int, Field(ge=1)] | None = Field(None, description="local ranks to start; None: the mesh's size")
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
-        None, description="TCP port at which local ranks meet; None: a free one"
+        None, description="TCP port for the rendezvous of local ranks; None: a free one"
     )
-    sample: int = Field(0, ge=0, description="tokens that the model writes after the last step; 0: none")
+    sample: int = Field(0, ge=0, description="tokens to generate after the last step; 0: none")
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
     resume: str | None = Field(
         None,
-        description="auto (newest checkpoint in out, if any), a checkpoint, or a run folder; None: start anew",
+        description="auto (newest checkpoint in out, if any), a checkpoint, or a run folder; None: start from step 0",
     )
     model: ModelSection = Field(description="the model")
-    data: DataConfig = Field(default_factory=DataConfig, description="what it reads")
+    data: DataConfig = Field(default_factory=DataConfig, description="the data source")
     batch: BatchConfig = Field(default_factory=BatchConfig, description="sequences a step")
-    optim: OptimConfig = Field(default_factory=OptimConfig, description="how the parameters move")
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="the layout besides the mesh")
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="turns of the pipeline ranks")
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="pipeline schedule")
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="number types")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="low-rank adapters")
     save: SaveConfig = Field(default_factory=SaveConfig, description="checkpoints")

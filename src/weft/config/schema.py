@@ -1,4 +1,4 @@
-"""Owns the run config: frozen tables with a default, a range and a one-line description for every key."""
+"""Sections of the run config: frozen models with a default, a range and a one-line description for every key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ConfigSection(BaseModel):
-    """A table of the config: values never change, unknown keys and wrong types are faults."""
+    """A section of the config: values never change, unknown keys and wrong types are faults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
@@ -22,7 +22,7 @@ class ConfigSection(BaseModel):
 class ModelSection(ModelConfig):
     """The model: its family and preset, then that family's own fields (explicit ones override the preset's).
 
-    `weft.config.load` joins this with the Config of the family at hand, so `run.model` is that family's config.
+    `weft.config.families.run_type` joins this with a family's Config, so `run.model` is that family's config.
     """
 
     name: str = Field("llama3", description="model family")
@@ -36,14 +36,14 @@ class ModelSection(ModelConfig):
 
 
 class DataConfig(ConfigSection):
-    """What the model reads."""
+    """The data source."""
 
     source: str = Field(
         "stdlib",
         description="stdlib (this Python's sources), digits, a prepared folder, a file, a folder or a glob; .bin holds tokens",
     )
     mix: tuple[str, ...] = Field((), description='instead of one source several with weights: "a/=0.7" "b/=0.3"')
-    tokenizer: str = Field("bytes", description="bytes, or a tokenizer.json; a prepared folder brings its own")
+    tokenizer: str = Field("bytes", description="bytes, or a tokenizer.json; a prepared folder has its own")
     text_field: str = Field("text", description="field of JSONL lines, column of parquet files that holds the text")
     token_dtype: Literal["uint16", "uint32"] = Field("uint16", description="type of the numbers in .bin token files")
     seq_len: int = Field(128, ge=1, le=2**24, description="length of one sequence, tokens")
@@ -51,11 +51,11 @@ class DataConfig(ConfigSection):
         "stream", description="sequences of the plain stream, or attention and targets that stay within a document"
     )
     long: Literal["split", "error"] = Field("split", description="documents: what to do with one longer than seq_len")
-    prefetch: int = Field(2, ge=0, le=64, description="steps that are read while one trains; 0: none")
+    prefetch: int = Field(2, ge=0, le=64, description="steps that are read ahead; 0: none")
 
 
 class EvalConfig(ConfigSection):
-    """The loss on text that is not trained on."""
+    """Evaluation on text that is not trained on."""
 
     every: int = Field(0, ge=0, description="steps between evaluations, and one after the last step; 0: none")
     batches: int = Field(0, ge=0, description="batches of global_size sequences an evaluation; 0: the whole source")
@@ -63,14 +63,14 @@ class EvalConfig(ConfigSection):
 
 
 class BatchConfig(ConfigSection):
-    """How many sequences a step takes."""
+    """Batch sizes."""
 
     global_size: int = Field(16, ge=1, le=2**24, description="sequences a step, over all ranks")
     micro_size: int = Field(2, ge=1, le=2**24, description="sequences a micro-batch, on one data rank")
 
 
 class OptimConfig(ConfigSection):
-    """How the parameters move."""
+    """Optimizer and learning rate schedule."""
 
     name: Literal["adamw", "sgd"] = Field("adamw", description="optimizer")
     lr: float = Field(3e-3, gt=0, description="peak learning rate, per step")
@@ -78,7 +78,7 @@ class OptimConfig(ConfigSection):
     warmup: int = Field(20, ge=0, description="steps of linear warm-up")
     decay: Literal["constant", "linear", "cosine", "wsd"] = Field("cosine", description="rate after the warm-up")
     cooldown: Share = Field(0.2, description="share of all steps in the final decay of wsd, 0 to 1")
-    weight_decay: float = Field(0.1, ge=0, description="decay of matrices, per unit of learning rate")
+    weight_decay: float = Field(0.1, ge=0, description="weight decay of matrices, per unit of learning rate")
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="adamw: memory of both moments, 0 to 1")
     eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
     momentum: Share = Field(0.9, description="sgd: memory of the gradient, 0 to 1")
@@ -86,37 +86,43 @@ class OptimConfig(ConfigSection):
 
 
 class ParallelConfig(ConfigSection):
-    """What the layout does besides the degrees of the mesh."""
+    """Options of the layout besides the mesh."""
 
-    sequence: bool = Field(False, description="cut activations along the sequence over tp between its matrix products")
-    zero: Literal[0, 1, 2, 3] = Field(0, description="cut over dp: 1 states, 2 gradients too, 3 parameters too")
-    context: Literal["ring", "allgather", "ulysses"] = Field("ring", description="how attention crosses cp")
-    recompute: Literal["none", "selective", "full"] = Field("none", description="activations computed again")
+    sequence: bool = Field(False, description="shard activations along the sequence over tp, outside its regions")
+    zero: Literal[0, 1, 2, 3] = Field(
+        0, description="ZeRO stage: shards 1 optimizer states, 2 gradients too, 3 parameters too"
+    )
+    context: Literal["ring", "allgather", "ulysses"] = Field(
+        "ring", description="how attention reads keys and values across cp"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations that are recomputed in the backward"
+    )
 
 
 class PipelineConfig(ConfigSection):
-    """How the pipeline ranks take turns."""
+    """Pipeline schedule and stages."""
 
     schedule: str = Field("1f1b", description=f"order of the actions: {', '.join(SCHEDULES)}, or a file with a table")
     chunks: int = Field(1, ge=1, le=256, description="model chunks a pipeline rank (stages = pp x chunks)")
     split: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (), description="layers of every stage, first to last; nothing: cut by cost"
+        (), description="layers of every stage, first to last; empty: balanced by FLOPs"
     )
 
 
 class PrecisionConfig(ConfigSection):
     """Number types."""
 
-    params: Dtype = Field("float32", description="type of the parameters that the optimizer moves")
+    params: Dtype = Field("float32", description="type of the parameters that the optimizer updates")
     compute: Dtype = Field("float32", description="type of activations and matrix products")
     reduce: Dtype = Field("float32", description="type in which gradients are summed over ranks")
 
 
 class LoraConfig(ConfigSection):
-    """Low-rank adapters beside linears; all else of the model is frozen."""
+    """Low-rank adapters of linears; all other parameters are frozen."""
 
     rank: int = Field(0, ge=0, le=2**16, description="width of every adapter; 0: none, the whole model is trained")
-    alpha: float = Field(16.0, gt=0, description="what an adapter yields counts alpha / rank")
+    alpha: float = Field(16.0, gt=0, description="the output of an adapter is scaled by alpha / rank")
     targets: tuple[str, ...] = Field(
         (),
         description="linears with adapters, by name or pattern: q v, or layer1.attn.*; nothing: all of attention and MLPs",

@@ -1,4 +1,4 @@
-"""Owns TOML: reading a config file, and writing a whole run as one that reads back equal."""
+"""TOML: reading a config file, and writing a whole run as a file that reads back equal."""
 
 from __future__ import annotations
 
@@ -10,58 +10,68 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from weft.config.keys import Flat, flatten, table_of
+from weft.config.keys import Flat, flatten, section_of
 from weft.errors import ConfigError, Fault
 
-HEADER = "# A whole run: every key that decides it. Go again with `weft train` and this file.\n"
-MOST_BYTES = 2**20
+HEADER = "# The whole run: every key that decides it. Repeat it with `weft train` and this file.\n"
+MAX_BYTES = 2**20
+"""Size of the largest file that is read as a config."""
 
 
 def read(path: str) -> Flat:
     """The dotted keys of a TOML file.
 
     Raises:
-        ConfigError: when there is no such file, or it is no TOML; with line and column.
+        ConfigError: there is no such file, or it is not TOML; with line and column.
     """
     try:
-        with Path(path).open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ConfigError(Fault("config", f"{path} is no config", f"over {MOST_BYTES} bytes", "a TOML file"))
+        content = _read_bytes(path)
         return flatten(tomllib.loads(content.decode()))
     except FileNotFoundError:
         fix = "check the path; keys are set with two dashes: --optim.lr 0.001"
-        raise ConfigError(Fault("config", "no such file", got=repr(path), need="a TOML file", fix=fix)) from None
+        fault = Fault("config", "no such file", got=repr(path), need="a TOML file", fix=fix)
     except OSError as error:
-        raise ConfigError(Fault("config", "cannot read the file", got=repr(path), need=str(error.strerror))) from None
+        fault = Fault("config", "cannot read the file", got=repr(path), need=str(error.strerror))
     except UnicodeDecodeError as error:
-        what = f"{path} is no UTF-8 text at byte {error.start}"
-        raise ConfigError(Fault("config", what, need="a TOML file", fix="save it as UTF-8")) from None
+        what = f"{path} is not UTF-8 text at byte {error.start}"
+        fault = Fault("config", what, need="a TOML file", fix="save it as UTF-8")
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(Fault("config", f"{path} is no TOML", got=str(error), fix=_mend(str(error)))) from None
+        fault = Fault("config", f"{path} is not TOML", got=str(error), fix=_syntax_hint(str(error)))
+    raise ConfigError(fault)
 
 
-def _mend(message: str) -> str:
-    hint = 'text needs quotes, and a key stands once: key = "text"'
-    return "remove or complete that line" if "Expected '='" in message else hint
+def _read_bytes(path: str) -> bytes:
+    with Path(path).open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ConfigError(Fault("config", f"{path} is not a config", f"over {MAX_BYTES} bytes", "a TOML file"))
+    return content
+
+
+def _syntax_hint(message: str) -> str:
+    if "Expected '='" in message:
+        return "remove or complete that line"
+    return 'text needs quotes, and a key stands once: key = "text"'
 
 
 def dump(config: BaseModel) -> str:
-    """A config as TOML with a comment for every key; `None` is left out, as that is what leaving out means."""
-    return HEADER + "\n".join(_lines(config, table="")) + "\n"
+    """A config as TOML with a comment for every key; keys that are None are left out, which means the same."""
+    return HEADER + "\n".join(_lines(config, section="")) + "\n"
 
 
-def _lines(config: BaseModel, table: str) -> list[str]:
-    fields = type(config).model_fields
-    plain = [name for name, field in fields.items() if not table_of(field) and getattr(config, name) is not None]
-    lines = [f"{name} = {value(getattr(config, name))}{_comment(fields[name].description)}" for name in plain]
-    for name in (name for name, field in fields.items() if table_of(field)):
-        lines += ["", f"[{table}{name}]", *_lines(getattr(config, name), table=f"{table}{name}.")]
-    return lines
-
-
-def _comment(description: str | None) -> str:
-    return f"  # {description}" if description else ""
+def _lines(config: BaseModel, section: str) -> list[str]:
+    """Plain keys first, then the sections inside."""
+    lines: list[str] = []
+    nested: list[str] = []
+    for name, field in type(config).model_fields.items():
+        item = getattr(config, name)
+        if section_of(field):
+            header = f"[{section}{name}]"
+            nested += ["", header, *_lines(item, section=f"{section}{name}.")]
+        elif item is not None:
+            comment = f"  # {field.description}" if field.description else ""
+            lines.append(f"{name} = {value(item)}{comment}")
+    return lines + nested
 
 
 def value(item: Any) -> str:
@@ -71,7 +81,9 @@ def value(item: Any) -> str:
     if isinstance(item, str):
         return json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(item, tuple | list):
-        return f"[{', '.join(map(value, item))}]"
+        items = ", ".join(map(value, item))
+        return f"[{items}]"
     if isinstance(item, Mapping):
-        return f"{{{', '.join(f'{json.dumps(key)} = {value(part)}' for key, part in item.items())}}}"
+        pairs = [f"{json.dumps(key)} = {value(part)}" for key, part in item.items()]
+        return f"{{{', '.join(pairs)}}}"
     return repr(item)

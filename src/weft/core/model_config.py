@@ -1,4 +1,4 @@
-"""Owns what a plan knows of a model without torch: config, cost of the blocks, tables by parameter name."""
+"""Models without torch: base class of family configs, FLOPs of blocks, tables by parameter name (axes, init)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ AxisTable = Mapping[str, tuple[DimAxis, ...]]
 """Pattern of global parameter names -> the logical axis of each dimension; each parameter is matched exactly once."""
 
 Draw = tuple[Literal["normal"], float] | tuple[Literal["ones"]] | tuple[Literal["zeros"]]
-"""How a parameter starts: normal with this standard deviation, or constant."""
+"""Distribution of a parameter's initial values: normal with this standard deviation, or constant."""
 
 InitTable = Mapping[str, Draw]
-"""Pattern of global parameter names -> how it starts; each parameter is matched exactly once."""
+"""Pattern of global parameter names -> its initial values; each parameter is matched exactly once."""
 
 LinearShapes = dict[str, tuple[int, int]]
 """Name of a linear -> features out, in."""
@@ -30,12 +30,12 @@ LinearShapes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One block of the chain, as far as a pipeline cut needs to know it.
+    """One block of the chain, as far as the split into stages needs it.
 
     Attributes:
         name: as in `blocks(cfg)`: "embed", "layer0", ..., "head", "loss".
         flops: of one sequence (or sample) forward: 2 x multiply-adds of its matrices, causal attention counted half.
-        out: shape that it hands on: ("batch", "seq", 4096), ("batch", 128), or () for the scalar loss.
+        out: shape of its output: ("batch", "seq", 4096), ("batch", 128), or () for the scalar loss.
         is_layer: False for embed, head and loss.
     """
 
@@ -62,7 +62,7 @@ class ModelConfig(BaseModel):
 
     @abstractmethod
     def axis_sizes(self) -> dict[str, int]:
-        """Units of each logical axis that may be cut: {"heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}."""
+        """Units of each logical axis that may be sharded: {"heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}."""
 
     @abstractmethod
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
@@ -73,7 +73,7 @@ class ModelConfig(BaseModel):
         return None
 
     def linears(self) -> LinearShapes:
-        """Projections of attention and feed-forward parts, beside which adapters may stand: global name -> features out, in."""
+        """Projections of attention and feed-forward parts, which may get adapters: global name -> features out, in."""
         return {}
 
 
@@ -88,8 +88,12 @@ def gated_linears(dim: int, ffn: int, *, inside: str = "mlp") -> LinearShapes:
 
 
 def in_layers(names: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
-    """What is known of names in one layer, for the same names in each of these layers."""
-    return {f"layer{i}.{name}": value for i in layers for name, value in names.items()}
+    """Values by name inside a layer, repeated for each of these layers with global names."""
+    found: dict[str, T] = {}
+    for layer in layers:
+        for name, value in names.items():
+            found[f"layer{layer}.{name}"] = value
+    return found
 
 
 def match_row(name: str, table: Mapping[str, T], *, title: str) -> T:
@@ -113,21 +117,23 @@ def match_row(name: str, table: Mapping[str, T], *, title: str) -> T:
 
 
 def logical_axes(name: str, table: AxisTable) -> tuple[DimAxis, ...]:
-    """Logical axes of the parameter's dimensions; errors as in `row_of`."""
+    """Logical axes of the parameter's dimensions; errors as in `match_row`."""
     return match_row(name, table, title="AXES")
 
 
 def check_divides(value: int, parts: int, *, value_name: str, parts_name: str) -> None:
-    """Refuse a `value` that does not divide into `parts`, with the nearest values that would.
+    """Reject a `value` that does not divide into `parts`, with the nearest values that do.
 
     Raises:
         ValueError: for pydantic, which adds the key.
     """
     if value % parts == 0:
         return
-    below, above = value // parts * parts, (value // parts + 1) * parts
-    near = " or ".join(str(multiple) for multiple in (below, above) if multiple)
-    divisors = ", ".join(str(n) for n in nearest_divisors(value, parts))
+    below = value // parts * parts
+    above = below + parts
+    multiples = [str(multiple) for multiple in (below, above) if multiple]
+    near = " or ".join(multiples)
+    divisors = ", ".join(map(str, nearest_divisors(value, parts)))
     raise ValueError(
         f"{value_name} {value} does not divide by {parts_name} {parts}; "
         f"try {value_name} {near}, or {parts_name} {divisors}"
@@ -136,16 +142,23 @@ def check_divides(value: int, parts: int, *, value_name: str, parts_name: str) -
 
 def nearest_divisors(value: int, parts: int) -> tuple[int, ...]:
     """The largest divisor of `value` below `parts` and the smallest above, as far as they exist."""
-    below = next((n for n in range(min(parts, value), 0, -1) if value % n == 0), None)
-    above = next((n for n in range(parts + 1, value + 1) if value % n == 0), None)
-    return tuple(n for n in (below, above) if n)
+    below = _first_divisor(value, range(min(parts, value), 0, -1))
+    above = _first_divisor(value, range(parts + 1, value + 1))
+    return tuple(divisor for divisor in (below, above) if divisor is not None)
+
+
+def _first_divisor(value: int, candidates: Iterable[int]) -> int | None:
+    for candidate in candidates:
+        if value % candidate == 0:
+            return candidate
+    return None
 
 
 def linear_flops(num_tokens: int, *num_weights: int) -> float:
-    """FLOPs of linears with so many weights each, forward, for `num_tokens`."""
+    """Forward FLOPs of linears with these numbers of weights, for `num_tokens`."""
     return 2.0 * num_tokens * sum(num_weights)
 
 
 def causal_attention_flops(seq_len: int, width: int) -> float:
-    """FLOPs of q k^T and of p v, `width` = heads x head size, half of the S x S square each."""
+    """Forward FLOPs of q k^T and p v, `width` = heads x head size, half of the S x S square each."""
     return 2.0 * seq_len * seq_len * width

@@ -1,0 +1,29 @@
+"""Checks of `lora.targets` and `lora.rank`."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.config import lora
+from weft.config.checks import run_checks
+from weft.config.load import load
+from weft.models import FAMILIES
+
+
+def fixes(*words: str) -> list[str]:
+    run = load(["--lora.rank", "4", *words], FAMILIES)
+    return [fault.fix for fault in run_checks(run, lora.CHECKS)]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "o", "gate", "up", "down"])
+def test_names_of_hugging_face_projections_get_a_suggestion(name: str) -> None:
+    assert fixes("--lora.targets", f"{name}_proj") == [f"did you mean {name!r}?"]
+    assert fixes("--lora.targets", f"layer0.attn.{name}_proj") == [f"did you mean {name!r}?"]
+
+
+def test_names_of_linears_are_accepted() -> None:
+    assert fixes("--lora.targets", "q", "layer1.mlp.*") == []
+
+
+def test_the_rank_is_at_most_the_smaller_side() -> None:
+    assert fixes("--lora.rank", "65", "--lora.targets", "k") == ["--lora.rank 8"]
