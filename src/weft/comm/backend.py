@@ -45,7 +45,13 @@ class TorchProcessGroup(Protocol):
     """The part of ProcessGroupGloo and ProcessGroupNCCL that is used here."""
 
     def allreduce(self, tensors: list[Tensor], op: Any) -> TorchWork: ...
-    def alltoall_base(self, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int]) -> TorchWork: ...
+    def alltoall_base(
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_sizes: list[int],
+        sizes: list[int],
+    ) -> TorchWork: ...
     def _allgather_base(self, out: Tensor, x: Tensor) -> TorchWork: ...
     def broadcast(self, x: Tensor, root: int) -> TorchWork: ...
     def gather(self, outs: list[Tensor], x: Tensor, root: int) -> TorchWork: ...
@@ -108,50 +114,94 @@ class ProcessGroupBackend:
 
 
 def _all_reduce(backend: ProcessGroupBackend, call: Call) -> BackendCall:
-    output, size = call.required_output, len(call.ranks)
-    process_group = backend.process_group(output)
+    output = call.required_output
     num_bytes = _num_bytes(output)
     is_native = output.dtype in NATIVE_REDUCE_DTYPES
-    if _has_two_cpu_ranks(call, output) and (num_bytes <= MAX_TWO_RANK_ALL_REDUCE_BYTES or not is_native):
-        received = torch.empty_like(output)
-        work = _exchange_with_peer(process_group, call, sent=output, received=received)
-        return BackendCall([work], lambda: reduce_two_(output, received, call.reduce))
+    is_small_for_two = num_bytes <= MAX_TWO_RANK_ALL_REDUCE_BYTES or not is_native
+    if is_small_for_two and _has_two_cpu_ranks(call, output):
+        return _all_reduce_of_two(backend, call)
+    total_bytes = len(call.ranks) * num_bytes
+    if total_bytes <= SMALL_BYTES or not is_native:
+        return _all_reduce_in_order(backend, call)
+    return _all_reduce_native(backend, call)
 
-    if size * num_bytes <= SMALL_BYTES or not is_native:
-        received = output.new_empty(size * output.numel())
-        work = _send_to_all(process_group, output, received, size)
 
-        def reduce_received() -> None:
-            output.copy_(reduce_in_order(received.chunk(size), call.reduce))
+def _all_reduce_of_two(backend: ProcessGroupBackend, call: Call) -> BackendCall:
+    """See Note [Two ranks]."""
+    output = call.required_output
+    process_group = backend.process_group(output)
+    received = torch.empty_like(output)
+    work = _exchange_with_peer(process_group, call, sent=output, received=received)
 
-        return _backend_call(output, [work], reduce_received)
+    def add_received() -> None:
+        reduce_two_(output, received, call.reduce)
 
-    if call.reduce == "avg":
-        work = process_group.allreduce([output], backend.reduce_ops["sum"])
-        return _backend_call(output, [work], lambda: output.div_(size))
-    work = process_group.allreduce([output], backend.reduce_ops[call.reduce])
-    return _backend_call(output, [work])
+    return BackendCall([work], add_received)
+
+
+def _all_reduce_in_order(backend: ProcessGroupBackend, call: Call) -> BackendCall:
+    """Every rank receives all tensors and reduces them itself, in rank order."""
+    output = call.required_output
+    size = len(call.ranks)
+    process_group = backend.process_group(output)
+    received = output.new_empty(size * output.numel())
+    work = _send_to_all(process_group, output, received, size)
+
+    def reduce_received() -> None:
+        tensors = received.chunk(size)
+        output.copy_(reduce_in_order(tensors, call.reduce))
+
+    return _backend_call(output, [work], reduce_received)
+
+
+def _all_reduce_native(backend: ProcessGroupBackend, call: Call) -> BackendCall:
+    """The all-reduce of gloo or NCCL, in place."""
+    output = call.required_output
+    process_group = backend.process_group(output)
+    if call.reduce != "avg":
+        reduce_op = backend.reduce_ops[call.reduce]
+        work = process_group.allreduce([output], reduce_op)
+        return _backend_call(output, [work])
+    work = process_group.allreduce([output], backend.reduce_ops["sum"])
+
+    def divide() -> None:
+        output.div_(len(call.ranks))
+
+    return _backend_call(output, [work], divide)
 
 
 def _all_gather(backend: ProcessGroupBackend, call: Call) -> BackendCall:
-    own, output = call.required_input, call.required_output
-    process_group = backend.process_group(output)
-    slots = torch.split(output, list(call.output_split_sizes))
+    output = call.required_output
     if _has_two_cpu_ranks(call, output):
-        _copy_unless_same(own, slots[call.index])
-        peer_slot = slots[1 - call.index]
-        return BackendCall([_exchange_with_peer(process_group, call, sent=own, received=peer_slot)])
-
+        return _all_gather_of_two(backend, call)
     if _num_bytes(output) <= SMALL_BYTES:
-        own_for_each_member = own.repeat(len(call.ranks))
+        own_for_each_member = call.required_input.repeat(len(call.ranks))
         return _all_to_all_of(backend, call, own_for_each_member)
-
     has_equal_pieces = len(set(call.output_split_sizes)) == 1
     if output.is_cuda and has_equal_pieces:
-        return StreamCall([process_group._allgather_base(_as_bytes(output), _as_bytes(own))])
+        process_group = backend.process_group(output)
+        own = _as_bytes(call.required_input)
+        return StreamCall([process_group._allgather_base(_as_bytes(output), own)])
+    return _all_gather_by_broadcasts(backend, call)
 
-    # gloo: one broadcast per member takes a third of the time of its all-gather
-    _copy_unless_same(own, slots[call.index])
+
+def _all_gather_of_two(backend: ProcessGroupBackend, call: Call) -> BackendCall:
+    """See Note [Two ranks]."""
+    own, output = call.required_input, call.required_output
+    slots = torch.split(output, list(call.output_split_sizes))
+    own_slot, peer_slot = slots[call.index], slots[1 - call.index]
+    _copy_unless_same(own, own_slot)
+    process_group = backend.process_group(output)
+    work = _exchange_with_peer(process_group, call, sent=own, received=peer_slot)
+    return BackendCall([work])
+
+
+def _all_gather_by_broadcasts(backend: ProcessGroupBackend, call: Call) -> BackendCall:
+    """One broadcast per member; with gloo this takes a third of the time of its all-gather."""
+    output = call.required_output
+    process_group = backend.process_group(output)
+    slots = torch.split(output, list(call.output_split_sizes))
+    _copy_unless_same(call.required_input, slots[call.index])
     works = []
     for root, slot in enumerate(slots):
         if slot.numel() > 0:
@@ -160,25 +210,30 @@ def _all_gather(backend: ProcessGroupBackend, call: Call) -> BackendCall:
 
 
 def _reduce_scatter(backend: ProcessGroupBackend, call: Call) -> BackendCall:
-    whole, output, size = call.required_input, call.required_output, len(call.ranks)
-    process_group = backend.process_group(output)
+    """Each rank receives its shard of every member and reduces them in rank order."""
+    output = call.required_output
     if _has_two_cpu_ranks(call, output):
-        return _reduce_scatter_of_two(process_group, call)
-
+        return _reduce_scatter_of_two(backend, call)
+    size = len(call.ranks)
     received = output.new_empty(size * output.numel())
     own_bytes = _num_bytes(output)
-    sent_sizes = [whole.element_size() * numel for numel in call.input_split_sizes]
-    received_sizes = [own_bytes] * size
-    work = process_group.alltoall_base(_as_bytes(received), _as_bytes(whole), received_sizes, sent_sizes)
+    work = _all_to_all_bytes(
+        backend.process_group(output),
+        sent=call.required_input,
+        received=received,
+        sent_numels=call.input_split_sizes,
+        received_numels=(output.numel(),) * size,
+    )
 
     def reduce_received() -> None:
         if own_bytes > 0:
-            output.copy_(reduce_in_order(received.chunk(size), call.reduce))
+            shards = received.chunk(size)
+            output.copy_(reduce_in_order(shards, call.reduce))
 
     return _backend_call(output, [work], reduce_received)
 
 
-def _reduce_scatter_of_two(process_group: TorchProcessGroup, call: Call) -> BackendCall:
+def _reduce_scatter_of_two(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     """See Note [Two ranks]. In place, `output` is a view of this rank's shard of the input."""
     output = call.required_output
     shards = torch.split(call.required_input, list(call.input_split_sizes))
@@ -190,8 +245,13 @@ def _reduce_scatter_of_two(process_group: TorchProcessGroup, call: Call) -> Back
     else:
         received = output
         other = own_shard
+    process_group = backend.process_group(output)
     work = _exchange_with_peer(process_group, call, sent=peer_shard, received=received)
-    return BackendCall([work], lambda: reduce_two_(output, other, call.reduce))
+
+    def add_other() -> None:
+        reduce_two_(output, other, call.reduce)
+
+    return BackendCall([work], add_other)
 
 
 def _all_to_all(backend: ProcessGroupBackend, call: Call) -> BackendCall:
@@ -199,44 +259,52 @@ def _all_to_all(backend: ProcessGroupBackend, call: Call) -> BackendCall:
 
 
 def _all_to_all_of(backend: ProcessGroupBackend, call: Call, packed: Tensor) -> BackendCall:
+    """Send the pieces of `packed`, of the input split sizes of `call`."""
     output = call.required_output
-    element_size = packed.element_size()
-    received_sizes = [element_size * numel for numel in call.output_split_sizes]
-    sent_sizes = [element_size * numel for numel in call.input_split_sizes]
-    process_group = backend.process_group(output)
-    work = process_group.alltoall_base(_as_bytes(output), _as_bytes(packed), received_sizes, sent_sizes)
+    work = _all_to_all_bytes(
+        backend.process_group(output),
+        sent=packed,
+        received=output,
+        sent_numels=call.input_split_sizes,
+        received_numels=call.output_split_sizes,
+    )
     return _backend_call(output, [work])
 
 
 def _broadcast(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     output = call.required_output
-    work = backend.process_group(output).broadcast(_as_bytes(output), call.root)
+    process_group = backend.process_group(output)
+    work = process_group.broadcast(_as_bytes(output), call.root)
     return _backend_call(output, [work])
 
 
 def _gather(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     own = call.required_input
-    wholes = [] if call.output is None else list(_as_bytes(call.output).chunk(len(call.ranks)))
-    work = backend.process_group(own).gather(wholes, _as_bytes(own), call.root)
+    process_group = backend.process_group(own)
+    wholes = _chunks_at_root(call.output, len(call.ranks))
+    work = process_group.gather(wholes, _as_bytes(own), call.root)
     return _backend_call(own, [work])
 
 
 def _scatter(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     output = call.required_output
-    wholes = [] if call.input is None else list(_as_bytes(call.input).chunk(len(call.ranks)))
-    work = backend.process_group(output).scatter(_as_bytes(output), wholes, call.root)
+    process_group = backend.process_group(output)
+    wholes = _chunks_at_root(call.input, len(call.ranks))
+    work = process_group.scatter(_as_bytes(output), wholes, call.root)
     return _backend_call(output, [work])
 
 
 def _send(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     x = call.required_input
-    work = backend.process_group(x).send([_as_bytes(x)], 1, DATA_TAG)
+    process_group = backend.process_group(x)
+    work = process_group.send([_as_bytes(x)], 1, DATA_TAG)
     return StreamCall([work]) if x.is_cuda else MessageCall([work])
 
 
 def _recv(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     x = call.required_output
-    work = backend.process_group(x).recv([_as_bytes(x)], 0, DATA_TAG)
+    process_group = backend.process_group(x)
+    work = process_group.recv([_as_bytes(x)], 0, DATA_TAG)
     return StreamCall([work]) if x.is_cuda else MessageCall([work])
 
 
@@ -278,20 +346,70 @@ def _backend_call(x: Tensor, works: Sequence[TorchWork], finish: Callable[[], ob
     return StreamCall(works, finish) if x.is_cuda else BackendCall(works, finish)
 
 
-def _send_to_all(process_group: TorchProcessGroup, own: Tensor, received: Tensor, size: int) -> TorchWork:
+def _chunks_at_root(buffer: Tensor | None, size: int) -> list[Tensor]:
+    """The root's buffer of `size` wholes, as bytes; [] on the other members."""
+    if buffer is None:
+        return []
+    return list(_as_bytes(buffer).chunk(size))
+
+
+def _send_to_all(
+    process_group: TorchProcessGroup,
+    own: Tensor,
+    received: Tensor,
+    size: int,
+) -> TorchWork:
     """All-gather by one hop: `own` to every member, every member's into `received`."""
-    sizes = [_num_bytes(own)] * size
-    own_for_each_member = own.repeat(size)
-    return process_group.alltoall_base(_as_bytes(received), _as_bytes(own_for_each_member), sizes, sizes)
+    numels = (own.numel(),) * size
+    return _all_to_all_bytes(
+        process_group,
+        sent=own.repeat(size),
+        received=received,
+        sent_numels=numels,
+        received_numels=numels,
+    )
 
 
-def _exchange_with_peer(process_group: TorchProcessGroup, call: Call, *, sent: Tensor, received: Tensor) -> TorchWork:
+def _exchange_with_peer(
+    process_group: TorchProcessGroup,
+    call: Call,
+    *,
+    sent: Tensor,
+    received: Tensor,
+) -> TorchWork:
     """`sent` to the other of two members, its data into `received`."""
     peer = 1 - call.index
-    sent_sizes, received_sizes = [0, 0], [0, 0]
-    sent_sizes[peer] = _num_bytes(sent)
-    received_sizes[peer] = _num_bytes(received)
-    return process_group.alltoall_base(_as_bytes(received), _as_bytes(sent), received_sizes, sent_sizes)
+    sent_numels = [0, 0]
+    received_numels = [0, 0]
+    sent_numels[peer] = sent.numel()
+    received_numels[peer] = received.numel()
+    return _all_to_all_bytes(
+        process_group,
+        sent=sent,
+        received=received,
+        sent_numels=sent_numels,
+        received_numels=received_numels,
+    )
+
+
+def _all_to_all_bytes(
+    process_group: TorchProcessGroup,
+    *,
+    sent: Tensor,
+    received: Tensor,
+    sent_numels: Sequence[int],
+    received_numels: Sequence[int],
+) -> TorchWork:
+    """All-to-all of flat buffers of any dtype; the numbers are elements per member."""
+    element_size = sent.element_size()
+    sent_bytes = [element_size * numel for numel in sent_numels]
+    received_bytes = [element_size * numel for numel in received_numels]
+    return process_group.alltoall_base(
+        _as_bytes(received),
+        _as_bytes(sent),
+        received_bytes,
+        sent_bytes,
+    )
 
 
 def _has_two_cpu_ranks(call: Call, x: Tensor) -> bool:

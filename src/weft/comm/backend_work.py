@@ -125,5 +125,9 @@ def _run_in_thread(function: Callable[[], None]) -> futures.Future[None]:
         else:
             result.set_result(None)
 
-    threading.Thread(target=run, name="weft message", daemon=True).start()
+    threading.Thread(
+        target=run,
+        name="weft message",
+        daemon=True,
+    ).start()
     return result

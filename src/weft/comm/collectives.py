@@ -97,7 +97,12 @@ def all_reduce_(x: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[Tensor]:
     return LoweredOp(call, lambda: _copy_back(x, output))
 
 
-def all_gather(x: Tensor, group: AxisGroup, dim: int, sizes: Sequence[int] | None) -> LoweredOp[Tensor]:
+def all_gather(
+    x: Tensor,
+    group: AxisGroup,
+    dim: int,
+    sizes: Sequence[int] | None,
+) -> LoweredOp[Tensor]:
     """Every member's x, concatenated along `dim`; `sizes` are the members' lengths if they differ."""
     dim = _normalized_dim(x, dim)
     what = f"all_gather over {group.axis}: dim {dim}"
@@ -159,7 +164,13 @@ def reduce_scatter_(buffer: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[T
     return LoweredOp(call, lambda: own_shard)
 
 
-def reduce_scatter(x: Tensor, group: AxisGroup, dim: int, op: Reduce, sizes: Sequence[int] | None) -> LoweredOp[Tensor]:
+def reduce_scatter(
+    x: Tensor,
+    group: AxisGroup,
+    dim: int,
+    op: Reduce,
+    sizes: Sequence[int] | None,
+) -> LoweredOp[Tensor]:
     """This member's piece, along `dim`, of the reduction of every member's x."""
     _check_average(x, op)
     dim = _normalized_dim(x, dim)
@@ -184,7 +195,10 @@ def reduce_scatter(x: Tensor, group: AxisGroup, dim: int, op: Reduce, sizes: Seq
 
 
 def all_to_all(
-    x: Tensor, group: AxisGroup, send_sizes: Sequence[int] | None, recv_sizes: Sequence[int] | None
+    x: Tensor,
+    group: AxisGroup,
+    send_sizes: Sequence[int] | None,
+    recv_sizes: Sequence[int] | None,
 ) -> LoweredOp[Tensor]:
     """Along dim 0: piece j goes to member j; the result holds the received pieces in group order."""
     _normalized_dim(x, 0)
@@ -241,7 +255,12 @@ def gather(x: Tensor, group: AxisGroup, root: int) -> LoweredOp[tuple[Tensor, ..
     return LoweredOp(call, finish)
 
 
-def scatter(pieces: Sequence[Tensor] | None, out: Tensor, group: AxisGroup, root: int) -> LoweredOp[Tensor]:
+def scatter(
+    pieces: Sequence[Tensor] | None,
+    out: Tensor,
+    group: AxisGroup,
+    root: int,
+) -> LoweredOp[Tensor]:
     """Piece i of `pieces` at member `root`, written into member i's `out`."""
     group.check_member(root, "root")
     is_root = group.index == root
@@ -251,7 +270,13 @@ def scatter(pieces: Sequence[Tensor] | None, out: Tensor, group: AxisGroup, root
         return LoweredOp(None, lambda: out.copy_(packed.view(out.shape)))
     output = flat_buffers.flatten(out)
     signature = signature_text(f"scatter(root {root})", out.dtype, out.shape)
-    call = group.call("scatter", signature, input=packed, output=output, root=root)
+    call = group.call(
+        "scatter",
+        signature,
+        input=packed,
+        output=output,
+        root=root,
+    )
     return LoweredOp(call, lambda: _copy_back(out, output))
 
 
@@ -261,7 +286,11 @@ def send(x: Tensor, group: AxisGroup, to: int) -> LoweredOp[Tensor]:
     call = Call(
         op="send",
         axis=group.axis,
-        ranks=_pair(source=group.ranks[group.index], destination=group.ranks[to], axis=group.axis),
+        ranks=_pair(
+            source=group.ranks[group.index],
+            destination=group.ranks[to],
+            axis=group.axis,
+        ),
         index=0,
         signature=signature_text("send", x.dtype, x.shape),
         input=flat_buffers.flatten(x),
@@ -277,7 +306,11 @@ def recv(out: Tensor, group: AxisGroup, source: int) -> LoweredOp[Tensor]:
     call = Call(
         op="recv",
         axis=group.axis,
-        ranks=_pair(source=group.ranks[source], destination=group.ranks[group.index], axis=group.axis),
+        ranks=_pair(
+            source=group.ranks[source],
+            destination=group.ranks[group.index],
+            axis=group.axis,
+        ),
         index=1,
         signature=signature_text("recv", out.dtype, out.shape),
         output=output,
@@ -308,19 +341,23 @@ def _copy_back(x: Tensor, flat: Tensor) -> Tensor:
 def _own_shard(buffer: Tensor, group: AxisGroup, what: str) -> Tensor:
     """This member's part of a flat buffer of equal shards, a view."""
     is_flat = buffer.dim() == 1 and buffer.is_contiguous()
-    if not is_flat or buffer.numel() % group.degree:
+    length, remainder = divmod(buffer.numel(), group.degree)
+    if not is_flat or remainder:
         need = f"one contiguous dimension that {group.degree} divides"
-        raise CommError(f"{what} in place over {group.axis} needs {need}, got shape {list(buffer.shape)}")
-    length = buffer.numel() // group.degree
-    return buffer.detach().narrow(0, group.index * length, length)
+        shape = list(buffer.shape)
+        raise CommError(f"{what} in place over {group.axis} needs {need}, got shape {shape}")
+    start = group.index * length
+    return buffer.detach().narrow(0, start, length)
 
 
 def _packed_pieces(pieces: Sequence[Tensor] | None, out: Tensor, group: AxisGroup) -> Tensor:
-    shapes = [] if pieces is None else [piece.shape for piece in pieces]
-    if pieces is None or shapes != [out.shape] * group.degree:
+    given = list(pieces or ())
+    shapes = [piece.shape for piece in given]
+    if shapes != [out.shape] * group.degree:
         need = f"{group.degree} pieces of shape {list(out.shape)}"
         raise CommError(f"scatter over {group.axis}: the root needs {need}")
-    packed = torch.cat([piece.detach().reshape(-1) for piece in pieces])
+    flat_pieces = [piece.detach().reshape(-1) for piece in given]
+    packed = torch.cat(flat_pieces)
     if packed.dtype != out.dtype:
         raise CommError(f"scatter over {group.axis}: pieces are {packed.dtype}, out is {out.dtype}")
     return packed

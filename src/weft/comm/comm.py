@@ -50,11 +50,15 @@ class Comm:
         observers: tuple[Observer, ...] = (),
         on_late: Callable[[LateRanks], None] = print_late_ranks,
     ) -> None:
-        if (rank, mesh.size) != (transport.rank, transport.size):
+        is_same_world = mesh.size == transport.size
+        if rank != transport.rank or not is_same_world:
             here = f"rank {rank} of mesh {mesh} ({mesh.size} ranks)"
             there = f"rank {transport.rank} of {transport.size}"
             raise CommError(f"{here} was given the transport of {there}")
-        self.mesh, self.rank, self.transport, self.observers = mesh, rank, transport, observers
+        self.mesh = mesh
+        self.rank = rank
+        self.transport = transport
+        self.observers = observers
         self.on_late = on_late
         self.device = transport.device
         self.checked = True
@@ -84,52 +88,96 @@ class Comm:
 
     def all_reduce(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """The reduction of every member's x, in new memory."""
-        return self.start_all_reduce(x, axis, op=op).wait()
+        work = self.start_all_reduce(x, axis, op=op)
+        return work.wait()
 
     def start_all_reduce(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        return self._start(collectives.all_reduce(x, self._group(axis), op))
+        lowered = collectives.all_reduce(x, self._group(axis), op)
+        return self._start(lowered)
 
     def all_reduce_(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """The reduction of every member's x, written into x."""
-        return self.start_all_reduce_(x, axis, op=op).wait()
+        work = self.start_all_reduce_(x, axis, op=op)
+        return work.wait()
 
     def start_all_reduce_(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        return self._start(collectives.all_reduce_(x, self._group(axis), op))
+        lowered = collectives.all_reduce_(x, self._group(axis), op)
+        return self._start(lowered)
 
-    def all_gather(self, x: Tensor, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    def all_gather(
+        self,
+        x: Tensor,
+        axis: Axis,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
         """Every member's x, concatenated along `dim`; `sizes` are the members' lengths along `dim` if they differ."""
-        return self.start_all_gather(x, axis, dim=dim, sizes=sizes).wait()
+        work = self.start_all_gather(x, axis, dim=dim, sizes=sizes)
+        return work.wait()
 
-    def start_all_gather(self, x: Tensor, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Work:
-        return self._start(collectives.all_gather(x, self._group(axis), dim, sizes))
+    def start_all_gather(
+        self,
+        x: Tensor,
+        axis: Axis,
+        *,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+    ) -> Work:
+        lowered = collectives.all_gather(x, self._group(axis), dim, sizes)
+        return self._start(lowered)
 
     def all_gather_(self, buffer: Tensor, axis: Axis) -> Tensor:
         """`buffer` is flat, one equal shard per member: every other member's shard is written into it."""
-        return self.start_all_gather_(buffer, axis).wait()
+        work = self.start_all_gather_(buffer, axis)
+        return work.wait()
 
     def start_all_gather_(self, buffer: Tensor, axis: Axis) -> Work:
-        return self._start(collectives.all_gather_(buffer, self._group(axis)))
+        lowered = collectives.all_gather_(buffer, self._group(axis))
+        return self._start(lowered)
 
     def reduce_scatter(
-        self, x: Tensor, axis: Axis, *, dim: int = 0, op: Reduce = "sum", sizes: Sequence[int] | None = None
+        self,
+        x: Tensor,
+        axis: Axis,
+        *,
+        dim: int = 0,
+        op: Reduce = "sum",
+        sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """This member's piece along `dim` of the reduction of every member's x; `sizes` are the pieces' lengths."""
-        return self.start_reduce_scatter(x, axis, dim=dim, op=op, sizes=sizes).wait()
+        work = self.start_reduce_scatter(
+            x,
+            axis,
+            dim=dim,
+            op=op,
+            sizes=sizes,
+        )
+        return work.wait()
 
     def start_reduce_scatter(
-        self, x: Tensor, axis: Axis, *, dim: int = 0, op: Reduce = "sum", sizes: Sequence[int] | None = None
+        self,
+        x: Tensor,
+        axis: Axis,
+        *,
+        dim: int = 0,
+        op: Reduce = "sum",
+        sizes: Sequence[int] | None = None,
     ) -> Work:
-        return self._start(collectives.reduce_scatter(x, self._group(axis), dim, op, sizes))
+        lowered = collectives.reduce_scatter(x, self._group(axis), dim, op, sizes)
+        return self._start(lowered)
 
     def reduce_scatter_(self, buffer: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """`buffer` is flat, one equal shard per member: the reduction of all buffers is written into this member's shard.
 
         Returns that shard, a view; the other shards do not change.
         """
-        return self.start_reduce_scatter_(buffer, axis, op=op).wait()
+        work = self.start_reduce_scatter_(buffer, axis, op=op)
+        return work.wait()
 
     def start_reduce_scatter_(self, buffer: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        return self._start(collectives.reduce_scatter_(buffer, self._group(axis), op))
+        lowered = collectives.reduce_scatter_(buffer, self._group(axis), op)
+        return self._start(lowered)
 
     def all_to_all(
         self,
@@ -140,7 +188,8 @@ class Comm:
         recv_sizes: Sequence[int] | None = None,
     ) -> Tensor:
         """Piece j of x along dim 0 goes to member j; returns the received pieces in group order. Equal pieces by default."""
-        return self.start_all_to_all(x, axis, send_sizes=send_sizes, recv_sizes=recv_sizes).wait()
+        work = self.start_all_to_all(x, axis, send_sizes=send_sizes, recv_sizes=recv_sizes)
+        return work.wait()
 
     def start_all_to_all(
         self,
@@ -150,49 +199,74 @@ class Comm:
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
     ) -> Work:
-        return self._start(collectives.all_to_all(x, self._group(axis), send_sizes, recv_sizes))
+        lowered = collectives.all_to_all(x, self._group(axis), send_sizes, recv_sizes)
+        return self._start(lowered)
 
     def broadcast_(self, x: Tensor, axis: Axis, *, root: int = 0) -> Tensor:
         """x of member `root` (a place along the axis), written into every member's x."""
-        return self.start_broadcast_(x, axis, root=root).wait()
+        work = self.start_broadcast_(x, axis, root=root)
+        return work.wait()
 
     def start_broadcast_(self, x: Tensor, axis: Axis, *, root: int = 0) -> Work:
-        return self._start(collectives.broadcast_(x, self._group(axis), root))
+        lowered = collectives.broadcast_(x, self._group(axis), root)
+        return self._start(lowered)
 
     def gather(self, x: Tensor, axis: Axis, *, root: int = 0) -> tuple[Tensor, ...] | None:
         """Every member's x, in group order, at member `root`; None elsewhere."""
-        return self.start_gather(x, axis, root=root).wait()
+        work = self.start_gather(x, axis, root=root)
+        return work.wait()
 
     def start_gather(self, x: Tensor, axis: Axis, *, root: int = 0) -> Work[tuple[Tensor, ...] | None]:
-        return self._start(collectives.gather(x, self._group(axis), root))
+        lowered = collectives.gather(x, self._group(axis), root)
+        return self._start(lowered)
 
-    def scatter(self, pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, *, root: int = 0) -> Tensor:
+    def scatter(
+        self,
+        pieces: Sequence[Tensor] | None,
+        out: Tensor,
+        axis: Axis,
+        *,
+        root: int = 0,
+    ) -> Tensor:
         """Piece i of member `root`'s `pieces` (None elsewhere), written into member i's `out`."""
-        return self.start_scatter(pieces, out, axis, root=root).wait()
+        work = self.start_scatter(pieces, out, axis, root=root)
+        return work.wait()
 
-    def start_scatter(self, pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, *, root: int = 0) -> Work:
-        return self._start(collectives.scatter(pieces, out, self._group(axis), root))
+    def start_scatter(
+        self,
+        pieces: Sequence[Tensor] | None,
+        out: Tensor,
+        axis: Axis,
+        *,
+        root: int = 0,
+    ) -> Work:
+        lowered = collectives.scatter(pieces, out, self._group(axis), root)
+        return self._start(lowered)
 
     def send(self, x: Tensor, axis: Axis, *, to: int) -> None:
         """x to member `to` (a place along the axis); returns when it was received."""
         self.start_send(x, axis, to=to).wait()
 
     def start_send(self, x: Tensor, axis: Axis, *, to: int) -> Work:
-        return self._start(collectives.send(x, self._group(axis), to))
+        lowered = collectives.send(x, self._group(axis), to)
+        return self._start(lowered)
 
     def recv(self, out: Tensor, axis: Axis, *, source: int) -> Tensor:
         """What member `source` sends, written into `out`."""
-        return self.start_recv(out, axis, source=source).wait()
+        work = self.start_recv(out, axis, source=source)
+        return work.wait()
 
     def start_recv(self, out: Tensor, axis: Axis, *, source: int) -> Work:
-        return self._start(collectives.recv(out, self._group(axis), source))
+        lowered = collectives.recv(out, self._group(axis), source)
+        return self._start(lowered)
 
     def barrier(self, axis: Axis) -> None:
         """Return when every member has called this."""
         self.start_barrier(axis).wait()
 
     def start_barrier(self, axis: Axis) -> Work[None]:
-        return self._start(collectives.barrier(self._group(axis)))
+        lowered = collectives.barrier(self._group(axis))
+        return self._start(lowered)
 
     def _group(self, axis: Axis) -> AxisGroup:
         key = (axis, self.checked)
@@ -222,9 +296,14 @@ class Comm:
         return Work(pending, finish, lambda: self._failure_note(call))
 
     def _failure_note(self, call: Call) -> str:
-        coordinates = [f"{rank} = {self.mesh.coord_text(rank)}" for rank in call.ranks[:MAX_RANKS_IN_NOTE]]
-        reporter = f"rank {self.rank} ({self.mesh.coord_text(self.rank)}) of mesh {self.mesh}"
-        return f"reported by {reporter}; ranks: {', '.join(coordinates)}"
+        """`reported by rank 0 (tp0) of mesh tp2; ranks: 0 = tp0, 1 = tp1`."""
+        members = []
+        for rank in call.ranks[:MAX_RANKS_IN_NOTE]:
+            coordinates = self.mesh.coord_text(rank)
+            members.append(f"{rank} = {coordinates}")
+        own_coordinates = self.mesh.coord_text(self.rank)
+        reporter = f"rank {self.rank} ({own_coordinates}) of mesh {self.mesh}"
+        return f"reported by {reporter}; ranks: {', '.join(members)}"
 
     def _report_late(self, call: Call, missing: tuple[int, ...], waited_s: float) -> None:
         coordinates = {rank: self.mesh.coord_text(rank) for rank in (self.rank, *missing)}
@@ -238,7 +317,13 @@ class Comm:
         self.on_late(late)
 
 
-def _axis_group(mesh: Mesh, rank: int, axis: Axis, *, checked: bool) -> AxisGroup:
+def _axis_group(
+    mesh: Mesh,
+    rank: int,
+    axis: Axis,
+    *,
+    checked: bool,
+) -> AxisGroup:
     """The group of `rank` along `axis`; axes of degree 1 are left out of its name.
 
     Raises:

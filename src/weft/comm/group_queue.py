@@ -57,8 +57,11 @@ class GroupQueue:
         late_after_s: float,
         announce_after_s: float,
     ) -> None:
-        self.name, self.presence = name, presence
-        self.timeout_s, self.late_after_s, self.announce_after_s = timeout_s, late_after_s, announce_after_s
+        self.name = name
+        self.presence = presence
+        self.timeout_s = timeout_s
+        self.late_after_s = late_after_s
+        self.announce_after_s = announce_after_s
         self.in_flight: set[GroupCall] = set()
         self.waiting: set[GroupCall] = set()
         self._connect = connect
@@ -100,11 +103,14 @@ class GroupQueue:
         """
         now = time.monotonic()
         for group_call in list(self.in_flight):
-            if now - group_call.started_at_s >= self.announce_after_s:
+            age_s = now - group_call.started_at_s
+            if age_s >= self.announce_after_s:
                 group_call.announce()
         for group_call in list(self.waiting):
-            if now - group_call.waiting_since_s >= self.late_after_s:
-                self._blocking(group_call).report_late(now - group_call.waiting_since_s)
+            waited_s = now - group_call.waiting_since_s
+            if waited_s >= self.late_after_s:
+                blocking = self._blocking(group_call)
+                blocking.report_late(waited_s)
 
     def missing(self, group_call: GroupCall, *, within_s: float) -> tuple[int, ...]:
         """Members that have not joined `group_call`: its group is not connected, or they are not in the collective."""
@@ -142,7 +148,11 @@ class GroupQueue:
         group_call.done = threading.Event()
         self._num_queued += 1
         if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name=f"weft {self.name}", daemon=True)
+            self._worker = threading.Thread(
+                target=self._work,
+                name=f"weft {self.name}",
+                daemon=True,
+            )
             self._worker.start()
         self._queued.put(group_call)
 
@@ -189,7 +199,14 @@ class GroupCall:
         started_at_s, waiting_since_s: time.monotonic() of the start and of the current `wait`.
     """
 
-    def __init__(self, group_queue: GroupQueue, call: Call, *, position: int, on_late: OnLate) -> None:
+    def __init__(
+        self,
+        group_queue: GroupQueue,
+        call: Call,
+        *,
+        position: int,
+        on_late: OnLate,
+    ) -> None:
         self.queue, self.call, self.position = group_queue, call, position
         self.stream = _current_stream(call)
         self.done: threading.Event | None = None
@@ -247,9 +264,11 @@ class GroupCall:
 
     def announce(self) -> None:
         """Let the other members see that this rank has joined the call."""
-        if not self._is_announced and not self.call.is_p2p:
-            self._is_announced = True
-            self.queue.presence.announce(presence_key(self.presence_prefix, self.call.rank))
+        if self._is_announced or self.call.is_p2p:
+            return
+        self._is_announced = True
+        key = presence_key(self.presence_prefix, self.call.rank)
+        self.queue.presence.announce(key)
 
     def report_late(self, waited_s: float) -> None:
         """Report the members that have not joined, once; only the first rank of the group to see it does."""

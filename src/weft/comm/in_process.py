@@ -54,13 +54,15 @@ def run_collective(calls: Sequence[Call]) -> None:
 
 
 def _all_reduce(calls: Sequence[Call]) -> None:
-    total = reduce_in_order([call.required_output for call in calls], calls[0].reduce)
+    tensors = [call.required_output for call in calls]
+    total = reduce_in_order(tensors, calls[0].reduce)
     for call in calls:
         call.required_output.copy_(total)
 
 
 def _all_gather(calls: Sequence[Call]) -> None:
-    whole = _concatenated([call.required_input for call in calls], calls[0])
+    pieces = [call.required_input for call in calls]
+    whole = _concatenated(pieces, calls[0])
     for call in calls:
         call.required_output.copy_(whole)
 
@@ -69,14 +71,16 @@ def _reduce_scatter(calls: Sequence[Call]) -> None:
     pieces_of_member = [_split_input(call) for call in calls]
     for call in calls:
         own_pieces = [pieces[call.index] for pieces in pieces_of_member]
-        call.required_output.copy_(reduce_in_order(own_pieces, call.reduce))
+        total = reduce_in_order(own_pieces, call.reduce)
+        call.required_output.copy_(total)
 
 
 def _all_to_all(calls: Sequence[Call]) -> None:
     pieces_of_member = [_split_input(call) for call in calls]
     for call in calls:
         own_pieces = [pieces[call.index] for pieces in pieces_of_member]
-        call.required_output.copy_(_concatenated(own_pieces, call))
+        whole = _concatenated(own_pieces, call)
+        call.required_output.copy_(whole)
 
 
 def _broadcast(calls: Sequence[Call]) -> None:
@@ -89,7 +93,8 @@ def _broadcast(calls: Sequence[Call]) -> None:
 def _gather(calls: Sequence[Call]) -> None:
     root = calls[calls[0].root]
     wholes = [call.required_input for call in calls]
-    root.required_output.copy_(_concatenated(wholes, root))
+    gathered = _concatenated(wholes, root)
+    root.required_output.copy_(gathered)
 
 
 def _scatter(calls: Sequence[Call]) -> None:

@@ -67,9 +67,10 @@ class LateRanks:
 
     def __str__(self) -> str:
         waiting = self._with_coordinates(self.rank)
-        missing = ", ".join(self._with_coordinates(rank) for rank in self.missing)
-        have = "has" if len(self.missing) == 1 else "have"
-        return f"{waiting} has waited {self.waited_s:.3g} s in {self.call}: {missing} {have} not arrived; still waiting"
+        missing = [self._with_coordinates(rank) for rank in self.missing]
+        have = "has" if len(missing) == 1 else "have"
+        late = f"{', '.join(missing)} {have} not arrived"
+        return f"{waiting} has waited {self.waited_s:.3g} s in {self.call}: {late}; still waiting"
 
     def _with_coordinates(self, rank: int) -> str:
         return f"rank {rank} ({self.coordinates[rank]})"
@@ -107,7 +108,11 @@ class Counter:
     def started(self, op: Operation) -> None:
         """Count `op`."""
         key = (op.axis, op.op)
-        one = Traffic(operations=1, payload_bytes=op.payload_bytes, sent_bytes=op.sent_bytes)
+        one = Traffic(
+            operations=1,
+            payload_bytes=op.payload_bytes,
+            sent_bytes=op.sent_bytes,
+        )
         with self._lock:
             self.traffic[key] = self.traffic.get(key, Traffic()) + one
 
@@ -144,14 +149,16 @@ def _all_reduce(call: Call) -> int:
 
 
 def _all_gather(call: Call) -> int:
-    next_index = (call.index + 1) % len(call.ranks)
-    numel = sum(call.output_split_sizes) - call.output_split_sizes[next_index]
-    return numel * call.required_output.element_size()
+    sizes = call.output_split_sizes
+    next_index = (call.index + 1) % len(sizes)
+    sent_numel = sum(sizes) - sizes[next_index]
+    return sent_numel * call.required_output.element_size()
 
 
 def _all_but_own(call: Call) -> int:
-    numel = sum(call.input_split_sizes) - call.input_split_sizes[call.index]
-    return numel * call.required_input.element_size()
+    sizes = call.input_split_sizes
+    sent_numel = sum(sizes) - sizes[call.index]
+    return sent_numel * call.required_input.element_size()
 
 
 def _from_root(call: Call) -> int:

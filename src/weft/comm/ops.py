@@ -66,7 +66,14 @@ def reduce_from_region(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
     return _differentiable(x, forward, adjoint)
 
 
-def all_gather(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
+def all_gather(
+    x: Tensor,
+    comm: Comm,
+    axis: Axis,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
     """Concatenation of the shards along `dim`; the gradient is reduce-scattered.
 
     Args:
@@ -84,7 +91,14 @@ def all_gather(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequen
     return _differentiable(x, forward, adjoint)
 
 
-def reduce_scatter(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
+def reduce_scatter(
+    x: Tensor,
+    comm: Comm,
+    axis: Axis,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
     """This rank's shard along `dim` of the sum over the axis; the gradient is all-gathered.
 
     Args:
@@ -102,7 +116,14 @@ def reduce_scatter(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Se
     return _differentiable(x, forward, adjoint)
 
 
-def scatter_to_region(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Tensor:
+def scatter_to_region(
+    x: Tensor,
+    comm: Comm,
+    axis: Axis,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
     """This rank's slice along `dim` of a replicated tensor; the gradient is all-gathered.
 
     Args:
@@ -127,7 +148,12 @@ def scatter_to_region(x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes:
 
 
 def gather_from_region(
-    x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
+    x: Tensor,
+    comm: Comm,
+    axis: Axis,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Concatenation of the shards along `dim` into a replicated tensor; the gradient is this rank's slice.
 
@@ -186,7 +212,15 @@ def all_to_all(
         return _all_to_all_once(x, comm, axis, split=split, joined=joined)
 
     def adjoint(grad: Tensor) -> Tensor:
-        return all_to_all(grad, comm, axis, joined.dim, join_dim=dim, send_sizes=received, recv_sizes=sent)
+        return all_to_all(
+            grad,
+            comm,
+            axis,
+            joined.dim,
+            join_dim=dim,
+            send_sizes=received,
+            recv_sizes=sent,
+        )
 
     return _differentiable(x, forward, adjoint)
 
@@ -199,7 +233,14 @@ class _Split:
     sizes: tuple[int, ...]
 
 
-def _all_to_all_once(x: Tensor, comm: Comm, axis: Axis, *, split: _Split, joined: _Split) -> Tensor:
+def _all_to_all_once(
+    x: Tensor,
+    comm: Comm,
+    axis: Axis,
+    *,
+    split: _Split,
+    joined: _Split,
+) -> Tensor:
     own_shape = flat_buffers.with_length(x.shape, split.dim, split.sizes[comm.index(axis)])
     received_shapes = [flat_buffers.with_length(own_shape, joined.dim, size) for size in joined.sizes]
     received = comm.all_to_all(
@@ -215,7 +256,12 @@ class _AdjointPair(torch.autograd.Function):
     """Autograd node with given functions for forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: TensorFunction, adjoint: TensorFunction) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        forward: TensorFunction,
+        adjoint: TensorFunction,
+    ) -> Tensor:
         ctx.adjoint = adjoint
         return forward(x)
 

@@ -48,26 +48,28 @@ class PresenceStore:
         """Whether this is the first rank to claim `key`."""
         return self._store.add(key, 1) == 1
 
-    def present(self, keys: Sequence[str], *, within_s: float) -> list[bool]:
-        """Which of `keys` are set, once all of them are, or after `within_s`; all True if the store itself is lost."""
-        deadline = time.monotonic() + within_s
-        found = [False] * len(keys)
+    def missing_keys(self, keys: Sequence[str], *, within_s: float) -> tuple[str, ...]:
+        """Those of `keys` that are not set after `within_s`, sooner if all are; none if the store itself is lost."""
+        deadline_s = time.monotonic() + within_s
+        missing = list(keys)
         try:
             for interval_s in poll_intervals():
-                for index, key in enumerate(keys):
-                    found[index] = found[index] or self._store.check([key])
-                if all(found) or self.is_closed or time.monotonic() > deadline:
+                missing = [key for key in missing if not self._store.check([key])]
+                is_over = self.is_closed or time.monotonic() > deadline_s
+                if not missing or is_over:
                     break
                 time.sleep(interval_s)
         except RuntimeError:
-            return [True] * len(keys)
-        return found
+            return ()
+        return tuple(missing)
 
     def missing(self, call: Call, prefix: str, *, within_s: float) -> tuple[int, ...]:
         """Members of `call` that have not announced `presence_key(prefix, rank)` within `within_s`."""
-        keys = [presence_key(prefix, rank) for rank in call.ranks]
-        found = self.present(keys, within_s=within_s)
-        return tuple(rank for rank, is_present in zip(call.ranks, found, strict=True) if not is_present)
+        rank_of_key = {}
+        for rank in call.ranks:
+            rank_of_key[presence_key(prefix, rank)] = rank
+        missing_keys = self.missing_keys(tuple(rank_of_key), within_s=within_s)
+        return tuple(rank_of_key[key] for key in missing_keys)
 
     def wait_for_members(self, prefix: str, call: Call, *, timeout_s: float) -> None:
         """Announce this rank and return when every member of `call` has announced itself under `prefix`.
@@ -78,7 +80,8 @@ class PresenceStore:
         self.announce(presence_key(prefix, call.rank))
         missing = self.missing(call, prefix, within_s=timeout_s)
         if missing:
-            raise CommTimeout(f"{call.description}: {rank_list(missing)} did not come within {timeout_s:g} s")
+            late = f"{rank_list(missing)} did not come within {timeout_s:g} s"
+            raise CommTimeout(f"{call.description}: {late}")
 
 
 def presence_key(prefix: str, rank: int) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous as find_rendezvous
 from weft.comm.backend import ProcessGroupBackend, TorchProcessGroup
 from weft.comm.group_queue import GroupCall, GroupQueue
 from weft.comm.presence import PresenceStore, poll_intervals
-from weft.comm.transport import Call, OnLate, Reduce
+from weft.comm.transport import Call, GroupKey, OnLate, Reduce
 from weft.errors import CommError, CommTimeout, Fault, LaunchError
 
 # Note [Groups without a registry]
@@ -34,9 +34,6 @@ MONITOR_INTERVAL_S = 0.25
 """How often the monitor thread looks at the calls of a rank, unless `late_after_s` is short."""
 
 GLOO_THREADS = 2
-
-GroupKey = tuple[bool, tuple[int, ...]]
-"""Whether the group is an ordered pair for messages, and its world ranks."""
 
 _REDUCE_OPS: dict[Reduce, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -71,8 +68,11 @@ class ProcessTransport:
         timeout_s: float = 600.0,
         late_after_s: float = LATE_AFTER_S,
     ) -> None:
-        self.rank, self.size, self.device = rank, size, torch.device(device)
-        self.timeout_s, self.late_after_s = timeout_s, late_after_s
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
+        self.timeout_s = timeout_s
+        self.late_after_s = late_after_s
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._gloo_devices = _gloo_devices()
@@ -104,16 +104,23 @@ class ProcessTransport:
             fix = "pass comm=weft.init(...), or call torch.distributed.init_process_group first"
             raise LaunchError(Fault("comm", what, got="None", fix=fix))
         store = dist.distributed_c10d._get_default_store()
-        return ProcessTransport(dist.get_rank(), dist.get_world_size(), store, device=device, timeout_s=timeout_s)
+        return ProcessTransport(
+            dist.get_rank(),
+            dist.get_world_size(),
+            store,
+            device=device,
+            timeout_s=timeout_s,
+        )
 
     def start(self, call: Call, on_late: OnLate) -> GroupCall:
         """Hand `call` to the queue of its group; each ordered pair has a queue for its messages."""
         if self._presence.is_closed:
             raise CommError(f"{call.description}: this transport was closed")
-        key = (call.is_p2p, call.ranks)
+        key = call.group_key
         group_queue = self._queues.get(key)
         if group_queue is None:
-            group_queue = self._queues.setdefault(key, self._make_queue(call))
+            new_queue = self._make_queue(call)
+            group_queue = self._queues.setdefault(key, new_queue)
             self._start_monitor()
         return group_queue.start(call, on_late)
 
@@ -130,7 +137,8 @@ class ProcessTransport:
 
     def _make_queue(self, call: Call) -> GroupQueue:
         kind = "pair" if call.is_p2p else "group"
-        name = f"{kind} {'-'.join(map(str, call.ranks))}"
+        members = "-".join(map(str, call.ranks))
+        name = f"{kind} {members}"
 
         def connect() -> ProcessGroupBackend:
             self._presence.wait_for_members(name, call, timeout_s=self.timeout_s)
@@ -148,7 +156,14 @@ class ProcessTransport:
             announce_after_s=self._monitor_interval_s,
         )
 
-    def _connect(self, prefix: str, device_type: str, *, index: int, size: int) -> TorchProcessGroup:
+    def _connect(
+        self,
+        prefix: str,
+        device_type: str,
+        *,
+        index: int,
+        size: int,
+    ) -> TorchProcessGroup:
         store = PrefixStore(prefix, self._store)
         timeout = timedelta(seconds=self.timeout_s)
         if device_type == "cpu":
@@ -223,12 +238,20 @@ class _PollingStore(Store):
 
 def _gloo_devices() -> list[Any]:
     gloo: Any = dist.ProcessGroupGloo
-    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")  # gloo's own variable: network interfaces to use
-    devices = [gloo.create_device(interface=name) for name in names if name]
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")  # gloo's own variable: network interfaces to use
+    devices = []
+    for interface in interfaces.split(","):
+        if interface:
+            devices.append(gloo.create_device(interface=interface))
     return devices or [gloo.create_default_device()]
 
 
-def _find_store(rendezvous: str | Store, rank: int, size: int, timeout_s: float) -> Store:
+def _find_store(
+    rendezvous: str | Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+) -> Store:
     if isinstance(rendezvous, Store):
         return rendezvous
     try:

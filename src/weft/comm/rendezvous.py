@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from weft.comm.in_process import run_collective
 from weft.comm.signature import Signature, check_signatures, rank_list
-from weft.comm.transport import Call, OnLate
+from weft.comm.transport import Call, GroupKey, OnLate
 from weft.errors import CommError, CommTimeout
 
 WAIT_SLICE_S = 1.0
@@ -48,9 +48,11 @@ class PendingCollective:
 
     def missing(self) -> tuple[int, ...]:
         """World ranks that have not joined; () once it is done."""
-        if self.is_done:
-            return ()
-        return tuple(rank for rank, call in zip(self.ranks, self.calls, strict=False) if call is None)
+        missing = []
+        for rank, call in zip(self.ranks, self.calls, strict=False):  # `calls` is emptied once it is done
+            if call is None:
+                missing.append(rank)
+        return tuple(missing)
 
 
 class GroupState:
@@ -96,6 +98,14 @@ class _Waiter:
         return f"rank {self.call.rank} at {self.call.description}, for {missing}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    """The error that all waiting ranks raise."""
+
+    kind: type[CommError]
+    message: str
+
+
 class ThreadRendezvous:
     """Groups of a world of threads; ranks that have finished, ranks that are stuck, and the error that aborts all.
 
@@ -106,25 +116,28 @@ class ThreadRendezvous:
     """
 
     def __init__(self, size: int, *, timeout_s: float, late_after_s: float) -> None:
-        self.size, self.timeout_s, self.late_after_s = size, timeout_s, late_after_s
-        self._groups: dict[tuple[bool, tuple[int, ...]], GroupState] = {}
+        self.size = size
+        self.timeout_s = timeout_s
+        self.late_after_s = late_after_s
+        self._groups: dict[GroupKey, GroupState] = {}
         self._lock = threading.Lock()
-        self._abort_error: tuple[type[CommError], str] | None = None
+        self._aborted: _Abort | None = None
         self._finished: set[int] = set()
         self._stuck: dict[int, _Waiter] = {}  # by rank: those whose only thread waits
 
     def group(self, call: Call) -> GroupState:
         """State of the group of `call`; each ordered pair has one for its messages."""
-        key = (call.is_p2p, call.ranks)
+        key = call.group_key
         group = self._groups.get(key)
         if group is None:
-            group = self._groups.setdefault(key, GroupState(call.ranks))
+            new_group = GroupState(call.ranks)
+            group = self._groups.setdefault(key, new_group)
         return group
 
     def abort(self, kind: type[CommError], message: str) -> None:
         """Make all that wait, now or later, raise this error. The first call counts."""
         with self._lock:
-            self._abort_error = self._abort_error or (kind, message)
+            self._aborted = self._aborted or _Abort(kind, message)
         self._wake_all()
 
     def finish(self, rank: int) -> None:
@@ -132,7 +145,14 @@ class ThreadRendezvous:
         self._finished.add(rank)
         self._wake_all()
 
-    def wait(self, collective: PendingCollective, call: Call, *, is_only_thread: bool, on_late: OnLate) -> None:
+    def wait(
+        self,
+        collective: PendingCollective,
+        call: Call,
+        *,
+        is_only_thread: bool,
+        on_late: OnLate,
+    ) -> None:
         """Block until `collective` is done; `is_only_thread`: while it blocks, the rank can start no other call.
 
         Raises:
@@ -184,9 +204,8 @@ class ThreadRendezvous:
 
     def _raise_if_hopeless(self, waiter: _Waiter) -> None:
         description = waiter.call.description
-        if self._abort_error is not None:
-            kind, message = self._abort_error
-            raise kind(f"{description}: {message}")
+        if self._aborted is not None:
+            raise self._aborted.kind(f"{description}: {self._aborted.message}")
         finished = [rank for rank in waiter.collective.missing() if rank in self._finished]
         if finished:
             raise CommTimeout(f"{description}: {rank_list(finished)} finished without coming")
@@ -195,19 +214,20 @@ class ThreadRendezvous:
 
     def _raise_if_deadlocked(self, waiter: _Waiter) -> None:
         stuck = dict(self._stuck)
-        if waiter.call.rank not in stuck or any(other.collective.is_done for other in stuck.values()):
+        is_any_done = any(other.collective.is_done for other in stuck.values())
+        if waiter.call.rank not in stuck or is_any_done:
             return
         waits = "; ".join(str(stuck[rank]) for rank in sorted(stuck))
         with self._lock:
-            self._abort_error = self._abort_error or (CommTimeout, f"deadlock, every rank waits: {waits}")
-            message = self._abort_error[1]
-        raise CommTimeout(message)
+            self._aborted = self._aborted or _Abort(CommTimeout, f"deadlock, every rank waits: {waits}")
+        raise CommTimeout(self._aborted.message)
 
     def _timeout_message(self, waiter: _Waiter) -> str:
+        call = waiter.call
         missing = waiter.collective.missing()
-        present = [rank for rank in waiter.call.ranks if rank not in missing]
+        present = [rank for rank in call.ranks if rank not in missing]
         late = f"{rank_list(missing)} did not come within {self.timeout_s:g} s"
-        return f"{waiter.call.description}: {late}; present: {rank_list(present)}"
+        return f"{call.description}: {late}; present: {rank_list(present)}"
 
     def _wake_all(self) -> None:
         for group in list(self._groups.values()):

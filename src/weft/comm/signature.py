@@ -25,7 +25,12 @@ _SEND_OR_RECV = re.compile(r"^(send|recv) ")
 
 
 @lru_cache(maxsize=1024)  # every step repeats the same few signatures
-def signature_text(operation: str, dtype: torch.dtype, shape: tuple[int, ...], variable_dim: int | None = None) -> str:
+def signature_text(
+    operation: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    variable_dim: int | None = None,
+) -> str:
     """Operation, dtype and shape; a star marks the dimension whose length may differ between members.
 
     >>> signature_text("all_gather", torch.float32, (3, 8), variable_dim=0)
@@ -35,7 +40,8 @@ def signature_text(operation: str, dtype: torch.dtype, shape: tuple[int, ...], v
     if variable_dim is not None:
         lengths[variable_dim] += "*"
     dtype_name = str(dtype).removeprefix("torch.")
-    return f"{operation} {dtype_name}[{', '.join(lengths)}]"
+    shape_text = ", ".join(lengths)
+    return f"{operation} {dtype_name}[{shape_text}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +65,12 @@ def check_signatures(axis: str, ranks: Sequence[int], signatures: Sequence[Signa
         MismatchError: naming the ranks and what each of them called.
     """
     texts = [signature.text for signature in signatures]
-    if len(set(texts)) > 1:
-        comparable_texts = {_comparable(text) for text in texts}
-        if len(comparable_texts) > 1:
-            found = _ranks_by_text(ranks, texts)
-            raise MismatchError(f"over {axis}, ranks called different operations, shapes or dtypes: {found}")
+    if not _texts_match(texts):
+        found = _ranks_by_text(ranks, texts)
+        raise MismatchError(f"over {axis}, ranks called different operations, shapes or dtypes: {found}")
     if not _split_sizes_match(signatures):
-        found = _ranks_by_text(ranks, [_with_split_sizes(signature) for signature in signatures])
+        texts = [_with_split_sizes(signature) for signature in signatures]
+        found = _ranks_by_text(ranks, texts)
         raise MismatchError(f"over {axis}, split sizes of the ranks do not match: {found}")
 
 
@@ -75,27 +80,39 @@ def encode_signature(call: Call) -> Tensor:
     absent = (NO_SPLIT_SIZES,) * size
     input_sizes = call.input_split_sizes or absent
     output_sizes = call.output_split_sizes or absent
-    text = call.signature.encode()[:TEXT_BYTES]
-    encoded = struct.pack(_format(size), text, *input_sizes, *output_sizes)
-    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    text = call.signature.encode()
+    encoded = struct.pack(_format(size), text[:TEXT_BYTES], *input_sizes, *output_sizes)
+    writable = bytearray(encoded)
+    return torch.frombuffer(writable, dtype=torch.uint8)
 
 
 def decode_signature(encoded: Tensor, size: int) -> Signature:
     """Inverse of `encode_signature` for a group of `size` members."""
-    text, *split_sizes = struct.unpack(_format(size), bytes(encoded.tolist()))
-    decoded_text = text.rstrip(b"\0").decode(errors="replace")
+    packed = bytes(encoded.tolist())
+    padded_text, *split_sizes = struct.unpack(_format(size), packed)
+    text = padded_text.rstrip(b"\0").decode(errors="replace")
     if split_sizes[0] == NO_SPLIT_SIZES:
-        return Signature(decoded_text)
-    return Signature(decoded_text, tuple(split_sizes[:size]), tuple(split_sizes[size:]))
+        return Signature(text)
+    return Signature(
+        text,
+        input_split_sizes=tuple(split_sizes[:size]),
+        output_split_sizes=tuple(split_sizes[size:]),
+    )
 
 
 def _format(size: int) -> str:
     return f"{TEXT_BYTES}s{2 * size}q"
 
 
-def _comparable(text: str) -> str:
-    without_lengths = _VARIABLE_LENGTH.sub("*", text)
-    return _SEND_OR_RECV.sub("message ", without_lengths)
+def _texts_match(texts: Sequence[str]) -> bool:
+    """Whether the texts are equal but for starred dimensions, and send counting as recv."""
+    if len(set(texts)) == 1:
+        return True
+    comparable = set()
+    for text in texts:
+        without_lengths = _VARIABLE_LENGTH.sub("*", text)
+        comparable.add(_SEND_OR_RECV.sub("message ", without_lengths))
+    return len(comparable) == 1
 
 
 def _split_sizes_match(signatures: Sequence[Signature]) -> bool:
@@ -108,20 +125,25 @@ def _split_sizes_match(signatures: Sequence[Signature]) -> bool:
 
 
 def _with_split_sizes(signature: Signature) -> str:
-    sizes = f"input_split_sizes {signature.input_split_sizes} output_split_sizes {signature.output_split_sizes}"
-    return f"{signature.text} {sizes}"
+    inputs = signature.input_split_sizes
+    outputs = signature.output_split_sizes
+    return f"{signature.text} input_split_sizes {inputs} output_split_sizes {outputs}"
 
 
 def _ranks_by_text(ranks: Sequence[int], texts: Sequence[str]) -> str:
     """`ranks 0 2: all_reduce(sum) float32[4]; rank 1: barrier`."""
     ranks_of_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
-        ranks_of_text.setdefault(text, []).append(rank)
-    parts = [f"{rank_list(members)}: {text}" for text, members in ranks_of_text.items()]
+        members = ranks_of_text.setdefault(text, [])
+        members.append(rank)
+    parts = []
+    for text, members in ranks_of_text.items():
+        parts.append(f"{rank_list(members)}: {text}")
     return "; ".join(parts)
 
 
 def rank_list(ranks: Sequence[int]) -> str:
     """`rank 3` or `ranks 0 2`, for messages."""
     noun = "ranks" if len(ranks) > 1 else "rank"
-    return f"{noun} {' '.join(map(str, ranks))}"
+    numbers = " ".join(map(str, ranks))
+    return f"{noun} {numbers}"

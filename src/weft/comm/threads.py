@@ -65,7 +65,13 @@ class ThreadWorld:
 class ThreadTransport:
     """One rank's side of a `ThreadWorld`."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, rendezvous: ThreadRendezvous) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        rendezvous: ThreadRendezvous,
+    ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._rendezvous = rendezvous
         self._home_thread: int | None = None

@@ -26,6 +26,9 @@ Op = Literal[
 ]
 Reduce = Literal["sum", "avg", "max", "min", "product"]
 
+GroupKey = tuple[bool, tuple[int, ...]]
+"""Whether the group is an ordered pair for messages, and its world ranks."""
+
 T = TypeVar("T", default=Tensor)
 
 
@@ -97,6 +100,11 @@ class Call:
         return self.op in ("send", "recv")
 
     @property
+    def group_key(self) -> GroupKey:
+        """Calls with equal keys are matched in the order in which they are started."""
+        return self.is_p2p, self.ranks
+
+    @property
     def description(self) -> str:
         """Signature, axis and group: `all_reduce(sum) float32[4] over tp, ranks 0 1`."""
         separator = " -> " if self.is_p2p else " "
@@ -150,7 +158,10 @@ class Work(Generic[T]):
     """
 
     def __init__(
-        self, pending: PendingCall | None, finish: Callable[[], T], failure_note: Callable[[], str] = str
+        self,
+        pending: PendingCall | None,
+        finish: Callable[[], T],
+        failure_note: Callable[[], str] = str,
     ) -> None:
         self._pending = pending
         self._finish: Callable[[], T] | None = finish
