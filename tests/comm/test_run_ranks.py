@@ -1,5 +1,6 @@
-"""`run_ranks`, in threads and in processes: results by rank, the first failure told, nothing left behind."""
+"""`run_ranks` in threads and in processes: results by rank, the first failure raised, no process left."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from weft.testing import run_ranks
 
 @dataclass
 class Report:
-    """A class of a test module travels both ways."""
+    """A class of a test module, sent in both directions."""
 
     rank: int
     total: torch.Tensor
@@ -33,13 +34,13 @@ def report(comm):
     return Report(comm.rank, comm.all_reduce(torch.ones(2), ("pp", "tp")))
 
 
-def test_results_come_by_rank(transport):
+def test_results_are_ordered_by_rank(transport):
     reports = run_ranks("pp2 tp2", report, transport=transport)
     assert [one.rank for one in reports] == [0, 1, 2, 3]
     assert all(type(one) is Report and one.total.tolist() == [4, 4] for one in reports)
 
 
-def test_closures_lambdas_and_recursive_functions_travel(transport):
+def test_closures_lambdas_and_recursive_functions_are_sent(transport):
     offset = 10
 
     def factorial(n):
@@ -51,7 +52,7 @@ def test_closures_lambdas_and_recursive_functions_travel(transport):
     ]
 
 
-def test_a_mesh_of_one_rank_is_enough(transport):
+def test_a_mesh_of_one_rank(transport):
     assert run_ranks(Mesh.parse(""), lambda comm: comm.rank, transport=transport) == [0]
 
 
@@ -64,7 +65,7 @@ def test_ranks_run_one_thread_each_with_denormals_flushed(transport):
     assert torch.get_num_threads() == before
 
 
-def test_the_first_failing_rank_is_told_with_its_coordinates(transport):
+def test_the_error_of_the_first_failing_rank_names_rank_and_coordinates(transport):
     def fail(comm):
         comm.barrier("dp")
         if comm.rank == 2:
@@ -77,7 +78,7 @@ def test_the_first_failing_rank_is_told_with_its_coordinates(transport):
     assert "raised by rank 2 (dp1 tp0) of mesh dp2 tp2" in caught.value.__notes__[0]
 
 
-def test_a_failing_assert_travels(transport):
+def test_an_assertion_error_is_raised_in_the_caller(transport):
     def fail(comm):
         assert comm.rank == 0, f"rank is {comm.rank}"
 
@@ -85,19 +86,19 @@ def test_a_failing_assert_travels(transport):
         run_ranks("dp2", fail, transport=transport)
 
 
-def test_who_does_not_finish_is_named_with_where_it_is(transport):
-    def linger(comm):
+def test_a_rank_that_does_not_finish_is_named_with_its_stack(transport):
+    def sleep(comm):
         if comm.rank == 1:
             time.sleep(4)
 
     start = time.monotonic()
     with pytest.raises(CommTimeout, match=r"rank 1 \(tp1\) of mesh tp2 did not finish within 1.5 s") as caught:
-        run_ranks("tp2", linger, transport=transport, timeout_s=1.5)
+        run_ranks("tp2", sleep, transport=transport, timeout_s=1.5)
     assert time.monotonic() - start < 3.5
-    assert "in linger" in caught.value.__notes__[0]
+    assert "in sleep" in caught.value.__notes__[0]
 
 
-def test_an_operation_names_who_is_missing_before_the_run_is_stopped(transport):
+def test_a_collective_names_the_missing_rank_before_the_run_times_out(transport):
     def late(comm):
         if comm.rank == 1:
             time.sleep(4)
@@ -107,7 +108,7 @@ def test_an_operation_names_who_is_missing_before_the_run_is_stopped(transport):
         run_ranks("tp2", late, transport=transport, timeout_s=1.5)
 
 
-def test_an_error_that_cannot_travel_is_told_in_words():
+def test_an_exception_that_cannot_be_unpickled_is_raised_as_text():
     def fail(comm):
         raise OddError(comm.rank, reason="of its own")
 
@@ -115,7 +116,7 @@ def test_an_error_that_cannot_travel_is_told_in_words():
         run_ranks("", fail, transport="processes")
 
 
-def test_a_rank_that_is_killed_is_told():
+def test_a_killed_rank_is_reported():
     def fail(comm):
         if comm.rank == 1:
             os.kill(os.getpid(), 9)
@@ -127,7 +128,7 @@ def test_a_rank_that_is_killed_is_told():
     assert time.monotonic() - start < 10
 
 
-def test_the_callers_folder_and_environment_are_the_ranks_too(tmp_path, monkeypatch):
+def test_rank_processes_have_the_folder_and_environment_of_the_caller(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEFT_TEST_WORD", "woven")
 
@@ -135,6 +136,62 @@ def test_the_callers_folder_and_environment_are_the_ranks_too(tmp_path, monkeypa
         return os.getcwd(), os.environ["WEFT_TEST_WORD"]
 
     assert run_ranks("dp2", look, transport="processes") == [(str(tmp_path), "woven")] * 2
+
+
+def test_rank_threads_share_the_default_generator_and_rank_processes_do_not(transport):
+    """As documented in `run_ranks`: torch's default CPU generator belongs to the process."""
+
+    def seed(comm):
+        for rank in range(comm.mesh.size):
+            if comm.rank == rank:
+                torch.manual_seed(100 + rank)
+            comm.barrier("dp")
+        return torch.initial_seed()
+
+    seeds = run_ranks("dp3", seed, transport=transport)
+    assert seeds == ([102, 102, 102] if transport == "threads" else [100, 101, 102])
+
+
+def test_a_generator_of_its_own_gives_each_rank_its_own_draws(transport):
+    def draw(comm):
+        generator = torch.Generator().manual_seed(comm.rank)
+        comm.barrier("dp")
+        return torch.rand((), generator=generator).item()
+
+    expected = [torch.rand((), generator=torch.Generator().manual_seed(rank)).item() for rank in range(3)]
+    assert run_ranks("dp3", draw, transport=transport) == expected
+
+
+class Lazy:
+    """A class of a test module with a cached property, which holds a lock before Python 3.12."""
+
+    @functools.cached_property
+    def twice(self):
+        return 2 * self.rank
+
+
+def test_a_class_with_a_cached_property_is_sent(transport):
+    def read(comm):
+        lazy = Lazy()
+        lazy.rank = comm.rank
+        return lazy.twice, lazy.twice
+
+    assert run_ranks("dp2", read, transport=transport) == [(0, 0), (2, 2)]
+
+
+def test_a_large_result_is_received():
+    """Larger than the buffer of a pipe."""
+    first, second = run_ranks("dp2", lambda comm: torch.full((1_000_000,), comm.rank), transport="processes")
+    assert (first.sum().item(), second.sum().item()) == (0, 1_000_000)
+
+
+def test_a_rank_that_exits_with_0_before_it_returns_is_an_error():
+    def leave(comm):
+        if comm.rank == 1:
+            os._exit(0)
+
+    with pytest.raises(RankError, match=r"rank 1 \(dp1\): process exited before its function returned"):
+        run_ranks("dp2", leave, transport="processes")
 
 
 def alive(pid):
@@ -154,7 +211,7 @@ def wait_until_gone(pids, within_s=10.0):
 
 @pytest.mark.parametrize("ending", ["return", "raise", "time out"])
 def test_no_process_is_left_behind(tmp_path, ending):
-    def play(comm):
+    def run(comm):
         (tmp_path / f"pid-{comm.rank}").write_text(str(os.getpid()))
         comm.barrier("dp")
         if ending == "raise" and comm.rank == 0:
@@ -163,10 +220,10 @@ def test_no_process_is_left_behind(tmp_path, ending):
             time.sleep(60)
 
     if ending == "return":
-        run_ranks("dp3", play, transport="processes")
+        run_ranks("dp3", run, transport="processes")
     else:
         with pytest.raises((ValueError, CommTimeout)):
-            run_ranks("dp3", play, transport="processes", timeout_s=2.0)
+            run_ranks("dp3", run, transport="processes", timeout_s=2.0)
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
     assert wait_until_gone(pids) == []
 
@@ -175,16 +232,16 @@ SCRIPT = """
 import os, pathlib, sys, time
 from weft.testing import run_ranks
 
-def play(comm):
+def run(comm):
     pathlib.Path(sys.argv[1], f"pid-{comm.rank}").write_text(str(os.getpid()))
     time.sleep(60)
 
 if __name__ == "__main__":
-    run_ranks("dp2", play, transport="processes")
+    run_ranks("dp2", run, transport="processes")
 """
 
 
-def test_a_caller_that_is_killed_takes_server_and_ranks_along(tmp_path):
+def test_a_killed_caller_leaves_no_server_and_no_ranks(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     caller = subprocess.Popen([sys.executable, str(tmp_path / "script.py"), str(tmp_path)])
     files = [tmp_path / f"pid-{rank}" for rank in range(2)]
@@ -207,11 +264,11 @@ def test_eight_processes_start_in_well_under_a_second_after_the_first_run():
 def test_backward_of_every_thread_runs_in_that_thread():
     """See Note [Backward passes in rank threads]: a collective inside backward blocks no other rank."""
 
-    def play(comm):
+    def run(comm):
         seen = []
         x = torch.ones(2, requires_grad=True)
         x.register_hook(lambda grad: seen.append(threading.current_thread().name) or comm.all_reduce(grad, "dp"))
         (x * (comm.rank + 1)).sum().backward()
         return seen, x.grad.tolist()
 
-    assert run_ranks("dp3", play) == [([f"rank {rank}"], [6.0, 6.0]) for rank in range(3)]
+    assert run_ranks("dp3", run) == [([f"rank {rank}"], [6.0, 6.0]) for rank in range(3)]

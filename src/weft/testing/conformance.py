@@ -1,18 +1,19 @@
-"""Owns what every transport must do: checks that any rank can judge by itself, since inputs are functions of the rank.
+"""Conformance suite for transports: each rank checks the result of every collective, since inputs are functions of the rank.
 
     def conforms(comm):
         for name, check in CHECKS.items():
             for what, got, expected in check(comm):
                 assert torch.equal(got.cpu(), expected), f"{name}: {what}"
 
-Values are small whole numbers, so that every order of summation gives the same bits in every dtype.
+Values are small integers, so that every order of summation gives the same bits in every dtype.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import get_args
+from dataclasses import dataclass
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -22,200 +23,334 @@ from weft.comm.transport import Reduce
 from weft.core.dimension import all_axes
 from weft.core.mesh import Axis
 
-Finding = tuple[str, Tensor, Tensor]
-"""What was tried, what came, what should have come."""
-
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 MOVED_DTYPES = (*DTYPES, torch.bool, torch.uint8, torch.complex64)
 SUMS: tuple[Reduce, ...] = ("sum", "avg", "max")
 LARGE = 70_000
-"""Elements of a tensor that transports with a way of their own for small ones treat as large."""
+"""Elements of a tensor that is too large for a transport's fast path for small ones."""
 
 
-def brought(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What `rank` brings: 1, 2, -1, -2 in an order of its own."""
+class Comparison(NamedTuple):
+    """One result and its expected value, on the CPU."""
+
+    what: str
+    got: Tensor
+    expected: Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group of this rank along an axis, and inputs for all its members."""
+
+    comm: Comm
+    axis: Axis
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.comm.group(self.axis)
+
+    @property
+    def size(self) -> int:
+        return self.comm.degree(self.axis)
+
+    @property
+    def index(self) -> int:
+        return self.comm.index(self.axis)
+
+    def inputs(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """One input for each member, on the CPU."""
+        return [make_input(rank, *shape, dtype=dtype) for rank in self.ranks]
+
+    def local(self, tensors: list[Tensor]) -> Tensor:
+        """This rank's tensor of one for each member, as a copy on its device."""
+        return tensors[self.index].to(self.comm.device, copy=True)
+
+
+def make_input(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The input of `rank`: values 1, 2, -1, -2 drawn with the rank as seed."""
     generator = torch.Generator().manual_seed(rank)
-    choice = torch.randint(4, shape, generator=generator)
-    return torch.tensor([1, 2, -1, -2])[choice].to(dtype)
+    drawn = torch.randint(4, shape, generator=generator)
+    return torch.tensor([1, 2, -1, -2])[drawn].to(dtype)
 
 
-def reduced(tensors: list[Tensor], op: Reduce) -> Tensor:
-    """The reduction of `tensors`, by torch's own means."""
-    if op == "avg":
-        return (torch.stack(tensors).sum(0) / len(tensors)).to(tensors[0].dtype)
+def reduce(tensors: list[Tensor], op: Reduce) -> Tensor:
+    """The reduction of `tensors` in torch."""
+    dtype = tensors[0].dtype
     stacked = torch.stack(tensors)
-    by_name = {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0), "product": stacked.prod(0)}
-    return by_name[op].to(tensors[0].dtype)
+    match op:
+        case "sum":
+            return stacked.sum(0).to(dtype)
+        case "avg":
+            return (stacked.sum(0) / len(tensors)).to(dtype)
+        case "max":
+            return stacked.amax(0)
+        case "min":
+            return stacked.amin(0)
+        case "product":
+            return stacked.prod(0).to(dtype)
 
 
-def axes_of(comm: Comm) -> list[Axis]:
-    """Every axis of the mesh, alone and together with others."""
+def groups_of(comm: Comm) -> Iterator[Group]:
+    """The groups of every axis of the mesh, alone and combined with others."""
     names = [name for name, degree in comm.mesh.axes if degree > 1]
-    together = (itertools.combinations(names, count) for count in range(2, len(names) + 1))
-    return [*names, *itertools.chain(*together)]
+    for name in names:
+        yield Group(comm, name)
+    for count in range(2, len(names) + 1):
+        for combined in itertools.combinations(names, count):
+            yield Group(comm, combined)
 
 
-def all_reduces(comm: Comm) -> Iterator[Finding]:
-    """Every reduction in every dtype; the argument of the functional one stays as it was."""
-    for axis, dtype, op in itertools.product(axes_of(comm), DTYPES, get_args(Reduce)):
-        if op == "avg" and dtype == torch.int64:
+def supports(op: Reduce, dtype: torch.dtype) -> bool:
+    """An average needs a floating-point dtype."""
+    return op != "avg" or dtype.is_floating_point
+
+
+def all_reduces(comm: Comm) -> Iterator[Comparison]:
+    """Every reduction in every dtype; the functional one leaves its input unchanged."""
+    for group, dtype, op in itertools.product(groups_of(comm), DTYPES, get_args(Reduce)):
+        if not supports(op, dtype):
             continue
-        everyone = [brought(rank, 3, 4, dtype=dtype) for rank in comm.group(axis)]
-        x = brought(comm.rank, 3, 4, dtype=dtype).to(comm.device)
-        yield f"all_reduce {op} {dtype} {axis}", comm.all_reduce(x, axis, op=op), reduced(everyone, op)
-        yield f"argument of all_reduce {op} {axis}", x, brought(comm.rank, 3, 4, dtype=dtype)
-        yield f"all_reduce_ {op} {dtype} {axis}", comm.all_reduce_(x, axis, op=op), reduced(everyone, op)
+        inputs = group.inputs(3, 4, dtype=dtype)
+        expected = reduce(inputs, op)
+        x = group.local(inputs)
+        name = f"{op} {dtype} {group.axis}"
+        yield Comparison(f"all_reduce {name}", comm.all_reduce(x, group.axis, op=op), expected)
+        yield Comparison(f"input of all_reduce {name}", x, inputs[group.index])
+        yield Comparison(f"all_reduce_ {name}", comm.all_reduce_(x, group.axis, op=op), expected)
 
 
-def all_reduces_of_odd_tensors(comm: Comm) -> Iterator[Finding]:
-    """Scalars, empty ones, views that are not contiguous, large ones."""
-    for axis in axes_of(comm):
-        group = comm.group(axis)
-        scalar = torch.tensor(float(comm.rank), device=comm.device)
-        yield f"scalar {axis}", comm.all_reduce(scalar, axis), torch.tensor(float(sum(group)))
-        yield f"empty {axis}", comm.all_reduce(torch.empty(0, 3, device=comm.device), axis), torch.empty(0, 3)
-        whole = brought(comm.rank, 4, 6).to(comm.device)
-        total = reduced([brought(rank, 4, 6) for rank in group], "sum")
-        yield f"transposed {axis}", comm.all_reduce(whole.T, axis), total.T
-        comm.all_reduce_(whole[:, ::2], axis)
-        yield f"every second column {axis}", whole[:, ::2], total[:, ::2]
-        yield f"columns between {axis}", whole[:, 1::2], brought(comm.rank, 4, 6)[:, 1::2]
-        for op in SUMS:
-            large = [brought(rank, LARGE) for rank in group]
-            yield (
-                f"large {op} {axis}",
-                comm.all_reduce(large[comm.index(axis)].to(comm.device), axis, op=op),
-                (reduced(large, op)),
-            )
-        if len(group) == 2:
-            huge = [brought(rank, 16 * LARGE) for rank in group]
-            got = comm.all_reduce(huge[comm.index(axis)].to(comm.device), axis)
-            yield f"huge {axis}", got, reduced(huge, "sum")
+def all_reduces_of_odd_tensors(comm: Comm) -> Iterator[Comparison]:
+    """Scalars, empty tensors, non-contiguous views, large tensors."""
+    for group in groups_of(comm):
+        yield from _small_all_reduces(group)
+        yield from _all_reduces_of_views(group)
+        yield from _large_all_reduces(group)
 
 
-def all_gathers(comm: Comm) -> Iterator[Finding]:
-    """Along every dimension, in every dtype that can be moved, even, uneven and empty pieces."""
-    for axis, dim in itertools.product(axes_of(comm), (0, 1, -1)):
+def _small_all_reduces(group: Group) -> Iterator[Comparison]:
+    comm, axis = group.comm, group.axis
+    scalar = torch.tensor(float(comm.rank), device=comm.device)
+    total = torch.tensor(float(sum(group.ranks)))
+    yield Comparison(f"scalar {axis}", comm.all_reduce(scalar, axis), total)
+    empty = torch.empty(0, 3, device=comm.device)
+    yield Comparison(f"empty {axis}", comm.all_reduce(empty, axis), torch.empty(0, 3))
+
+
+def _all_reduces_of_views(group: Group) -> Iterator[Comparison]:
+    comm, axis = group.comm, group.axis
+    inputs = group.inputs(4, 6)
+    total = reduce(inputs, "sum")
+    x = group.local(inputs)
+    yield Comparison(f"transposed {axis}", comm.all_reduce(x.T, axis), total.T)
+    comm.all_reduce_(x[:, ::2], axis)
+    yield Comparison(f"even columns {axis}", x[:, ::2], total[:, ::2])
+    yield Comparison(f"odd columns {axis}", x[:, 1::2], inputs[group.index][:, 1::2])
+
+
+def _large_all_reduces(group: Group) -> Iterator[Comparison]:
+    comm, axis = group.comm, group.axis
+    inputs = group.inputs(LARGE)
+    for op in SUMS:
+        got = comm.all_reduce(group.local(inputs), axis, op=op)
+        yield Comparison(f"large {op} {axis}", got, reduce(inputs, op))
+    if group.size == 2:
+        inputs = group.inputs(16 * LARGE)
+        got = comm.all_reduce(group.local(inputs), axis)
+        yield Comparison(f"very large {axis}", got, reduce(inputs, "sum"))
+
+
+def all_gathers(comm: Comm) -> Iterator[Comparison]:
+    """Along every dimension, in every dtype that can be moved, with even, uneven and empty shards."""
+    for group, dim in itertools.product(groups_of(comm), (0, 1, -1)):
         for dtype in MOVED_DTYPES:
-            pieces = [brought(rank, 2, 3, 4, dtype=dtype) for rank in comm.group(axis)]
-            got = comm.all_gather(pieces[comm.index(axis)].to(comm.device), axis, dim=dim)
-            yield f"all_gather {dtype} dim {dim} {axis}", got, torch.cat(pieces, dim)
-        for rows in (1, LARGE // 5) if comm.degree(axis) <= 3 else (1,):
-            sizes = [place * rows for place in range(comm.degree(axis))]
-            pieces = [
-                brought(rank, size, 5).movedim(0, dim) for rank, size in zip(comm.group(axis), sizes, strict=True)
-            ]
-            got = comm.all_gather(pieces[comm.index(axis)].to(comm.device), axis, dim=dim, sizes=sizes)
-            yield f"uneven all_gather x{rows} dim {dim} {axis}", got, torch.cat(pieces, dim)
+            shards = group.inputs(2, 3, 4, dtype=dtype)
+            got = comm.all_gather(group.local(shards), group.axis, dim=dim)
+            yield Comparison(f"all_gather {dtype} dim {dim} {group.axis}", got, torch.cat(shards, dim))
+        yield _uneven_all_gather(group, dim, rows=1)
+        if group.size <= 3:
+            yield _uneven_all_gather(group, dim, rows=LARGE // 5)
 
 
-def in_place(comm: Comm) -> Iterator[Finding]:
-    """Gathered and scattered within one line; what was not asked for stays as it was."""
-    for axis, length in itertools.product(axes_of(comm), (0, 3, LARGE)):
-        group, index = comm.group(axis), comm.index(axis)
-        own = slice(index * length, (index + 1) * length)
-        for dtype in DTYPES if length < LARGE else (torch.float32,):
-            wholes = [brought(rank, len(group) * length, dtype=dtype) for rank in group]
-            pieces = [whole[place * length :][:length] for place, whole in enumerate(wholes)]
-            line = wholes[index].to(comm.device, copy=True)
-            yield f"all_gather_ {length} {dtype} {axis}", comm.all_gather_(line, axis), torch.cat(pieces)
-            for op in SUMS if dtype.is_floating_point else ("sum",):
-                line = wholes[index].to(comm.device, copy=True)
-                expected = wholes[index].clone()
-                expected[own] = reduced(wholes, op)[own]
-                yield f"reduce_scatter_ {op} {length} {axis}", comm.reduce_scatter_(line, axis, op=op), expected[own]
-                yield f"line of reduce_scatter_ {op} {length} {axis}", line, expected
+def _uneven_all_gather(group: Group, dim: int, *, rows: int) -> Comparison:
+    """Member i has i * `rows` rows."""
+    shards: list[Tensor] = []
+    for index, rank in enumerate(group.ranks):
+        shards.append(make_input(rank, index * rows, 5).movedim(0, dim))
+    sizes = [shard.shape[dim] for shard in shards]
+    got = group.comm.all_gather(group.local(shards), group.axis, dim=dim, sizes=sizes)
+    return Comparison(f"uneven all_gather x{rows} dim {dim} {group.axis}", got, torch.cat(shards, dim))
 
 
-def reduce_scatters(comm: Comm) -> Iterator[Finding]:
-    """Along every dimension, every reduction, even and uneven pieces, one of them empty."""
-    for axis, dim in itertools.product(axes_of(comm), (0, 1, -1)):
-        degree, index = comm.degree(axis), comm.index(axis)
-        even, uneven = [2] * degree, list(range(degree))
+def in_place(comm: Comm) -> Iterator[Comparison]:
+    """All-gather and reduce-scatter within a flat buffer; the other parts of the buffer stay unchanged."""
+    for group, length in itertools.product(groups_of(comm), (0, 3, LARGE)):
+        dtypes = DTYPES if length < LARGE else (torch.float32,)
+        for dtype in dtypes:
+            buffers = group.inputs(group.size * length, dtype=dtype)
+            yield _gather_in_place(group, buffers, length)
+            ops = SUMS if dtype.is_floating_point else SUMS[:1]
+            for op in ops:
+                yield from _reduce_scatter_in_place(group, buffers, length, op=op)
+
+
+def _gather_in_place(group: Group, buffers: list[Tensor], length: int) -> Comparison:
+    shards: list[Tensor] = []
+    for index, member_buffer in enumerate(buffers):
+        shards.append(member_buffer[index * length : (index + 1) * length])
+    buffer = group.local(buffers)
+    got = group.comm.all_gather_(buffer, group.axis)
+    return Comparison(f"all_gather_ {length} {buffer.dtype} {group.axis}", got, torch.cat(shards))
+
+
+def _reduce_scatter_in_place(group: Group, buffers: list[Tensor], length: int, *, op: Reduce) -> Iterator[Comparison]:
+    own = slice(group.index * length, (group.index + 1) * length)
+    expected = buffers[group.index].clone()
+    expected[own] = reduce(buffers, op)[own]
+    buffer = group.local(buffers)
+    name = f"reduce_scatter_ {op} {length} {group.axis}"
+    yield Comparison(name, group.comm.reduce_scatter_(buffer, group.axis, op=op), expected[own])
+    yield Comparison(f"buffer of {name}", buffer, expected)
+
+
+def reduce_scatters(comm: Comm) -> Iterator[Comparison]:
+    """Along every dimension, with every reduction, even and uneven shards, one of them empty."""
+    for group, dim in itertools.product(groups_of(comm), (0, 1, -1)):
         for dtype, op in itertools.product(DTYPES, SUMS):
-            if op == "avg" and dtype == torch.int64:
-                continue
-            wholes = [brought(rank, 2 * degree, 3, dtype=dtype).movedim(0, dim) for rank in comm.group(axis)]
-            got = comm.reduce_scatter(wholes[index].to(comm.device), axis, dim=dim, op=op)
-            expected = torch.split(reduced(wholes, op), even, dim)[index]
-            yield f"reduce_scatter {op} {dtype} dim {dim} {axis}", got, expected
-        wholes = [brought(rank, sum(uneven), 3).movedim(0, dim) for rank in comm.group(axis)]
-        got = comm.reduce_scatter(wholes[index].to(comm.device), axis, dim=dim, sizes=uneven)
-        yield f"uneven reduce_scatter dim {dim} {axis}", got, torch.split(reduced(wholes, "sum"), uneven, dim)[index]
+            if supports(op, dtype):
+                yield _even_reduce_scatter(group, dim, dtype=dtype, op=op)
+        yield _uneven_reduce_scatter(group, dim)
 
 
-def all_to_alls(comm: Comm) -> Iterator[Finding]:
-    """Even pieces, and member i sending (i + j) % 3 rows to member j."""
-    for axis, dtype in itertools.product(axes_of(comm), MOVED_DTYPES):
-        degree, index, group = comm.degree(axis), comm.index(axis), comm.group(axis)
-        wholes = [brought(rank, 2 * degree, 3, dtype=dtype) for rank in group]
-        got = comm.all_to_all(wholes[index].to(comm.device), axis)
-        yield f"all_to_all {dtype} {axis}", got, torch.cat([whole[2 * index : 2 * index + 2] for whole in wholes])
-        rows = [[(i + j) % 3 for j in range(degree)] for i in range(degree)]
-        wholes = [brought(rank, sum(row), 3, dtype=dtype) for rank, row in zip(group, rows, strict=True)]
-        got = comm.all_to_all(
-            wholes[index].to(comm.device), axis, send_sizes=rows[index], recv_sizes=[row[index] for row in rows]
-        )
-        expected = [torch.split(whole, row)[index] for whole, row in zip(wholes, rows, strict=True)]
-        yield f"uneven all_to_all {dtype} {axis}", got, torch.cat(expected)
+def _even_reduce_scatter(group: Group, dim: int, *, dtype: torch.dtype, op: Reduce) -> Comparison:
+    inputs = [x.movedim(0, dim) for x in group.inputs(2 * group.size, 3, dtype=dtype)]
+    got = group.comm.reduce_scatter(group.local(inputs), group.axis, dim=dim, op=op)
+    shards = torch.split(reduce(inputs, op), 2, dim)
+    return Comparison(f"reduce_scatter {op} {dtype} dim {dim} {group.axis}", got, shards[group.index])
 
 
-def one_to_many(comm: Comm) -> Iterator[Finding]:
+def _uneven_reduce_scatter(group: Group, dim: int) -> Comparison:
+    """Member i gets i rows."""
+    sizes = list(range(group.size))
+    inputs = [x.movedim(0, dim) for x in group.inputs(sum(sizes), 3)]
+    got = group.comm.reduce_scatter(group.local(inputs), group.axis, dim=dim, sizes=sizes)
+    shards = torch.split(reduce(inputs, "sum"), sizes, dim)
+    return Comparison(f"uneven reduce_scatter dim {dim} {group.axis}", got, shards[group.index])
+
+
+def all_to_alls(comm: Comm) -> Iterator[Comparison]:
+    """Even shards, and member i sending (i + j) % 3 rows to member j."""
+    for group, dtype in itertools.product(groups_of(comm), MOVED_DTYPES):
+        yield _even_all_to_all(group, dtype)
+        yield _uneven_all_to_all(group, dtype)
+
+
+def _even_all_to_all(group: Group, dtype: torch.dtype) -> Comparison:
+    inputs = group.inputs(2 * group.size, 3, dtype=dtype)
+    got = group.comm.all_to_all(group.local(inputs), group.axis)
+    own = slice(2 * group.index, 2 * group.index + 2)
+    received = [x[own] for x in inputs]
+    return Comparison(f"all_to_all {dtype} {group.axis}", got, torch.cat(received))
+
+
+def _uneven_all_to_all(group: Group, dtype: torch.dtype) -> Comparison:
+    rows: list[list[int]] = []
+    inputs: list[Tensor] = []
+    for index, rank in enumerate(group.ranks):
+        send_sizes = [(index + receiver) % 3 for receiver in range(group.size)]
+        rows.append(send_sizes)
+        inputs.append(make_input(rank, sum(send_sizes), 3, dtype=dtype))
+    got = group.comm.all_to_all(
+        group.local(inputs),
+        group.axis,
+        send_sizes=rows[group.index],
+        recv_sizes=[send_sizes[group.index] for send_sizes in rows],
+    )
+    received: list[Tensor] = []
+    for x, send_sizes in zip(inputs, rows, strict=True):
+        received.append(torch.split(x, send_sizes)[group.index])
+    return Comparison(f"uneven all_to_all {dtype} {group.axis}", got, torch.cat(received))
+
+
+def one_to_many(comm: Comm) -> Iterator[Comparison]:
     """broadcast_, gather and scatter, from and to every root."""
-    for axis, dtype in itertools.product(axes_of(comm), MOVED_DTYPES):
-        group, index = comm.group(axis), comm.index(axis)
-        for root in range(comm.degree(axis)):
-            everyone = [brought(rank, 2, 3, dtype=dtype) for rank in group]
-            x = everyone[index].to(comm.device)
-            gathered = comm.gather(x, axis, root=root)
-            yield f"gather {root} {axis}", torch.tensor(gathered is None), torch.tensor(index != root)
-            for got, expected in zip(gathered or (), everyone, strict=False):
-                yield f"gather {root} {dtype} {axis}", got, expected
-            pieces = [brought(100 + rank, 2, 3, dtype=dtype) for rank in group]
-            given = [piece.to(comm.device) for piece in pieces] if index == root else None
-            out = torch.empty_like(x)
-            yield f"scatter {root} {dtype} {axis}", comm.scatter(given, out, axis, root=root), pieces[index]
-            view = x.T
-            comm.broadcast_(view, axis, root=root)
-            yield f"broadcast_ {root} {dtype} {axis}", x, everyone[root]
+    for group, dtype in itertools.product(groups_of(comm), MOVED_DTYPES):
+        for root in range(group.size):
+            yield from _gather(group, dtype, root)
+            yield _scatter(group, dtype, root)
+            yield _broadcast(group, dtype, root)
 
 
-def messages(comm: Comm) -> Iterator[Finding]:
-    """A ring in both directions, several under way at once, empty ones among them; order is kept."""
-    for axis, step in itertools.product(axes_of(comm), (1, -1)):
-        degree, index = comm.degree(axis), comm.index(axis)
-        to, source = (index + step) % degree, (index - step) % degree
-        shapes = [(4,), (0, 2), (3, 2), (LARGE,), ()]
-        outs = [torch.zeros(shape, device=comm.device) for shape in shapes]
-        sends = [comm.start_send(brought(comm.rank, *shape).to(comm.device), axis, to=to) for shape in shapes]
-        receives = [comm.start_recv(out, axis, source=source) for out in outs]
-        for work in (*receives, *sends):
-            work.wait()
-            yield f"is_completed {axis}", torch.tensor(work.is_completed()), torch.tensor(True)
-        for out, shape in zip(outs, shapes, strict=True):
-            yield f"message {shape} {axis}", out, brought(comm.group(axis)[source], *shape)
+def _gather(group: Group, dtype: torch.dtype, root: int) -> Iterator[Comparison]:
+    inputs = group.inputs(2, 3, dtype=dtype)
+    gathered = group.comm.gather(group.local(inputs), group.axis, root=root)
+    is_none = torch.tensor(gathered is None)
+    yield Comparison(f"gather {root} {group.axis} gives None", is_none, torch.tensor(group.index != root))
+    if gathered is not None:
+        for got, expected in zip(gathered, inputs, strict=True):
+            yield Comparison(f"gather {root} {dtype} {group.axis}", got, expected)
 
 
-def overlapping(comm: Comm) -> Iterator[Finding]:
-    """Works of all groups under way at once, begun in another order on every other rank, waited for backwards."""
-    axes = axes_of(comm)
-    x = brought(comm.rank, 5).to(comm.device)
-    works = {}
-    for axis in axes if comm.rank % 2 else reversed(axes):
-        works[axis, "sum"] = comm.start_all_reduce(x, axis)
-        works[axis, "max"] = comm.start_all_reduce(x, axis, op="max")
-        works[axis, "gather"] = comm.start_all_gather(x, axis)
-    for (axis, what), work in reversed(works.items()):
-        everyone = [brought(rank, 5) for rank in comm.group(axis)]
-        expected = torch.cat(everyone) if what == "gather" else reduced(everyone, "sum" if what == "sum" else "max")
-        yield f"{what} {axis}", work.wait(), expected
-        yield f"{what} {axis} again", work.wait(), expected
+def _scatter(group: Group, dtype: torch.dtype, root: int) -> Comparison:
+    comm = group.comm
+    shards = [make_input(100 + rank, 2, 3, dtype=dtype) for rank in group.ranks]
+    sent = [shard.to(comm.device) for shard in shards] if group.index == root else None
+    out = torch.empty(2, 3, dtype=dtype, device=comm.device)
+    got = comm.scatter(sent, out, group.axis, root=root)
+    return Comparison(f"scatter {root} {dtype} {group.axis}", got, shards[group.index])
 
 
-def alone(comm: Comm) -> Iterator[Finding]:
-    """Along an axis of degree 1 everything is there already, in memory of its own."""
-    axis = next((name for name in all_axes() if comm.degree(name) == 1), ())
-    x = brought(comm.rank, 2, 2).to(comm.device)
+def _broadcast(group: Group, dtype: torch.dtype, root: int) -> Comparison:
+    """Of a non-contiguous view."""
+    inputs = group.inputs(2, 3, dtype=dtype)
+    x = group.local(inputs)
+    group.comm.broadcast_(x.T, group.axis, root=root)
+    return Comparison(f"broadcast_ {root} {dtype} {group.axis}", x, inputs[root])
+
+
+def messages(comm: Comm) -> Iterator[Comparison]:
+    """Point-to-point in a ring in both directions, several in flight, empty ones among them; order is kept."""
+    for group, step in itertools.product(groups_of(comm), (1, -1)):
+        yield from _ring(group, step)
+
+
+def _ring(group: Group, step: int) -> Iterator[Comparison]:
+    comm, axis = group.comm, group.axis
+    to = (group.index + step) % group.size
+    source = (group.index - step) % group.size
+    shapes = [(4,), (0, 2), (3, 2), (LARGE,), ()]
+    outs = [torch.zeros(shape, device=comm.device) for shape in shapes]
+    sends = [comm.start_send(make_input(comm.rank, *shape).to(comm.device), axis, to=to) for shape in shapes]
+    receives = [comm.start_recv(out, axis, source=source) for out in outs]
+    for work in (*receives, *sends):
+        work.wait()
+        yield Comparison(f"is_completed {axis}", torch.tensor(work.is_completed()), torch.tensor(True))
+    for out, shape in zip(outs, shapes, strict=True):
+        yield Comparison(f"message {shape} {axis}", out, make_input(group.ranks[source], *shape))
+
+
+def overlapping(comm: Comm) -> Iterator[Comparison]:
+    """Works of all groups in flight, started in another order on every other rank, waited for in reverse."""
+    x = make_input(comm.rank, 5).to(comm.device)
+    groups = list(groups_of(comm))
+    if comm.rank % 2 == 0:
+        groups.reverse()
+    works = []
+    for group in groups:
+        inputs = group.inputs(5)
+        works.append((f"sum {group.axis}", comm.start_all_reduce(x, group.axis), reduce(inputs, "sum")))
+        works.append((f"max {group.axis}", comm.start_all_reduce(x, group.axis, op="max"), reduce(inputs, "max")))
+        works.append((f"gather {group.axis}", comm.start_all_gather(x, group.axis), torch.cat(inputs)))
+    for what, work, expected in reversed(works):
+        yield Comparison(what, work.wait(), expected)
+        yield Comparison(f"{what} again", work.wait(), expected)
+
+
+def single_member(comm: Comm) -> Iterator[Comparison]:
+    """Along an axis of size 1 a collective returns a copy of its input."""
+    sizes_one = [name for name in all_axes() if comm.degree(name) == 1]
+    axis: Axis = sizes_one[0] if sizes_one else ()
+    expected = make_input(comm.rank, 2, 2)
+    x = expected.to(comm.device)
     works = {
         "all_reduce": comm.start_all_reduce(x, axis),
         "all_gather": comm.start_all_gather(x, axis, dim=1),
@@ -223,44 +358,49 @@ def alone(comm: Comm) -> Iterator[Finding]:
         "all_to_all": comm.start_all_to_all(x, axis),
     }
     for what, work in works.items():
-        yield what, work.wait(), brought(comm.rank, 2, 2)
-        yield f"{what} is in memory of its own", torch.tensor(work.wait() is not x), torch.tensor(True)
+        yield Comparison(what, work.wait(), expected)
+        yield Comparison(f"{what} is in memory of its own", torch.tensor(work.wait() is not x), torch.tensor(True))
     out = torch.zeros(2, 2, device=comm.device)
-    yield "all_reduce_", comm.all_reduce_(x, axis), brought(comm.rank, 2, 2)
-    yield "scatter", comm.scatter([x], out, axis), brought(comm.rank, 2, 2)
+    yield Comparison("all_reduce_", comm.all_reduce_(x, axis), expected)
+    yield Comparison("scatter", comm.scatter([x], out, axis), expected)
     comm.barrier(axis)
 
 
-CHECKS: dict[str, Callable[[Comm], Iterator[Finding]]] = {
-    check.__name__: check
-    for check in (
-        all_reduces,
-        all_reduces_of_odd_tensors,
-        all_gathers,
-        reduce_scatters,
-        in_place,
-        all_to_alls,
-        one_to_many,
-        messages,
-        overlapping,
-        alone,
-    )
+Check = Callable[[Comm], Iterator[Comparison]]
+
+CHECKS: dict[str, Check] = {
+    "all_reduces": all_reduces,
+    "all_reduces_of_odd_tensors": all_reduces_of_odd_tensors,
+    "all_gathers": all_gathers,
+    "reduce_scatters": reduce_scatters,
+    "in_place": in_place,
+    "all_to_alls": all_to_alls,
+    "one_to_many": one_to_many,
+    "messages": messages,
+    "overlapping": overlapping,
+    "single_member": single_member,
 }
 
 
 def conform(comm: Comm, *names: str) -> int:
-    """Run the checks of these names (all without any) and count what was compared.
+    """Run the checks of these names (without names: all) and return the number of comparisons.
 
     Raises:
         AssertionError: at the first difference.
     """
     num_compared = 0
     for name in names or CHECKS:
-        for what, got, expected in CHECKS[name](comm):
-            got = got.detach().cpu()
-            if (got.shape, got.dtype) != (expected.shape, expected.dtype) or not torch.equal(got, expected):
-                raise AssertionError(f"{name}: {what}: got {got}, expected {expected}")
+        for comparison in CHECKS[name](comm):
+            _assert_equal(name, comparison)
             num_compared += 1
-        for axis in axes_of(comm):
-            comm.barrier(axis)
+        for group in groups_of(comm):
+            comm.barrier(group.axis)
     return num_compared
+
+
+def _assert_equal(name: str, comparison: Comparison) -> None:
+    got = comparison.got.detach().cpu()
+    expected = comparison.expected
+    same_kind = (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    if not same_kind or not torch.equal(got, expected):
+        raise AssertionError(f"{name}: {comparison.what}: got {got}, expected {expected}")
