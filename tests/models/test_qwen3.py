@@ -54,7 +54,7 @@ def test_about_a_tenth_of_the_mixed_preset_meets_each_token():
 
 def test_length_of_queries_and_keys_does_not_matter_as_they_are_normalised():
     cfg = qwen3.Config(layers=1, dim=32, heads=4, kv_heads=2, head_size=12, norm_eps=1e-30)
-    attn, x = attention(cfg, qk_norm=True), torch.randn(2, 5, 32)
+    attn, x = attention(cfg, qk_norm=torch.nn.RMSNorm), torch.randn(2, 5, 32)
     batch = token_batch(*[torch.zeros(2, 5, dtype=torch.int64)] * 2)
     before = attn(x, batch)
     for weight in (attn.q.weight, attn.k.weight):
@@ -66,7 +66,7 @@ def test_length_of_queries_and_keys_does_not_matter_as_they_are_normalised():
 
 def test_heads_are_normalised_one_by_one_before_they_are_rotated():
     cfg = qwen3.Config(layers=1, dim=16, heads=2, kv_heads=1, head_size=6)
-    attn, x = attention(cfg, qk_norm=True), torch.randn(1, 4, 16)
+    attn, x = attention(cfg, qk_norm=torch.nn.RMSNorm), torch.randn(1, 4, 16)
     for norm in (attn.q_norm, attn.k_norm):
         norm.weight.data = torch.rand(6) + 0.5
     seen = []

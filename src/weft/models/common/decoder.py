@@ -22,7 +22,7 @@ def attention(
     *,
     rope: Rope | None = None,
     qkv_bias: bool = False,
-    qk_norm: bool = False,
+    qk_norm: type[nn.RMSNorm] | None = None,
     attend: Attend | None = None,
 ) -> Attention:
     """Grouped-query attention.
@@ -30,7 +30,7 @@ def attention(
     Args:
         rope: default: unscaled, with `cfg.rope_theta`.
         qkv_bias: whether q, k and v have biases; o has none.
-        qk_norm: whether each head of q and k passes an RMSNorm before it is rotated.
+        qk_norm: norm of each head of q and k, before it is rotated.
         attend: default: causal, scores times 1 / sqrt(head size).
     """
     return Attention(
@@ -40,8 +40,8 @@ def attention(
         head_size=cfg.head_size,
         qkv_bias=qkv_bias,
         rope=rope or Rope(cfg.head_size, theta=cfg.rope_theta),
-        q_norm=nn.RMSNorm(cfg.head_size, eps=cfg.norm_eps) if qk_norm else None,
-        k_norm=nn.RMSNorm(cfg.head_size, eps=cfg.norm_eps) if qk_norm else None,
+        q_norm=qk_norm(cfg.head_size, eps=cfg.norm_eps) if qk_norm else None,
+        k_norm=qk_norm(cfg.head_size, eps=cfg.norm_eps) if qk_norm else None,
         attend=attend,
     )
 
@@ -56,11 +56,22 @@ def dense_layer(cfg: DenseConfig, attn: nn.Module) -> Block:
     )
 
 
-def decoder_chain(cfg: DecoderConfig, layers: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The chain of `cfg` around these layers."""
-    embed = Embed(cfg.vocab, cfg.dim)
-    head = Head(rms_norm(cfg), nn.Linear(cfg.dim, cfg.vocab, bias=False))
-    return chain_blocks(embed, layers, head)
+def decoder_chain(
+    cfg: DecoderConfig,
+    layers: Sequence[nn.Module],
+    *,
+    embed: nn.Module | None = None,
+    norm: type[nn.RMSNorm] = nn.RMSNorm,
+) -> dict[str, nn.Module]:
+    """The chain of `cfg` around these layers.
+
+    Args:
+        embed: default: `Embed`.
+        norm: type of the last norm.
+    """
+    head_norm = norm(cfg.dim, eps=cfg.norm_eps)
+    head = Head(head_norm, nn.Linear(cfg.dim, cfg.vocab, bias=False))
+    return chain_blocks(embed or Embed(cfg.vocab, cfg.dim), layers, head)
 
 
 def chain_blocks(

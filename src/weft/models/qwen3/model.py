@@ -10,5 +10,5 @@ from weft.models.qwen3.config import Config
 
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"."""
-    layers = [dense_layer(cfg, attention(cfg, qk_norm=True)) for _ in range(cfg.layers)]
+    layers = [dense_layer(cfg, attention(cfg, qk_norm=nn.RMSNorm)) for _ in range(cfg.layers)]
     return decoder_chain(cfg, layers)

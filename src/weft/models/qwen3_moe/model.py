@@ -18,7 +18,7 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
 def _layer(cfg: Config) -> MoEBlock:
     return MoEBlock(
         attn_norm=rms_norm(cfg),
-        attn=attention(cfg, qk_norm=True),
+        attn=attention(cfg, qk_norm=nn.RMSNorm),
         mlp_norm=rms_norm(cfg),
         mlp=_mixture(cfg),
     )

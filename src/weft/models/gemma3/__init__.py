@@ -1,0 +1,1 @@
+"""Gemma 3: config.py, model.py, hf.py."""

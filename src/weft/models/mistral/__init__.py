@@ -1,0 +1,1 @@
+"""Mistral: config.py, model.py, hf.py."""

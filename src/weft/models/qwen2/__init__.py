@@ -1,0 +1,1 @@
+"""Qwen2: config.py, model.py, hf.py."""
