@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.memory_source import Memory
+from tests.small_models import TEXT_FAMILIES, small_fields
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
@@ -40,6 +41,7 @@ CONFIGS: dict[str, dict[str, object]] = {
         "rope_scaling_factor": 4.0, "rope_scaling_original_context": 16,
     },
 }  # fmt: skip
+CONFIGS |= {name: small_fields(name) for name in TEXT_FAMILIES if name not in CONFIGS}
 """Vocabulary 53 is cut unevenly, two query heads share a head of keys in three of them, YaRN scales the scores of one."""
 
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7), (9,), (50, 3, 50, 3), (8, 30, 31, 2))

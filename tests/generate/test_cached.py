@@ -26,6 +26,7 @@ LAYOUTS = [
     ("qwen3-moe", "ep2"), ("qwen3-moe", "tp2 ep4"), ("qwen3-moe", "pp2 ep2"),
     ("deepseek", "ep2"), ("deepseek", "pp3 tp2"), ("deepseek", "pp2 ep2 tp2"),
 ]  # fmt: skip
+LAYOUTS += [(family, "pp2 tp2") for family in CONFIGS if family not in dict(LAYOUTS)]
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.memory_source import Memory
+from tests.small_models import HF_FAMILIES, small_config
 from weft.config.hf.read_config import describe_folder
 from weft.config.hf.write_config import config_json
 from weft.core.model_config import ModelConfig
@@ -56,6 +57,8 @@ CONFIGS: dict[str, ModelConfig] = {
     "deepseek, second next, q whole": DEEPSEEK.model_copy(update={"mtp_depth": 1, "q_lora_rank": 0}),
     "deepseek, q whole": DEEPSEEK.model_copy(update={"q_lora_rank": 0, "shared_experts": 0}),
 }
+
+CONFIGS |= {name: small_config(name, layers=2, tied=False) for name in HF_FAMILIES if name not in CONFIGS}
 
 
 def shapes_of(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:

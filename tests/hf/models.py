@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.oracle.hugging_face import shaken
+from tests.small_models import HF_FAMILIES, small_config
+from weft.config.hf.write_config import config_json
 from weft.config.load import load
 from weft.config.run import Run
 from weft.hf.export_hf import export_hf
@@ -75,6 +78,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         max_position_embeddings=2560,
     ),
 }
+
+
+def hf_config(family: str) -> Any:
+    """transformers' config of a small model of the family, as weft writes it."""
+    cfg = small_config(family, vocab=61, layers=2)
+    tokens = {"bos_token_id": 1, "eos_token_id": 2}
+    values = config_json(FAMILIES[family].hf, cfg, dtype="float32", original=tokens)
+    return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+CONFIGS |= {name: partial(hf_config, name) for name in HF_FAMILIES if name not in CONFIGS}
 
 
 def their_model(name: str, dtype: torch.dtype) -> nn.Module:

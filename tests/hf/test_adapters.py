@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.memory_source import Memory
+from tests.small_models import HF_FAMILIES, small_fields
 from weft.checkpoint.format import Facts
 from weft.config.hf.write_config import config_json
 from weft.config.lora import LORA_A, LORA_B, adapted_linear, adapted_linears
@@ -43,6 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4, "v_head_dim": 4, "ffn": 24, "vocab": 31, "experts": 4, "top_k": 2, "expert_ffn": 8,
     },
 }  # fmt: skip
+CONFIGS |= {name: small_fields(name, layers=2, dim=16, vocab=31) for name in HF_FAMILIES if name not in CONFIGS}
 
 
 def config_of(name: str) -> ModelConfig:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tests.small_models import small_fields
 from weft.comm.comm import Comm
 from weft.config import validate
 from weft.config.checks import run_checks
@@ -99,7 +100,10 @@ class Case:
     @property
     def fields(self) -> dict[str, object]:
         """The model's own keys."""
-        fields = GROUPED if self.grouped else {**CONFIGS, **MIXTURES}[self.family]
+        if self.grouped:
+            fields = GROUPED
+        else:
+            fields = {**CONFIGS, **MIXTURES}.get(self.family) or small_fields(self.family, dim=32, window=3)
         return {**fields, "layers": self.layers} if self.layers else fields
 
     @cached_property

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tests.matrix.layouts import CLIP, NUM_STEPS, TOLERANCE, Case
 from tests.matrix.sweep import every_case
+from tests.small_models import TEXT_FAMILIES
 from weft.config import validate
 from weft.config.checks import run_checks
 from weft.config.load import try_load
@@ -74,7 +75,7 @@ LAYOUT: Mapping[str, Has] = {
 FEATURES: Mapping[str, Has] = {
     **{name: lambda case, name=name: case.family == name and not case.grouped for name in ("gpt2", "llama3")},
     "llama3, tied, grouped": _is("grouped", True),
-    **{name: _is("family", name) for name in ("qwen3", "qwen3-moe", "deepseek")},
+    **{name: _is("family", name) for name in TEXT_FAMILIES if name not in ("gpt2", "llama3")},
     **{name: _is("schedule", name) for name in SCHEDULES},
     **LAYOUT,
     "1 micro-batch": _is("microbatches", 1),

@@ -10,6 +10,7 @@ from functools import cache
 
 from tests.matrix.cover import LIST, read_rows
 from tests.matrix.layouts import SEQ_LEN, Case, fits
+from tests.small_models import TEXT_FAMILIES
 from weft.core.mesh import all_meshes
 from weft.core.sequence import Context
 from weft.schedule.catalog import SCHEDULES
@@ -22,6 +23,30 @@ WHOLE = (
     Case("tp2 cp2 ep2 dp2 pp2", family="qwen3-moe", microbatches=2, zero=2, context="ulysses", schedule="zero_bubble"),
 )
 """All five dimensions at once."""
+
+EVERY_FAMILY = (
+    Case("tp2"),
+    Case("tp2", sequence=True),
+    Case("cp2"),
+    Case("cp2", context="allgather", documents=True),
+    Case("cp2", context="ulysses"),
+    Case("pp2"),
+    Case("pp2", schedule="zbv", chunks=2),
+    Case("dp2", zero=1, recompute="selective"),
+    Case("dp2", zero=2, recompute="full"),
+    Case("dp2", zero=3),
+    Case("cp2 tp2", sequence=True, documents=True),
+    Case("pp2 dp2 tp2", sequence=True, zero=3),
+)
+"""Layouts that each discovered family is held to."""
+
+
+def family_cases() -> Iterator[Case]:
+    """Every discovered family under each of these layouts that it supports."""
+    for family, layout in itertools.product(TEXT_FAMILIES, EVERY_FAMILY):
+        case = replace(layout, family=family)
+        if fits(case):
+            yield case
 
 
 def grid(most_ranks: int = 16) -> Iterator[Case]:
@@ -64,7 +89,7 @@ def acts(case: Case) -> bool:
 @cache
 def every_case() -> tuple[Case, ...]:
     """The whole sweep, each layout once."""
-    return tuple(dict.fromkeys((*WHOLE, *read_rows(LIST), *grid())))
+    return tuple(dict.fromkeys((*WHOLE, *read_rows(LIST), *grid(), *family_cases())))
 
 
 def sample(number: int, *, seed: int, most_ranks: int = 32) -> tuple[Case, ...]:

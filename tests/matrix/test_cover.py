@@ -10,6 +10,7 @@ from tests.matrix import cover
 from tests.matrix.cover import CHOICES, LIST, NAMES, case_of, complete, every_part, is_valid, parts, read_rows
 from tests.matrix.layouts import Case, fits
 from tests.matrix.sweep import every_case
+from tests.small_models import TEXT_FAMILIES
 from weft.schedule.catalog import SCHEDULES
 
 
@@ -45,7 +46,7 @@ def test_every_combination_of_choices_that_can_meet_meets_in_some_row(strength: 
 def test_the_sweep_has_every_schedule_model_and_mesh_of_five_axes() -> None:
     cases = every_case()
     assert {case.schedule for case in cases} == set(SCHEDULES)
-    assert {case.family for case in cases} == {"gpt2", "llama3", "qwen3", "qwen3-moe", "deepseek"}
+    assert {case.family for case in cases} == set(TEXT_FAMILIES)
     assert any(len(case.grid.axes) == 5 for case in cases)
     assert len(set(map(str, cases))) == len(cases), "names tell layouts apart"
 

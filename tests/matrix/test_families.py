@@ -1,0 +1,26 @@
+"""Families that the covering rows lack, discovered: each layout computes what one device computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.matrix.cover import LIST, read_rows
+from tests.matrix.layouts import Case
+from tests.matrix.sweep import EVERY_FAMILY, family_cases
+from tests.matrix.test_matrix import Check
+from tests.small_models import TEXT_FAMILIES
+
+COVERED = {case.family for case in read_rows(LIST)}
+
+
+@pytest.mark.parametrize("case", [case for case in family_cases() if case.family not in COVERED], ids=str)
+def test_family_computes_what_one_device_computes(case: Case, check: Check) -> None:
+    check(case)
+
+
+def test_small_configs_support_every_layout() -> None:
+    missing = {case.family: 0 for case in family_cases()}
+    for case in family_cases():
+        missing[case.family] += 1
+    assert set(missing) == set(TEXT_FAMILIES)
+    assert all(count == len(EVERY_FAMILY) for family, count in missing.items() if family not in COVERED)
