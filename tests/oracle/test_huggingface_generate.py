@@ -36,7 +36,9 @@ def test_greedy_text_is_hugging_faces(name: str, mesh: str):
     theirs = shaken(make(config).double()).eval()
     texts = [their_text(theirs, prompt) for prompt in PROMPTS]
     assert len({token for text in texts for token in text}) > 5, "the texts say something"
-    for ours, _ in run_ranks(mesh, lambda comm: Generation(PROMPTS, NUM_TOKENS)(decoder(config, theirs, views, mesh, comm))):
+    for ours, _ in run_ranks(
+        mesh, lambda comm: Generation(PROMPTS, NUM_TOKENS)(decoder(config, theirs, views, mesh, comm))
+    ):
         assert ours == texts
 
 
