@@ -1,4 +1,4 @@
-"""Owns the table of bad input: each is told in one line on stderr, exit code 2, before torch is imported, within 2 s."""
+"""Table of invalid input: each gives one line on stderr and exit code 2, before torch is imported, within 2 s."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ TABLE = {
     ),
     "zero unknown": ("--parallel.zero", "4", "error: parallel.zero: unknown value (got '4'; need one of 0, 1, 2, 3)"),
     "missing config": ("{tmp}/no.toml", "error: config: no such file (got '{tmp}/no.toml'"),
-    "config is no TOML": ("{tmp}/bad.toml", "error: config: {tmp}/bad.toml is not TOML"),
+    "config is not TOML": ("{tmp}/bad.toml", "error: config: {tmp}/bad.toml is not TOML"),
     "unknown key in the config": ("{tmp}/typo.toml", "error: optim.lerning_rate: unknown key"),
 }
 
@@ -168,7 +168,7 @@ def _no_world(monkeypatch):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with all that is wrong, and a port that is taken: what the table's braces mean."""
+    """A folder with the wrong files and a port in use: values of the braces in the table."""
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "text.txt").write_text("long enough " * 50)
@@ -190,7 +190,7 @@ def files_below(folder):
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_bad_input_is_told_in_one_line(case, place, capsys, tmp_path):
+def test_invalid_input_gives_one_line(case, place, capsys, tmp_path):
     *words, line = (word.format_map(place) for word in TABLE[case])
     before = files_below(tmp_path)
     assert main(["train", *words]) == EXIT_USER
@@ -228,9 +228,9 @@ def run_weft(*words, **env):
         ("unknown key in the config", {}),
     ],
 )
-def test_bad_input_ends_a_real_process_before_torch_is_there(case, env, place):
+def test_invalid_input_ends_a_process_before_torch_is_imported(case, env, place):
     *words, line = (word.format_map(place) for word in TABLE[case])
-    for _attempt in range(3):  # on a machine that is busy with other things one of three counts
+    for _attempt in range(3):  # on a busy machine one of three attempts must be in time
         ran, told, imported, seconds = run_weft("train", *words, **env)
         if seconds < LIMIT_S:
             break
@@ -258,7 +258,7 @@ flags = st.tuples(
 @given(
     words=st.lists(flags.map(lambda flag: [flag[0], *flag[1]]), max_size=4), name=st.sampled_from(["train", "explain"])
 )
-def test_whatever_the_words_the_answer_is_a_run_or_lines_of_faults(words, name, place, capsys, monkeypatch):
+def test_any_words_give_a_run_or_lines_of_faults(words, name, place, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "weft.train.main", types.SimpleNamespace(train=lambda _run, **_: EXIT_OK))
     code = main([name, "--data.source", "text.txt", *(word for flag in words for word in flag)])
     told = capsys.readouterr().err.splitlines()
@@ -267,7 +267,7 @@ def test_whatever_the_words_the_answer_is_a_run_or_lines_of_faults(words, name, 
     assert told or code == EXIT_OK
 
 
-def test_all_faults_are_told_at_once(place, capsys):
+def test_all_faults_are_reported_together(place, capsys):
     words = ["--mesh", "tp3", "--batch.global_size", "7", "--optim.lrr", "1", "--seed", "x", "--nproc", "2"]
     words += ["--data.source", "nowhere", "--out", "done", "--port", str(place["port"])]
     assert main(["train", *words]) == EXIT_USER
@@ -288,7 +288,7 @@ def test_all_faults_are_told_at_once(place, capsys):
         ({**TORCHRUN, "MASTER_PORT": "x"}, "error: MASTER_PORT: is no number (got 'x')"),
     ],
 )
-def test_a_world_of_another_size_than_the_mesh_is_refused(env, line, place, capsys, monkeypatch):
+def test_a_world_of_another_size_than_the_mesh_is_rejected(env, line, place, capsys, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--mesh", "dp2"]) == EXIT_USER
@@ -296,7 +296,7 @@ def test_a_world_of_another_size_than_the_mesh_is_refused(env, line, place, caps
     assert told.startswith(line)
 
 
-def test_a_fault_is_told_once_a_machine(place, capsys, monkeypatch):
+def test_a_fault_is_printed_once_a_machine(place, capsys, monkeypatch):
     monkeypatch.setattr("weft.cli.PATIENCE_S", 0.0)
     for name, value in {**TORCHRUN, "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -304,14 +304,14 @@ def test_a_fault_is_told_once_a_machine(place, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_other_ranks_do_not_mind_the_folder_that_the_first_one_writes(place, monkeypatch):
+def test_other_ranks_do_not_check_the_folder_that_the_first_one_writes(place, monkeypatch):
     run = load(["--out", "done"], FAMILIES)
     assert len(list(out_faults(run))) == 1
     monkeypatch.setenv("RANK", "1")
     assert not list(out_faults(run))
 
 
-def test_cuda_without_a_gpu_is_refused(place, capsys, monkeypatch):
+def test_cuda_without_a_gpu_is_rejected(place, capsys, monkeypatch):
     monkeypatch.setattr("weft.train.preflight.GPU_FILES", ("/nowhere/gpu*",))
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -1,7 +1,8 @@
-"""Owns the commands: `weft NAME [CONFIG.toml] [--a.b value ...]`; every check is made before torch is imported."""
+"""The program `weft`: commands, exit codes and error lines. All checks run before torch is imported."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -47,17 +48,18 @@ from weft.train import adapter_base, preflight, resume
 
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
 PATIENCE_S = 1.0
-"""torchrun ends all ranks with the first that ends: the others wait until the first on their machine has told its faults."""
+"""Time that other ranks wait after a fault, so that torchrun does not end the first one before it has printed the faults."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 ok, 1 failed, 2 the user can mend it, 130 Ctrl-C."""
-    name, *words = (list(sys.argv[1:]) if argv is None else list(argv)) or ["--help"]
+    """Run one command; the exit code is 0 ok, 1 failed, 2 invalid input, 75 stopped and saved, 130 Ctrl-C."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    name, *words = given or ["--help"]
     try:
         code = _command(name)(words)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `weft train --help | head`: nobody reads on, and that is fine
+    except BrokenPipeError:  # `weft train --help | head` closes the pipe early
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except UserError as error:
@@ -66,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(PATIENCE_S)
         return EXIT_USER
     except RankError as error:
-        print(f"error: {error}", file=sys.stderr)  # nobody but this rank, or the parent of all, knows of it
+        print(f"error: {error}", file=sys.stderr)  # on every rank: the others do not have this error
         return EXIT_USER if error.kind == "user" else EXIT_FAILED
     except WeftError as error:
         print_messages([f"error: {error}"])
@@ -82,22 +84,28 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
         return lambda _words: print_result(f"weft {__version__}")
     if name in COMMANDS:
         return COMMANDS[name].run
-    if name in COMMANDS_TO_COME:
-        fix = f"these are: {', '.join(COMMANDS)}"
-        raise UserError(Fault(f"weft {name}", "is not there yet", fix=fix))
-    raise UserError(Fault("weft", f"unknown command {name!r}", fix=did_you_mean(name, COMMANDS)))
+    hint = did_you_mean(name, COMMANDS)
+    what = f"unknown command {name!r}; commands: {', '.join(COMMANDS)}"
+    raise UserError(Fault("", what, fix=hint if hint.startswith("did") else ""))
 
 
 def overview() -> str:
     """All commands, one line each."""
-    lines = [f"  weft {name:<9} {command.usage:<32} {command.line}" for name, command in COMMANDS.items()]
-    head = ["weft trains one model on many devices.", "", *lines, ""]
-    codes = "Exit code 0: ok, 1: failed, 2: yours to mend, 75: stopped and saved."
-    return "\n".join([*head, f"weft NAME --help tells a command's keys. {codes}"])
+    lines = [f"  weft {name:<9} {command.line}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        (
+            "weft trains one model on many devices.",
+            "",
+            *lines,
+            "",
+            "weft NAME --help shows usage and keys of a command.",
+            "Exit codes: 0 ok, 1 failed, 2 invalid input, 75 stopped and saved, 130 Ctrl-C.",
+        )
+    )
 
 
 def train(words: Sequence[str]) -> int:
-    """Check everything that can be checked, then train."""
+    """Check the config and its environment, then train."""
     if wants_help(words):
         return _help_of_run("train", words)
     run = load_checked_run(words, (*data_checks.CHECKS, *preflight.CHECKS, *resume.CHECKS, *adapter_base.CHECKS))
@@ -112,7 +120,7 @@ def train(words: Sequence[str]) -> int:
 
 
 def explain(words: Sequence[str]) -> int:
-    """Print the layout that a config asks for, and why it is so."""
+    """Print the layout of a config and the reasons for it."""
     if wants_help(words):
         return _help_of_run("explain", words)
     return print_result(explain_plan(plan_of(load_checked_run(words))))
@@ -132,24 +140,26 @@ def schedule(words: Sequence[str]) -> int:
     return commands_schedule.schedule(words)
 
 
-class Proving(ConfigSection):
+class ProveOptions(ConfigSection):
     """What `weft prove` compares, besides a run folder or the keys of a run."""
 
     first: int = Field(3, ge=1, description="steps to compare, from the first")
 
 
 def prove(words: Sequence[str]) -> int:
-    """Hold a run, or a config before it runs, against one device; exit code 1 where they differ."""
+    """Compare a run, or a config, with one device; exit code 1 where they differ."""
     command = COMMANDS["prove"]
     if wants_help(words):
         return show_help(
-            Proving(), f"weft prove {command.usage}", f"{command.line}. Without a folder: any key of weft train"
+            ProveOptions(), f"weft prove {command.usage}", f"{command.line}. Without a folder: any key of weft train"
         )
     flag, rest = take_flag("--first", words)
-    first = flags.read_config(flag, Proving).first
+    first = flags.read_config(flag, ProveOptions).first
     folder = Path(rest[0]) if rest and Path(rest[0]).is_dir() else None
     if folder is not None and len(rest) > 1:
-        raise UserError(Fault("weft prove", "a run folder takes no keys: it has its own", got=" ".join(rest[1:])))
+        raise UserError(
+            Fault("weft prove", "a run folder takes no keys: it has its own config", got=" ".join(rest[1:]))
+        )
     subject = folder or load_checked_run(rest, data_checks.CHECKS)
     set_openmp_policy()
     from weft.prove.command import Proof  # imports torch, and so comes after all checks
@@ -160,37 +170,20 @@ def prove(words: Sequence[str]) -> int:
     return EXIT_OK if proof.holds else EXIT_FAILED
 
 
-def generate(words: Sequence[str]) -> int:
-    """Write text."""
-    from weft.commands.generate import generate as run  # nobody else pays for it
+def imported(path: str) -> Callable[[Sequence[str]], int]:
+    """The command "module:function", whose module is imported when the command runs."""
 
-    return run(words)
+    def run(words: Sequence[str]) -> int:
+        module, _, function = path.partition(":")
+        code: int = getattr(importlib.import_module(module), function)(words)
+        return code
 
-
-def data_files(words: Sequence[str]) -> int:
-    """Texts to token files."""
-    from weft.commands.data import run  # nobody else pays for it
-
-    return run(words)
-
-
-def import_folder(words: Sequence[str]) -> int:
-    """A Hugging Face folder to a run."""
-    from weft.commands.import_ import import_folder as run  # nobody else pays for it
-
-    return run(words)
-
-
-def export(words: Sequence[str]) -> int:
-    """A checkpoint to a Hugging Face folder."""
-    from weft.commands.export import export as run  # nobody else pays for it
-
-    return run(words)
+    return run
 
 
 @dataclass(frozen=True)
 class Command:
-    """One word after `weft`."""
+    """One command: its arguments, what it does, and the function that gets the words after its name."""
 
     usage: str
     line: str
@@ -198,24 +191,37 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command(CONFIG_USAGE, "train a model; without words: a small LLaMA 3 on Python's own sources", train),
-    "explain": Command(CONFIG_USAGE, "tell who does what in a run, and why, without starting it", explain),
+    "train": Command(CONFIG_USAGE, "train a model (default: a small LLaMA 3 on Python's sources)", train),
+    "explain": Command(CONFIG_USAGE, "print the layout of a run and the reasons for it", explain),
     "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),
     "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
     "prove": Command(
-        "[RUN | CONFIG.toml] [--first 3]", "hold a run or a layout against one device, number by number", prove
+        "[RUN | CONFIG.toml] [--first 3]", "compare a run or a layout with one device, number by number", prove
     ),
     "generate": Command(
-        "MODEL [--prompt TEXT ...]", "write text with a run, a checkpoint or a Hugging Face folder", generate
+        "MODEL [--prompt TEXT ...]",
+        "generate text with a run, checkpoint or Hugging Face folder",
+        imported("weft.commands.generate:generate"),
     ),
-    "data": Command("prepare INPUT... | show FOLDER", "make token files of texts; see what is in them", data_files),
-    "import": Command("HF-FOLDER --out RUN", "make a run of a Hugging Face folder", import_folder),
-    "export": Command("RUN | CHECKPOINT HF-FOLDER", "make a Hugging Face folder of a checkpoint", export),
+    "data": Command(
+        "prepare INPUT... | show FOLDER",
+        "prepare token files from texts; show their contents",
+        imported("weft.commands.data:run"),
+    ),
+    "import": Command(
+        "HF-FOLDER --out RUN", "import a Hugging Face folder as a run", imported("weft.commands.import_:import_folder")
+    ),
+    "export": Command(
+        "RUN | CHECKPOINT HF-FOLDER",
+        "export a checkpoint as a Hugging Face folder",
+        imported("weft.commands.export:export"),
+    ),
     "doctor": Command("", commands_doctor.LINE, commands_doctor.doctor),
 }
-COMMANDS_TO_COME = ("plan", "bench", "report", "launch", "chaos")
 
 
 def _help_of_run(name: str, words: Sequence[str]) -> int:
-    run = try_load([word for word in words if word not in HELP], FAMILIES).run
-    return show_help(run, f"weft {name} {CONFIG_USAGE}", f"{COMMANDS[name].line}; here for the model {run.model.name}")
+    config_words = [word for word in words if word not in HELP]
+    run = try_load(config_words, FAMILIES).run
+    description = f"{COMMANDS[name].line}. Keys of the model {run.model.name}"
+    return show_help(run, f"weft {name} {CONFIG_USAGE}", description)

@@ -1,15 +1,15 @@
-"""The one error tree.
+"""Exceptions of weft, exit codes, and `Fault`: one problem with its key, value, need and fix.
 
 WeftError
-├── UserError            something the user can mend: exit code 2, one line a fault, before any rank starts
+├── UserError            invalid input: exit code 2, one line a fault, before any rank starts
 │   ├── ConfigError      a key of the run config
 │   ├── MeshError        the mesh text, or a coordinate outside the mesh
-│   ├── PlanError        parts that are fine alone and do not fit together
+│   ├── PlanError        parts that are valid alone and do not fit together
 │   ├── ScheduleError    a table of actions that is incomplete or deadlocks
 │   ├── DataError        a source that is missing, empty, too short or out of range
 │   ├── CheckpointError  a checkpoint that is missing, broken, of another model or of a newer format
 │   └── LaunchError      ranks, ports, folders, devices
-├── CommError            something that went wrong between ranks
+├── CommError            a failure of communication between ranks
 │   ├── MismatchError    ranks disagree about a collective: operation, shape or dtype
 │   └── CommTimeout      ranks that did not arrive
 └── RankError            the first failing rank's error, with its coordinates
@@ -31,7 +31,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong, said so that it can be mended: `key: what (got; need). Fix: ...`."""
+    """One problem and its remedy: `key: what (got ...; need ...). Fix: ...`; the key may be empty."""
 
     key: str
     what: str
@@ -40,9 +40,17 @@ class Fault:
     fix: str = ""
 
     def __str__(self) -> str:
-        details = "; ".join(f"{word} {text}" for word, text in (("got", self.got), ("need", self.need)) if text)
-        line = f"{self.key}: {self.what}" + (f" ({details})" if details else "")
-        return " ".join((line + (f". Fix: {self.fix}" if self.fix else "")).split())
+        details = []
+        if self.got:
+            details.append(f"got {self.got}")
+        if self.need:
+            details.append(f"need {self.need}")
+        line = f"{self.key}: {self.what}" if self.key else self.what
+        if details:
+            line += f" ({'; '.join(details)})"
+        if self.fix:
+            line += f". Fix: {self.fix}"
+        return " ".join(line.split())
 
 
 class WeftError(Exception):
@@ -50,7 +58,7 @@ class WeftError(Exception):
 
 
 class UserError(WeftError):
-    """One or more faults that the user can mend; all of them are told at once."""
+    """One or more faults of the input; all of them are reported together."""
 
     def __init__(self, *faults: Fault) -> None:
         self.faults = faults
@@ -69,7 +77,7 @@ class MeshError(UserError):
 
 
 class PlanError(UserError):
-    """Parts that are fine alone and do not fit together."""
+    """Parts that are valid alone and do not fit together."""
 
 
 class ScheduleError(UserError):
@@ -77,7 +85,7 @@ class ScheduleError(UserError):
 
 
 class DataError(UserError):
-    """A data source is missing, empty, too short, or holds what the model cannot take."""
+    """A data source is missing, empty, too short, or holds tokens that the model cannot take."""
 
 
 class CheckpointError(UserError):
@@ -89,7 +97,7 @@ class LaunchError(UserError):
 
 
 class CommError(WeftError):
-    """Something went wrong between ranks."""
+    """A failure of communication between ranks."""
 
 
 class MismatchError(CommError):

@@ -1,7 +1,4 @@
-"""Owns what all commands share: help, flags taken out of the words, a run checked at the door, lines to the person.
-
-Only these lines and the views reach a person's screen.
-"""
+"""Shared by all commands: help, a checked run, and output. Only these functions and the views print."""
 
 from __future__ import annotations
 
@@ -23,14 +20,16 @@ from weft.train import preflight
 HELP = ("-h", "--help")
 
 
-def load_checked_run(words: Sequence[str], surroundings: Iterable[Check] = ()) -> Run:
-    """The run that these words describe.
+def load_checked_run(words: Sequence[str], environment_checks: Iterable[Check] = ()) -> Run:
+    """The run that these words describe, validated.
 
     Raises:
-        UserError: with every fault of its keys, of how they fit together, and of the surroundings.
+        UserError: with every fault: of single keys, of their combination, and of the environment.
     """
     loaded = try_load(words, FAMILIES)
-    if faults := run_checks(loaded.run, (*validate.CHECKS, *lora.CHECKS, *surroundings), known=loaded.faults):
+    checks = (*validate.CHECKS, *lora.CHECKS, *environment_checks)
+    faults = run_checks(loaded.run, checks, known=loaded.faults)
+    if faults:
         raise UserError(*faults)
     return loaded.run
 
@@ -41,7 +40,7 @@ def wants_help(words: Sequence[str]) -> bool:
 
 
 def show_help(defaults: BaseModel, usage: str, description: str) -> int:
-    """Print what tyro makes of a table of keys."""
+    """Print the keys of a section with descriptions and defaults."""
     try:
         tyro.cli(
             type(defaults),
@@ -54,33 +53,34 @@ def show_help(defaults: BaseModel, usage: str, description: str) -> int:
         )
     except SystemExit:
         return EXIT_OK
-    raise AssertionError("tyro answers --help by leaving")
+    raise AssertionError("tyro exits after --help")
 
 
 def take_flag(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flag with its word, and all other words."""
+    """The flag with its value, and all other words."""
     if name not in words:
         return [], list(words)
-    place = list(words).index(name)
-    return list(words[place : place + 2]), [*words[:place], *words[place + 2 :]]
+    start = list(words).index(name)
+    end = start + 2
+    return list(words[start:end]), [*words[:start], *words[end:]]
 
 
 def set_openmp_policy() -> None:
-    """Before torch is loaded: OpenMP threads that wait sleep instead of spinning, so that they leave the cores to others.
+    """Let waiting OpenMP threads sleep instead of spinning; must be set before torch is loaded.
 
-    Measured with two threads on two cores that others use too: 221 ms a step instead of 1,820.
+    Measured with two threads on two busy cores: 221 ms a step instead of 1,820.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def print_result(text: str) -> int:
-    """What a command was asked for."""
+    """Print the output of a command."""
     print(text.rstrip("\n"))
     return EXIT_OK
 
 
 def print_messages(lines: Iterable[str]) -> None:
-    """One line each for the person, once a machine."""
+    """Print lines on stderr, on the first rank of each machine."""
     if preflight.is_first(os.environ, preflight.LOCAL_RANKS):
         for line in lines:
             print(line, file=sys.stderr)

@@ -24,7 +24,7 @@ from weft.run.world import num_cores
 if TYPE_CHECKING:
     from weft.comm.comm import Comm
 
-LINE = "check this machine: versions, devices, memory, and whether local ranks can communicate"
+LINE = "check this machine: versions, devices, memory, local ranks"
 
 REQUIRED = ("torch", "numpy", "pydantic", "tyro", "rich", "safetensors", "psutil", "cloudpickle")
 OPTIONAL = ("tokenizers", "transformers", "peft", "pyarrow", "scikit-learn")
