@@ -1,0 +1,111 @@
+"""Every command of README and docs runs as printed, in the order of the page, and succeeds."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.commands import Command, CommandServer, commands_of
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "docs/checkpoints.md", "docs/data.md", "docs/generate.md", "docs/huggingface.md", "docs/lora.md"]
+NOT_RUN = ("make", "pip", "python")
+"""make builds the environment that runs these tests (see test_make_targets...), pip installs, python runs examples (tests/examples)."""
+TEXT = "The quick brown fox jumps over the lazy dog.\nWeaving threads of many colours, one after another.\n\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[CommandServer]:
+    server = CommandServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small LLaMA as transformers saves it, with a tokenizer.json."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from weft.data.tokenizer import train_bpe
+
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    text = [TEXT, *(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src" / "weft" / "core").glob("*.py")))]
+    (folder / "tokenizer.json").write_text(train_bpe(text, vocab=320), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, hugging_face_folder: Path) -> Path:
+    """What the pages assume that a reader has: texts, and a model from Hugging Face."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number, source in enumerate(sorted((ROOT / "src" / "weft" / "core").glob("*.py"))):
+        (texts / f"{number:02}.txt").write_text(source.read_text(encoding="utf-8") + TEXT, encoding="utf-8")
+    shutil.copytree(hugging_face_folder, tmp_path / "Llama-3.2-1B")
+    (tmp_path / "main.py").write_text("def main():\n    print(1)\n", encoding="utf-8")
+    return tmp_path
+
+
+def is_run(command: Command) -> bool:
+    if command.program == "srun":
+        return shutil.which("srun") is not None
+    return command.program not in NOT_RUN
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of_a_page_run_in_order(page: str, folder: Path, server: CommandServer) -> None:
+    commands = [command for command in commands_of(ROOT / page) if is_run(command)]
+    assert commands
+    for command in commands:
+        result = server.run(command, folder)
+        assert result.code == 0, f"{page}: {command.text}\n{result.text}"
+
+
+def test_every_page_with_commands_is_run() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    with_commands = set()
+    for page in pages:
+        if page.name != "LOG.md" and any(is_run(command) for command in commands_of(page)):
+            with_commands.add(str(page.relative_to(ROOT)))
+    assert with_commands - {"docs/extend.md"} == set(PAGES)  # extend.md has a test of its own
+
+
+def test_make_targets_in_pages_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        for command in commands_of(page):
+            if command.program == "make":
+                assert command.words[1] in targets, f"{page.name}: {command.text}"
+
+
+def test_make_train_runs_commands_that_work(server: CommandServer, tmp_path: Path) -> None:
+    arguments = ["make", "--dry-run", "train", "OUT=runs/train", "ARGS=--steps 2"]
+    recipe = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in recipe.splitlines() if line.startswith(".venv/bin/weft ")]
+    assert len(lines) == 2
+    for line in lines:
+        words = shlex.split(line)
+        if "--sample" in words:
+            words[words.index("--sample") + 1] = "8"
+        result = server.run(Command(line, tuple(words)), tmp_path)
+        assert result.code == 0, result.text

@@ -1,0 +1,96 @@
+"""Terminology: unique class and file names, plain technical English, a glossary with sources."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src" / "weft").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HISTORY = ("LOG.md",)
+"""Pages that record what was measured at the time, in the words of the time."""
+FAMILY_FILES = ("__init__.py", "config.py", "model.py", "hf.py")
+"""File names that every model family has."""
+PRIVATE_VOCABULARY = re.compile(
+    r"""\bOwns\b|\bnobody|\bwhoever\b|\bsomebody|\bis\ told\b|\btells\ of\b|\bthe\ door\b|\bat\ the\ door\b
+    |\bmend(s|ed|ing)?\b|\bgiv(e|es|en)\ away\b|\blets?\ go\ of\b|\bcomes?\ on\ demand\b|\byours\ to\b|\blast\ word\b
+    |\bstrangers?\b|\bhalf-told\b|\bbreath\b|\bdearest\b""",
+    re.VERBOSE | re.IGNORECASE,
+)
+MAX_TERMS = 70
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines of comments and string literals of a Python file, with their numbers."""
+    source = path.read_text(encoding="utf-8")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            for offset, line in enumerate(token.string.splitlines()):
+                yield token.start[0] + offset, line
+
+
+def test_no_class_name_is_defined_in_two_modules():
+    modules = defaultdict(set)
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name != "Config":
+                modules[node.name.lstrip("_")].add(relative(path))
+    repeated = {name: sorted(paths) for name, paths in modules.items() if len(paths) > 1}
+    assert not repeated
+
+
+def test_no_file_name_is_in_three_folders():
+    folders = defaultdict(set)
+    for path in SOURCES:
+        if path.name not in FAMILY_FILES:
+            folders[path.name].add(relative(path.parent))
+    repeated = {name: sorted(paths) for name, paths in folders.items() if len(paths) > 2}
+    assert not repeated
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS, *BENCHMARKS], ids=relative)
+def test_comments_docstrings_and_messages_use_no_private_vocabulary(path):
+    if path == Path(__file__):
+        return
+    found = [f"{number}: {line.strip()}" for number, line in prose(path) if PRIVATE_VOCABULARY.search(line)]
+    assert not found
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if page.name not in HISTORY], ids=relative)
+def test_pages_use_no_private_vocabulary(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [f"{number}: {line}" for number, line in enumerate(lines, start=1) if PRIVATE_VOCABULARY.search(line)]
+    assert not found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_every_module_says_in_its_first_line_what_it_contains(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert docstring
+    first_line = docstring.splitlines()[0]
+    assert len(first_line.split()) >= 3
+    assert first_line[0].isupper() or first_line.startswith(("`", "weft"))
+
+
+def test_the_glossary_has_at_most_seventy_terms_each_with_a_source():
+    lines = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("|") and "---" not in line]
+    terms = [[cell.strip() for cell in row] for row in rows if row[0].strip() != "term"]
+    assert 40 <= len(terms) <= MAX_TERMS
+    assert all(len(cells) == 3 and all(cells) for cells in terms)
+    names = [cells[0] for cells in terms]
+    assert len(set(names)) == len(names)
