@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -43,3 +44,11 @@ def test_schedule_writes_svg_and_json(tmp_path, capsys):
 def test_schedule_names_the_option_whose_file_cannot_be_written(tmp_path, capsys):
     assert cli.main(["schedule", "--svg", str(tmp_path / "missing" / "x.svg")]) == EXIT_USER
     assert "error: svg: cannot write the file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+def test_pictures_of_the_documentation_are_what_the_command_writes(tmp_path, name):
+    picture = tmp_path / "picture.svg"
+    assert cli.main(["schedule", name, "--svg", str(picture)]) == EXIT_OK
+    documented = Path(__file__).parents[2] / "docs" / "pictures" / f"{name}.svg"
+    assert picture.read_text(encoding="utf-8") == documented.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from weft.schedule.timeline import COMPUTE, Span, Timeline, makespan
@@ -14,9 +15,11 @@ TITLE_WIDTH = 64
 MARGIN = 8
 AXIS_HEIGHT = 26
 LINE_HEIGHT = 16
-NUM_TICKS = 8
+MAX_TICKS = 10
 CHARACTER_WIDTH = 7.2
 """Width of a character of the 12 px font, px."""
+SMALL_FONT = 9
+SMALL_CHARACTER_WIDTH = CHARACTER_WIDTH * SMALL_FONT / 12
 
 
 def svg(timeline: Timeline, *, title: str, width: int = 960) -> str:
@@ -64,23 +67,46 @@ def _box(span: Span, label: str, *, left: float, top: int, width: float) -> str:
         'stroke="white" stroke-width="0.8"/>'
     )
     text = ""
+    middle = left + width / 2
     if len(label) * CHARACTER_WIDTH <= width:
-        middle = left + width / 2
         text = f'<text x="{middle:.2f}" y="{top + 14}" text-anchor="middle">{escape(label)}</text>'
+    elif len(label) * SMALL_CHARACTER_WIDTH <= width:
+        size = f'font-size="{SMALL_FONT}"'
+        text = f'<text x="{middle:.2f}" y="{top + 13}" text-anchor="middle" {size}>{escape(label)}</text>'
     return f"<g><title>{tooltip}</title>{box}{text}</g>"
 
 
 def _axis(length: float, *, unit: str, top: int, scale: float) -> list[str]:
-    """Ticks with times, the last one with the unit."""
+    """Ticks at round times, and the makespan with the unit at the end."""
+    end_label = f"{length:.4g} {unit}"
+    end_label_time = len(end_label) * CHARACTER_WIDTH / scale if scale else 0.0
     parts = []
-    for index in range(NUM_TICKS + 1):
-        time = length * index / NUM_TICKS
-        x = MARGIN + TITLE_WIDTH + time * scale
-        anchor = "middle" if index < NUM_TICKS else "end"
-        suffix = f" {unit}" if index == NUM_TICKS else ""
-        parts.append(f'<line x1="{x:.2f}" y1="{top}" x2="{x:.2f}" y2="{top + 4}" stroke="#5f6368"/>')
-        parts.append(f'<text x="{x:.2f}" y="{top + 16}" text-anchor="{anchor}">{time:.4g}{suffix}</text>')
+    step = _round_step(length / MAX_TICKS)
+    time = 0.0
+    while step and time < length - 1.5 * end_label_time:
+        parts.extend(_tick(time, f"{time:.4g}", top=top, scale=scale, anchor="middle"))
+        time += step
+    parts.extend(_tick(length, end_label, top=top, scale=scale, anchor="end"))
     return parts
+
+
+def _tick(time: float, label: str, *, top: int, scale: float, anchor: str) -> list[str]:
+    x = MARGIN + TITLE_WIDTH + time * scale
+    return [
+        f'<line x1="{x:.2f}" y1="{top}" x2="{x:.2f}" y2="{top + 4}" stroke="#5f6368"/>',
+        f'<text x="{x:.2f}" y="{top + 16}" text-anchor="{anchor}">{label}</text>',
+    ]
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2 or 5 times a power of ten that is at least `least`; 0 for 0."""
+    if least <= 0:
+        return 0.0
+    power: float = 10.0 ** math.floor(math.log10(least))
+    for factor in (1, 2, 5):
+        if factor * power >= least:
+            return factor * power
+    return 10 * power
 
 
 def _lines(lines: list[str], *, top: int, weight: str = "normal") -> list[str]:
