@@ -61,7 +61,7 @@ class Request(ConfigSection):
 
 def expand_json_flag(words: list[str]) -> list[str]:
     """Command-line words with `--json` written as `--format json`."""
-    expanded = []
+    expanded: list[str] = []
     for word in words:
         if word == "--json":
             expanded.extend(("--format", "json"))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.attention_mask import ALL_FEATURES, AttentionMask
+from weft.core.dimension import pipeline_axis
 from weft.core.sequence import Context, SequenceBlocks
 from weft.layout.plan import Plan
 from weft.models.common.attention import AttentionImplementation, AttentionSpec, set_implementations
@@ -15,6 +16,7 @@ from weft.models.common.batch import Batch
 from weft.parallel.context.blocks import BlockAttention
 from weft.parallel.context.documents import document_ranges, gather_documents
 from weft.parallel.context.kv_exchange import AllGatherExchange, KVExchange
+from weft.parallel.context.probe import check_blocks
 from weft.parallel.context.ring import RingExchange
 from weft.parallel.context.ulysses import UlyssesAttention
 from weft.parallel.cp import AXIS
@@ -88,11 +90,26 @@ def transform(blocks: dict[str, nn.Module], *, plan: Plan, comm: Comm, **_unused
     """The transform of the dimension cp: attention reads the keys and values of every rank along it.
 
     Raises:
-        PlanError: as `apply`.
+        PlanError: as `apply`; or a block of a user's model that mixes tokens in another way than by `Attend`.
     """
-    if comm.degree(AXIS) > 1:
-        apply(blocks, comm=comm, variant=plan.context)
+    if comm.degree(AXIS) == 1:
+        return ()
+    apply(blocks, comm=comm, variant=plan.context)
+    _check_stages(blocks, plan, comm)
     return ()
+
+
+def _check_stages(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm) -> None:
+    """Reject blocks of this rank that mix tokens in another way than by `Attend`."""
+    here = comm.index(pipeline_axis())
+    for number, stage in enumerate(plan.stages):
+        if plan.table.stage_to_rank[number] != here:
+            continue
+        hidden_shape = None
+        if number > 0:
+            _batch, _seq, *sizes = plan.stages[number - 1].out
+            hidden_shape = tuple(int(size) for size in sizes)
+        check_blocks({name: blocks[name] for name in stage.blocks}, hidden_shape=hidden_shape)
 
 
 def apply(blocks: Mapping[str, nn.Module], *, comm: Comm, variant: Context) -> None:

@@ -1,0 +1,179 @@
+"""Check that a block mixes tokens through `Attend` alone: anything else would stay within a rank's columns under cp.
+
+Each block computes a small random batch twice: whole sequences, and the columns of one context-parallel rank. While it does,
+its `Attend` seams return each token's own values. A block whose other layers treat every token by itself yields the same
+columns both times; one with attention of its own, a convolution over the sequence or positions that it counts itself does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.attention_mask import ALL_FEATURES
+from weft.errors import Fault, PlanError
+from weft.models.common.attention import Attend, AttentionImplementation, AttentionSpec
+from weft.models.common.batch import Batch, chain, token_batch
+
+ROWS, LENGTH, RANKS = 2, 8, 2
+"""Of the batch, and of the context-parallel ranks that are imitated."""
+
+MOST_ENTRIES = 2**28
+"""Blocks with more parameter entries on the meta device are not checked: it would need their memory."""
+
+TOLERANCE = 1e-3
+"""Relative to the largest output: rounding in float32 is 1e-6, a block that mixes tokens is off by 1e-1."""
+
+TOLERANCE_16_BIT = 5e-2
+"""The same for parameters in bfloat16 or float16."""
+
+
+TOKENWISE = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Identity, nn.Dropout, nn.ModuleList, nn.ModuleDict)
+"""Layers of torch that treat every token by itself."""
+
+
+def check_blocks(blocks: Mapping[str, nn.Module], *, hidden_shape: tuple[int, ...] | None) -> None:
+    """Reject blocks that mix tokens in another way than by `Attend`.
+
+    Args:
+        blocks: consecutive ones of a model, in order.
+        hidden_shape: of one token's activation at the first block; None: the blocks begin with token ids.
+
+    Raises:
+        PlanError: the first block that does, or that cannot be run on the batch; it names it.
+    """
+    if all(_is_tested(module) for block in blocks.values() for module in block.modules()):
+        return
+    tokens_BS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 2
+    batch = token_batch(tokens_BS, tokens_BS)
+    for name, block in blocks.items():
+        if _num_meta_entries(block) > MOST_ENTRIES:
+            return
+        if hidden_shape is None:
+            x = batch.inputs
+        else:
+            generator = torch.Generator().manual_seed(0)
+            x = torch.randn(ROWS, LENGTH, *hidden_shape, generator=generator)
+        out = _check_block(name, block, x, batch)
+        if out.dim() < 2 or out.shape[:2] != (ROWS, LENGTH):
+            return  # a loss: it has no columns
+        hidden_shape = tuple(out.shape[2:])
+
+
+def _check_block(name: str, block: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+    """Compare both ways of the block; its output for whole sequences."""
+    probe = _Probe(block)
+    try:
+        with probe:
+            whole = probe.run(x, batch)
+            differences = [_difference(probe, x, batch, whole, index) for index in range(RANKS)]
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        what = f"the check for context parallelism cannot run it on {ROWS} sequences of {LENGTH} tokens: {error}"
+        raise PlanError(Fault(name, what, need="a block of any batch size and length")) from error
+    tolerance = TOLERANCE_16_BIT if probe.dtype in (torch.bfloat16, torch.float16) else TOLERANCE
+    if max(differences) > tolerance:
+        raise PlanError(
+            Fault(
+                name,
+                "mixes tokens outside of Attend, or counts positions itself: under cp it would see its rank's columns alone",
+                need="attention by weft.models.common.attention.Attend and positions from batch.positions",
+                fix="a mesh without cp",
+            )
+        )
+    return whole
+
+
+def _difference(probe: _Probe, x: Tensor, batch: Batch, whole: Tensor, index: int) -> float:
+    """Largest difference of a rank's columns, relative to the largest output; 0 where the output has no columns."""
+    if whole.dim() < 2 or whole.shape[:2] != (ROWS, LENGTH):
+        return 0.0
+    own_batch = batch.columns(index=index, degree=RANKS)
+    columns = own_batch.positions[0]
+    own = probe.run(x[:, columns], own_batch)
+    error = (own.double() - whole[:, columns].double()).abs().max()
+    largest = whole.double().abs().max().clamp(min=1e-30)
+    return float(error / largest)
+
+
+def _is_tested(module: nn.Module) -> bool:
+    return type(module) in TOKENWISE or type(module).__module__.startswith("weft.")
+
+
+def _num_meta_entries(block: nn.Module) -> int:
+    return sum(param.numel() for param in block.parameters() if param.is_meta)
+
+
+class _OwnValues:
+    """Attention of each token to itself alone."""
+
+    name = "probe"
+    supports = ALL_FEATURES
+    alternative = ""
+
+    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+        group_size = q_BSHK.shape[2] // v_BSGW.shape[2]
+        return v_BSGW.repeat_interleave(group_size, dim=2)
+
+
+class _Probe:
+    """A block without randomness whose attention returns each token's own values; tensors on the meta device get values."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.stand_ins = _stand_ins(block)
+        real = [param for param in block.parameters() if not param.is_meta and param.is_floating_point()]
+        self.dtype = real[0].dtype if real else torch.float32
+        self.device = real[0].device if real else torch.device("cpu")
+        self.training: dict[nn.Module, bool] = {}
+        self.implementations: dict[Attend, AttentionImplementation] = {}
+
+    def __enter__(self) -> None:
+        for module in self.block.modules():
+            self.training[module] = module.training
+            if isinstance(module, Attend):
+                self.implementations[module] = module.implementation
+                module.implementation = _OwnValues()
+        self.block.eval()
+
+    def __exit__(self, *_error: object) -> None:
+        for module, training in self.training.items():
+            module.training = training
+        for attend, implementation in self.implementations.items():
+            attend.implementation = implementation
+
+    @torch.no_grad()
+    def run(self, x: Tensor, batch: Batch) -> Tensor:
+        """The block's output."""
+        x = x.to(self.device)
+        if x.is_floating_point():
+            x = x.to(self.dtype)
+        block = _FunctionalBlock(self.block, self.stand_ins)
+        return chain({"block": block}, x, batch.map(lambda field: field.to(self.device))).x
+
+
+class _FunctionalBlock(nn.Module):
+    """A block called with other parameters and buffers."""
+
+    def __init__(self, block: nn.Module, stand_ins: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.block = block
+        self.stand_ins = stand_ins
+
+    def forward(self, *args: object) -> object:
+        return torch.func.functional_call(self.block, self.stand_ins, args)
+
+
+def _stand_ins(block: nn.Module) -> dict[str, Tensor]:
+    """Values for what is on the meta device: rows that differ, so that positions and features do."""
+    generator = torch.Generator().manual_seed(0)
+    stand_ins: dict[str, Tensor] = {}
+    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+        if not tensor.is_meta:
+            continue
+        if tensor.is_floating_point():
+            stand_ins[name] = torch.randn(tensor.shape, generator=generator) * 0.5
+        else:
+            stand_ins[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return stand_ins

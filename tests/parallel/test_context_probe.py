@@ -1,0 +1,147 @@
+"""Under cp a block that mixes tokens outside of `Attend` is rejected: it would train on its rank's columns alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from tests.matrix.layouts import Case
+from weft.comm.comm import Comm
+from weft.core.attention_mask import AttentionMask
+from weft.models import FAMILIES
+from weft.models.common.attention import Attend
+from weft.models.common.batch import Batch
+from weft.parallel.context import probe
+from weft.parallel.context.probe import check_blocks
+from weft.testing import run_ranks
+
+DIM = 12
+
+
+class OwnAttention(nn.Module):
+    """Attention of its own: no seam."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 1, -1)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+
+
+class SeamAttention(nn.Module):
+    """The same by `Attend`, with dropout, which must not look like mixing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.dropout = nn.Dropout(0.5)
+        self.attend = Attend(mask=AttentionMask(window=3))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 1, -1)).unbind(2)
+        return self.dropout(x + self.attend(q, k, v, batch).flatten(2))
+
+
+class Convolution(nn.Module):
+    """Mixes neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(DIM, DIM, 3, padding=1)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class CountsItself(nn.Module):
+    """Learned positions by the place in the tensor, not by batch.positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(20, DIM), nn.Embedding(20, DIM)
+
+    def forward(self, tokens: Tensor, batch: Batch) -> Tensor:
+        return self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+
+
+class MeanOverSequence(nn.Module):
+    """Adds the mean of the sequence."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+class GatedMLP(nn.Module):
+    """Treats every token by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, 2 * DIM)
+        self.down = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("block", [OwnAttention, Convolution, MeanOverSequence])
+def test_a_block_that_mixes_tokens_is_rejected(block: type[nn.Module], device: str) -> None:
+    with pytest.raises(weft.WeftError, match=r"layer1: mixes tokens outside of Attend, or counts positions itself"):
+        check_blocks({"layer0": GatedMLP().to(device), "layer1": block().to(device)}, hidden_shape=(DIM,))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_positions_that_a_block_counts_itself_are_rejected(device: str) -> None:
+    with pytest.raises(weft.WeftError, match=r"embed: mixes tokens outside of Attend, or counts positions itself"):
+        check_blocks({"embed": CountsItself().to(device)}, hidden_shape=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_blocks_that_mix_through_the_seam_pass_and_are_left_as_they_were(dtype: torch.dtype) -> None:
+    blocks = {"layer0": SeamAttention().to(dtype), "layer1": GatedMLP().to(dtype)}
+    implementation = blocks["layer0"].attend.implementation
+    before = [param.clone() for param in blocks["layer0"].parameters()]
+    check_blocks(blocks, hidden_shape=(DIM,))
+    assert blocks["layer0"].attend.implementation is implementation
+    assert blocks["layer0"].dropout.training
+    assert all(torch.equal(*pair) for pair in zip(before, blocks["layer0"].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", sorted(name for name, known in FAMILIES.items() if known.Config.kind == "tokens"))
+def test_no_family_of_wefts_own_is_mistaken(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not checked in use; here they are."""
+    monkeypatch.setattr(probe, "_is_tested", lambda module: False)
+    with torch.device("meta"):
+        blocks = FAMILIES[family].blocks(FAMILIES[family].Config())
+    main = {name: block for name, block in blocks.items() if not name.startswith(("mtp", "loss"))}
+    check_blocks(main, hidden_shape=None)
+
+
+def test_a_block_that_takes_no_short_sequences_is_named() -> None:
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor, batch: Batch) -> Tensor:
+            return x.view(2, 64, DIM)
+
+    with pytest.raises(
+        weft.WeftError, match=r"layer0: the check for context parallelism cannot run it on 2 sequences of 8 tokens: shape"
+    ):
+        check_blocks({"layer0": Fixed()}, hidden_shape=(DIM,))
+
+
+@pytest.mark.parametrize("mesh", ["cp2", "pp2 cp2"])
+def test_parallelize_rejects_own_attention_in_a_model(mesh: str) -> None:
+    def rank(comm: Comm) -> None:
+        case = Case(mesh)
+        blocks = FAMILIES["llama3"].blocks(case.config)
+        blocks["layer3"].attn = OwnAttention(case.config.dim)
+        qkv_axes = {"layer3.attn.qkv.weight": ("whole", "whole"), "layer3.attn.qkv.bias": ("whole",)}
+        weft.parallelize(blocks, case.plan, comm, axes={**FAMILIES["llama3"].AXES, **qkv_axes})
+
+    with pytest.raises(weft.WeftError, match="layer3: mixes tokens outside of Attend"):
+        run_ranks(mesh, rank)
