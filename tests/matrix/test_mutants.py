@@ -238,10 +238,10 @@ def the_last_micro_batch_is_dropped(patch: pytest.MonkeyPatch) -> None:
     """Its gradients never come."""
     right = player.Player._backward
 
-    def drop(self: player.Player, play: Any, act: Any) -> None:
+    def drop(self: player.Player, state: Any, act: Any) -> None:
         if act.mb == 1:
-            play.seed = play.seed * 0
-        right(self, play, act)
+            state.seed = state.seed * 0
+        right(self, state, act)
 
     patch.setattr(player.Player, "_backward", drop)
 

@@ -186,7 +186,7 @@ def test_embedding_head_and_loss_are_played_as_they_are() -> None:
     assert changed == {"layer0", "mtp0"}
 
 
-def test_a_result_written_into_after_it_was_promised_is_kept_as_it_is() -> None:
+def test_a_recomputed_result_that_is_modified_in_place_is_saved_as_it_is() -> None:
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
     with SelectiveRecompute():
@@ -208,7 +208,7 @@ def test_an_argument_written_into_after_the_forward_is_an_error_as_autograd_has_
         y.sum().backward()
 
 
-def test_views_of_promised_results_are_found_in_the_result_made_again() -> None:
+def test_views_of_recomputed_results_are_views_of_the_repeated_one() -> None:
     torch.manual_seed(2)
     x, weight = torch.randn(6, 8, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, dtype=torch.float64)
     weight.requires_grad_()
@@ -243,7 +243,7 @@ def test_a_replay_that_makes_less_than_the_first_time_says_so() -> None:
         return x.sin().exp() if next(turns) else x * 1.0
 
     with pytest.raises(AssertionError, match="fewer tensors"):
-        FullRecompute(call).first().sum().backward()
+        FullRecompute(call).run().sum().backward()
 
 
 def all_reduces_of_a_step(mode: Recompute) -> int:

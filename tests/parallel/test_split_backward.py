@@ -389,11 +389,13 @@ def test_between_i_and_w_stay_the_inputs_of_products_and_the_gradients_of_their_
         3 * config.dim + 2 * kv + gated * config.ffn
     )  # dy of o, down and q; of k and v; of up (and gate)
     vectors = sum(param.numel() for param in params if param.ndim == 1) * 8  # gradients of norms, computed in I
-    owed = {debt.gradient.untyped_storage().data_ptr(): debt.gradient.untyped_storage() for debt in split._debts}
-    assert flowing <= sum(storage.nbytes() for storage in owed.values()) <= flowing + vectors
+    pending = {
+        each.gradient.untyped_storage().data_ptr(): each.gradient.untyped_storage() for each in split._pending_wgrads
+    }
+    assert flowing <= sum(storage.nbytes() for storage in pending.values()) <= flowing + vectors
     split.backward_weights()
     assert held_bytes(holders, params) == 0
-    assert not split._debts
+    assert not split._pending_wgrads
 
 
 @pytest.mark.parametrize("sequence", [False, True])

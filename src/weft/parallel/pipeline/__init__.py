@@ -1,1 +1,1 @@
-"""Pipeline parallelism: the player of a schedule's row, split backward, a module wrapper."""
+"""Pipeline parallelism: the player of a schedule's row, the split backward, `PipelineParallel`."""

@@ -1,4 +1,4 @@
-"""Owns playing forwards alone: the same stages, ranks and messages as in training, and nothing is kept for a backward."""
+"""Forward passes alone, over the stages, ranks and messages of training: evaluation and generation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from weft.core.axes import span_sizes
 from weft.models.common.batch import Batch, chain
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.pipeline.player import ActionCallback, Play, Player
+from weft.parallel.pipeline.player import ActionCallback, Player, StepState
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.tp import AXIS as TP
 from weft.schedule.actions import Act, Table
 
 
@@ -21,48 +23,61 @@ def run_stages(
     play: Callable[[int, Tensor], Tensor],
     shape_of: Callable[[int], tuple[int, ...]],
 ) -> Tensor:
-    """`x` through all stages, one after the other; every rank of the mesh takes part.
+    """`x` through all stages, one after the other; a collective over all ranks of the mesh.
 
     Args:
-        play: (stage, what comes in) -> what it hands on; asked for the stages that live here.
-        shape_of: stage -> shape of what it hands on; nothing is sent where that has no entries.
+        play: (stage, its input) -> its output; called for the stages of this rank.
+        shape_of: stage -> shape of its output; nothing is sent where that has no entries.
 
-    Returns: what the last stage yields, on its ranks; elsewhere what this rank handed on.
+    Returns: the output of the last stage on its ranks; elsewhere that of this rank's last stage.
     """
-    comm, home, here = model.comm, model.plan.table.stage_to_rank, model.comm.index("pp")
-    for stage in (stage for stage, rank in enumerate(home) if rank == here):
-        if stage and home[stage - 1] != here:
-            x = torch.empty(shape_of(stage - 1), dtype=getattr(torch, model.plan.compute), device=comm.device)
-            x = comm.recv(x, "pp", source=home[stage - 1]) if x.numel() else x
+    comm = model.comm
+    stage_to_rank = model.plan.table.stage_to_rank
+    here = comm.index(PP)
+    last_stage = len(stage_to_rank) - 1
+    dtype = getattr(torch, model.plan.compute)
+    for stage, rank in enumerate(stage_to_rank):
+        if rank != here:
+            continue
+        is_received = stage > 0 and stage_to_rank[stage - 1] != here
+        if is_received:
+            x = torch.empty(shape_of(stage - 1), dtype=dtype, device=comm.device)
+            if x.numel():
+                x = comm.recv(x, PP, source=stage_to_rank[stage - 1])
         x = play(stage, x)
-        if stage + 1 < len(home) and home[stage + 1] != here and x.numel():
-            comm.send(x.contiguous(), "pp", to=home[stage + 1])
+        is_sent = stage < last_stage and stage_to_rank[stage + 1] != here
+        if is_sent and x.numel():
+            comm.send(x.contiguous(), PP, to=stage_to_rank[stage + 1])
     return x
 
 
 def gather_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Tensor:
-    """logits[..., vocab] of this rank's logits[..., its part of the vocabulary]; all ranks along tp get them."""
+    """Gather logits[..., vocab] from logits[..., vocab shard], on all ranks along tp."""
     comm = model.comm
     if "vocab" not in model.plan.sharding_rule:
         return logits
-    return comm.all_gather(logits, "tp", dim=-1, sizes=span_sizes(vocab, comm.degree("tp")))
+    sizes = span_sizes(vocab, comm.degree(TP))
+    return comm.all_gather(logits, TP, dim=-1, sizes=sizes)
 
 
 def forward_table(table: Table) -> Table:
-    """The forwards of a table, every row in its order: whatever the schedule, they need nothing else."""
-    return Table(
-        tuple(tuple(act for act in row if act.kind == "F") for row in table.rows),
-        table.stage_to_rank,
-        table.microbatches,
-    )
+    """The forwards of a table, every row in its order: in any schedule they need nothing else."""
+    rows = []
+    for row in table.rows:
+        forwards = [act for act in row if act.kind == "F"]
+        rows.append(tuple(forwards))
+    return Table(tuple(rows), table.stage_to_rank, table.microbatches)
 
 
 class ForwardPlayer(Player):
-    """Plays the forwards of this rank's row."""
+    """Executes the forwards of this rank's row."""
 
     def __init__(self, model: ParallelModel, *, on_action: ActionCallback | None = None) -> None:
         super().__init__(
-            model, before_last_backward=lambda stage: None, on_action=on_action, table=forward_table(model.plan.table)
+            model,
+            before_last_backward=lambda stage: None,
+            on_action=on_action,
+            table=forward_table(model.plan.table),
         )
 
     @torch.no_grad()
@@ -71,13 +86,15 @@ class ForwardPlayer(Player):
 
         Extra losses of other blocks, which only guide the training, are left out.
         """
-        return self.play(batches, torch.ones(())).loss
+        seed = torch.ones(())
+        return self.play(batches, seed).loss
 
-    def _forward(self, play: Play, act: Act) -> None:
-        batch, source = play.batches[act.mb], self.table.source(act)
-        x = batch.inputs if source is None else self._take(play, source)
+    def _forward(self, state: StepState, act: Act) -> None:
+        batch = state.batches[act.mb]
+        source = self.table.source(act)
+        x = batch.inputs if source is None else state.take_output(source)
         out = chain(self.model.stages[act.stage], x, batch)
         if act.stage == self.table.num_stages - 1:
-            play.loss += out.x.double()
+            state.loss += out.x.double()
         else:
-            play.made[act] = out.x
+            state.outputs[act] = out.x

@@ -1,4 +1,13 @@
-"""Owns the player: it obeys one row of a lowered schedule, whatever the schedule is; one rank alone is just another row."""
+"""The pipeline player: executes one rank's row of a lowered schedule, whatever the schedule; one rank alone is a row too.
+
+instruction     takes                                        leaves
+F stage.mb      the input: batch, recvs or outputs           activations; its output in outputs
+B stage.mb      activations; dy: recvs, outputs or the loss  parameter gradients; dx in outputs
+I stage.mb      the same                                     pending_wgrads; dx in outputs
+W stage.mb      pending_wgrads                               parameter gradients
+send            outputs                                      sends
+recv                                                         recvs
+"""
 
 from __future__ import annotations
 
@@ -7,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +25,16 @@ from weft.comm.transport import Work
 from weft.models.common.batch import Batch, chain
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.split_backward import SplitBackward
-from weft.schedule.actions import Act, Kind, Table
-from weft.schedule.lower import Recv, Send, lower
+from weft.parallel.pp import AXIS as PP
+from weft.schedule.actions import Act, Table
+from weft.schedule.lower import Instruction, Recv, Send, lower
 from weft.schedule.simulate import ACTIVATION_CHANGE
 
 ActionCallback = Callable[[Act, float, float], None]
-"""Called with each action and its start and end, seconds of `time.perf_counter`."""
+"""Called with each action, its start and its end, seconds of `time.perf_counter`."""
 
-
-MOST_LEAVING = 8
-"""Sends under way at once; before one more the oldest is waited for. The program's order allows to wait for any send."""
+MAX_SENDS = 8
+"""Sends under way at once; before one more the oldest is waited for, which the order of a lowered row allows at any time."""
 
 
 @dataclass(frozen=True)
@@ -33,54 +43,81 @@ class PlayResult:
 
     Attributes:
         loss: sum of the losses of the micro-batches, float64 scalar: of the last stage, and extra losses of blocks.
-        loads: block name -> tokens that the step sent to each of its experts, int64, for blocks that tell.
+        loads: block name -> tokens that the step sent to each of its experts, int64, for blocks that return a load.
     """
 
     loss: Tensor
     loads: dict[str, Tensor]
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A forward that waits for its backward: what went in, what came out (x and perhaps an extra loss), how it is split."""
+class StageMicrobatch(NamedTuple):
+    """A stage and a micro-batch, as a key."""
 
-    x: Tensor
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A forward whose backward has not run: its input, its output and extra loss, and the split of its backward."""
+
+    input: Tensor
     outputs: tuple[Tensor, ...]
     split: SplitBackward | None
 
 
+@dataclass(frozen=True)
+class _SendUnderWay:
+    """A send and the tensor that must stay allocated until it has ended."""
+
+    work: Work
+    tensor: Tensor
+
+
 @dataclass
-class Play:
-    """What is on the table during one step.
+class StepState:
+    """Tensors of one step between the instructions of a row.
 
     Attributes:
-        kept: (stage, micro-batch) -> the forward, until its backward (B or I).
-        owed: (stage, micro-batch) -> the weight gradients that I left, until W.
-        made: tensors that wait to be sent, or to be taken by the next stage on the same rank.
-        posted: receives under way, by the action that makes the tensor.
-        leaving: sends under way, with what they hold alive.
+        seed: gradient of the step's loss by the summed loss, scalar.
         loss, loads: as in `PlayResult`, so far.
+        activations: forwards whose backward (B or I) has not run.
+        pending_wgrads: weight gradients that an I has left for its W.
+        outputs: outputs of actions, until they are sent or the next stage on this rank takes them.
+        recvs: receives under way, by the action whose output they receive.
+        sends: sends under way, oldest first.
     """
 
     batches: Sequence[Batch]
     seed: Tensor
     loss: Tensor
     loads: dict[str, Tensor] = field(default_factory=dict)
-    kept: dict[tuple[int, int], _Kept] = field(default_factory=dict)
-    owed: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)
-    made: dict[Act, Tensor] = field(default_factory=dict)
-    posted: dict[Act, Work] = field(default_factory=dict)
-    leaving: deque[tuple[Work, Tensor]] = field(default_factory=deque)
+    activations: dict[StageMicrobatch, _Saved] = field(default_factory=dict)
+    pending_wgrads: dict[StageMicrobatch, SplitBackward] = field(default_factory=dict)
+    outputs: dict[Act, Tensor] = field(default_factory=dict)
+    recvs: dict[Act, Work] = field(default_factory=dict)
+    sends: deque[_SendUnderWay] = field(default_factory=deque)
+
+    def take_output(self, act: Act) -> Tensor:
+        """The output of `act`, which ran here or on another rank."""
+        if act in self.recvs:
+            return self.recvs.pop(act).wait()
+        return self.outputs.pop(act)
+
+    def check_empty(self) -> None:
+        """Every tensor has been used."""
+        left = (*self.activations, *self.pending_wgrads, *self.outputs, *self.recvs)
+        assert not left, f"the schedule left {left[:3]} unused"
 
 
 class Player:
-    """Plays this rank's row of the plan's schedule.
+    """Executes this rank's row of the plan's schedule.
 
     Args:
         model: this rank's stages.
         before_last_backward: called with a stage just before the backward that completes its gradients.
-        on_action: told of every action, for profiles.
-        table: what is played; by default the plan's.
+        on_action: called after every action, for profiles.
+        table: the schedule; default: the plan's.
     """
 
     def __init__(
@@ -91,12 +128,15 @@ class Player:
         on_action: ActionCallback | None = None,
         table: Table | None = None,
     ) -> None:
-        self.model, self.on_action = model, on_action
+        self.model = model
         self.table = table or model.plan.table
-        self.row = lower(self.table).rows[model.comm.index("pp")]
+        self.row = lower(self.table).rows[model.comm.index(PP)]
         self.before_last_backward = before_last_backward
-        acts = [instruction for instruction in self.row if isinstance(instruction, Act)]
-        self.last_backward = {act.stage: act for act in acts if ACTIVATION_CHANGE[act.kind] < 0}
+        self.on_action = on_action
+        self.last_backward: dict[int, Act] = {}
+        for instruction in self.row:
+            if isinstance(instruction, Act) and ACTIVATION_CHANGE[instruction.kind] < 0:
+                self.last_backward[instruction.stage] = instruction
         self._params = {stage: tuple(blocks.parameters()) for stage, blocks in model.stages.items()}
 
     def play(self, batches: Sequence[Batch], seed: Tensor) -> PlayResult:
@@ -106,84 +146,111 @@ class Player:
             batches: this rank's micro-batches, as many as the plan says.
             seed: gradient of the step's loss by the summed loss, scalar: 1 / global number of target tokens.
         """
-        play = Play(batches, seed, loss=torch.zeros((), dtype=torch.float64, device=self.model.comm.device))
-        act: dict[Kind, Callable[[Play, Act], None]] = {
-            "F": self._forward, "B": self._backward, "I": self._backward, "W": self._backward_weights
-        }  # fmt: skip
+        no_loss = torch.zeros((), dtype=torch.float64, device=self.model.comm.device)
+        state = StepState(batches, seed, loss=no_loss)
         for instruction in self.row:
-            if isinstance(instruction, Send):
-                self._send(play, instruction)
-            elif isinstance(instruction, Recv):
-                self._post(play, instruction)
-            else:
-                start = time.perf_counter()
-                act[instruction.kind](play, instruction)
-                if self.on_action:
-                    self.on_action(instruction, start, time.perf_counter())
-        for work, _ in play.leaving:
-            work.wait()
-        left = (*play.kept, *play.owed, *play.made, *play.posted)
-        assert not left, f"the table left {left[:3]} behind"
-        return PlayResult(play.loss, play.loads)
+            self._execute(state, instruction)
+        for send in state.sends:
+            send.work.wait()
+        state.check_empty()
+        return PlayResult(state.loss, state.loads)
 
-    def _forward(self, play: Play, act: Act) -> None:
-        batch, blocks = play.batches[act.mb], self.model.stages[act.stage]
+    def _execute(self, state: StepState, instruction: Instruction) -> None:
+        if isinstance(instruction, Send):
+            self._send(state, instruction)
+        elif isinstance(instruction, Recv):
+            self._recv(state, instruction)
+        else:
+            start = time.perf_counter()
+            self._run_action(state, instruction)
+            if self.on_action:
+                self.on_action(instruction, start, time.perf_counter())
+
+    def _run_action(self, state: StepState, act: Act) -> None:
+        match act.kind:
+            case "F":
+                self._forward(state, act)
+            case "B" | "I":
+                self._backward(state, act)
+            case "W":
+                self._backward_weights(state, act)
+
+    def _forward(self, state: StepState, act: Act) -> None:
+        key = StageMicrobatch(act.stage, act.mb)
+        batch = state.batches[act.mb]
         source = self.table.source(act)
-        x = batch.inputs if source is None else self._take(play, source).requires_grad_()
-        split = SplitBackward(self._params[act.stage]) if (act.stage, act.mb) in self.table.splits else None
+        if source is None:
+            x = batch.inputs
+        else:
+            x = state.take_output(source).requires_grad_()
+        is_split = key in self.table.splits
+        split = SplitBackward(self._params[act.stage]) if is_split else None
         with split or nullcontext():
-            out = chain(blocks, x, batch)
-        outputs = (out.x,) if out.loss is None else (out.x, out.loss)
-        play.kept[act.stage, act.mb] = _Kept(x, outputs, split)
+            out = chain(self.model.stages[act.stage], x, batch)
+        extra_losses = () if out.loss is None else (out.loss,)
+        state.activations[key] = _Saved(x, (out.x, *extra_losses), split)
         for name, load in out.loads.items():
-            play.loads[name] = play.loads.get(name, 0) + load
-        is_last = act.stage == self.table.num_stages - 1
-        for loss in outputs if is_last else outputs[1:]:
-            play.loss += loss.detach().double()
-        if not is_last:
-            play.made[act] = out.x.detach()
+            state.loads[name] = state.loads.get(name, 0) + load
+        losses = extra_losses
+        if act.stage == self.table.num_stages - 1:
+            losses = (out.x, *extra_losses)
+        else:
+            state.outputs[act] = out.x.detach()
+        for loss in losses:
+            state.loss += loss.detach().double()
 
-    def _backward(self, play: Play, act: Act) -> None:
-        """B, or I where the forward was split: then weight gradients stay owed."""
-        self._announce(act)
-        kept = play.kept.pop((act.stage, act.mb))
+    def _backward(self, state: StepState, act: Act) -> None:
+        """B; or I, where the forward was split: then weight gradients stay pending."""
+        self._notify_last_backward(act)
+        key = StageMicrobatch(act.stage, act.mb)
+        saved = state.activations.pop(key)
+        gradients = [state.seed.to(output.dtype) for output in saved.outputs]
         source = self.table.source(act)
-        seeds = [play.seed.to(output.dtype) for output in kept.outputs]
-        seeds = seeds if source is None else [self._take(play, source), *seeds[1:]]
-        torch.autograd.backward(*_that_flow(kept.outputs, seeds))
-        if kept.split is not None:
-            play.owed[act.stage, act.mb] = kept.split
+        if source is not None:  # the output was no loss: its gradient comes from the next stage
+            gradients[0] = state.take_output(source)
+        _backward_through(saved.outputs, gradients)
+        if saved.split is not None:
+            state.pending_wgrads[key] = saved.split
         if act.stage > 0:
-            assert kept.x.grad is not None, f"{act}: nothing flowed back to the stage's input"
-            play.made[act] = kept.x.grad
+            assert saved.input.grad is not None, f"{act}: no gradient reached the stage's input"
+            state.outputs[act] = saved.input.grad
 
-    def _backward_weights(self, play: Play, act: Act) -> None:
-        self._announce(act)
-        play.owed.pop((act.stage, act.mb)).backward_weights()
+    def _backward_weights(self, state: StepState, act: Act) -> None:
+        self._notify_last_backward(act)
+        split = state.pending_wgrads.pop(StageMicrobatch(act.stage, act.mb))
+        split.backward_weights()
 
-    def _announce(self, act: Act) -> None:
+    def _notify_last_backward(self, act: Act) -> None:
         if self.last_backward[act.stage] == act:
             self.before_last_backward(act.stage)
 
-    def _take(self, play: Play, source: Act) -> Tensor:
-        """The tensor that `source` made, here or on another rank."""
-        return play.posted.pop(source).wait() if source in play.posted else play.made.pop(source)
+    def _send(self, state: StepState, send: Send) -> None:
+        tensor = state.outputs.pop(send.act).contiguous()
+        work = self.model.comm.start_send(tensor, PP, to=send.peer)
+        state.sends.append(_SendUnderWay(work, tensor))
+        if len(state.sends) > MAX_SENDS:
+            oldest = state.sends.popleft()
+            oldest.work.wait()
 
-    def _send(self, play: Play, send: Send) -> None:
-        tensor = play.made.pop(send.act).contiguous()
-        play.leaving.append((self.model.comm.start_send(tensor, "pp", to=send.peer), tensor))
-        if len(play.leaving) > MOST_LEAVING:
-            play.leaving.popleft()[0].wait()
-
-    def _post(self, play: Play, recv: Recv) -> None:
-        comm, boundary = self.model.comm, recv.stage if recv.kind == "activation" else recv.stage - 1
-        dtype = getattr(torch, self.model.plan.compute)
-        buffer = torch.empty(self.model.plan.boundary_shape(boundary), dtype=dtype, device=comm.device)
-        play.posted[recv.act] = comm.start_recv(buffer, "pp", source=recv.peer)
+    def _recv(self, state: StepState, recv: Recv) -> None:
+        plan, comm = self.model.plan, self.model.comm
+        is_activation = recv.kind == "activation"
+        boundary = recv.stage if is_activation else recv.stage - 1
+        shape = plan.boundary_shape(boundary)
+        dtype = getattr(torch, plan.compute)
+        buffer = torch.empty(shape, dtype=dtype, device=comm.device)
+        state.recvs[recv.act] = comm.start_recv(buffer, PP, source=recv.peer)
 
 
-def _that_flow(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Without those that nothing flows back from: an extra loss may be a constant where its parameters are frozen, and so is
-    all that comes out of a first stage which is frozen whole."""
-    flowing = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-    return [output for output, _ in flowing], [gradient for _, gradient in flowing]
+def _backward_through(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """torch.autograd.backward, without the outputs that need none.
+
+    An extra loss may be a constant where its parameters are frozen; so is every output of a first stage that is frozen.
+    """
+    needed = []
+    needed_gradients = []
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if output.requires_grad:
+            needed.append(output)
+            needed_gradients.append(gradient)
+    torch.autograd.backward(needed, needed_gradients)

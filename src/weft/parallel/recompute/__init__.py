@@ -1,1 +1,1 @@
-"""Activation recomputation: full and selective."""
+"""Activation recomputation: full (a whole block) and selective (cheap results)."""

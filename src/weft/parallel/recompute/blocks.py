@@ -1,8 +1,8 @@
-"""Owns recomputation: a block keeps less between forward and backward and computes the rest again when the backward asks.
+"""Blocks whose activations are recomputed: what is saved between forward and backward, by `parallel.recompute`.
 
-none        everything that autograd saves is kept
-selective   results that are cheap to make again from what is kept anyway are not kept: parallel/cheap.py
-full        nothing but the block's input is kept; its forward is played again
+none        everything that autograd saves
+selective   results that are cheap to recompute from what is saved anyway are not saved: recompute/selective.py
+full        the block's input alone; its forward is recomputed
 """
 
 from __future__ import annotations
@@ -21,31 +21,38 @@ from weft.models.common.batch import Batch
 from weft.parallel.pipeline.split_backward import active_split_backward
 from weft.parallel.recompute.selective import SelectiveRecompute
 
-ENDS = ("embed", "head", "loss")
-"""Blocks whose results are used at once, or cost nothing to keep."""
+NEVER_RECOMPUTED = ("embed", "head", "loss")
+"""Blocks whose results are used at once, or that save next to nothing."""
 
 
 def recompute_block(name: str, block: nn.Module, mode: Recompute) -> nn.Module:
-    """The block as it is played under this mode."""
-    return block if mode == "none" or name in ENDS else RecomputedBlock(block, _PLAYS[mode])
+    """The block with this mode of recomputation."""
+    if mode == "none" or name in NEVER_RECOMPUTED:
+        return block
+    return RecomputedBlock(block, mode)
 
 
 class RecomputedBlock(nn.Module):
-    """A block that keeps less of its forward."""
+    """A block that saves less of its forward."""
 
-    def __init__(self, block: nn.Module, play: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, block: nn.Module, mode: Recompute) -> None:
         super().__init__()
-        self.block, self._play = block, play
+        self.block = block
+        self.mode = mode
 
     def forward(self, x: Tensor, batch: Batch) -> Any:
-        """What the block yields."""
+        """The block's own forward."""
         if not torch.is_grad_enabled():
             return self.block(x, batch)
-        return self._play(lambda: self.block(x, batch))
+        if self.mode == "full":
+            recompute = FullRecompute(lambda: self.block(x, batch))
+            return recompute.run()
+        with SelectiveRecompute():
+            return self.block(x, batch)
 
 
-class _Slot:
-    """What autograd holds in place of a tensor; it dies with the node that needs it."""
+class RecomputedSlot:
+    """What autograd saves in place of a tensor of a recomputed call; it dies with the node that needs the tensor."""
 
     __slots__ = ("__weakref__", "value")
 
@@ -53,72 +60,67 @@ class _Slot:
         self.value: Tensor | None = None
 
 
-class _EnoughError(Exception):
-    """The last tensor that is needed has been made again."""
+class _AllRecomputedError(Exception):
+    """The last tensor that is needed has been recomputed."""
 
 
 class FullRecompute:
-    """A call of which autograd keeps nothing; it is made again when a backward asks for the first of what it would have kept.
+    """A call of which autograd saves nothing; it is repeated when a backward needs the first of what it would have saved.
+
+        forward     call ── tensor 0, 1, 2 ...: a slot each          the tensors are freed
+        backward    slot 2 is needed: the call again, until every slot that is still needed has its tensor
 
     Note [Why not torch.utils.checkpoint]
-        The same idea (saved-tensor hooks, the replay stops at the last tensor that is needed, so a collective at the end
-        of a block does not run again). But that one imports torch._dynamo when it is first called: 829 modules, a second
-        and 70 MB a rank. And it replays once for each run of the autograd engine, where a split backward is two: here a
-        tensor that was made again stays until the node that needs it has run.
+        The same idea (saved-tensor hooks; the repeated call stops at the last tensor that is needed, so a collective at the
+        end of a block does not run again). But that one imports torch._dynamo when it is first called: 829 modules, a
+        second and 70 MB a rank. And it repeats the call once for each run of the autograd engine, where a split backward is
+        two: here a recomputed tensor stays until the node that needs it has run.
 
-    No random numbers are drawn in weft's models, so none are restored. The call must do the same when it is made again.
+    weft's models draw no random numbers, so no generator is restored. The call must do the same when it is repeated.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._call, self._split = call, active_split_backward()
-        self._slots: list[weakref.ref[_Slot]] = []
+        self._call = call
+        self._split = active_split_backward()
+        self._slots: list[weakref.ref[RecomputedSlot]] = []
 
-    def first(self) -> Any:
-        """Make the call, keeping nothing."""
-        with saved_tensors_hooks(self._put_off, self._bring_back):
+    def run(self) -> Any:
+        """Make the call, saving nothing."""
+        with saved_tensors_hooks(self._pack, self._unpack):
             return self._call()
 
-    def _put_off(self, _: Tensor) -> _Slot:
-        slot = _Slot()
+    def _pack(self, _: Tensor) -> RecomputedSlot:
+        slot = RecomputedSlot()
         self._slots.append(weakref.ref(slot))
         return slot
 
-    def _bring_back(self, slot: _Slot) -> Tensor:
+    def _unpack(self, slot: RecomputedSlot) -> Tensor:
         if slot.value is None:
-            self._again()
+            self._recompute()
         assert slot.value is not None, (
-            "a block made fewer tensors when it was played again: it is not a function of its input"
+            "a block saved fewer tensors when its forward was recomputed: it is not a function of its input"
         )
         return slot.value
 
-    def _again(self) -> None:
-        waiting = [slot() for slot in self._slots]
-        last = max(place for place, slot in enumerate(waiting) if slot is not None)
-        made = 0
+    def _recompute(self) -> None:
+        """Repeat the call and fill the slots that are still needed."""
+        slots = [reference() for reference in self._slots]
+        last_needed = max(place for place, slot in enumerate(slots) if slot is not None)
+        num_saved = 0
 
-        def keep(tensor: Tensor) -> Tensor:
-            nonlocal made
-            if (slot := waiting[made]) is not None:
+        def fill_slot(tensor: Tensor) -> Tensor:
+            nonlocal num_saved
+            slot = slots[num_saved]
+            if slot is not None:
                 slot.value = tensor.detach()
-            if made == last:
-                raise _EnoughError
-            made += 1
+            if num_saved == last_needed:
+                raise _AllRecomputedError
+            num_saved += 1
             return tensor.detach()
 
+        hooks = saved_tensors_hooks(fill_slot, lambda tensor: tensor)
         try:
-            with torch.enable_grad(), self._split or nullcontext(), saved_tensors_hooks(keep, lambda tensor: tensor):
+            with torch.enable_grad(), self._split or nullcontext(), hooks:
                 self._call()
-        except _EnoughError:
+        except _AllRecomputedError:
             return
-
-
-def _replayed(call: Callable[[], Any]) -> Any:
-    return FullRecompute(call).first()
-
-
-def _thrifty(call: Callable[[], Any]) -> Any:
-    with SelectiveRecompute():
-        return call()
-
-
-_PLAYS: dict[Recompute, Callable[[Callable[[], Any]], Any]] = {"selective": _thrifty, "full": _replayed}

@@ -1,4 +1,11 @@
-"""Owns promises: calls that are made again when autograd asks for what it would have saved of them. See Note [Promises]."""
+"""Calls that are repeated when autograd needs what it would have saved of them. See Note [Selective recomputation].
+
+autograd saves             it holds            when the backward needs it
+the result, a view of it   SavedTensorSlot ──> RecomputedTensor.result(): repeats func(*args, **kwargs), fills all slots
+a tensor inside the call   SavedTensorSlot ──┘        │
+                                                      └─ args: CallArgument ── SavedTensor, or a ResultView of another
+anything else              SavedTensor                                          RecomputedTensor, which is repeated first
+"""
 
 from __future__ import annotations
 
@@ -14,44 +21,45 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.parallel.model.tree import map_leaves, tensors_in
 
 
-class Slot:
-    """What autograd holds in place of a tensor; it dies with the node that needs it."""
+class SavedTensorSlot:
+    """What autograd saves in place of a tensor; it dies with the node that needs the tensor."""
 
-    __slots__ = ("__weakref__", "promise", "value")
+    __slots__ = ("__weakref__", "source", "value")
 
-    def __init__(self, promise: Promise) -> None:
-        self.promise: Promise | None = promise
+    def __init__(self, source: RecomputedTensor) -> None:
+        self.source: RecomputedTensor | None = source
         self.value: Tensor | None = None
 
     def fill(self, value: Tensor) -> None:
-        """Hold the tensor, and no longer what it was made of."""
-        self.value, self.promise = value.detach(), None
+        """Hold the tensor, and no longer what it is recomputed from."""
+        self.value = value.detach()
+        self.source = None
 
     def get(self) -> Tensor:
-        """The tensor; it is made now if need be."""
-        if self.promise is not None:
-            self.promise.result()
-        assert self.value is not None, "a call made again saves what it saved the first time"
+        """The tensor, recomputed if it has not been."""
+        if self.source is not None:
+            self.source.result()
+        assert self.value is not None, "a repeated call saves what it saved the first time"
         return self.value
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A tensor that is kept, and its version when it was put here."""
+class SavedTensor:
+    """A saved tensor and its version at that time."""
 
     tensor: Tensor
     version: int
 
     @staticmethod
-    def of(tensor: Tensor) -> Kept:
-        """The tensor without its history, which would keep itself alive."""
-        return Kept(tensor.detach(), tensor._version)
+    def of(tensor: Tensor) -> SavedTensor:
+        """The tensor without its graph, which would keep itself alive."""
+        return SavedTensor(tensor.detach(), tensor._version)
 
     def get(self) -> Tensor:
         """The tensor.
 
         Raises:
-            RuntimeError: it was written into since.
+            RuntimeError: it was modified in place since.
         """
         if self.tensor._version != self.version:
             raise RuntimeError("a tensor that the backward needs was changed in place after the forward had used it")
@@ -59,93 +67,101 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Place:
-    """How a tensor lies in the memory of a result."""
+class ViewSpec:
+    """Shape, strides and offset of a view of a result."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, result: Tensor) -> Tensor:
-        """The same view of the result made again."""
+    @staticmethod
+    def of(tensor: Tensor) -> ViewSpec:
+        """The place of a tensor in its memory."""
+        return ViewSpec(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def view_of(self, result: Tensor) -> Tensor:
+        """The same view of the recomputed result."""
         return result.as_strided(self.shape, self.stride, self.offset)
 
 
 @dataclass(frozen=True)
-class View:
-    """A tensor that lies in the memory of a promised result."""
+class ResultView:
+    """A tensor that lies in the memory of a recomputed result."""
 
-    promise: Promise
-    place: Place
+    source: RecomputedTensor
+    spec: ViewSpec
 
     def get(self) -> Tensor:
-        """The tensor, made again."""
-        return self.place.of(self.promise.result())
+        """The tensor, recomputed."""
+        return self.spec.view_of(self.source.result())
 
 
 @dataclass(frozen=True)
-class Argument:
-    """A tensor that a promised call was given: kept, or promised itself."""
+class CallArgument:
+    """A tensor argument of a recomputed call: saved, or recomputed itself."""
 
-    source: Kept | View
+    source: SavedTensor | ResultView
     requires_grad: bool
 
     def get(self) -> Tensor:
-        """The tensor, a leaf."""
-        return self.source.get().detach().requires_grad_(self.requires_grad)
+        """The tensor, as a leaf."""
+        leaf = self.source.get().detach()
+        return leaf.requires_grad_(self.requires_grad)
 
 
 @dataclass(eq=False)
-class Promise:
-    """A call that is made again when what it yields, or what it keeps inside, is asked for.
+class RecomputedTensor:
+    """The result of a call that is repeated when the result, or what autograd saves inside the call, is needed.
 
     Attributes:
-        args, kwargs: with an Argument in place of each tensor.
-        inside: slots of what autograd saves within the call, in order.
-        outside: slots of views of the result that others save. (A Place, no View: that would hold the promise for ever.)
+        args, kwargs: with a CallArgument in place of each tensor.
+        inner_slots: of what autograd saves within the call, in order.
+        result_slots: of views of the result that autograd saves outside. (With a ViewSpec: a ResultView would keep this alive.)
     """
 
     func: Callable[..., Any]
     args: Any
     kwargs: Any
-    inside: list[weakref.ref[Slot]] = field(default_factory=list)
-    outside: list[tuple[weakref.ref[Slot], Place]] = field(default_factory=list)
+    inner_slots: list[weakref.ref[SavedTensorSlot]] = field(default_factory=list)
+    result_slots: list[tuple[weakref.ref[SavedTensorSlot], ViewSpec]] = field(default_factory=list)
 
-    def slot(self, place: Place) -> Slot:
-        """For a view of the result."""
-        slot = Slot(self)
-        self.outside.append((weakref.ref(slot), place))
+    def add_result_slot(self, spec: ViewSpec) -> SavedTensorSlot:
+        """A slot for a view of the result."""
+        slot = SavedTensorSlot(self)
+        self.result_slots.append((weakref.ref(slot), spec))
         return slot
 
-    def slot_inside(self) -> Slot:
-        """For the next tensor that is saved within the call."""
-        slot = Slot(self)
-        self.inside.append(weakref.ref(slot))
+    def add_inner_slot(self) -> SavedTensorSlot:
+        """A slot for the next tensor that is saved within the call."""
+        slot = SavedTensorSlot(self)
+        self.inner_slots.append(weakref.ref(slot))
         return slot
 
     def result(self) -> Tensor:
-        """Make the call again and fill all slots that are still waited for."""
-        args, kwargs = map_leaves(self.args, Argument, Argument.get), map_leaves(self.kwargs, Argument, Argument.get)
-        given = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}
-        inside = iter(self.inside)
+        """Repeat the call and fill all slots that are still needed."""
+        args = map_leaves(self.args, CallArgument, CallArgument.get)
+        kwargs = map_leaves(self.kwargs, CallArgument, CallArgument.get)
+        inputs = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}
+        references = iter(self.inner_slots)
 
-        def keep(tensor: Tensor) -> Tensor:
-            if memory_of(tensor) not in given and (slot := next(inside, _no_slot)()) is not None:
+        def fill_inner_slot(tensor: Tensor) -> Tensor:
+            is_input = memory_of(tensor) in inputs
+            reference = None if is_input else next(references, None)
+            slot = None if reference is None else reference()
+            if slot is not None:
                 slot.fill(tensor)
             return tensor.detach()
 
-        with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        hooks = saved_tensors_hooks(fill_inner_slot, lambda tensor: tensor)
+        with torch.enable_grad(), hooks:
             result: Tensor = self.func(*args, **kwargs).detach()
-        for reference, place in self.outside:
-            if (slot := reference()) is not None:
-                slot.fill(place.of(result))
+        for reference, spec in self.result_slots:
+            slot = reference()
+            if slot is not None:
+                slot.fill(spec.view_of(result))
         return result
 
 
-def _no_slot() -> None:
-    """A reference to nothing."""
-
-
 def memory_of(tensor: Tensor) -> int:
-    """Which storage a tensor lies in; no two that are alive have the same."""
+    """Identity of the storage that a tensor lies in; no two that are alive have the same."""
     return int(tensor.untyped_storage()._cdata)
