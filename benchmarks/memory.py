@@ -1,4 +1,4 @@
-"""Owns the memory table: bytes a rank holds between steps under ZeRO 0 to 3, in real processes; bytes a layer keeps.
+"""Memory table: bytes that a rank holds between steps under ZeRO 0 to 3, in real processes; bytes of a layer's activations.
 
 .venv/bin/python benchmarks/memory.py          # about a minute; docs/memory.md has what it printed
 """

@@ -1,4 +1,4 @@
-"""Owns context parallelism against torch's: the ring of torch's context_parallel on the CPU kernel, and a plain gather.
+"""Context parallelism against torch's: the ring of torch's context_parallel on the CPU kernel, and a plain all-gather.
 
 `torch.distributed.tensor.experimental.context_parallel` itself does not run here (docs/LOG.md has what it says): it takes
 attention apart by the operators that CUDA chooses and knows nothing of the CPU's. What it would play is its ring,

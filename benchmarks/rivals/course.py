@@ -1,4 +1,4 @@
-"""Owns what both sides of a race train: one small LLaMA from the same values, on the same tokens, with the same optimizer."""
+"""The training that both sides of a comparison run: one small LLaMA, the same values, tokens and optimizer."""
 
 from __future__ import annotations
 

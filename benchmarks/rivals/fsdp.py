@@ -1,4 +1,4 @@
-"""Owns ZeRO against torch's FSDP2 and ZeroRedundancyOptimizer: two data ranks, one micro-batch a step."""
+"""ZeRO against torch's FSDP2 and ZeroRedundancyOptimizer: two data ranks, one micro-batch a step."""
 
 from __future__ import annotations
 

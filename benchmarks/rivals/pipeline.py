@@ -1,4 +1,4 @@
-"""Owns the pipeline against torch.distributed.pipelining: the same stages, 8 micro-batches, 1F1B and interleaved."""
+"""Pipeline parallelism against torch.distributed.pipelining: the same stages, 8 micro-batches, 1F1B and interleaved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the timing: two sides turn by turn (A B A B ...) in the same processes, seconds of the clock and of the CPU.
+"""Timing of two sides in turns (A B A B ...) in the same processes, in seconds of the clock and of the CPU.
 
 Machines drift and other programs run: each of weft's turns is held against the turn of torch's beside it, and the median of
 those ratios counts. CPU seconds are user + system of all threads of all ranks; what others run disturbs them less.

@@ -1,4 +1,4 @@
-"""Owns tensor parallelism against DTensor's: vocabulary, heads and features cut over two ranks, with and without sequence."""
+"""Tensor parallelism against DTensor's: vocabulary, heads and features over two ranks, with and without sequence parallelism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns `python -m weft`."""
+"""Entry point of `python -m weft`."""
 
 from __future__ import annotations
 

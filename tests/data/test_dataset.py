@@ -1,4 +1,4 @@
-"""Owns the tests of what a run reads: order of samples, token streams, images, and what is refused at the door."""
+"""The data of a run: order of samples, token streams, images, and rejected sources."""
 
 from __future__ import annotations
 

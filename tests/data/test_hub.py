@@ -1,4 +1,4 @@
-"""Owns the tests of documents that the library `datasets` brings: here of folders, as it reads them without a network."""
+"""Documents of the library `datasets`: from folders, without a network."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def test_what_is_wrong_with_a_set_is_one_line(tmp_path: Path) -> None:
         f"hf:{place}", text_field="n"
     )
     assert f"data.source: hf:{place}:dev cannot be read (got " in complaint(f"hf:{place}:dev")
-    missing = complaint("hf:nobody/has-this")
-    assert "data.source: hf:nobody/has-this:train cannot be read (got " in missing
+    missing = complaint("hf:missing/dataset")
+    assert "data.source: hf:missing/dataset:train cannot be read (got " in missing
     assert missing.endswith("Fix: check its name, configuration and split, and the network; or name files")
 
 

@@ -1,4 +1,4 @@
-"""Owns the tests of mixtures: shares, the walk through each source, and that every layout reads the same."""
+"""Mixtures of sources: shares, the epochs of each source, and that every layout reads the same samples."""
 
 from __future__ import annotations
 

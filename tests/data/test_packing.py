@@ -1,4 +1,4 @@
-"""Owns the tests of document packing: which token belongs to which document, and that no layout changes what is computed."""
+"""Document packing: which token belongs to which document, and equal results on every layout."""
 
 from __future__ import annotations
 

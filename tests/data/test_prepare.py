@@ -1,4 +1,4 @@
-"""Owns the tests of `weft data prepare`: what stands in the folder, whatever the texts came in, and what is refused."""
+"""`weft data prepare`: content of the prepared folder for every kind of input, and rejected inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines: spans in, figures out, whoever wrote them."""
+"""Timelines: busy and idle time, makespan and bubble of spans."""
 
 from fractions import Fraction
 

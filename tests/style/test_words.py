@@ -22,10 +22,10 @@ HISTORY = ("LOG.md",)
 FAMILY_FILES = ("__init__.py", "config.py", "model.py", "hf.py")
 """File names that every model family has."""
 PRIVATE_VOCABULARY = re.compile(
-    r"""\bOwns\b|\bnobody|\bwhoever\b|\bsomebody|\bis\ told\b|\btells\ of\b|\bthe\ door\b|\bat\ the\ door\b
+    r"""\bOwns\b|(?i:\bnobody|\bwhoever\b|\bsomebody|\bis\ told\b|\btells\ of\b|\bthe\ door\b|\bat\ the\ door\b
     |\bmend(s|ed|ing)?\b|\bgiv(e|es|en)\ away\b|\blets?\ go\ of\b|\bcomes?\ on\ demand\b|\byours\ to\b|\blast\ word\b
-    |\bstrangers?\b|\bhalf-told\b|\bbreath\b|\bdearest\b""",
-    re.VERBOSE | re.IGNORECASE,
+    |\bstrangers?\b|\bhalf-told\b|\bbreath\b|\bdearest\b)""",
+    re.VERBOSE,
 )
 MAX_TERMS = 70
 

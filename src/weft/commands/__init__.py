@@ -1,1 +1,1 @@
-"""Owns the commands that have a file of their own: keys, checks, then the work, which imports torch late."""
+"""Commands, one file each: options, checks, then the work, which imports torch late."""
