@@ -1,6 +1,6 @@
-"""A program for test_launch.py: `python scenarios.py FOLDER NAME ...` plays scenarios and prints what became of each.
+"""Program of test_launch.py: `python scenarios.py FOLDER NAME ...` launches scenarios and prints the outcome of each.
 
-A scenario is what one rank does. Every rank leaves its process id (and those it starts) in FOLDER.
+A scenario is the function of one rank. Every rank records its process id (and those it starts) in FOLDER.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,8 +29,11 @@ MESH = Mesh.parse("pp3")
 FOLDER = Path(sys.argv[1])
 FOREVER_S = 300
 
+Scenario = Callable[[World], None]
 
-def mark(name: str, pid: int) -> None:
+
+def record(name: str, pid: int) -> None:
+    """Leave a file `NAME.PID` in the folder."""
     (FOLDER / f"{name}.{pid}").touch()
 
 
@@ -36,11 +41,11 @@ def ok(world: World) -> None:
     with open_comm(world, MESH, torch.device("cpu")) as comm:
         total = comm.all_reduce(torch.tensor([float(world.rank)]), "pp")
     assert total.item() == 3.0, total
-    mark(f"ok{world.rank}", os.getpid())
+    record(f"ok{world.rank}", os.getpid())
 
 
 def prepared(world: World) -> None:
-    """Threads, denormals, no keyboard, a process group of its own."""
+    """One intra-op thread, flushed denormals, an empty stdin, a process group of its own."""
     assert torch.get_num_threads() == 1
     assert torch.tensor([1e-40]).mul(1.0).item() == 0.0, "denormals are flushed"
     assert sys.stdin.read() == ""
@@ -53,8 +58,8 @@ def raises(world: World) -> None:
     time.sleep(FOREVER_S)
 
 
-def raises_amid_talk(world: World) -> None:
-    """The others wait for rank 1 in an operation; what they see is an echo."""
+def raises_during_collectives(world: World) -> None:
+    """The others wait for rank 1 in a collective and fail secondarily."""
     with open_comm(world, MESH, torch.device("cpu")) as comm:
         comm.barrier("pp")
         if world.rank == 1:
@@ -62,7 +67,7 @@ def raises_amid_talk(world: World) -> None:
         comm.all_reduce(torch.ones(4), "pp")
 
 
-def killed_amid_talk(world: World) -> None:
+def killed_during_collectives(world: World) -> None:
     with open_comm(world, MESH, torch.device("cpu")) as comm:
         comm.barrier("pp")
         if world.rank == 2:
@@ -72,13 +77,13 @@ def killed_amid_talk(world: World) -> None:
 
 def all_raise(world: World) -> None:
     time.sleep(0.05 * (3 - world.rank))
-    raise DataError(Fault("data.source", f"empty as rank {world.rank} sees it"))
+    raise DataError(Fault("data.source", f"empty on rank {world.rank}"))
 
 
-def echo_before_cause(world: World) -> None:
-    """Rank 0 sees a closed connection before rank 2 comes to say why."""
+def secondary_failure_before_cause(world: World) -> None:
+    """Rank 0 sees a closed connection before rank 2 raises the cause."""
     if world.rank == 2:
-        mark("fails-soon", os.getpid())
+        record("fails-soon", os.getpid())
         time.sleep(0.05)
         raise ValueError("rank 2 cannot go on")
     while world.rank == 1 or not list(FOLDER.glob("fails-soon.*")):
@@ -86,8 +91,8 @@ def echo_before_cause(world: World) -> None:
     raise ConnectionResetError("connection closed by peer")
 
 
-def echo_alone(world: World) -> None:
-    """Nobody says why, and the others have to be killed: that is no cause."""
+def secondary_failure_only(world: World) -> None:
+    """No rank raises a cause; the others ignore SIGTERM, and being killed is no cause either."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if world.rank == 1:
         raise CommTimeout("rank 2 did not come")
@@ -101,21 +106,21 @@ def crashes(world: World) -> None:
     time.sleep(FOREVER_S)
 
 
-def refuses_to_end(world: World) -> None:
-    """SIGTERM is not enough, and there is a grandchild."""
+def ignores_sigterm(world: World) -> None:
+    """SIGTERM is ignored, and the rank has started a process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    mark("grandchild", subprocess.Popen(["sleep", str(FOREVER_S)]).pid)
+    record("grandchild", subprocess.Popen(["sleep", str(FOREVER_S)]).pid)
     if world.rank == 1:
         raise ValueError("rank 1 cannot go on")
     while True:
         time.sleep(1)
 
 
-def leaves_things_behind(world: World) -> None:
-    mark("grandchild", subprocess.Popen(["sleep", str(FOREVER_S)]).pid)
+def leaves_a_process(world: World) -> None:
+    record("grandchild", subprocess.Popen(["sleep", str(FOREVER_S)]).pid)
 
 
-def says_nothing(world: World) -> None:
+def exits_without_report(world: World) -> None:
     if world.rank == 2:
         sys.exit(3)
 
@@ -125,12 +130,12 @@ def saved(world: World) -> None:
 
 
 def waits(world: World) -> None:
-    """Until a signal comes."""
-    mark("waiting", os.getpid())
+    """Until a signal arrives."""
+    record("waiting", os.getpid())
     time.sleep(FOREVER_S)
 
 
-def waits_stubbornly(world: World) -> None:
+def waits_ignoring_signals(world: World) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     waits(world)
@@ -141,52 +146,73 @@ def saves_on_sigterm(world: World) -> None:
     waits(world)
 
 
-SCENARIOS: dict[str, Callable[[World], None]] = {
-    act.__name__: act
-    for act in (
-        ok,
-        prepared,
-        raises,
-        raises_amid_talk,
-        killed_amid_talk,
-        all_raise,
-        echo_before_cause,
-        echo_alone,
-        crashes,
-        refuses_to_end,
-        leaves_things_behind,
-        says_nothing,
-        saved,
-        waits,
-        waits_stubbornly,
-        saves_on_sigterm,
-    )
+SCENARIOS: dict[str, Scenario] = {
+    "ok": ok,
+    "prepared": prepared,
+    "raises": raises,
+    "raises_during_collectives": raises_during_collectives,
+    "killed_during_collectives": killed_during_collectives,
+    "all_raise": all_raise,
+    "secondary_failure_before_cause": secondary_failure_before_cause,
+    "secondary_failure_only": secondary_failure_only,
+    "crashes": crashes,
+    "ignores_sigterm": ignores_sigterm,
+    "leaves_a_process": leaves_a_process,
+    "exits_without_report": exits_without_report,
+    "saved": saved,
+    "waits": waits,
+    "waits_ignoring_signals": waits_ignoring_signals,
+    "saves_on_sigterm": saves_on_sigterm,
 }
 
 
-def play(name: str) -> dict[str, object]:
-    """One scenario on three ranks: `ok`, or `ok:threads`, `ok:4711` (a port)."""
-    name, _, how = name.partition(":")
+@dataclass
+class Outcome:
+    """How a launch ended."""
 
-    def act(world: World) -> None:
-        mark(name, os.getpid())
+    name: str
+    code: int | None = None
+    error: str | None = None
+    kind: str | None = None
+    seconds: float = 0.0
+    num_threads: int = 0
+
+
+def run_scenario(text: str) -> Outcome:
+    """Launch one scenario on three ranks: `ok`, or `ok:threads`, `ok:4711` (a port)."""
+    name, _, option = text.partition(":")
+    options: dict[str, Any] = {}
+    if option == "threads":
+        options["transport"] = option
+    elif option:
+        options["port"] = int(option)
+
+    def run_rank(world: World) -> None:
+        record(name, os.getpid())
         SCENARIOS[name](world)
 
+    outcome = Outcome(text)
     start = time.monotonic()
-    told = {"code": None, "error": None, "kind": None}
     try:
-        options = {"transport": how} if how == "threads" else {"port": int(how)} if how else {}
-        told["code"] = launch(act, 3, mesh=MESH, out=FOLDER, **options)
+        outcome.code = launch(run_rank, 3, mesh=MESH, out=FOLDER, **options)
     except RankError as error:
-        told |= {"error": str(error), "kind": error.kind}
-    return {**told, "seconds": time.monotonic() - start, "threads": len(os.listdir("/proc/self/task"))}
+        outcome.error = str(error)
+        outcome.kind = error.kind
+    outcome.seconds = time.monotonic() - start
+    outcome.num_threads = len(os.listdir("/proc/self/task"))
+    return outcome
 
 
-if __name__ == "__main__":
-    if (world := detect(os.environ)) is not None:
+def main() -> None:
+    world = detect(os.environ)
+    if world is not None:
         try:
             sys.exit(join(SCENARIOS[sys.argv[2]], world, mesh=MESH))
         except RankError as error:
             sys.exit(f"error: {error}")
-    for name in sys.argv[2:]:
-        sys.stdout.write(json.dumps({"name": name, **play(name)}) + "\n")
+    for text in sys.argv[2:]:
+        sys.stdout.write(json.dumps(asdict(run_scenario(text))) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Claims about `weft.init`: one line makes a plain script a rank, and the person sees one program."""
+"""`weft.init`: one line turns a plain script into ranks, which look like one program to the user."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def run_script(*words: str, folder) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, env=env, check=False)
 
 
-def test_a_script_goes_on_as_every_rank_and_exits_once(tmp_path):
+def test_a_script_continues_as_every_rank_and_exits_once(tmp_path):
     done = run_script(folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} got 6.0" for rank in range(4)]
-    assert list(tmp_path.iterdir()) == [], "neither ours nor the script's own folder is left"
+    assert list(tmp_path.iterdir()) == [], "no temporary folder is left"
 
 
-def test_an_error_of_one_rank_is_told_once(tmp_path):
+def test_an_error_of_one_rank_is_printed_once(tmp_path):
     done = run_script("fail", folder=tmp_path)
     assert done.returncode == 1
     first, *rest = done.stderr.splitlines()
