@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from weft import __version__
 from weft.commands.console import print_result, wants_help
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, WeftError
+from weft.parallel.dp import AXIS as DP
 from weft.run.world import num_cores
 
 if TYPE_CHECKING:
@@ -173,4 +174,4 @@ def _collective() -> Finding:
 def _sum_of_ranks(comm: Comm) -> float:
     import torch  # late: `weft doctor` works without it
 
-    return float(comm.all_reduce(torch.tensor(float(comm.rank)), "dp"))
+    return float(comm.all_reduce(torch.tensor(float(comm.rank)), DP))

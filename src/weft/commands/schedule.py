@@ -17,6 +17,8 @@ from weft.config.run import plan_of
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_OK, ConfigError, Fault
 from weft.layout.plan import Plan
+from weft.parallel.cp import AXIS as CP
+from weft.parallel.tp import AXIS as TP
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, find, make_table
 from weft.schedule.simulate import UNIT_COSTS, peak_live, simulate
@@ -88,7 +90,7 @@ def simulate_run(words: Sequence[str]) -> int:
 
 def action_s(plan: Plan, act: Act) -> float:
     """Seconds of one action on one simulated rank."""
-    num_shards = plan.mesh.degree(("tp", "cp"))
+    num_shards = plan.mesh.degree((TP, CP))
     flops = UNIT_COSTS[act.kind] * plan.stages[act.stage].flops * plan.micro_size
     return flops / num_shards / SIMULATED_FLOPS
 

@@ -17,8 +17,12 @@ from weft.generate.sample import TokenPosition
 from weft.layout.plan import Plan
 from weft.models import Family
 from weft.models.common.batch import chain
+from weft.parallel.cp import AXIS as CP
+from weft.parallel.ep import AXIS as EP
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.forward import gather_vocabulary, run_stages
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.tp import AXIS as TP
 from weft.train import checkpoint
 from weft.train.meta_init import skeleton
 
@@ -65,7 +69,7 @@ class Decoder:
     @property
     def is_last(self) -> bool:
         """Whether this rank is of the stage that yields logits."""
-        return self.model.plan.table.stage_to_rank[-1] == self.model.comm.index("pp")
+        return self.model.plan.table.stage_to_rank[-1] == self.model.comm.index(PP)
 
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
         """Read the next tokens of each row, one at least: logits_BV behind its last one; None before the last stage."""
@@ -103,11 +107,11 @@ class Decoder:
     @property
     def _num_sequence_parts(self) -> int:
         """Ranks along tp that share the columns of a sequence between tensor-parallel regions."""
-        return self.model.comm.degree("tp") if self.model.plan.sequence_parallel else 1
+        return self.model.comm.degree(TP) if self.model.plan.sequence_parallel else 1
 
     def _forward(self, batch: DecodeBatch, lasts: Sequence[int]) -> Tensor | None:
         num_rows, length = batch.inputs.shape
-        cp = self.model.comm.degree("cp")  # not used here: each of its ranks has all columns
+        cp = self.model.comm.degree(CP)  # not used here: each of its ranks has all columns
         sizes = {"micro_size": num_rows, "seq_len": length * cp}
         plan = self.model.plan.model_copy(update=sizes)
 
@@ -175,8 +179,8 @@ def decode(
     Every rank of the mesh must iterate to the end, with equal rows. Ranks along ep share the rows out, one after another.
     """
     comm = decoder.model.comm
-    num_parts = comm.degree("ep")
-    own_part = comm.index("ep")
+    num_parts = comm.degree(EP)
+    own_part = comm.index(EP)
     active = [[rows[number] for number in range(*span(len(rows), num_parts, part))] for part in range(num_parts)]
     logits_BV = decoder.read([row.prompt for row in active[own_part]])
     while True:
@@ -203,10 +207,10 @@ def _choose_tokens(logits_BV: Tensor, rows: Sequence[TextRow], choose: ChooseTok
 def _gather_tokens(chosen: Sequence[int] | None, counts: Sequence[int], decoder: Decoder) -> list[int]:
     """Every rank's tokens, in the order of rows, from those that the last stage has chosen."""
     comm = decoder.model.comm
-    placeholder = [0] * counts[comm.index("ep")]
+    placeholder = [0] * counts[comm.index(EP)]
     own = torch.tensor(chosen or placeholder, dtype=torch.int64, device=comm.device)
     if own.numel():
         last_rank = decoder.model.plan.table.stage_to_rank[-1]
-        own = comm.broadcast_(own, "pp", root=last_rank)
-    tokens = comm.all_gather(own, "ep", sizes=counts)
+        own = comm.broadcast_(own, PP, root=last_rank)
+    tokens = comm.all_gather(own, EP, sizes=counts)
     return [int(token) for token in tokens]

@@ -21,14 +21,18 @@ from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import ConfigError, Fault, UserError
 from weft.generate.model_source import ModelSource
 from weft.layout.plan import Plan, canonical_json, make_stages
+from weft.parallel.cp import AXIS as CP
+from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.tp import AXIS as TP
 
 LINES = ".jsonl"
 
-SUPPORTED_AXES = ("pp", "ep", "tp")
+SUPPORTED_AXES = (PP, EP, TP)
 UNSUPPORTED_AXES = {
-    "dp": "dp would generate the same texts again: one call takes any number of --samples",
-    "cp": "cp shards long sequences, and the cache of keys and values is sharded over the heads by tp",
+    DP: "dp would generate the same texts again: one call takes any number of --samples",
+    CP: "cp shards long sequences, and the cache of keys and values is sharded over the heads by tp",
 }
 
 

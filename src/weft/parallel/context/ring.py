@@ -20,6 +20,7 @@ from weft.models.common.attention import AttentionSpec
 from weft.parallel.context.blocks import BlockAttention
 from weft.parallel.context.documents import document_ranges, gather_documents
 from weft.parallel.context.kv_exchange import KeyValue, KVGradient
+from weft.parallel.cp import AXIS as CP
 
 # Note [Two rings]
 # Four ranks; at turn t rank i holds the keys and values of rank i - t, and passes them on while it computes:
@@ -154,7 +155,7 @@ def ring_attention(
     k_BSGK: Tensor,
     v_BSGW: Tensor,
     comm: Comm,
-    axis: Axis = "cp",
+    axis: Axis = CP,
     *,
     causal: bool = True,
     window: int | None = None,

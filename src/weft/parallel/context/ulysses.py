@@ -13,8 +13,8 @@ from weft.core.attention_mask import ALL_FEATURES
 from weft.models.common.attention import AttentionSpec, FusedAttention
 from weft.models.common.batch import Batch
 from weft.parallel.context.documents import chunk_numbers, gather_documents, in_sequence_order
+from weft.parallel.cp import AXIS
 
-AXIS = "cp"
 COLUMNS, HEADS = 1, 2
 """Dims of q_BSHK."""
 

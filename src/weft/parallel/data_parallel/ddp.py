@@ -13,6 +13,7 @@ from weft.comm.adopt import comm_or_world
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
+from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.grouping import BUCKET_BYTES, bucket_reducer
 
 
@@ -40,7 +41,7 @@ class DistributedDataParallel(nn.Module):
         module: nn.Module,
         comm: Comm | None = None,
         *,
-        axis: Axis = "dp",
+        axis: Axis = DP,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__()

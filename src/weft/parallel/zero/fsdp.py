@@ -13,6 +13,7 @@ from weft.comm.adopt import comm_or_world
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis, axis_names
 from weft.errors import DataError, Fault, PlanError
+from weft.parallel.dp import AXIS as DP
 from weft.parallel.model.tree import map_leaves
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
@@ -60,7 +61,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         comm: Comm | None = None,
         *,
-        axis: Axis = "dp",
+        axis: Axis = DP,
         zero: Literal[1, 2, 3] = 3,
         blocks: Iterable[nn.Module] | None = None,
         compute: torch.dtype | None = None,

@@ -13,6 +13,7 @@ from weft.comm.adopt import comm_or_world
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 from weft.errors import DataError, Fault, PlanError
+from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 
 State = dict[str, Any]
@@ -50,7 +51,7 @@ class ShardedOptimizer(Optimizer):
         optimizer: Callable[..., Optimizer],
         comm: Comm | None = None,
         *,
-        axis: Axis = "dp",
+        axis: Axis = DP,
         **kwargs: Any,
     ) -> None:
         super().__init__(params, kwargs)
