@@ -16,6 +16,7 @@ from weft.core.shard import Shard, first_axes, shard_of
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
+from weft.models.common.attention import Attend
 from weft.models.common.experts import Experts
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.lora import Factor
@@ -251,7 +252,14 @@ def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dic
 
 def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTable) -> None:
     """Refuse a parameter that was cut although no transform took over its module."""
-    served = (linear.ColumnParallelLinear, linear.RowParallelLinear, vocab.VocabParallelEmbedding, Experts, Factor)
+    served = (
+        linear.ColumnParallelLinear,
+        linear.RowParallelLinear,
+        vocab.VocabParallelEmbedding,
+        Experts,
+        Factor,
+        Attend,
+    )
     for block_name, block in blocks.items():
         for path, _ in block.named_parameters():
             name, logical = f"{block_name}.{path}", first_axes(logical_axes(f"{block_name}.{path}", axes))
