@@ -1,4 +1,4 @@
-"""What is counted is exact: operations and bytes by (axis, op), on every transport alike."""
+"""Observers: counts of operations and bytes per (axis, op) are exact and equal on every transport."""
 
 import torch
 
@@ -8,115 +8,147 @@ from weft.comm.observe import Counter, Operation, Traffic
 from weft.core.mesh import Mesh
 from weft.testing import run_ranks
 
-FLOAT = 4
+FLOAT_BYTES = 4
+WHOLE = 96  # bytes of x: 8 x 3 floats
+ROW = 12  # bytes of one row of x
+N = 4  # degree of tp
 
 
-def play(comm):
-    """One of each, along tp of degree 4; x is 8 x 3 floats = 96 bytes."""
+def observed(comm, *observers):
+    """A second Comm over the transport of `comm`, with these observers."""
+    return Comm(comm.mesh, comm.rank, comm.transport, observers=observers)
+
+
+def run_every_operation(comm):
+    """One call of each operation along tp; x is 8 x 3 floats, rank 1 is the root."""
+    index = comm.index("tp")
     x = torch.ones(8, 3, device=comm.device)
+    pieces = [x] * N if index == 1 else None
     comm.all_reduce(x, "tp")
     comm.all_gather(x, "tp")
-    comm.all_gather(x[: comm.index("tp")], "tp", sizes=[0, 1, 2, 3])
+    comm.all_gather(x[:index], "tp", sizes=[0, 1, 2, 3])
     comm.reduce_scatter(x, "tp")
     comm.all_to_all(x, "tp")
     comm.broadcast_(x, "tp", root=1)
     comm.gather(x, "tp", root=1)
-    comm.scatter([x] * 4 if comm.index("tp") == 1 else None, x.clone(), "tp", root=1)
+    comm.scatter(pieces, x.clone(), "tp", root=1)
     comm.barrier("tp")
     comm.all_reduce(x, "cp")
     comm.all_reduce(x, ("tp", "dp", "cp"))
 
 
-def counted(comm):
+def traffic_of_every_operation(comm):
     counter = Counter()
-    play(Comm(comm.mesh, comm.rank, comm.transport, observers=(counter,)))
+    run_every_operation(observed(comm, counter))
     return counter.traffic
 
 
-EXPECTED = {  # of rank 1, the root; n = 4, whole = 96, row = 12 bytes
-    ("tp", "all_reduce"): Traffic(1, 96, 2 * 3 * 96 // 4),
-    ("tp", "all_gather"): Traffic(2, 96 + 12, 3 * 96 + (0 + 1 + 3) * 12),  # all but the piece of rank 2, the next
-    ("tp", "reduce_scatter"): Traffic(1, 96, 3 * 96 // 4),
-    ("tp", "all_to_all"): Traffic(1, 96, 3 * 96 // 4),
-    ("tp", "broadcast"): Traffic(1, 96, 3 * 96),
-    ("tp", "gather"): Traffic(1, 96, 0),
-    ("tp", "scatter"): Traffic(1, 4 * 96, 3 * 96),
+SENT_IN_UNEVEN_GATHER = (0 + 1 + 3) * ROW
+"""By rank 1 with pieces of 0, 1, 2 and 3 rows: all but the piece of rank 2, the next one."""
+
+EXPECTED_ON_RANK_1 = {
+    ("tp", "all_reduce"): Traffic(1, WHOLE, 2 * (N - 1) * WHOLE // N),
+    ("tp", "all_gather"): Traffic(2, WHOLE + ROW, (N - 1) * WHOLE + SENT_IN_UNEVEN_GATHER),
+    ("tp", "reduce_scatter"): Traffic(1, WHOLE, (N - 1) * WHOLE // N),
+    ("tp", "all_to_all"): Traffic(1, WHOLE, (N - 1) * WHOLE // N),
+    ("tp", "broadcast"): Traffic(1, WHOLE, (N - 1) * WHOLE),
+    ("tp", "gather"): Traffic(1, WHOLE, 0),
+    ("tp", "scatter"): Traffic(1, N * WHOLE, (N - 1) * WHOLE),
     ("tp", "barrier"): Traffic(1, 0, 0),
-    ("dp+tp", "all_reduce"): Traffic(1, 96, 2 * 7 * 96 // 8),
+    ("dp+tp", "all_reduce"): Traffic(1, WHOLE, 2 * 7 * WHOLE // 8),
 }
 
 
 def test_every_transport_counts_the_same(transport):
-    traffic = run_ranks("dp2 tp4", counted, transport=transport)
-    assert traffic[1] == EXPECTED
+    traffic = run_ranks("dp2 tp4", traffic_of_every_operation, transport=transport)
+    assert traffic[1] == EXPECTED_ON_RANK_1
     assert traffic[0]["tp", "broadcast"].sent_bytes == 0
-    assert traffic[0]["tp", "gather"].sent_bytes == 96
-    assert traffic[0]["tp", "scatter"] == Traffic(1, 96, 0)
+    assert traffic[0]["tp", "gather"].sent_bytes == WHOLE
+    assert traffic[0]["tp", "scatter"] == Traffic(1, WHOLE, 0)
 
 
-def test_nobody_counts_the_same_as_everybody():
+def test_a_dry_run_without_other_ranks_counts_the_same():
     mesh = Mesh.parse("dp2 tp4")
-    assert counted(Comm(mesh, 1, MetaTransport(8, 1))) == EXPECTED
+    comm = Comm(mesh, 1, MetaTransport(8, 1))
+    assert traffic_of_every_operation(comm) == EXPECTED_ON_RANK_1
 
 
-def test_sent_bytes_of_a_ring_add_up_to_what_crosses_the_wires():
-    def sent(comm):
+def test_sent_bytes_of_a_ring_add_up_to_what_crosses_the_network():
+    sizes = [1, 5, 0, 2]
+
+    def sent_bytes(comm):
         counter = Counter()
-        seen = Comm(comm.mesh, comm.rank, comm.transport, observers=(counter,))
-        sizes = [1, 5, 0, 2]
+        seen = observed(comm, counter)
         seen.all_gather(torch.ones(sizes[comm.rank]), "dp", sizes=sizes)
         seen.reduce_scatter(torch.ones(8), "dp", sizes=sizes)
-        return counter.traffic["dp", "all_gather"].sent_bytes, counter.traffic["dp", "reduce_scatter"].sent_bytes
+        gather = counter.traffic["dp", "all_gather"]
+        scatter = counter.traffic["dp", "reduce_scatter"]
+        return gather.sent_bytes, scatter.sent_bytes
 
-    gathers, scatters = zip(*run_ranks("dp4", sent), strict=True)
-    assert sum(gathers) == sum(scatters) == 3 * 8 * FLOAT  # each piece reaches three others
+    per_rank = run_ranks("dp4", sent_bytes)
+    each_piece_to_three_others = 3 * sum(sizes) * FLOAT_BYTES
+    assert sum(gather for gather, _ in per_rank) == each_piece_to_three_others
+    assert sum(scatter for _, scatter in per_rank) == each_piece_to_three_others
 
 
 def test_messages_count_at_the_sender():
-    def pass_on(comm):
+    def traffic_of_a_message(comm):
         counter = Counter()
-        seen = Comm(comm.mesh, comm.rank, comm.transport, observers=(counter,))
+        seen = observed(comm, counter)
         x = torch.ones(5, dtype=torch.float64)
-        seen.send(x, "pp", to=1) if comm.rank == 0 else seen.recv(x, "pp", source=0)
+        if comm.rank == 0:
+            seen.send(x, "pp", to=1)
+        else:
+            seen.recv(x, "pp", source=0)
         return counter.traffic
 
-    assert run_ranks("pp2", pass_on) == [{("pp", "send"): Traffic(1, 40, 40)}, {("pp", "recv"): Traffic(1, 40, 0)}]
+    sender, receiver = run_ranks("pp2", traffic_of_a_message)
+    assert sender == {("pp", "send"): Traffic(1, 40, 40)}
+    assert receiver == {("pp", "recv"): Traffic(1, 40, 0)}
 
 
-class Diary:
+class RecordingObserver:
+    """Keeps (event, operation) in order."""
+
     def __init__(self):
-        self.lines = []
+        self.events = []
 
     def started(self, op):
-        self.lines.append(("started", op))
+        self.events.append(("started", op))
 
     def finished(self, op):
-        self.lines.append(("finished", op))
+        self.events.append(("finished", op))
 
 
-def test_observers_are_told_of_start_and_end_with_one_record():
-    def play_two(comm):
-        diary = Diary()
-        seen = Comm(comm.mesh, comm.rank, comm.transport, observers=(diary,))
+def test_observers_see_start_and_first_wait_with_the_same_record():
+    def events_of_two_operations(comm):
+        observer = RecordingObserver()
+        seen = observed(comm, observer)
         first = seen.start_all_reduce(torch.ones(2), "dp")
         seen.barrier("dp")
         first.wait()
         first.wait()
-        return diary.lines
+        return observer.events
 
-    lines = run_ranks("dp2 tp2", play_two)[3]
-    reduce = Operation("all_reduce", "dp", (1, 3), 3, payload_bytes=8, sent_bytes=8)
+    events = run_ranks("dp2 tp2", events_of_two_operations)[3]
+    all_reduce = Operation("all_reduce", "dp", (1, 3), 3, payload_bytes=8, sent_bytes=8)
     barrier = Operation("barrier", "dp", (1, 3), 3, payload_bytes=0, sent_bytes=0)
-    assert lines == [("started", reduce), ("started", barrier), ("finished", barrier), ("finished", reduce)]
+    assert events == [
+        ("started", all_reduce),
+        ("started", barrier),
+        ("finished", barrier),
+        ("finished", all_reduce),
+    ]
 
 
-def test_one_counter_may_serve_all_ranks():
+def test_one_counter_may_be_shared_by_all_ranks():
     counter = Counter()
 
-    def add(comm):
-        seen = Comm(comm.mesh, comm.rank, comm.transport, observers=(counter,))
+    def all_reduce_often(comm):
+        seen = observed(comm, counter)
         for _ in range(50):
             seen.all_reduce(torch.ones(1), "dp")
 
-    run_ranks("dp8", add)
-    assert counter.total() == Traffic(400, 1600, 400 * (2 * 7 * 4 // 8))
+    run_ranks("dp8", all_reduce_often)
+    sent_per_call = 2 * 7 * FLOAT_BYTES // 8
+    assert counter.total() == Traffic(400, 400 * FLOAT_BYTES, 400 * sent_per_call)

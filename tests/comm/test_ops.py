@@ -1,4 +1,7 @@
-"""Differentiable pairs: each backward is the exact adjoint, each can be differentiated again, and they compose."""
+"""Differentiable collectives: each backward is the exact adjoint, each can be differentiated again, and they compose."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -6,68 +9,88 @@ import torch
 from weft.comm import ops
 from weft.testing import run_ranks
 
-UNEVEN = {"dp2": [3, 1], "dp3": [1, 0, 3], "pp2 dp2 tp2": [2, 1]}
-AXIS = {"dp2": "dp", "dp3": "dp", "pp2 dp2 tp2": "dp"}
 
-# name: (kind of the argument along the axis, kind of the result, op); placements as in Note [Adjoint pairs]
+@dataclass(frozen=True)
+class Pair:
+    """A function of Note [Adjoint pairs] and the placements of its argument and result along the axis."""
+
+    function: Callable
+    argument: str
+    result: str
+    has_dim: bool = True
+
+
 PAIRS = {
-    "copy_to_region": ("replicated", "partial", ops.copy_to_region),
-    "reduce_from_region": ("partial", "replicated", ops.reduce_from_region),
-    "all_gather": ("sharded", "partial", ops.all_gather),
-    "reduce_scatter": ("partial", "sharded", ops.reduce_scatter),
-    "scatter_to_region": ("replicated", "sharded", ops.scatter_to_region),
-    "gather_from_region": ("sharded", "replicated", ops.gather_from_region),
+    "copy_to_region": Pair(ops.copy_to_region, "replicated", "partial", has_dim=False),
+    "reduce_from_region": Pair(ops.reduce_from_region, "partial", "replicated", has_dim=False),
+    "all_gather": Pair(ops.all_gather, "sharded", "partial"),
+    "reduce_scatter": Pair(ops.reduce_scatter, "partial", "sharded"),
+    "scatter_to_region": Pair(ops.scatter_to_region, "replicated", "sharded"),
+    "gather_from_region": Pair(ops.gather_from_region, "sharded", "replicated"),
 }
+PAIRS_WITH_DIM = [name for name, pair in PAIRS.items() if pair.has_dim]
+
+AXIS = "dp"
+MESHES = ["dp2", "dp3", "pp2 dp2 tp2"]
+UNEVEN_SIZES = {"dp2": [3, 1], "dp3": [1, 0, 3], "pp2 dp2 tp2": [2, 1]}
 
 
-def inner(comm, axis, kind, a, b):
+def inner_product(comm, axis, placement, a, b):
     """<a, b> over the group: replicated tensors count once, partial and sharded ones are summed over ranks."""
-    here = (a * b).sum()
-    return here if kind == "replicated" else comm.all_reduce(here, axis)
+    local = (a * b).sum()
+    if placement == "replicated":
+        return local
+    return comm.all_reduce(local, axis)
 
 
-def sample(comm, axis, kind, shape, seed):
+def random_tensor(comm, placement, shape, *, seed):
     """A random tensor: the same on all members if replicated."""
-    member = 0 if kind == "replicated" else 1 + comm.index(axis)
+    member = 0 if placement == "replicated" else 1 + comm.index(AXIS)
     generator = torch.Generator().manual_seed(1000 * seed + member)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def adjoint_gap(comm, axis, pair, shape, **options):
-    """|<A x, y> - <x, A* y>| relative to its size, A* as backward has it."""
-    kind_in, kind_out, op = PAIRS[pair]
-    x = sample(comm, axis, kind_in, shape, 1).requires_grad_()
-    out = op(x, comm, axis, **options)
-    y = sample(comm, axis, kind_out, out.shape, 2)
+def relative_gap(left, right):
+    gap = (left - right).abs() / left.abs()
+    return gap.item()
+
+
+def adjoint_gap(comm, pair, shape, **options):
+    """|<A x, y> - <x, A* y>| relative to its size, with A* from backward."""
+    x = random_tensor(comm, pair.argument, shape, seed=1).requires_grad_()
+    out = pair.function(x, comm, AXIS, **options)
+    y = random_tensor(comm, pair.result, out.shape, seed=2)
     out.backward(y)
-    left, right = inner(comm, axis, kind_out, out.detach(), y), inner(comm, axis, kind_in, x.detach(), x.grad)
-    return ((left - right).abs() / left.abs()).item()
+    left = inner_product(comm, AXIS, pair.result, out.detach(), y)
+    right = inner_product(comm, AXIS, pair.argument, x.detach(), x.grad)
+    return relative_gap(left, right)
 
 
-@pytest.mark.parametrize("mesh", AXIS)
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("pair", PAIRS)
-def test_backward_is_the_exact_adjoint(mesh, pair, dim):
-    axis = AXIS[mesh]
+@pytest.mark.parametrize("name", PAIRS)
+def test_backward_is_the_exact_adjoint(mesh, name, dim):
+    pair = PAIRS[name]
 
     def gap(comm):
-        whole = comm.degree(axis) * 2
-        length = {"replicated": whole, "partial": whole, "sharded": 2}[PAIRS[pair][0]]
-        shape = torch.empty(length, 3, 2).movedim(0, dim).shape
-        options = {} if pair in ("copy_to_region", "reduce_from_region") else {"dim": dim}
-        return adjoint_gap(comm, axis, pair, shape, **options)
+        length = 2 if pair.argument == "sharded" else 2 * comm.degree(AXIS)
+        shape = [3, 2]
+        shape.insert(dim if dim >= 0 else len(shape), length)
+        options = {"dim": dim} if pair.has_dim else {}
+        return adjoint_gap(comm, pair, shape, **options)
 
     assert max(run_ranks(mesh, gap)) < 1e-13
 
 
-@pytest.mark.parametrize("mesh", AXIS)
-@pytest.mark.parametrize("pair", ["all_gather", "reduce_scatter", "scatter_to_region", "gather_from_region"])
-def test_backward_is_the_exact_adjoint_of_an_uneven_cut(mesh, pair):
-    axis, sizes = AXIS[mesh], UNEVEN[mesh]
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", PAIRS_WITH_DIM)
+def test_backward_is_the_exact_adjoint_with_uneven_shards(mesh, name):
+    pair = PAIRS[name]
+    sizes = UNEVEN_SIZES[mesh]
 
     def gap(comm):
-        length = sizes[comm.index(axis)] if PAIRS[pair][0] == "sharded" else sum(sizes)
-        return adjoint_gap(comm, axis, pair, (3, length), dim=1, sizes=sizes)
+        length = sizes[comm.index(AXIS)] if pair.argument == "sharded" else sum(sizes)
+        return adjoint_gap(comm, pair, (3, length), dim=1, sizes=sizes)
 
     assert max(run_ranks(mesh, gap)) < 1e-13
 
@@ -81,77 +104,105 @@ def test_all_to_all_backward_is_its_exact_adjoint(dim, join_dim):
         out = ops.all_to_all(x, comm, "cp", dim, join_dim=join_dim)
         y = torch.randn(out.shape, generator=generator, dtype=torch.float64)
         out.backward(y)
-        left, right = (comm.all_reduce((a * b).sum(), "cp") for a, b in ((out.detach(), y), (x.detach(), x.grad)))
-        return ((left - right).abs() / left.abs()).item()
+        left = inner_product(comm, "cp", "sharded", out.detach(), y)
+        right = inner_product(comm, "cp", "sharded", x.detach(), x.grad)
+        return relative_gap(left, right)
 
     assert max(run_ranks("cp3", gap)) < 1e-13
 
 
-def test_all_to_all_changes_a_cut_of_the_sequence_into_one_of_the_heads():
+def test_all_to_all_turns_sequence_shards_into_head_shards():
     """Uneven both ways: 5 positions on 2 ranks as 3 + 2, 3 heads as 1 + 2."""
     whole_SH = torch.arange(15.0).view(5, 3)
     positions, heads = [3, 2], [1, 2]
 
-    def turn(comm):
-        index = comm.index("cp")
-        own_SH = whole_SH.split(positions)[index]
-        turned_SH = ops.all_to_all(own_SH, comm, "cp", 1, join_dim=0, send_sizes=heads, recv_sizes=positions)
-        back_SH = ops.all_to_all(turned_SH, comm, "cp", 0, join_dim=1, send_sizes=positions, recv_sizes=heads)
-        return turned_SH, torch.equal(back_SH, own_SH)
+    def to_heads_and_back(comm):
+        own_SH = whole_SH.split(positions)[comm.index("cp")]
+        by_heads_SH = ops.all_to_all(
+            own_SH,
+            comm,
+            "cp",
+            1,
+            join_dim=0,
+            send_sizes=heads,
+            recv_sizes=positions,
+        )
+        back_SH = ops.all_to_all(
+            by_heads_SH,
+            comm,
+            "cp",
+            0,
+            join_dim=1,
+            send_sizes=positions,
+            recv_sizes=heads,
+        )
+        return by_heads_SH, torch.equal(back_SH, own_SH)
 
-    for index, (turned_SH, is_back) in enumerate(run_ranks("cp2", turn)):
-        torch.testing.assert_close(turned_SH, whole_SH.split(heads, 1)[index], rtol=0, atol=0)
+    head_shards = whole_SH.split(heads, 1)
+    for index, (by_heads_SH, is_back) in enumerate(run_ranks("cp2", to_heads_and_back)):
+        torch.testing.assert_close(by_heads_SH, head_shards[index], rtol=0, atol=0)
         assert is_back
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_pairs_can_be_differentiated_twice(pair):
-    def second(comm):
-        op = PAIRS[pair][2]
-        x = torch.full((4, 2), 1.0 + comm.rank, dtype=torch.float64, requires_grad=True)
-        out = op(x**3, comm, "dp")
-        (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (again,) = torch.autograd.grad(first.sum(), x)
-        return first.detach(), again
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_can_be_differentiated_twice(name):
+    pair = PAIRS[name]
 
-    for rank, (first, again) in enumerate(run_ranks("dp2", second)):
-        factor = first / (3 * (1.0 + rank) ** 2)  # how often each element counts
-        torch.testing.assert_close(again, 6 * (1.0 + rank) * factor, rtol=1e-12, atol=0)
+    def two_gradients(comm):
+        x = torch.full((4, 2), 1.0 + comm.rank, dtype=torch.float64, requires_grad=True)
+        out = pair.function(x**3, comm, "dp")
+        (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        return first.detach(), second
+
+    for rank, (first, second) in enumerate(run_ranks("dp2", two_gradients)):
+        value = 1.0 + rank
+        times_counted = first / (3 * value**2)
+        torch.testing.assert_close(second, 6 * value * times_counted, rtol=1e-12, atol=0)
+
+
+def column_and_row_layers(x, a, b, enter, leave):
+    """y = relu(x A) B with the region between `enter` and `leave`; (y, gradients of x, A and B) of sum y^2."""
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
+    own_x, own_a, own_b = leaves
+    hidden = torch.relu(enter(own_x) @ own_a)
+    y = leave(hidden @ own_b)
+    y.square().sum().backward()
+    return y.detach(), own_x.grad, own_a.grad, own_b.grad
 
 
 def test_a_column_and_row_parallel_pair_equals_one_device():
-    """y = relu(x A) B with A cut by columns and B by rows: copy_to_region before, reduce_from_region after."""
+    """A is sharded by columns and B by rows: copy_to_region before, reduce_from_region after."""
     generator = torch.Generator().manual_seed(0)
-    x, a, b = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 4), (4, 6), (6, 3)))
+    x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    a = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    b = torch.randn(6, 3, generator=generator, dtype=torch.float64)
 
-    def alone():
-        leaves = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
-        y = torch.relu(leaves[0] @ leaves[1]) @ leaves[2]
-        y.square().sum().backward()
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
-
-    def cut(comm):
+    def sharded(comm):
         index = comm.index("tp")
-        leaves = [x.clone(), a.chunk(3, 1)[index].clone(), b.chunk(3, 0)[index].clone()]
-        for leaf in leaves:
-            leaf.requires_grad_()
-        y = ops.reduce_from_region(
-            torch.relu(ops.copy_to_region(leaves[0], comm, "tp") @ leaves[1]) @ leaves[2], comm, "tp"
-        )
-        y.square().sum().backward()
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
+        own_a = a.chunk(3, 1)[index]
+        own_b = b.chunk(3, 0)[index]
 
-    y, dx, da, db = alone()
-    for index, (cut_y, cut_dx, cut_da, cut_db) in enumerate(run_ranks("tp3", cut)):
-        torch.testing.assert_close((cut_y, cut_dx), (y, dx), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(
-            (cut_da, cut_db), (da.chunk(3, 1)[index], db.chunk(3, 0)[index]), rtol=1e-12, atol=1e-12
-        )
+        def enter(x):
+            return ops.copy_to_region(x, comm, "tp")
+
+        def leave(x):
+            return ops.reduce_from_region(x, comm, "tp")
+
+        return column_and_row_layers(x, own_a, own_b, enter, leave)
+
+    y, dx, da, db = column_and_row_layers(x, a, b, torch.clone, torch.clone)
+    for index, got in enumerate(run_ranks("tp3", sharded)):
+        expected = (y, dx, da.chunk(3, 1)[index], db.chunk(3, 0)[index])
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_along_an_axis_of_degree_1_pairs_are_nothing_at_all():
-    def same(comm):
+def test_along_an_axis_of_degree_1_functions_return_their_argument():
+    functions = [pair.function for pair in PAIRS.values()]
+    functions.append(ops.all_to_all)
+
+    def are_identities(comm):
         x = torch.ones(2, requires_grad=True)
-        return [op(x, comm, "tp") is x for _, _, op in PAIRS.values()] + [ops.all_to_all(x, comm, "tp") is x]
+        return [function(x, comm, "tp") is x for function in functions]
 
-    assert all(run_ranks("dp2", same)[0])
+    assert all(run_ranks("dp2", are_identities)[0])

@@ -1,4 +1,4 @@
-"""The conformance suite over real processes: compared first and not, in one launch for each mesh."""
+"""The conformance suite over processes, with and without comparing signatures, in one launch per mesh."""
 
 import warnings
 
@@ -10,25 +10,34 @@ from weft.comm.process_groups import ProcessTransport
 from weft.testing import run_ranks
 from weft.testing.conformance import conform
 
+MIN_COMPARISONS = 100
+
+
+def conform_twice(comm):
+    """Comparisons of the whole suite with and without comparing signatures."""
+    checked = conform(comm)
+    with comm.unchecked():
+        unchecked = conform(comm)
+    return checked, unchecked
+
 
 @pytest.mark.parametrize("mesh", ["dp2", "dp3", "dp2 tp2"])
 def test_processes_conform_without_a_warning(mesh):
-    def both(comm):
+    def on_rank(comm):
         warnings.simplefilter("error")
-        checked = conform(comm)
-        with comm.unchecked():
-            return checked, conform(comm)
+        return conform_twice(comm)
 
-    counts = run_ranks(mesh, both, transport="processes")
-    assert all(checked == unchecked > 100 for checked, unchecked in counts)
+    for checked, unchecked in run_ranks(mesh, on_rank, transport="processes"):
+        assert checked == unchecked > MIN_COMPARISONS
 
 
-def test_a_group_may_be_connected_while_nothing_is_compared():
-    def begin(comm):
+def test_a_group_may_be_connected_by_unchecked_calls():
+    def on_rank(comm):
         with comm.unchecked():
             return conform(comm, "overlapping", "messages")
 
-    assert min(run_ranks("pp2 dp2 tp2", begin, transport="processes")) > 0
+    counts = run_ranks("pp2 dp2 tp2", on_rank, transport="processes")
+    assert min(counts) > 0
 
 
 @pytest.mark.gpu
@@ -36,13 +45,10 @@ def test_devices_conform_over_nccl(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
 
-    def both(comm):
-        place = f"file://{tmp_path}/store"
-        transport = ProcessTransport(comm.rank, comm.mesh.size, place, device=f"cuda:{comm.rank}")
-        on_device = Comm(comm.mesh, comm.rank, transport)
-        checked = conform(on_device)
-        with on_device.unchecked():
-            return checked, conform(on_device)
+    def on_rank(comm):
+        store = f"file://{tmp_path}/store"
+        transport = ProcessTransport(comm.rank, comm.mesh.size, store, device=f"cuda:{comm.rank}")
+        return conform_twice(Comm(comm.mesh, comm.rank, transport))
 
-    counts = run_ranks("dp2", both, transport="processes")
-    assert all(checked == unchecked > 100 for checked, unchecked in counts)
+    for checked, unchecked in run_ranks("dp2", on_rank, transport="processes"):
+        assert checked == unchecked > MIN_COMPARISONS

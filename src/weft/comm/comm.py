@@ -330,9 +330,15 @@ def _axis_group(
         MeshError: an axis of an unknown name.
     """
     wanted = axis_names(axis)
+    known = all_axes()
     for name in wanted:
-        if name not in all_axes():
-            raise MeshError(Fault("axis", f"unknown axis {name!r}", fix=did_you_mean(name, all_axes())))
+        if name not in known:
+            fix = did_you_mean(name, known)
+            raise MeshError(Fault("axis", f"unknown axis {name!r}", fix=fix))
     present = tuple(name for name, degree in mesh.axes if name in wanted and degree > 1)
-    label = "+".join(present or wanted)
-    return AxisGroup(label, mesh.group(rank, present), mesh.index(rank, present), checked)
+    return AxisGroup(
+        axis="+".join(present or wanted),
+        ranks=mesh.group(rank, present),
+        index=mesh.index(rank, present),
+        checked=checked,
+    )
