@@ -1,4 +1,4 @@
-"""Memory of ranks in real processes: states of ZeRO by formula, exact but for padding; activations under recompute and cp."""
+"""Memory of ranks in processes: ZeRO states equal the formulas up to padding; activations under recompute and cp."""
 
 from __future__ import annotations
 
@@ -17,22 +17,31 @@ PADDING = 0.005
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_rank_holds_between_steps_what_the_formula_says(policy: str, zero: Any) -> None:
+def test_the_memory_of_a_rank_between_steps_equals_the_formula(policy: str, zero: Any) -> None:
     setting = Setting(zero, *POLICIES[policy], degree=3)
     found = states(setting, FIELDS)
     assert found.tensors / found.params == pytest.approx(setting.theory(), rel=PADDING)
 
 
-def test_the_formulas_are_those_of_the_paper_where_dtypes_are_its() -> None:
+def test_the_formulas_equal_the_papers_for_its_dtypes() -> None:
+    params = 2
+    grads = 4  # float32
+    optimizer = 12
     for degree in (2, 8, 64):
         theory = [Setting(zero, *POLICIES["mixed"], degree).theory() for zero in (0, 1, 2, 3)]
-        g = 4  # gradients are kept in float32
-        assert theory == [2 + g + 12, 2 + g + 12 / degree, 2 + (g + 12) / degree, 16 / degree]
+        assert theory == [
+            params + grads + optimizer,
+            params + grads + optimizer / degree,
+            params + (grads + optimizer) / degree,
+            16 / degree,  # float32 parameters, gradients and two moments
+        ]
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("mesh", ["", "cp2", "cp4"])
-def test_a_layer_keeps_its_part_of_the_sequence_under_cp_and_recomputation(recompute: Any, mesh: str) -> None:
-    tokens = 64
-    for kept in run_ranks(mesh, MeasureLayer(recompute, tuple(LAYER.items()), tokens)):
-        assert kept == layer_theory(recompute, LAYER, tokens // (int(mesh[2:]) if mesh else 1))
+def test_a_layer_saves_activations_of_its_sequence_shard_under_cp_and_recompute(recompute: Any, mesh: str) -> None:
+    num_tokens = 64
+    cp_size = int(mesh.removeprefix("cp") or 1)
+    expected = layer_theory(recompute, LAYER, num_tokens // cp_size)
+    for saved in run_ranks(mesh, MeasureLayer(recompute, tuple(LAYER.items()), num_tokens)):
+        assert saved == expected

@@ -1,4 +1,4 @@
-"""Processes: overlap, handles, order between groups, ways to meet, a clean end."""
+"""Collectives between processes: overlap, Work handles, order within and between groups, rendezvous, close."""
 
 import gc
 import socket
@@ -18,8 +18,8 @@ LATE_S = 0.4
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_start_returns_before_the_others_have_come_and_works_know_when_they_are_done(checked):
-    def play(comm):
+def test_start_returns_before_the_other_ranks_arrive_and_is_completed_turns_true(checked):
+    def run_rank(comm):
         x, out = torch.ones(100_000), torch.zeros(100_000)
         comm.send(x, "dp", to=0) if comm.rank else comm.recv(out, "dp", source=1)
         comm.barrier("dp")
@@ -38,7 +38,7 @@ def test_start_returns_before_the_others_have_come_and_works_know_when_they_are_
         total = [work.wait().sum().item() for work in works]
         return started_s, early, done, total
 
-    first, second = run_ranks("dp2", play, transport="processes")
+    first, second = run_ranks("dp2", run_rank, transport="processes")
     started_s, early, done, total = first
     assert started_s < LATE_S / 2
     assert early == [False, False]
@@ -46,10 +46,10 @@ def test_start_returns_before_the_others_have_come_and_works_know_when_they_are_
     assert total == [200_000, 100_000]
 
 
-def test_comparing_first_does_not_make_a_right_program_deadlock():
-    """Rank 0 starts an all_reduce and then sends; rank 1 receives and then comes to the all_reduce."""
+def test_signature_checks_do_not_make_a_correct_program_deadlock():
+    """Rank 0 starts an all_reduce and then sends; rank 1 receives and then calls the all_reduce."""
 
-    def play(comm):
+    def run_rank(comm):
         x = torch.full((3,), float(comm.rank))
         if comm.rank == 0:
             work = comm.start_all_reduce(x, "dp")
@@ -58,11 +58,11 @@ def test_comparing_first_does_not_make_a_right_program_deadlock():
         comm.recv(torch.empty(3), "dp", source=0)
         return comm.all_reduce(x, "dp").tolist()
 
-    assert run_ranks("dp2", play, transport="processes") == [[1, 1, 1]] * 2
+    assert run_ranks("dp2", run_rank, transport="processes") == [[1, 1, 1]] * 2
 
 
 def test_a_message_whose_handle_was_dropped_still_arrives():
-    def play(comm):
+    def run_rank(comm):
         x = torch.zeros(1000)
         comm.recv(x, "pp", source=0) if comm.rank else comm.send(x, "pp", to=1)
         comm.checked = False
@@ -77,11 +77,11 @@ def test_a_message_whose_handle_was_dropped_still_arrives():
         comm.barrier("pp")
         return received
 
-    assert run_ranks("pp2", play, transport="processes")[1] == [0, 1, 2]
+    assert run_ranks("pp2", run_rank, transport="processes")[1] == [0, 1, 2]
 
 
-def test_an_unchecked_call_does_not_overtake_a_checked_one_that_waits():
-    def play(comm):
+def test_an_unchecked_call_does_not_overtake_a_waiting_checked_one():
+    def run_rank(comm):
         comm.barrier("dp")
         first = torch.ones(2)
         if comm.rank == 1:
@@ -95,11 +95,11 @@ def test_an_unchecked_call_does_not_overtake_a_checked_one_that_waits():
         second = comm.start_all_reduce(10 * first, "dp")
         return waiting.wait()[0].item(), second.wait()[0].item()
 
-    assert run_ranks("dp2", play, transport="processes") == [(2, 20), 20]
+    assert run_ranks("dp2", run_rank, transport="processes") == [(2, 20), 20]
 
 
 def test_checked_and_unchecked_calls_keep_their_order():
-    def play(comm):
+    def run_rank(comm):
         x = torch.tensor([float(comm.rank)])
         works = []
         for turn in range(10):
@@ -107,11 +107,11 @@ def test_checked_and_unchecked_calls_keep_their_order():
             works.append(comm.start_all_reduce(x + turn, "dp"))
         return [work.wait().item() for work in reversed(works)]
 
-    assert run_ranks("dp3", play, transport="processes") == [[3.0 + 3 * turn for turn in reversed(range(10))]] * 3
+    assert run_ranks("dp3", run_rank, transport="processes") == [[3.0 + 3 * turn for turn in reversed(range(10))]] * 3
 
 
 def test_reductions_are_the_same_bits_every_time():
-    def play(comm):
+    def run_rank(comm):
         generator = torch.Generator().manual_seed(comm.rank)
         x = torch.randn(150_000, generator=generator)
         sums = {
@@ -121,7 +121,7 @@ def test_reductions_are_the_same_bits_every_time():
         }
         return len(sums)
 
-    assert run_ranks("dp3", play, transport="processes") == [2, 2, 2]
+    assert run_ranks("dp3", run_rank, transport="processes") == [2, 2, 2]
 
 
 def free_port():
@@ -130,10 +130,10 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def test_ranks_meet_by_environment_by_address_and_by_store(tmp_path):
+def test_rendezvous_by_environment_by_address_and_by_store(tmp_path):
     ports = free_port(), free_port()
 
-    def play(comm):
+    def run_rank(comm):
         import os
 
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
@@ -148,11 +148,11 @@ def test_ranks_meet_by_environment_by_address_and_by_store(tmp_path):
             transport.close()
         return totals
 
-    assert run_ranks("dp2", play, transport="processes") == [[2, 2, 2]] * 2
+    assert run_ranks("dp2", run_rank, transport="processes") == [[2, 2, 2]] * 2
 
 
-def test_a_world_of_torch_distributed_is_adopted_and_stays_as_it_was(tmp_path):
-    def play(comm):
+def test_an_adopted_process_group_of_torch_stays_usable(tmp_path):
+    def run_rank(comm):
         store = dist.FileStore(str(tmp_path / "store"), 2)
         dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=2, timeout=timedelta(seconds=20))
         totals = []
@@ -165,11 +165,11 @@ def test_a_world_of_torch_distributed_is_adopted_and_stays_as_it_was(tmp_path):
         dist.destroy_process_group()
         return [*totals, x.item()]
 
-    assert run_ranks("dp2", play, transport="processes") == [[2, 2, 2]] * 2
+    assert run_ranks("dp2", run_rank, transport="processes") == [[2, 2, 2]] * 2
 
 
-def test_closing_breaks_off_what_is_under_way(tmp_path):
-    def play(comm):
+def test_close_aborts_collectives_in_flight(tmp_path):
+    def run_rank(comm):
         transport = ProcessTransport(comm.rank, 2, f"file://{tmp_path}/store", timeout_s=30)
         named = Comm(comm.mesh, comm.rank, transport)
         named.barrier("dp")
@@ -187,4 +187,4 @@ def test_closing_breaks_off_what_is_under_way(tmp_path):
         comm.barrier("dp")
         return took_s
 
-    assert run_ranks("dp2", play, transport="processes")[0] < 5
+    assert run_ranks("dp2", run_rank, transport="processes")[0] < 5
