@@ -21,11 +21,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from weft.checkpoint.commit import commit
 from weft.checkpoint.folder import checkpoint_path, temporary_path
 from weft.checkpoint.format import Facts
-from weft.checkpoint.held import Held, snapshot
 from weft.checkpoint.read import open_checkpoint
-from weft.checkpoint.write import commit, start_write
+from weft.checkpoint.write import start_write
+from weft.checkpoint.write_item import WriteItem, snapshot
 from weft.core.axes import Box, span
 
 RANKS = 2
@@ -35,11 +36,11 @@ ROWS, COLUMNS = 1024, 2048
 State = dict[str, Tensor]
 
 
-def held_by(state: State, rank: int) -> list[Held]:
+def held_by(state: State, rank: int) -> list[WriteItem]:
     """Half of the rows of every matrix."""
     lo, hi = span(ROWS, RANKS, rank)
     box = Box((lo, 0), (hi, COLUMNS))
-    return [Held(f"model/{name}", (ROWS, COLUMNS), box, tensor[lo:hi]) for name, tensor in state.items()]
+    return [WriteItem(f"model/{name}", (ROWS, COLUMNS), box, tensor[lo:hi]) for name, tensor in state.items()]
 
 
 def weft_save(folder: Path, state: State) -> None:

@@ -94,8 +94,8 @@ def prefetch(folder: Path, steps: int, rounds: int, *, slow_s: float) -> None:
     from weft.models import FAMILIES
     from weft.models.common.batch import Batch
     from weft.testing import run_ranks
-    from weft.train.build import build_feed, build_step
-    from weft.train.prefetch import ahead
+    from weft.train.build import build_data_loader, build_step
+    from weft.train.data_loader import prefetch
 
     text, prepared = folder / "text.txt", folder / "prepared"
     write_text(text, 5 * 10**6)
@@ -104,7 +104,7 @@ def prefetch(folder: Path, steps: int, rounds: int, *, slow_s: float) -> None:
     run = load([*words, "--data.seq_len", "256", "--batch.global_size", "32", "--batch.micro_size", "8"], FAMILIES)
 
     def rank(comm: Comm) -> None:
-        step, feed = build_step(run, comm), build_feed(run, comm, open_data(run.data, run.model))
+        step, feed = build_step(run, comm), build_data_loader(run, comm, open_data(run.data, run.model))
         times: dict[int, list[float]] = {0: [], 2: []}
 
         def read(number: int) -> list[Batch]:
@@ -114,7 +114,7 @@ def prefetch(folder: Path, steps: int, rounds: int, *, slow_s: float) -> None:
         step(feed.batches(0), lr=1e-3)
         for turn in range(2 * rounds):
             most = (0, 2)[turn % 2]
-            with ahead(read, range(turn * steps, (turn + 1) * steps), most=most) as batches:
+            with prefetch(read, range(turn * steps, (turn + 1) * steps), most=most) as batches:
                 start = time.perf_counter()
                 for batch in batches:
                     step(batch, lr=1e-3)

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft.cli import main
+from weft.commands.preflight import out_faults
 from weft.config.keys import keys_of
 from weft.config.load import load
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.models import FAMILIES
-from weft.train.preflight import out_faults
 
 LIMIT_S = 2.0
 
@@ -259,7 +259,7 @@ flags = st.tuples(
     words=st.lists(flags.map(lambda flag: [flag[0], *flag[1]]), max_size=4), name=st.sampled_from(["train", "explain"])
 )
 def test_any_words_give_a_run_or_lines_of_faults(words, name, place, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "weft.train.main", types.SimpleNamespace(train=lambda _run, **_: EXIT_OK))
+    monkeypatch.setitem(sys.modules, "weft.commands.train", types.SimpleNamespace(train=lambda _run, **_: EXIT_OK))
     code = main([name, "--data.source", "text.txt", *(word for flag in words for word in flag)])
     told = capsys.readouterr().err.splitlines()
     assert code in (EXIT_OK, EXIT_USER)
@@ -312,7 +312,7 @@ def test_other_ranks_do_not_check_the_folder_that_the_first_one_writes(place, mo
 
 
 def test_cuda_without_a_gpu_is_rejected(place, capsys, monkeypatch):
-    monkeypatch.setattr("weft.train.preflight.GPU_FILES", ("/nowhere/gpu*",))
+    monkeypatch.setattr("weft.commands.preflight.GPU_FILES", ("/nowhere/gpu*",))
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["train", "--device", "cuda"]) == EXIT_USER

@@ -10,12 +10,12 @@ from datetime import datetime
 import pytest
 
 from weft.cli import COMMANDS, main
+from weft.commands import preflight
 from weft.config.keys import keys_of
 from weft.config.load import load
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, CommError, RankError
 from weft.models import FAMILIES
 from weft.schedule.catalog import SCHEDULES
-from weft.train import preflight
 
 
 def test_help_lists_the_commands_that_exist(capsys):
@@ -114,14 +114,14 @@ def test_simulate_uses_the_flops_of_the_models_blocks(capsys):
 
 @pytest.fixture
 def trained(monkeypatch, tmp_path):
-    """What `weft.train.main.train` is called with; it answers what the test puts into `answer`."""
+    """What `weft.commands.train.train` is called with; it answers what the test puts into `answer`."""
     seen = types.SimpleNamespace(runs=[], answer=lambda: EXIT_OK)
 
     def train(run, **_):
         seen.runs.append(run)
         return seen.answer()
 
-    monkeypatch.setitem(sys.modules, "weft.train.main", types.SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "weft.commands.train", types.SimpleNamespace(train=train))
     monkeypatch.chdir(tmp_path)
     return seen
 
@@ -136,10 +136,10 @@ def test_train_gets_the_checked_run_with_a_new_folder(trained, capsys):
 
 def test_folders_of_runs_in_the_same_second_differ(trained, tmp_path):
     run, now = load([], FAMILIES), datetime(2031, 1, 2, 3, 4, 5)
-    first = preflight.fresh_out(run, now)
+    first = preflight.new_run_folder(run, now)
     assert str(first) == "runs/llama3-tiny-20310102-030405"
     first.mkdir(parents=True)
-    assert str(preflight.fresh_out(run, now)) == "runs/llama3-tiny-20310102-030405-2"
+    assert str(preflight.new_run_folder(run, now)) == "runs/llama3-tiny-20310102-030405-2"
 
 
 def raiser(error):

@@ -14,7 +14,8 @@ from pathlib import Path
 from pydantic import Field
 
 from weft import __version__
-from weft.commands import data_checks
+from weft.checkpoint import resume
+from weft.commands import data_checks, preflight
 from weft.commands import doctor as commands_doctor
 from weft.commands import schedule as commands_schedule
 from weft.commands.console import (
@@ -44,7 +45,6 @@ from weft.errors import (
 )
 from weft.layout.explain import explain as explain_plan
 from weft.models import FAMILIES
-from weft.train import adapter_base, preflight, resume
 
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
 PATIENCE_S = 1.0
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
     except UserError as error:
         print_messages(f"error: {fault}" for fault in error.faults)
-        if not preflight.is_first(os.environ, preflight.LOCAL_RANKS):
+        if not preflight.is_first(os.environ, preflight.LOCAL_RANK_VARIABLES):
             time.sleep(PATIENCE_S)
         return EXIT_USER
     except RankError as error:
@@ -108,13 +108,13 @@ def train(words: Sequence[str]) -> int:
     """Check the config and its environment, then train."""
     if wants_help(words):
         return _help_of_run("train", words)
-    run = load_checked_run(words, (*data_checks.CHECKS, *preflight.CHECKS, *resume.CHECKS, *adapter_base.CHECKS))
+    run = load_checked_run(words, (*data_checks.CHECKS, *preflight.CHECKS, *resume.CHECKS))
     if not run.out:
-        run = run.model_copy(update={"out": str(preflight.fresh_out(run, datetime.now()))})
+        run = run.model_copy(update={"out": str(preflight.new_run_folder(run, datetime.now()))})
     print_messages(f"note: {note}" for note in preflight.notes(run))
     set_openmp_policy()
+    from weft.commands.train import train as train_run
     from weft.generate.main import sample_trained  # late: they import torch, after all checks
-    from weft.train.main import train as train_run
 
     return train_run(run, generate_text=sample_trained)
 
@@ -162,7 +162,7 @@ def prove(words: Sequence[str]) -> int:
         )
     subject = folder or load_checked_run(rest, data_checks.CHECKS)
     set_openmp_policy()
-    from weft.prove.command import Proof  # imports torch, and so comes after all checks
+    from weft.commands.prove import Proof  # imports torch, and so comes after all checks
 
     proof = Proof()
     for line in proof.of(subject, first=first):

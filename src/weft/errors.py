@@ -12,6 +12,7 @@ WeftError
 ├── CommError            a failure of communication between ranks
 │   ├── MismatchError    ranks disagree about a collective: operation, shape or dtype
 │   └── CommTimeout      ranks that did not arrive
+├── NonFiniteError       the loss or the gradient norm of a training step is NaN or infinite
 └── RankError            the first failing rank's error, with its coordinates
 """
 
@@ -94,6 +95,10 @@ class CheckpointError(UserError):
 
 class LaunchError(UserError):
     """Ranks cannot be started: world size, port, folder or device."""
+
+
+class NonFiniteError(WeftError):
+    """The loss or the gradient norm of a training step is NaN or infinite; the message names where it appeared first."""
 
 
 class CommError(WeftError):

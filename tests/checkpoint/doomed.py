@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from tests.checkpoint.states import facts_of
+from weft.checkpoint.commit import commit
 from weft.checkpoint.folder import checkpoint_path, prune, remove_leftovers, temporary_path
-from weft.checkpoint.held import Held
-from weft.checkpoint.write import commit, start_write
+from weft.checkpoint.write import start_write
+from weft.checkpoint.write_item import WriteItem
 from weft.core.axes import Box
 
 RANKS, ROWS, COLUMNS, TENSORS = 2, 256, 512, 4
@@ -37,7 +38,7 @@ def saved(run: Path, step: int) -> None:
     for rank in range(RANKS):
         box = Box((rank * half, 0), ((rank + 1) * half, COLUMNS))
         held = [
-            Held(f"model/t{index}", (ROWS, COLUMNS), box, torch.full(box.shape, float(value_of(step, index))))
+            WriteItem(f"model/t{index}", (ROWS, COLUMNS), box, torch.full(box.shape, float(value_of(step, index))))
             for index in range(TENSORS)
         ]
         writings.append(start_write(tmp, rank, held))

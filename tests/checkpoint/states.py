@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from weft.checkpoint.commit import commit
 from weft.checkpoint.folder import checkpoint_path, temporary_path
 from weft.checkpoint.format import Facts
-from weft.checkpoint.held import Held
-from weft.checkpoint.write import commit, start_write
+from weft.checkpoint.write import start_write
+from weft.checkpoint.write_item import WriteItem
 from weft.core.axes import Box, boxes_of_range
 
 State = Mapping[str, Tensor]
@@ -58,13 +59,13 @@ def cut(box: Box, chance: random.Random) -> tuple[Box, ...]:
     return (*cut(left, chance), *cut(right, chance))
 
 
-def held_by(state: State, *, ranks: int, seed: int) -> list[list[Held]]:
+def held_by(state: State, *, ranks: int, seed: int) -> list[list[WriteItem]]:
     """Every entry of every tensor on one rank, cut by chance."""
     chance = random.Random(seed)
-    hands: list[list[Held]] = [[] for _ in range(ranks)]
+    hands: list[list[WriteItem]] = [[] for _ in range(ranks)]
     for name, tensor in state.items():
         for box in cut(Box.whole(tensor.shape), chance):
-            chance.choice(hands).append(Held(name, tuple(tensor.shape), box, tensor[box.slices]))
+            chance.choice(hands).append(WriteItem(name, tuple(tensor.shape), box, tensor[box.slices]))
     return hands
 
 

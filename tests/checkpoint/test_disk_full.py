@@ -13,10 +13,11 @@ import torch
 
 from tests.checkpoint.states import facts_of, save, small_state
 from weft.checkpoint import disk
+from weft.checkpoint.commit import commit, discard
 from weft.checkpoint.folder import checkpoint_path, find_newest, temporary_path
-from weft.checkpoint.held import Held
 from weft.checkpoint.read import open_checkpoint
-from weft.checkpoint.write import commit, discard, start_write
+from weft.checkpoint.write import start_write
+from weft.checkpoint.write_item import WriteItem
 from weft.core.axes import Box
 from weft.errors import CheckpointError
 
@@ -37,8 +38,8 @@ def small_disk(tmp_path):
         subprocess.run(["umount", where], check=True)
 
 
-def big(num_bytes: int = 3 * TWO_MIB) -> Held:
-    return Held("model/big", (num_bytes // 4,), Box((0,), (num_bytes // 4,)), torch.ones(num_bytes // 4))
+def big(num_bytes: int = 3 * TWO_MIB) -> WriteItem:
+    return WriteItem("model/big", (num_bytes // 4,), Box((0,), (num_bytes // 4,)), torch.ones(num_bytes // 4))
 
 
 def save_big(run: Path) -> str:
@@ -64,7 +65,7 @@ def test_a_full_disk_says_how_much_was_needed_and_what_was_free(small_disk):
     where = temporary_path(checkpoint_path(small_disk, 2))
     assert text == (
         f"{where}: the checkpoint is not saved: the disk is full (No space left on device) "
-        f"(got {free:,} bytes free; need {3 * TWO_MIB:,} bytes). Fix: make room, choose another out, or lower save.keep"
+        f"(got {free:,} bytes free; need {3 * TWO_MIB:,} bytes). Fix: free disk space, choose another out, or lower save.keep"
     )
     check_unharmed(small_disk, path)
     save(small_disk, small_state(5), step=3)
@@ -117,7 +118,7 @@ def test_a_disk_that_refuses_any_one_call_of_a_save_harms_nothing(tmp_path, code
             final.rmdir()
         check_unharmed(tmp_path, path)
     assert all(os.strerror(code) in text for text in errors)
-    assert all(("disk is full" in text) == (code in disk.FULL) for text in errors)
+    assert all(("disk is full" in text) == (code in disk.DISK_FULL_ERRNOS) for text in errors)
     assert len(errors) == calls == 6, "data, manifest, checksum, their folder, ckpt/, the run's folder"
 
 

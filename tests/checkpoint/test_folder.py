@@ -33,7 +33,7 @@ def test_the_newest_is_the_one_with_most_steps_and_names_sort_in_that_order(tmp_
 
 def test_no_run_no_folder_and_no_checkpoint_are_nothing_and_no_error(tmp_path):
     for run in (tmp_path / "none", tmp_path):
-        assert find_newest(run) == folder.Found(None, None, ())
+        assert find_newest(run) == folder.FoundCheckpoint(None, None, ())
         assert prune(run, 1) == remove_leftovers(run) == ()
 
 

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.states import cut, facts_of, held_by, same_bits, save, small_state
-from weft.checkpoint.cover import first_flaw
+from weft.checkpoint.coverage import coverage_flaw
+from weft.checkpoint.data_file import ALIGNMENT, FileEntry, lay_out, write_order
 from weft.checkpoint.format import DIGEST, DTYPES, MANIFEST, Manifest, Stored
 from weft.checkpoint.read import open_checkpoint
-from weft.checkpoint.shard import ALIGNMENT, Slot, lay_out, write_order
 from weft.core.axes import Box
 
 pytestmark = pytest.mark.usefixtures("fast_disk")
@@ -31,26 +31,26 @@ def test_every_data_file_is_a_safetensors_file_whose_names_say_the_box(tmp_path)
     hands = held_by(state, ranks=3, seed=4)
     for rank, held in enumerate(hands):
         loaded = safetensors.torch.load_file(path / f"rank-{rank:05d}.safetensors")
-        titled = {Slot(piece.name, piece.box, "bool").title: piece.tensor for piece in held if piece.box.size}
+        titled = {FileEntry(piece.name, piece.box, "bool").title: piece.tensor for piece in held if piece.box.size}
         assert loaded.keys() == titled.keys()
         assert all(same_bits(loaded[title], titled[title]) for title in titled)
 
 
 def test_a_title_is_name_and_box():
-    assert Slot("model/a", Box((0, 2), (4, 3)), "float32").title == "model/a[0:4,2:3]"
-    assert Slot("optim/step/a", Box((), ()), "int64").title == "optim/step/a[]"
+    assert FileEntry("model/a", Box((0, 2), (4, 3)), "float32").title == "model/a[0:4,2:3]"
+    assert FileEntry("optim/step/a", Box((), ()), "int64").title == "optim/step/a[]"
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.integers(1, 9)), max_size=12))
 def test_pieces_follow_without_a_gap_and_each_starts_at_a_multiple_of_its_entries(sizes):
-    slots = [Slot(f"model/t{i}", Box((0,), (length,)), dtype) for i, (dtype, length) in enumerate(sizes)]
+    slots = [FileEntry(f"model/t{i}", Box((0,), (length,)), dtype) for i, (dtype, length) in enumerate(sizes)]
     slots.sort(key=write_order)
     layout = lay_out(slots)
     assert len(layout.header) % ALIGNMENT == 0
     assert int.from_bytes(layout.header[:8], "little") == len(layout.header) - 8
-    ends = [at + slot.num_bytes for at, slot in zip(layout.at, slots, strict=True)]
-    assert [len(layout.header), *ends] == [*layout.at, layout.num_bytes]
-    assert all(at % DTYPES[slot.dtype][1] == 0 for at, slot in zip(layout.at, slots, strict=True))
+    ends = [at + slot.num_bytes for at, slot in zip(layout.offsets, slots, strict=True)]
+    assert [len(layout.header), *ends] == [*layout.offsets, layout.num_bytes]
+    assert all(at % DTYPES[slot.dtype][1] == 0 for at, slot in zip(layout.offsets, slots, strict=True))
 
 
 def test_equal_checkpoints_have_equal_bytes(tmp_path):
@@ -92,7 +92,7 @@ def test_sections_hold_the_names_below_them(tmp_path):
 
 
 def test_what_needs_no_tensor_needs_no_torch():
-    modules = ("cover", "disk", "folder", "format", "manifest", "mapped", "match", "shard", "verify")
+    modules = ("coverage", "data_file", "disk", "folder", "format", "manifest", "resume")
     code = f"import sys; {'; '.join(f'import weft.checkpoint.{name}' for name in modules)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -115,17 +115,17 @@ def test_boxes_cover_a_whole_exactly_where_counting_says_so(shape, seed):
         index = chance.randrange(len(boxes))
         boxes = boxes[:index] + boxes[index + 1 :] if chance.random() < 0.5 else [*boxes, boxes[index]]
     chance.shuffle(boxes)
-    flaw, times = first_flaw(whole, boxes), counted(whole, boxes)
+    flaw, times = coverage_flaw(whole, boxes), counted(whole, boxes)
     assert (flaw is None) == bool((times == 1).all())
     if flaw:
         inside = times[flaw.box.within(whole)]
         assert inside.size
-        assert (inside == 0).all() if flaw.kind == "hole" else (inside > 1).all()
+        assert (inside == 0).all() if flaw.kind == "gap" else (inside > 1).all()
 
 
 def test_a_grid_of_thousands_of_pieces_is_judged_in_a_moment():
     whole = Box.whole((300, 300))
     boxes = [Box((i, j), (i + 5, j + 5)) for i, j in itertools.product(range(0, 300, 5), repeat=2)]
-    assert first_flaw(whole, boxes) is None
-    assert str(first_flaw(whole, boxes[:-1])) == "entries [295:300, 295:300] are in no piece"
-    assert str(first_flaw(whole, [*boxes, Box((7, 7), (8, 8))])) == "entries [7:8, 7:8] are in more than one piece"
+    assert coverage_flaw(whole, boxes) is None
+    assert str(coverage_flaw(whole, boxes[:-1])) == "entries [295:300, 295:300] are in no piece"
+    assert str(coverage_flaw(whole, [*boxes, Box((7, 7), (8, 8))])) == "entries [7:8, 7:8] are in more than one piece"

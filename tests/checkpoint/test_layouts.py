@@ -9,17 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.checkpoint.saving import save
 from tests.matrix.layouts import MIXTURES, Case, batches
-from tests.train.saving import save
 from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.state import param_states
 from weft.comm.comm import Comm
 from weft.config.run import Run
 from weft.core.axes import Box
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_step
-from weft.train.checkpoint import restore
-from weft.train.state import parts_of_step
 from weft.train.step import TrainStep
 
 FAMILY, LR, NUM_STEPS = "deepseek", 1e-2, 2
@@ -68,16 +67,16 @@ def parameters(step: TrainStep) -> list[Entries]:
 def moments(step: TrainStep) -> list[Entries]:
     """What the optimizer remembers of the entries here, box by box."""
     found = []
-    for part in parts_of_step(step):
+    for part in param_states(step.state()):
         for section, tensor in part.tensors.items():
             if section != "model":
                 flat = tensor.reshape(-1).split([box.size for box in part.boxes])
                 found += [
-                    Entries(f"{section}/{part.piece.owner}", box, values.reshape(box.shape).clone())
+                    Entries(f"{section}/{part.param.owner}", box, values.reshape(box.shape).clone())
                     for box, values in zip(part.boxes, flat, strict=True)
                 ]
-        for section, number in part.numbers.items():
-            found.append(Entries(f"{section}/{part.piece.owner}", Box((), ()), number.clone()))
+        for section, number in part.scalars.items():
+            found.append(Entries(f"{section}/{part.param.owner}", Box((), ()), number.clone()))
     return found
 
 
@@ -131,7 +130,7 @@ def test_what_any_layout_saved_this_one_loads_to_the_last_bit(case, saved):
     def rank(comm: Comm) -> tuple[list[Entries], list[str]]:
         step, wrong = build_step(run_of(case, 99), comm), []
         for number, right in enumerate(truth):
-            restore(step, checkpoints[number])
+            step.restore(checkpoints[number])
             here = parameters(step) + moments(step)
             differ = [
                 entries.name

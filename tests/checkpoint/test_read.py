@@ -12,8 +12,8 @@ import torch
 
 from tests.checkpoint.states import bits, facts_of, save, small_state
 from weft.checkpoint.format import DIGEST, FORMAT, MANIFEST, digest_text
-from weft.checkpoint.match import check_model
 from weft.checkpoint.read import Checkpoint, open_checkpoint
+from weft.checkpoint.resume import check_model
 from weft.core.axes import Box
 from weft.errors import CheckpointError
 
@@ -49,8 +49,8 @@ def test_a_path_that_does_not_exist_is_named(tmp_path):
 
 def test_a_file_and_an_empty_folder_are_not_checkpoints(tmp_path):
     (tmp_path / "file").write_text("x")
-    assert "not a checkpoint: it is no folder" in refused(lambda: open_checkpoint(tmp_path / "file"))
-    assert "not a checkpoint: no manifest.json in it" in refused(lambda: open_checkpoint(tmp_path))
+    assert "not a checkpoint: it is not a folder" in refused(lambda: open_checkpoint(tmp_path / "file"))
+    assert "not a checkpoint: it contains no manifest.json" in refused(lambda: open_checkpoint(tmp_path))
 
 
 def test_a_run_folder_is_answered_with_its_newest_checkpoint(path):
@@ -70,7 +70,7 @@ def test_a_newer_format_says_which_weft_wrote_it(path):
 def test_a_manifest_that_is_no_json_is_told_so(path, text):
     (path / MANIFEST).write_bytes(text)
     (path / DIGEST).write_text(digest_text(text))
-    assert f"{path}/manifest.json: no JSON: " in refused(lambda: open_checkpoint(path))
+    assert f"{path}/manifest.json: is not JSON: " in refused(lambda: open_checkpoint(path))
 
 
 @pytest.mark.parametrize("text", [b"[]", b"3", b"{}", b'{"format": "1"}'])
@@ -126,7 +126,7 @@ def test_a_file_cut_short_after_the_check_is_found_when_it_is_mapped(path):
     checkpoint = open_checkpoint(path)
     for name in checkpoint.manifest.files:
         (path / name).write_bytes((path / name).read_bytes()[:-1])
-    assert refused(checkpoint.verify).count("another length than it was written with") == 2
+    assert refused(checkpoint.verify).count("its length differs from the length that was written") == 2
 
 
 def test_files_that_have_changed_places_are_found(path, tmp_path):
@@ -164,9 +164,9 @@ def flip(file: Path, bit: int) -> None:
 def test_the_shares_of_all_ranks_are_every_byte_once(tmp_path, monkeypatch):
     state = {f"model/t{index}": bits((50 + 7 * index,), dtype=torch.float32, seed=index) for index in range(20)}
     path = save(tmp_path, state, ranks=3)
-    from weft.checkpoint import mapped
+    from weft.checkpoint import data_file
 
-    manifest, crc32 = open_checkpoint(path).manifest, mapped.zlib.crc32
+    manifest, crc32 = open_checkpoint(path).manifest, data_file.zlib.crc32
     for count in (1, 2, 3, 7, 100):
         shares = []
         for index in range(count):
@@ -175,7 +175,7 @@ def test_the_shares_of_all_ranks_are_every_byte_once(tmp_path, monkeypatch):
             for file in manifest.files:
                 checkpoint.file(file)
             with monkeypatch.context() as patch:
-                patch.setattr(mapped.zlib, "crc32", lambda data: (lengths.append(len(data)), crc32(data))[1])  # noqa: B023
+                patch.setattr(data_file.zlib, "crc32", lambda data: (lengths.append(len(data)), crc32(data))[1])  # noqa: B023
                 checkpoint.verify(index, count)
             shares.append(sum(lengths))
         assert sum(shares) == sum(tensor.nbytes for tensor in state.values())
@@ -233,7 +233,7 @@ def test_pieces_that_the_manifest_places_wrongly_are_refused_at_the_door(path):
         ("hi", [99, 8], "a piece outside the tensor"),
         ("hi", [3], "dims"),
         ("crc32", [], "0 checksums"),
-        ("file", "rank-00009.safetensors", "a file that the manifest does not list"),
+        ("file", "rank-00009.safetensors", "the manifest does not list this file"),
     ],
 )
 def test_a_piece_that_cannot_be_is_refused_at_the_door(path, key, value, what):

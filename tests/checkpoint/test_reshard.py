@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.states import DTYPES, bits, cut, same_bits, save
-from weft.checkpoint import mapped, merge, write
+from weft.checkpoint import commit, data_file, write
 from weft.checkpoint.read import open_checkpoint
 from weft.core.axes import Box
 
@@ -66,7 +66,7 @@ def check_case(shapes, ranks, seed):
 
 @pytest.mark.parametrize("block_bytes", [8, 24, 1000])
 def test_pieces_of_many_blocks_are_read_back_by_any_cut(block_bytes, tmp_path, monkeypatch):
-    for module in (write, merge):
+    for module in (write, commit):
         monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
     state = {
         "model/a": bits((13, 7), dtype=torch.float32, seed=1),
@@ -77,13 +77,13 @@ def test_pieces_of_many_blocks_are_read_back_by_any_cut(block_bytes, tmp_path, m
 
 
 def test_reading_some_rows_checks_the_blocks_of_those_rows_only(tmp_path, monkeypatch):
-    for module in (write, merge):
+    for module in (write, commit):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     rows = torch.arange(64.0).view(16, 4)  # a row has 16 bytes, a block four rows
     checkpoint = open_checkpoint(save(tmp_path, {"model/a": rows}, ranks=1, seed=UNCUT))
     (piece,) = checkpoint.manifest.tensors["model/a"].pieces
     seen: list[int] = []
-    monkeypatch.setattr(mapped.zlib, "crc32", counted(mapped.zlib.crc32, seen))
+    monkeypatch.setattr(data_file.zlib, "crc32", counted(data_file.zlib.crc32, seen))
     source = checkpoint.section("model")
     assert torch.equal(source.read("a", Box((5, 1), (9, 2))), rows[5:9, 1:2])
     header = checkpoint.manifest.files[piece.file].header_bytes

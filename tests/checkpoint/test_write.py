@@ -11,24 +11,26 @@ import pytest
 import torch
 
 from tests.checkpoint.states import bits, facts_of, held_by, raw, same_bits, save, small_state
+from weft.checkpoint import commit as commit_module
 from weft.checkpoint import write
+from weft.checkpoint.commit import commit, discard
 from weft.checkpoint.folder import checkpoint_path, find_newest, prune, remove_leftovers, temporary_path
 from weft.checkpoint.format import DIGEST, MANIFEST
-from weft.checkpoint.held import Held, snapshot
 from weft.checkpoint.read import open_checkpoint
-from weft.checkpoint.write import commit, discard, start_write
+from weft.checkpoint.write import start_write
+from weft.checkpoint.write_item import WriteItem, snapshot
 from weft.core.axes import Box
 from weft.errors import CheckpointError
 
 WHOLE = Box((0, 0), (4, 6))
 
 
-def held(name: str = "model/a", lo=(0, 0), hi=(4, 6), dtype=torch.float32) -> Held:
+def held(name: str = "model/a", lo=(0, 0), hi=(4, 6), dtype=torch.float32) -> WriteItem:
     box = Box(tuple(lo), tuple(hi))
-    return Held(name, (4, 6), box, torch.zeros(box.shape, dtype=dtype))
+    return WriteItem(name, (4, 6), box, torch.zeros(box.shape, dtype=dtype))
 
 
-def written(tmp: Path, *ranks: list[Held]) -> None:
+def written(tmp: Path, *ranks: list[WriteItem]) -> None:
     for rank, pieces in enumerate(ranks):
         start_write(tmp, rank, pieces).wait()
 
@@ -47,7 +49,7 @@ def test_a_checkpoint_is_never_overwritten_and_stays_as_it_was(tmp_path):
     state = small_state()
     path = save(tmp_path, state, step=5)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with refused(f"{path}: there is a checkpoint already, and none is overwritten"):
+    with refused(f"{path}: a checkpoint is there already, and it is not overwritten"):
         save(tmp_path, small_state(seed=99), step=5)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert list(path.parent.iterdir()) == [path], "what was not to be is gone"
@@ -56,7 +58,7 @@ def test_a_checkpoint_is_never_overwritten_and_stays_as_it_was(tmp_path):
 def test_a_checkpoint_that_comes_there_during_the_commit_is_not_overwritten_either(tmp_path, monkeypatch):
     final = checkpoint_path(tmp_path, 1)
     written(temporary_path(final), [held()])
-    real = write.sync_folder
+    real = commit_module.sync_folder
 
     def late(path):
         if path == temporary_path(final):
@@ -64,7 +66,7 @@ def test_a_checkpoint_that_comes_there_during_the_commit_is_not_overwritten_eith
             (final / MANIFEST).write_text("another's")
         real(path)
 
-    monkeypatch.setattr(write, "sync_folder", late)
+    monkeypatch.setattr(commit_module, "sync_folder", late)
     with refused(f"{final}: the checkpoint is not saved: Directory not empty"):
         commit(temporary_path(final), final, facts_of(), ranks=1)
     assert (final / MANIFEST).read_text() == "another's"
@@ -75,7 +77,7 @@ def test_a_rank_that_has_not_written_is_named(tmp_path):
     final = checkpoint_path(tmp_path, 1)
     tmp = temporary_path(final)
     written(tmp, [held()])
-    with refused("rank 1 has written nothing here (need rank-00001.json)", "one that they share"):
+    with refused("rank 1 has written no file here (need rank-00001.json)", "on several hosts, a shared one"):
         commit(tmp, final, facts_of(), ranks=2)
     assert not tmp.exists()
     assert not final.exists()
@@ -84,9 +86,12 @@ def test_a_rank_that_has_not_written_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("pieces", "words"),
     [
-        ([held(hi=(4, 3))], "model/a: the pieces of all ranks are not the tensor: entries [0:4, 3:6] are in no piece"),
+        (
+            [held(hi=(4, 3))],
+            "model/a: the pieces of all ranks do not cover the tensor: entries [0:4, 3:6] are in no piece",
+        ),
         ([held(), held(lo=(1, 2), hi=(2, 4))], "entries [1:2, 2:4] are in more than one piece"),
-        ([held(), held(lo=(1, 2), hi=(2, 4), dtype=torch.float16)], "model/a: pieces of different tensors under one"),
+        ([held(), held(lo=(1, 2), hi=(2, 4), dtype=torch.float16)], "model/a: pieces of different tensors have the"),
     ],
 )
 def test_pieces_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path, pieces, words):
@@ -105,15 +110,15 @@ def test_one_rank_does_not_hold_a_piece_twice(tmp_path):
 def test_a_piece_fits_its_box_its_tensor_and_a_type_that_can_be_stored():
     zeros = torch.zeros(4, 6)
     for arguments, words in (
-        (("model/a", (4, 6), Box((0, 0), (4, 7)), torch.zeros(4, 7)), "a piece outside its tensor"),
-        (("model/a", (4, 6), Box((0,), (4,)), torch.zeros(4)), "a piece outside its tensor"),
-        (("model/a", (4, 6), Box((0, 0), (3, 6)), zeros), "a piece in another shape than its box"),
-        (("model/a", (4, 6), WHOLE, zeros.to(torch.complex64)), "no type to store"),
-        (("a", (4, 6), WHOLE, zeros), "no name to store a tensor by"),
-        (("model//a", (4, 6), WHOLE, zeros), "no name to store a tensor by"),
+        (("model/a", (4, 6), Box((0, 0), (4, 7)), torch.zeros(4, 7)), "the piece lies outside its tensor"),
+        (("model/a", (4, 6), Box((0,), (4,)), torch.zeros(4)), "the piece lies outside its tensor"),
+        (("model/a", (4, 6), Box((0, 0), (3, 6)), zeros), "the piece and its box have different shapes"),
+        (("model/a", (4, 6), WHOLE, zeros.to(torch.complex64)), "this dtype cannot be stored"),
+        (("a", (4, 6), WHOLE, zeros), "is not a valid name of a stored tensor"),
+        (("model//a", (4, 6), WHOLE, zeros), "is not a valid name of a stored tensor"),
     ):
         with refused(words):
-            Held(*arguments)
+            WriteItem(*arguments)
 
 
 def test_a_rank_with_nothing_to_write_and_strided_and_device_like_tensors_are_fine(tmp_path):
@@ -121,11 +126,11 @@ def test_a_rank_with_nothing_to_write_and_strided_and_device_like_tensors_are_fi
     final = checkpoint_path(tmp_path, 1)
     view = whole.t().contiguous().t()  # not in row-major order
     pieces = [
-        Held("model/a", (6, 8), Box((0, 0), (6, 3)), view[:, :3]),
-        Held("model/a", (6, 8), Box((0, 3), (6, 8)), whole[:, 3:]),
+        WriteItem("model/a", (6, 8), Box((0, 0), (6, 3)), view[:, :3]),
+        WriteItem("model/a", (6, 8), Box((0, 3), (6, 8)), whole[:, 3:]),
     ]
     parameter = torch.nn.Parameter(torch.ones(3))
-    written(temporary_path(final), pieces, [], [Held("model/p", (3,), Box((0,), (3,)), parameter)])
+    written(temporary_path(final), pieces, [], [WriteItem("model/p", (3,), Box((0,), (3,)), parameter)])
     commit(temporary_path(final), final, facts_of(), ranks=3)
     source = open_checkpoint(final).section("model")
     assert same_bits(source.read("a", Box.whole((6, 8))), whole)
@@ -134,7 +139,7 @@ def test_a_rank_with_nothing_to_write_and_strided_and_device_like_tensors_are_fi
 
 def test_a_snapshot_does_not_see_what_training_does_next():
     tensor = torch.arange(12.0).view(3, 4)
-    pieces = [Held("model/a", (3, 4), Box((0, 1), (3, 3)), tensor[:, 1:3])]
+    pieces = [WriteItem("model/a", (3, 4), Box((0, 1), (3, 3)), tensor[:, 1:3])]
     taken = snapshot(pieces)
     before = raw(tensor[:, 1:3])
     tensor.zero_()
@@ -146,7 +151,7 @@ def test_a_snapshot_does_not_see_what_training_does_next():
 @pytest.mark.gpu
 def test_a_snapshot_of_a_device_is_on_the_cpu_and_complete_when_it_returns(tmp_path):
     tensors = [torch.full((1 << 20,), float(index), device="cuda") for index in range(8)]
-    pieces = [Held(f"model/t{i}", (1 << 20,), Box((0,), (1 << 20,)), tensor) for i, tensor in enumerate(tensors)]
+    pieces = [WriteItem(f"model/t{i}", (1 << 20,), Box((0,), (1 << 20,)), tensor) for i, tensor in enumerate(tensors)]
     taken = snapshot(pieces)
     for tensor in tensors:
         tensor.zero_()
@@ -160,14 +165,14 @@ def test_pieces_are_written_from_where_they_lie_and_let_go_of_one_by_one(tmp_pat
     real = write.block_crcs
 
     def blocks(data, *, block_bytes):
-        seen.append((torch.frombuffer(data, dtype=torch.uint8).data_ptr(), len(writing._held)))
+        seen.append((torch.frombuffer(data, dtype=torch.uint8).data_ptr(), len(writing._items)))
         return real(data, block_bytes=block_bytes)
 
     monkeypatch.setattr(write, "block_crcs", blocks)
     monkeypatch.setattr(write.threading.Thread, "start", lambda self: None)  # until `writing` has its name
-    pieces = [Held(f"model/{name}", (4,), Box((0,), (4,)), torch.zeros(4)) for name in "abc"]
+    pieces = [WriteItem(f"model/{name}", (4,), Box((0,), (4,)), torch.zeros(4)) for name in "abc"]
     writing = start_write(tmp_path / "tmp", 0, pieces)
-    writing._write()
+    writing._run()
     assert seen == [(piece.tensor.data_ptr(), left) for piece, left in zip(pieces, (2, 1, 0), strict=True)]
 
 

@@ -13,8 +13,8 @@ from weft.data.dataset import open_data
 from weft.data.mixture import CYCLE, MixtureSampler, make_mixture_sampler, read_mix
 from weft.data.order import layout_of
 from weft.models.gpt2 import config as gpt2
+from weft.train.data_loader import samples_of
 from weft.train.event_log import read_events
-from weft.train.feed import samples_of
 
 
 @settings(max_examples=30)

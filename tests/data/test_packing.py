@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.commands.prove import prove_config
 from weft.config.load import load
 from weft.config.schema import DataConfig
 from weft.data import document_bounds as bounds_module
@@ -19,7 +20,6 @@ from weft.data.prepare import PrepareOptions, prepare
 from weft.data.samples import IGNORE
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
-from weft.prove.config import prove
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
@@ -130,7 +130,7 @@ MODEL = ["--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--mo
 def test_packed_documents_train_alike_on_one_device_and_on_many(folder, words):
     packed = ["--data.source", folder, "--data.packing", "documents", "--data.seq_len", "16"]
     sizes = ["--batch.global_size", "8", "--batch.micro_size", "2"]
-    verdict = prove(load([*words.split(), *packed, *sizes, *MODEL], FAMILIES), steps=2)
+    verdict = prove_config(load([*words.split(), *packed, *sizes, *MODEL], FAMILIES), steps=2)
     assert not verdict.wrong, verdict.wrong[0]
     assert not verdict.missing
 

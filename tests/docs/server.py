@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-PRELOADED = ("torch", "torch._dynamo", "weft.cli", "weft.train.main", "weft.prove.command", "weft.generate.main")
+PRELOADED = ("torch", "torch._dynamo", "weft.cli", "weft.commands.train", "weft.commands.prove", "weft.generate.main")
 
 
 def run_command(request: dict[str, object]) -> None:

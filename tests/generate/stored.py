@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from tests.generate.models import stored
+from weft.checkpoint.commit import commit
 from weft.checkpoint.folder import checkpoint_path, temporary_path
 from weft.checkpoint.format import Facts
-from weft.checkpoint.held import Held
-from weft.checkpoint.write import commit, start_write
+from weft.checkpoint.write import start_write
+from weft.checkpoint.write_item import WriteItem
 from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.config.toml import dump
@@ -36,7 +37,7 @@ def write_checkpoint(out: Path, run: Run) -> Path:
     blocks = plain_model(FAMILIES[run.model.name], run.model, seed=run.seed, dtype=torch.float32)
     source = stored(run.model, blocks)
     held = [
-        Held(f"model/{name}", shape, Box.whole(shape), source.tensors[name]) for name, shape in source.shapes.items()
+        WriteItem(f"model/{name}", shape, Box.whole(shape), source.tensors[name]) for name, shape in source.shapes.items()
     ]
     final = checkpoint_path(out, STEP)
     start_write(temporary_path(final), 0, held).wait()

@@ -18,7 +18,7 @@ import pytest
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.errors import EXIT_OK, EXIT_PREEMPTED
-from weft.train.event_log import EVENTS, course, read_events
+from weft.train.event_log import EVENTS, read_events, step_history
 
 WORDS = (
     *("--mesh", "dp3", "--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2"),
@@ -64,7 +64,7 @@ def count(events: list[dict[str, Any]], kind: str) -> int:
 
 
 def numbers(out: Path) -> list[tuple[int, float, float]]:
-    return [(step["step"], step["loss"], step["grad_norm"]) for step in course(read_events(out / EVENTS))]
+    return [(step["step"], step["loss"], step["grad_norm"]) for step in step_history(read_events(out / EVENTS))]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from weft.models.gpt2 import config as gpt2
 from weft.models.llama3 import config as llama3
 from weft.models.qwen3 import config as qwen3
 from weft.models.qwen3_moe import config as qwen3_moe
-from weft.train.meta_init import skeleton
+from weft.train.init_from import meta_modules
 
 DEEPSEEK = deepseek.Config(
     layers=3,
@@ -64,7 +64,7 @@ CONFIGS |= {name: small_config(name, layers=2, tied=False) for name in HF_FAMILI
 def shapes_of(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Whole shape of each parameter, by its owner's name."""
     family = FAMILIES[cfg.family]
-    params = named_parameters(skeleton(lambda: family.blocks(cfg)))
+    params = named_parameters(meta_modules(lambda: family.blocks(cfg)))
     return {name: tuple(param.shape) for name, param in params.items() if name not in family.ties(cfg)}
 
 

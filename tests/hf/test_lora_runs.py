@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.saving import save
 from tests.matrix.layouts import LR, Case, batches
-from tests.train.saving import save
 from weft.checkpoint.read import Checkpoint, open_checkpoint
+from weft.checkpoint.state import write_items
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.config.lora import adapted_linear
@@ -23,7 +24,6 @@ from weft.hf.adapters import merge_adapters
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_step
-from weft.train.checkpoint import held, restore
 from weft.train.step import TrainStep
 
 LORA = LoraConfig(rank=2, alpha=6.0)
@@ -68,8 +68,8 @@ def test_it_goes_on_under_any_layout(case: Case, written: tuple[Path, tuple[floa
 
     def rank(comm: Comm) -> tuple[float, float]:
         step, checkpoint = build_step(run_of(case, seed=99), comm), open_checkpoint(path)
-        restore(step, checkpoint)
-        for piece in held(step):
+        step.restore(checkpoint)
+        for piece in write_items(step.state()):
             section, _, name = piece.name.rpartition("/")
             assert torch.equal(piece.tensor, checkpoint.section(section).read(name, piece.box)), piece.name
         return train(step, case, 2)
@@ -92,7 +92,7 @@ def test_new_adapters_stand_beside_what_old_ones_made(case: Case, written: tuple
 
     def rank(comm: Comm) -> None:
         step, old = build_step(run, comm), merge_adapters(open_checkpoint(path).section("model"), LORA)
-        for piece in held(step):
+        for piece in write_items(step.state()):
             section, _, name = piece.name.rpartition("/")
             if section == "model" and adapted_linear(name) is None:
                 assert torch.equal(piece.tensor, old.read(name, piece.box)), name
@@ -112,7 +112,7 @@ def test_the_base_is_stored_in_the_type_of_compute(zero: int, tmp_path: Path) ->
         train(step, case, 0)
         save(step, tmp_path / "step-000001", run)
         other = build_step(run.model_copy(update={"seed": 99}), comm)
-        restore(other, open_checkpoint(tmp_path / "step-000001"))
+        other.restore(open_checkpoint(tmp_path / "step-000001"))
         return train(step, case, 1) == train(other, case, 1)
 
     assert run_ranks(case.mesh, rank) == [True, True]
@@ -145,8 +145,8 @@ def test_commands_from_a_base_to_both_exports(tmp_path: Path, capsys: pytest.Cap
         whole = Box.whole(shape)
         assert torch.equal(last.section("model").read(name, whole), first.section("model").read(name, whole)), name
     for words, told in (
-        (("--lora.alpha", "8"), "error: lora.alpha: is not that of the checkpoint"),
-        (("--lora.targets", "q"), "error: lora.targets: is not that of the checkpoint"),
+        (("--lora.alpha", "8"), "error: lora.alpha: differs from the checkpoint"),
+        (("--lora.targets", "q"), "error: lora.targets: differs from the checkpoint"),
     ):
         assert refused(["train", *short, *adapters, "--resume", out, *words], capsys).startswith(told)
     for words, told in (

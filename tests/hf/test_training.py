@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.checkpoint.saving import save
 from tests.hf.models import CONFIGS, exported, loaded, run_of, written
 from tests.oracle.hugging_face import make_batch, widened
-from tests.train.saving import save
 from weft.checkpoint.folder import checkpoint_path
 from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.restore import load_parameters
 from weft.comm.comm import Comm
 from weft.commands.import_ import import_run
 from weft.config.run import Run, plan_of
@@ -29,8 +30,7 @@ from weft.models.common.batch import Batch
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_step
-from weft.train.checkpoint import load_parameters
-from weft.train.lr_schedule import learning_rate
+from weft.train.optim import learning_rate
 
 pytestmark = pytest.mark.usefixtures("fast_disk")
 
@@ -44,7 +44,7 @@ def ours_after_steps(run: Run, start: Path, folder: Path, batches: list[Batch]) 
 
     def rank(comm: Comm) -> None:
         step = build_step(run, comm)
-        load_parameters(step, open_checkpoint(start).section("model"))
+        load_parameters(step.state(), open_checkpoint(start).section("model"))
         for index, batch in enumerate(batches):
             step(micro_batches(batch, plan, comm.rank), lr=learning_rate(index, run.optim, run.steps))
         save(step, final, run)

@@ -26,7 +26,7 @@ from weft.models import FAMILIES
 from weft.models.common.batch import IGNORE, Batch, token_batch, with_later_targets
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
-from weft.prove.trace import Difference, Held, StepTrace, differences, uncovered
+from weft.prove.trace import Difference, RankTrace, StepTrace, differences, uncovered
 from weft.testing import run_ranks
 
 SEQ_LEN = 8
@@ -194,7 +194,7 @@ class RunRank:
 
     case: Case
 
-    def __call__(self, comm: Comm) -> Held:
+    def __call__(self, comm: Comm) -> RankTrace:
         plan = self.case.plan
         return run_layout(
             FAMILIES[self.case.family],

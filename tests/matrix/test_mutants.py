@@ -206,12 +206,13 @@ def replicated_parameters_count_once_a_rank_in_the_norm(patch: pytest.MonkeyPatc
 @mutant(Case("pp2 tp2"))
 def clipping_uses_the_norm_of_this_rank(patch: pytest.MonkeyPatch) -> None:
     """Every rank clips by another factor."""
-    right = step.TrainStep._gather_totals
+    right = step.TrainStep._total_stats
 
-    def local(self: step.TrainStep, *args: Any) -> Any:
-        return right(self, *args)._replace(norm=grad_norm.squared_norm(self.model, self.grads).sqrt())
+    def local(self: step.TrainStep, *args: Any, **named: Any) -> Any:
+        norm = grad_norm.squared_norm(self.model, self.grads).sqrt()
+        return replace(right(self, *args, **named), grad_norm=norm)
 
-    patch.setattr(step.TrainStep, "_gather_totals", local)
+    patch.setattr(step.TrainStep, "_total_stats", local)
 
 
 @mutant(Case("dp2", microbatches=2))

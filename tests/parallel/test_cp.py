@@ -9,6 +9,7 @@ from torch import Tensor
 import weft
 from tests.matrix.layouts import Case, batches, check
 from weft.comm.comm import Comm
+from weft.commands.prove import prove_config
 from weft.config.load import load
 from weft.core.attention_mask import AttentionMask
 from weft.core.sequence import Context
@@ -16,9 +17,8 @@ from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.models.common.attention import Attend, AttentionSpec
 from weft.models.common.batch import Batch
-from weft.prove.config import prove
 from weft.testing import run_ranks
-from weft.train.build import build_feed, build_model
+from weft.train.build import build_data_loader, build_model
 
 CASES = (
     Case("cp2", family="gpt2", microbatches=2),
@@ -47,7 +47,7 @@ def test_the_feed_gives_each_rank_its_columns_of_the_same_sequences() -> None:
     samples = open_data(run.data, run.model)
 
     def rank(comm: Comm) -> list[Batch]:
-        return build_feed(run, comm, samples).batches(3)
+        return build_data_loader(run, comm, samples).batches(3)
 
     held = run_ranks("dp2 cp2", rank)
     alone = run_ranks("dp2", rank)
@@ -118,7 +118,7 @@ def test_a_subclass_of_attend_without_a_declaration_is_rejected(context: Context
 def test_weft_prove_takes_a_config_with_cp() -> None:
     words = ["--mesh", "cp2 dp2", "--data.seq_len", "16", "--batch.global_size", "4", "--batch.micro_size", "1"]
     words += ["--model.layers", "2", "--model.dim", "32", "--model.ffn", "32"]
-    verdict = prove(load(words, FAMILIES), steps=2)
+    verdict = prove_config(load(words, FAMILIES), steps=2)
     assert not verdict.wrong
     assert not verdict.missing
 

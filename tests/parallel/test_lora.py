@@ -29,7 +29,7 @@ from weft.parallel.tensor import linear as tensor_linear
 from weft.parallel.zero.grouping import make_gradient_reducer
 from weft.prove.layout import micro_batches, run_layout
 from weft.prove.oracle import one_device, plain_model
-from weft.prove.trace import Held, StepTrace, differences, uncovered
+from weft.prove.trace import RankTrace, StepTrace, differences, uncovered
 from weft.testing import run_ranks
 from weft.train.build import build_model
 from weft.train.optim import Optimizer, make_optimizer, matrices
@@ -70,8 +70,8 @@ def truth(case: Case, lora: LoraConfig) -> tuple[StepTrace, ...]:
     )
 
 
-def ranks_of(case: Case, lora: LoraConfig) -> list[Held]:
-    def rank(comm: Comm) -> Held:
+def ranks_of(case: Case, lora: LoraConfig) -> list[RankTrace]:
+    def rank(comm: Comm) -> RankTrace:
         return run_layout(
             family_of(case, lora),
             case.config,

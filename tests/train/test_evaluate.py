@@ -18,10 +18,10 @@ from weft.models.common.batch import IGNORE, chain
 from weft.parallel.pipeline.forward import forward_table
 from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
-from weft.train.build import build_evaluation, build_feed, build_step
+from weft.train.build import build_data_loader, build_evaluation, build_step
+from weft.train.data_loader import whole_batch
 from weft.train.evaluate import NO_SAMPLE, batches_of
 from weft.train.event_log import read_events
-from weft.train.feed import whole_batch
 
 SIZES = "--batch.global_size 6 --batch.micro_size 1 --data.seq_len 16 --eval.every 1 --steps 4"
 FLOAT64 = "--precision.params float64 --precision.compute float64 --precision.reduce float64"
@@ -54,7 +54,10 @@ def losses(run):
 
     def rank(comm: Comm):
         step = build_step(run, comm)
-        evaluation, feed = build_evaluation(run, step.model), build_feed(run, comm, open_data(run.data, run.model))
+        evaluation, feed = (
+            build_evaluation(run, step.model),
+            build_data_loader(run, comm, open_data(run.data, run.model)),
+        )
         found = [evaluation().loss]
         for number in range(2):
             found += [step(feed.batches(number), lr=0.01).loss, evaluation().loss]
@@ -111,7 +114,7 @@ def test_training_does_not_notice(source):
     run = run_of(source, "--mesh dp2 --parallel.zero 3")
 
     def rank(comm: Comm):
-        step, feed = build_step(run, comm), build_feed(run, comm, open_data(run.data, run.model))
+        step, feed = build_step(run, comm), build_data_loader(run, comm, open_data(run.data, run.model))
         return [step(feed.batches(number), lr=0.01).loss for number in range(2)]
 
     with_evaluations = losses(run)

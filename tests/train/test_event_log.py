@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import LaunchError
-from weft.train.event_log import EVENTS, Journal, open_folder, read_events, to_line
+from weft.train.event_log import EVENTS, EventLog, create_run_folder, read_events, to_line
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text().filter(lambda text: "N" not in text)
 VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
@@ -67,7 +67,7 @@ def test_no_numbers_are_words_that_float_reads():
 
 def test_loss_keeps_full_precision(tmp_path):
     loss = 2.3456789012345678
-    with Journal(tmp_path) as journal:
+    with EventLog(tmp_path) as journal:
         journal.emit({"event": "step", "loss": loss})
     assert (tmp_path / EVENTS).read_text() == '{"event":"step","loss":2.345678901234568}\n'
     assert next(read_events(tmp_path / EVENTS))["loss"] == loss
@@ -75,7 +75,7 @@ def test_loss_keeps_full_precision(tmp_path):
 
 def test_every_line_is_on_disk_at_once_and_every_view_hears_it(tmp_path):
     views = Listener(), Listener()
-    journal = Journal(tmp_path / "new" / "run", views)
+    journal = EventLog(tmp_path / "new" / "run", views)
     for step in range(3):
         journal.emit({"event": "step", "step": step})
         assert [event["step"] for event in read_events(tmp_path / "new" / "run" / EVENTS)] == list(range(step + 1))
@@ -87,7 +87,7 @@ def test_every_line_is_on_disk_at_once_and_every_view_hears_it(tmp_path):
 
 def test_without_a_folder_only_the_views_hear():
     view = Listener()
-    with Journal(None, [view]) as journal:
+    with EventLog(None, [view]) as journal:
         journal.emit({"event": "note", "text": "x"})
         journal.write("run.toml", "steps = 1\n")
     assert (len(view.heard), view.num_closed) == (1, 1)
@@ -97,7 +97,7 @@ def test_a_last_line_cut_short_is_left_out_and_overwritten_on_resume(tmp_path):
     path = tmp_path / EVENTS
     path.write_bytes(b'{"event":"step","step":0}\n{"event":"step","st')
     assert [event["step"] for event in read_events(path)] == [0]
-    with Journal(tmp_path) as journal:
+    with EventLog(tmp_path) as journal:
         journal.emit({"event": "step", "step": 1})
     assert path.read_bytes() == b'{"event":"step","step":0}\n{"event":"step","step":1}\n'
 
@@ -106,7 +106,7 @@ def test_a_last_line_cut_short_is_left_out_and_overwritten_on_resume(tmp_path):
 def test_whole_lines_survive_however_long_the_torn_one_is(tmp_path, torn):
     whole = '{"step":0}\n' * 20_000
     (tmp_path / EVENTS).write_text(whole + torn)
-    Journal(tmp_path).close()
+    EventLog(tmp_path).close()
     assert (tmp_path / EVENTS).read_text() == whole
 
 
@@ -119,8 +119,8 @@ def test_damage_before_the_last_line_is_an_error_that_says_where(tmp_path):
 def test_a_killed_writer_leaves_whole_lines_and_at_most_a_part_of_one_that_is_never_read(tmp_path):
     script = f"""
 from pathlib import Path
-from weft.train.event_log import Journal
-journal = Journal(Path({str(tmp_path)!r}))
+from weft.train.event_log import EventLog
+journal = EventLog(Path({str(tmp_path)!r}))
 while True:
     journal.emit({{"event": "step", "text": "y" * 3000}})
 """
@@ -131,14 +131,14 @@ while True:
         writer.kill()
     left = list(read_events(path))
     assert left == [{"event": "step", "text": "y" * 3000}] * path.read_bytes().count(b"\n")
-    with Journal(tmp_path) as journal:
+    with EventLog(tmp_path) as journal:
         journal.emit({"event": "end"})
     assert path.read_bytes().endswith(b"\n")
     assert list(read_events(path)) == [*left, {"event": "end"}]
 
 
 def test_files_beside_are_whole_and_leave_nothing_else(tmp_path):
-    with Journal(tmp_path) as journal:
+    with EventLog(tmp_path) as journal:
         journal.write("plan.json", "{}\n")
         journal.write("plan.json", '{"mesh":"dp2"}\n')
     assert (tmp_path / "plan.json").read_text() == '{"mesh":"dp2"}\n'
@@ -152,13 +152,13 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, out):
     with pytest.raises(
         LaunchError, match=r"^out: cannot write to the run folder \(got .*\)\. Fix: choose another out$"
     ):
-        open_folder(Path(out.format(file=file)))
+        create_run_folder(Path(out.format(file=file)))
 
 
 def test_an_event_is_written_by_one_call(tmp_path, monkeypatch):
     calls = []
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: calls.append(bytes(data)) or write(file, data))
-    with Journal(tmp_path) as journal:
+    with EventLog(tmp_path) as journal:
         journal.emit({"event": "step", "text": "y" * 100_000})
     assert calls == [(tmp_path / EVENTS).read_bytes()]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.config.schema import OptimConfig
-from weft.train.lr_schedule import learning_rate
+from weft.train.optim import learning_rate
 
 DECAYS = ("constant", "linear", "cosine", "wsd")
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from weft.models import FAMILIES
-from weft.train.meta_init import skeleton
+from weft.train.init_from import meta_modules
 
 SCRIPT = """
 import sys
 from weft.models import FAMILIES
-from weft.train.meta_init import skeleton
+from weft.train.init_from import meta_modules
 for family in FAMILIES.values():
-    skeleton(lambda: family.blocks(family.Config()))
+    meta_modules(lambda: family.blocks(family.Config()))
 assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
 """
 
@@ -24,7 +24,7 @@ assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_skeleton_has_the_shapes_of_the_model_and_no_memory(name):
     family = FAMILIES[name]
-    bones = torch.nn.ModuleDict(skeleton(lambda: family.blocks(family.Config())))
+    bones = torch.nn.ModuleDict(meta_modules(lambda: family.blocks(family.Config())))
     model = torch.nn.ModuleDict(family.blocks(family.Config()))
     assert {n: p.shape for n, p in bones.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
     assert all(param.is_meta for param in bones.parameters())
@@ -32,13 +32,13 @@ def test_a_skeleton_has_the_shapes_of_the_model_and_no_memory(name):
 
 def test_a_skeleton_draws_nothing():
     before = torch.get_rng_state()
-    layer = skeleton(lambda: torch.nn.Linear(3, 4))
+    layer = meta_modules(lambda: torch.nn.Linear(3, 4))
     assert torch.equal(torch.get_rng_state(), before)
     assert layer.weight.shape == (4, 3)
 
 
 def test_values_are_drawn_again_afterwards():
-    skeleton(lambda: torch.nn.Linear(3, 4))
+    meta_modules(lambda: torch.nn.Linear(3, 4))
     weight = torch.full((3, 3), 7.0)
     torch.nn.init.normal_(weight)
     assert not (weight == 7.0).any()

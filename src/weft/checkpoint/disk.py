@@ -1,4 +1,4 @@
-"""Owns the calls that make files last: written whole and flushed, folders flushed; and what a disk that refuses says."""
+"""Durable file writes: write and flush files and folders, create a folder atomically, and describe disk errors."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Literal
 
 from weft.errors import CheckpointError, Fault
 
-Refused = Literal["the checkpoint is not saved", "the folder is not written"]
-NOT_SAVED: Refused = "the checkpoint is not saved"
-NOT_WRITTEN: Refused = "the folder is not written"
-MENDS: Mapping[Refused, str] = {
-    NOT_SAVED: "make room, choose another out, or lower save.keep",
-    NOT_WRITTEN: "make room, or choose another folder",
+Failure = Literal["the checkpoint is not saved", "the folder is not written"]
+NOT_SAVED: Failure = "the checkpoint is not saved"
+NOT_WRITTEN: Failure = "the folder is not written"
+FIX_OF_FULL_DISK: Mapping[Failure, str] = {
+    NOT_SAVED: "free disk space, choose another out, or lower save.keep",
+    NOT_WRITTEN: "free disk space, or choose another folder",
 }
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""Some network file systems flush names by themselves and refuse to be asked."""
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_FOLDER_SYNC_ERRNOS = (errno.EINVAL, errno.ENOTSUP)
+"""Some network file systems flush names by themselves and reject fsync on a folder."""
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A new file that is on the disk when this returns; its name is once the folder is flushed."""
+    """Write a new file and flush it to the disk; its name is durable once the folder is flushed."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -33,19 +33,19 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Flush the names in a folder to the disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in NO_FOLDER_SYNC:
+        if error.errno not in NO_FOLDER_SYNC_ERRNOS:
             raise
     finally:
         os.close(handle)
 
 
 def free_bytes(path: Path) -> int:
-    """What is left for us on the disk that holds `path`, or its nearest parent that exists."""
+    """Bytes available on the disk that holds `path`, or its nearest existing parent."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free
@@ -53,35 +53,49 @@ def free_bytes(path: Path) -> int:
 
 @contextmanager
 def new_folder(folder: Path, *, need_bytes: int) -> Iterator[Path]:
-    """Fill the folder that is yielded: at the end it is on the disk and gets the name `folder`, or nothing is left of it.
+    """Yield a temporary folder to fill; at the end it is flushed and renamed to `folder`, or removed on an error.
 
     Args:
-        folder: not there yet, or empty.
+        folder: does not exist yet, or is empty.
+        need_bytes: about how many bytes will be written, for the error message.
 
     Raises:
-        CheckpointError: the disk refuses; about `need_bytes` bytes were to be written.
+        CheckpointError: the disk refuses.
     """
-    beside, free = folder.with_name(f".{folder.name}.{os.getpid()}"), free_bytes(folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    free = free_bytes(folder)
     try:
-        beside.mkdir(parents=True)
-        yield beside
-        sync_folder(beside)
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_folder(temporary)
         if folder.is_dir():
             folder.rmdir()
-        beside.rename(folder)
+        temporary.rename(folder)
         sync_folder(folder.parent)
     except OSError as error:
-        raise refusal(error, folder, need_bytes=need_bytes, free=free, what=NOT_WRITTEN) from error
+        raise disk_error(error, folder, need_bytes=need_bytes, free=free, failure=NOT_WRITTEN) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def refusal(error: OSError, path: Path, *, need_bytes: int, free: int, what: Refused = NOT_SAVED) -> CheckpointError:
-    """What to tell of a disk that did not take `need_bytes` bytes; `free` as it was before they were written."""
-    where = str(path)
-    if error.errno in FULL:
-        told = f"{what}: the disk is full ({error.strerror})"
-        return CheckpointError(Fault(where, told, f"{free:,} bytes free", f"{need_bytes:,} bytes", MENDS[what]))
-    return CheckpointError(
-        Fault(where, f"{what}: {error.strerror or error}", need=f"a folder that takes {need_bytes:,} bytes")
-    )
+def disk_error(
+    error: OSError,
+    path: Path,
+    *,
+    need_bytes: int,
+    free: int,
+    failure: Failure = NOT_SAVED,
+) -> CheckpointError:
+    """The error for a disk that did not take `need_bytes` bytes; `free` as it was before they were written."""
+    if error.errno in DISK_FULL_ERRNOS:
+        fault = Fault(
+            str(path),
+            f"{failure}: the disk is full ({error.strerror})",
+            got=f"{free:,} bytes free",
+            need=f"{need_bytes:,} bytes",
+            fix=FIX_OF_FULL_DISK[failure],
+        )
+    else:
+        reason = error.strerror or str(error)
+        fault = Fault(str(path), f"{failure}: {reason}", need=f"a folder that takes {need_bytes:,} bytes")
+    return CheckpointError(fault)

@@ -1,8 +1,9 @@
-"""Owns the folder of a run's checkpoints: their names, which is newest, what is removed. Pure: no torch.
+"""The checkpoint folder of a run: names, the newest valid checkpoint, pruning, leftovers of a crash. Pure: no torch.
 
-OUT/ckpt/step-000100/            a checkpoint: it has this name only once it is whole
-OUT/ckpt/.tmp-step-000200/       one that is being written, or was when the run ended
-OUT/ckpt/.old-step-000050/       one that is being removed
+OUT/ckpt/step-000100/              a checkpoint; it gets this name only once it is complete
+OUT/ckpt/.tmp-step-000200/         being written, or left by a run that died while writing
+OUT/ckpt/.old-step-000050/         being removed
+OUT/ckpt/aside-step-000300/        of steps after the one that a run resumed from: kept, never read again
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from weft.checkpoint.manifest import read_manifest
 from weft.errors import CheckpointError, Fault
 
 FOLDER = "ckpt"
-TEMPORARY, REMOVED = ".tmp-", ".old-"
+TEMPORARY_PREFIX, REMOVED_PREFIX, ASIDE_PREFIX = ".tmp-", ".old-", "aside-"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
 @dataclass(frozen=True)
-class Found:
-    """The newest checkpoint that looks whole, if any, and what is wrong with those newer than it."""
+class FoundCheckpoint:
+    """The newest checkpoint with a valid manifest (None if there is none), and the faults of newer ones."""
 
     path: Path | None
     manifest: Manifest | None
@@ -34,77 +35,108 @@ class Found:
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint behind `step` optimizer steps stands."""
+    """Folder of the checkpoint after `step` optimizer steps."""
     return run_folder / FOLDER / f"step-{step:06d}"
 
 
 def temporary_path(final: Path) -> Path:
-    """Where a checkpoint is written before it is one."""
-    return final.with_name(TEMPORARY + final.name)
+    """Folder in which a checkpoint is written before its commit."""
+    return final.with_name(TEMPORARY_PREFIX + final.name)
 
 
 def checkpoints(run_folder: Path) -> Iterator[tuple[int, Path]]:
-    """Steps and folders of all checkpoints, newest first, whole or not."""
-    folder = run_folder / FOLDER
-    names = os.listdir(folder) if folder.is_dir() else ()
-    steps = sorted((int(match[1]) for name in names if (match := _NAME.fullmatch(name))), reverse=True)
-    return ((step, checkpoint_path(run_folder, step)) for step in steps)
+    """Steps and folders of all checkpoints, newest first, valid or not."""
+    steps = []
+    for name in _names(run_folder / FOLDER):
+        match = _NAME.fullmatch(name)
+        if match:
+            steps.append(int(match[1]))
+    for step in sorted(steps, reverse=True):
+        yield step, checkpoint_path(run_folder, step)
 
 
-def find_newest(run_folder: Path, *, below: int | None = None) -> Found:
-    """The newest checkpoint (of fewer than `below` steps) whose manifest reads and whose files have their lengths.
+def find_newest(run_folder: Path, *, below: int | None = None) -> FoundCheckpoint:
+    """The newest checkpoint (of fewer than `below` steps) with a valid manifest and files of the right lengths.
 
-    Bytes of tensors are not looked at: `Checkpoint.verify` does that, and where it fails, ask again with `below`.
+    Tensor bytes are not read: `Checkpoint.verify` does that; where it fails, call again with `below`.
     """
     faults: list[Fault] = []
     for step, path in checkpoints(run_folder):
-        if below is None or step < below:
-            try:
-                return Found(path, read_manifest(path), tuple(faults))
-            except CheckpointError as error:
-                faults += error.faults
-    return Found(None, None, tuple(faults))
+        if below is not None and step >= below:
+            continue
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            faults += error.faults
+            continue
+        return FoundCheckpoint(path, manifest, tuple(faults))
+    return FoundCheckpoint(None, None, tuple(faults))
 
 
 def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
-    """Remove what is older than the `keep` newest checkpoints; broken ones do not count. Returns what is gone.
+    """Remove checkpoints older than the `keep` newest valid ones; returns what was removed. Invalid ones do not count.
 
-    A checkpoint loses its name before its files: none is ever seen half removed.
+    A checkpoint is renamed before its files are removed, so a partly removed one is never read.
 
     Raises:
-        CheckpointError: the folder does not let go of one.
+        CheckpointError: a checkpoint cannot be removed.
     """
-    kept, gone = 0, list[Path]()
+    num_kept = 0
+    removed = []
     for _, path in checkpoints(run_folder):
-        if kept >= keep:
-            gone.append(path)
+        if num_kept == keep:
+            removed.append(path)
             continue
         try:
             read_manifest(path)
-            kept += 1
         except CheckpointError:
             continue
-    for path in gone:
+        num_kept += 1
+    for path in removed:
         _remove(path)
-    return tuple(gone)
+    return tuple(removed)
 
 
 def _remove(path: Path) -> None:
-    dying = path.with_name(REMOVED + path.name)
-    shutil.rmtree(dying, ignore_errors=True)
+    renamed = path.with_name(REMOVED_PREFIX + path.name)
+    shutil.rmtree(renamed, ignore_errors=True)
     try:
-        path.rename(dying)
+        path.rename(renamed)
         sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(Fault(str(path), f"an old checkpoint cannot be removed: {error.strerror}")) from error
-    shutil.rmtree(dying, ignore_errors=True)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def remove_leftovers(run_folder: Path) -> tuple[Path, ...]:
-    """Remove what earlier runs left half written or half removed; one rank calls it, before any writes."""
+    """Remove partly written or partly removed checkpoints of earlier runs; one rank calls it, before any rank writes."""
     folder = run_folder / FOLDER
-    names = os.listdir(folder) if folder.is_dir() else ()
-    left = tuple(folder / name for name in sorted(names) if name.startswith((TEMPORARY, REMOVED)))
-    for path in left:
+    leftovers = []
+    for name in sorted(_names(folder)):
+        if name.startswith((TEMPORARY_PREFIX, REMOVED_PREFIX)):
+            leftovers.append(folder / name)
+    for path in leftovers:
         shutil.rmtree(path, ignore_errors=True)
-    return left
+    return tuple(leftovers)
+
+
+def set_aside(run_folder: Path, *, above: int) -> tuple[Path, ...]:
+    """Rename checkpoints of more than `above` steps, as a resumed run trains those steps again; one rank calls it."""
+    renamed = []
+    for step, path in tuple(checkpoints(run_folder)):
+        if step > above:
+            renamed.append(path.rename(_unused_aside_path(path)))
+    return tuple(renamed)
+
+
+def _unused_aside_path(path: Path) -> Path:
+    target = path.with_name(ASIDE_PREFIX + path.name)
+    number = 1
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{ASIDE_PREFIX}{path.name}-{number}")
+    return target
+
+
+def _names(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []

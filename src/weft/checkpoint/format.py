@@ -118,7 +118,7 @@ class DataFile(Record):
     header_crc32: Crc
 
 
-class Part(Record):
+class RankManifest(Record):
     """What one rank says of the file it wrote; `commit` makes the manifest out of all parts."""
 
     rank: Count
@@ -166,7 +166,7 @@ def data_file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def part_name(rank: int) -> str:
+def rank_manifest_name(rank: int) -> str:
     """The rank's part of the manifest, until the commit."""
     return f"rank-{rank:05d}.json"
 

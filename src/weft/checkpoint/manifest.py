@@ -1,11 +1,10 @@
-"""Owns reading a manifest and checking all that it can tell by itself: checksum, format, lengths, places. Pure: no torch."""
+"""Read a manifest and check all that needs no tensor bytes: checksum, format, file lengths, offsets. Pure: no torch."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from operator import le, lt
 from pathlib import Path
 from typing import Any
 
@@ -14,125 +13,147 @@ from pydantic import ValidationError
 from weft.checkpoint.format import DIGEST, FORMAT, MANIFEST, Manifest, Piece, Stored, digest_text
 from weft.errors import CheckpointError, Fault
 
+FIX_USE_ANOTHER = "take an older checkpoint, or resume = auto"
+
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`, after every check that needs no byte of a tensor.
+    """The manifest of the checkpoint at `path`, after every check that needs no tensor bytes.
 
     Raises:
         CheckpointError: not a checkpoint, a flipped bit, unreadable, of a newer format, or data files missing or cut short.
     """
-    text = _checked_bytes(path)
-    manifest = _parsed(path, text)
-    if faults := tuple(_place_faults(path, manifest)) or tuple(_length_faults(path, manifest)):
+    text = _verified_bytes(path)
+    manifest = _parse(path, text)
+    faults = tuple(_offset_faults(path, manifest)) or tuple(_length_faults(path, manifest))
+    if faults:
         raise CheckpointError(*faults)
     return manifest
 
 
-def _checked_bytes(path: Path) -> bytes:
+def _verified_bytes(path: Path) -> bytes:
+    """The bytes of the manifest, if they match its checksum file."""
+    manifest_path, digest_path = path / MANIFEST, path / DIGEST
     try:
-        text = (path / MANIFEST).read_bytes()
+        text = manifest_path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(_no_checkpoint(path)) from None
+        raise CheckpointError(_not_a_checkpoint(path)) from None
     except OSError as error:
-        raise CheckpointError(Fault(str(path / MANIFEST), f"cannot be read: {error.strerror}")) from None
+        raise CheckpointError(Fault(str(manifest_path), f"cannot be read: {error.strerror}")) from None
     try:
-        digest = (path / DIGEST).read_bytes()
+        digest = digest_path.read_bytes()
     except OSError as error:
         what = f"the manifest's checksum cannot be read: {error.strerror}"
-        raise CheckpointError(Fault(str(path / DIGEST), what, fix=OTHER)) from None
-    if digest != (need := digest_text(text).encode()):
-        got, want = (repr(line[:12].decode(errors="replace")) for line in (digest, need))
+        raise CheckpointError(Fault(str(digest_path), what, fix=FIX_USE_ANOTHER)) from None
+    need = digest_text(text).encode()
+    if digest != need:
         what = f"{MANIFEST} and its checksum do not agree: one of the two is damaged"
-        raise CheckpointError(Fault(str(path / MANIFEST), what, f"checksum {got} in {DIGEST}", want, OTHER))
+        got = f"checksum {_shortened(digest)} in {DIGEST}"
+        raise CheckpointError(Fault(str(manifest_path), what, got, _shortened(need), FIX_USE_ANOTHER))
     return text
 
 
-OTHER = "take an older checkpoint, or resume = auto"
+def _shortened(digest: bytes) -> str:
+    return repr(digest[:12].decode(errors="replace"))
 
 
-def _no_checkpoint(path: Path) -> Fault:
-    inside = [*path.glob(f"step-*/{MANIFEST}"), *path.glob(f"ckpt/step-*/{MANIFEST}")]
-    newest = max((entry.parent for entry in inside), default=None, key=lambda entry: (len(entry.name), entry.name))
+def _not_a_checkpoint(path: Path) -> Fault:
+    """A fault that names the newest checkpoint below `path`, if there is one."""
+    manifests = [*path.glob(f"step-*/{MANIFEST}"), *path.glob(f"ckpt/step-*/{MANIFEST}")]
+    folders = [manifest.parent for manifest in manifests]
+    newest = max(folders, default=None, key=lambda folder: (len(folder.name), folder.name))
     fix = f"give one of the checkpoints in it: {newest}" if newest else "give OUT/ckpt/step-NNNNNN of a run"
     if not path.exists():
         return Fault(str(path), "no such checkpoint", fix=fix)
-    what = f"no {MANIFEST} in it" if path.is_dir() else "it is no folder"
-    return Fault(str(path), f"not a checkpoint: {what}", fix=fix)
+    reason = f"it contains no {MANIFEST}" if path.is_dir() else "it is not a folder"
+    return Fault(str(path), f"not a checkpoint: {reason}", fix=fix)
 
 
-def _parsed(path: Path, text: bytes) -> Manifest:
+def _parse(path: Path, text: bytes) -> Manifest:
     where = str(path / MANIFEST)
     try:
         data: Any = json.loads(text)
     except ValueError as error:
-        raise CheckpointError(Fault(where, f"no JSON: {error}", fix=OTHER)) from None
+        raise CheckpointError(Fault(where, f"is not JSON: {error}", fix=FIX_USE_ANOTHER)) from None
     found = data.get("format") if isinstance(data, dict) else None
     if not isinstance(found, int):
         raise CheckpointError(Fault(where, "not a checkpoint of weft: the manifest names no format"))
     if found > FORMAT:
-        need, fix = f"{FORMAT} or older", "use the newer weft that wrote it"
-        raise CheckpointError(Fault(where, "a newer format", f"format {found}{_writer(data)}", need, fix))
+        got = f"format {found}{_writer_version(data)}"
+        fix = "use the newer weft that wrote it"
+        raise CheckpointError(Fault(where, "a newer format", got, f"{FORMAT} or older", fix))
     try:
         return Manifest.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise CheckpointError(Fault(where, f"{key}: {first['msg']}", fix=OTHER)) from None
+        key = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(Fault(where, f"{key}: {first['msg']}", fix=FIX_USE_ANOTHER)) from None
 
 
-def _writer(data: dict[str, Any]) -> str:
+def _writer_version(data: dict[str, Any]) -> str:
     versions = data.get("versions")
-    return f" of weft {versions['weft']}" if isinstance(versions, dict) and "weft" in versions else ""
+    if isinstance(versions, dict) and "weft" in versions:
+        return f" of weft {versions['weft']}"
+    return ""
 
 
-def _place_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
-    """Pieces lie behind the header one by one, and every byte of a file belongs to one."""
-    ends: dict[str, list[tuple[int, int]]] = defaultdict(list)
+def _offset_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
+    """Pieces must follow the header without gaps, and every byte of a file must belong to one piece."""
+    where = str(path / MANIFEST)
+    ranges_of_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, stored in manifest.tensors.items():
         for piece in stored.pieces:
             num_bytes = stored.num_bytes(piece)
-            if what := _piece_fault(manifest, stored, piece, num_bytes=num_bytes):
-                yield Fault(str(path / MANIFEST), f"tensor {name!r} in {piece.file}: {what}", fix=OTHER)
+            problem = _piece_problem(manifest, stored, piece, num_bytes=num_bytes)
+            if problem is not None:
+                yield Fault(where, f"tensor {name!r} in {piece.file}: {problem}", fix=FIX_USE_ANOTHER)
                 return
-            ends[piece.file].append((piece.at, piece.at + num_bytes))
+            ranges_of_file[piece.file].append((piece.at, piece.at + num_bytes))
     for name, file in manifest.files.items():
-        at = file.header_bytes
-        for start, stop in sorted(ends[name]):
-            at = stop if start == at else -1
-        if at != file.num_bytes:
-            yield Fault(str(path / MANIFEST), f"the pieces in {name} do not fill it", fix=OTHER)
+        end = file.header_bytes
+        for start, stop in sorted(ranges_of_file[name]):
+            end = stop if start == end else -1
+        if end != file.num_bytes:
+            yield Fault(where, f"the pieces in {name} do not fill it", fix=FIX_USE_ANOTHER)
 
 
-def _piece_fault(manifest: Manifest, stored: Stored, piece: Piece, *, num_bytes: int) -> str | None:
-    if not len(piece.lo) == len(piece.hi) == len(stored.shape):
-        return f"a piece with {len(piece.lo)} and {len(piece.hi)} dims of a tensor with {len(stored.shape)}"
-    if not (all(map(lt, piece.lo, piece.hi)) and all(map(le, piece.hi, stored.shape))):
-        return f"a piece outside the tensor, {piece.lo} to {piece.hi} of {stored.shape}"
+def _piece_problem(manifest: Manifest, stored: Stored, piece: Piece, *, num_bytes: int) -> str | None:
+    num_dims = len(stored.shape)
+    if not len(piece.lo) == len(piece.hi) == num_dims:
+        return f"a piece with {len(piece.lo)} and {len(piece.hi)} dims of a tensor with {num_dims}"
+    for lo, hi, length in zip(piece.lo, piece.hi, stored.shape, strict=True):
+        if not lo < hi <= length:
+            return f"a piece outside the tensor, {piece.lo} to {piece.hi} of {stored.shape}"
     if piece.file not in manifest.files:
-        return "a file that the manifest does not list"
-    if len(piece.crc32) != -(-num_bytes // manifest.block_bytes):
+        return "the manifest does not list this file"
+    num_blocks = -(-num_bytes // manifest.block_bytes)
+    if len(piece.crc32) != num_blocks:
         return f"{len(piece.crc32)} checksums for {num_bytes} bytes"
     return None
 
 
 def _length_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
+    """Data files that are missing or have another length than the manifest says."""
     for name, file in sorted(manifest.files.items()):
         try:
             length = (path / name).stat().st_size
         except OSError as error:
-            what = f"missing: {error.strerror}; it holds {_first_tensor(manifest, name)}"
-            yield Fault(str(path / name), what, fix=OTHER)
+            what = f"missing: {error.strerror}; it holds {_content(manifest, name)}"
+            yield Fault(str(path / name), what, fix=FIX_USE_ANOTHER)
             continue
         if length != file.num_bytes:
-            what = "cut short" if length < file.num_bytes else "longer than it was written"
-            what = f"{what}; it holds {_first_tensor(manifest, name)}"
-            yield Fault(str(path / name), what, f"{length} bytes", f"{file.num_bytes}", OTHER)
+            difference = "cut short" if length < file.num_bytes else "longer than it was written"
+            what = f"{difference}; it holds {_content(manifest, name)}"
+            yield Fault(str(path / name), what, f"{length} bytes", f"{file.num_bytes}", FIX_USE_ANOTHER)
 
 
-def _first_tensor(manifest: Manifest, file: str) -> str:
-    names = sorted(
-        name for name, stored in manifest.tensors.items() if any(piece.file == file for piece in stored.pieces)
-    )
-    return (
-        f"{names[0]!r} and {len(names) - 1} more tensors" if len(names) > 1 else repr(names[0]) if names else "nothing"
-    )
+def _content(manifest: Manifest, file: str) -> str:
+    """What a data file holds: the first tensor's name and the number of others."""
+    names = []
+    for name, stored in sorted(manifest.tensors.items()):
+        if any(piece.file == file for piece in stored.pieces):
+            names.append(name)
+    if not names:
+        return "nothing"
+    if len(names) == 1:
+        return repr(names[0])
+    return f"{names[0]!r} and {len(names) - 1} more tensors"

@@ -1,25 +1,46 @@
-"""Owns an opened checkpoint: any box of any stored tensor, whatever pieces it was cut into, and the proof that all is whole."""
+"""Read a checkpoint: any box of any stored tensor, whichever layout wrote it, and verification of all bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from weft.checkpoint.cover import first_flaw
+from weft.checkpoint.coverage import coverage_flaw
+from weft.checkpoint.data_file import MappedFile
 from weft.checkpoint.format import Manifest, Piece, Stored
 from weft.checkpoint.manifest import read_manifest
-from weft.checkpoint.mapped import MappedFile
-from weft.checkpoint.verify import share, units
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
 
 
+class Source(Protocol):
+    """Stored tensors by global name (`layer17.attn.q.weight`): a section of a checkpoint, a Hugging Face folder, memory."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Whole shape of every tensor."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Stored dtype."""
+        ...
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The entries of `box`, in its shape and stored dtype, in new memory on the CPU; reads only what is needed.
+
+        Raises:
+            CheckpointError: the bytes are not those that were written; names file and tensor.
+        """
+        ...
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, its manifest and the lengths of its files checked; no tensor is read yet.
+    """The checkpoint at `path`, with its manifest and file lengths checked; no tensor is read yet.
 
     Raises:
         CheckpointError: not a checkpoint, damaged, of a newer format, or data files missing or cut short.
@@ -28,10 +49,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 class Checkpoint:
-    """Files are mapped when they are first needed; what is used of them is checked first."""
+    """An opened checkpoint. Files are mapped on first use; every block is verified before its first use."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        self.path, self.manifest = path, manifest
+        self.path = path
+        self.manifest = manifest
         self._files: dict[str, MappedFile] = {}
 
     @property
@@ -40,35 +62,38 @@ class Checkpoint:
         return self.manifest.sections
 
     def section(self, name: str) -> Section:
-        """The tensors below `name` as a Source, by their global parameter names; empty where there are none."""
+        """The tensors below `name` as a Source, by global parameter name; empty if there are none."""
         return Section(self, name, self.manifest.section(name))
 
     def verify(self, index: int = 0, count: int = 1) -> None:
-        """Read every byte, or the share `index` of `count` shares of about as many bytes each.
+        """Verify every byte, or share `index` of `count` shares with about as many bytes each.
 
-        What has been read is not checked again by later reads of this checkpoint.
+        Verified blocks are not verified again by later reads of this checkpoint.
 
         Raises:
-            CheckpointError: naming one tensor of every damaged file.
+            CheckpointError: names one tensor of every damaged file.
         """
         faults: dict[str, Fault] = {}
-        for unit in share(units(self.manifest), index, count):
-            if unit.piece.file not in faults:
-                try:
-                    self.file(unit.piece.file).check(unit.name, unit.stored, unit.piece, block=unit.block)
-                except CheckpointError as error:
-                    faults[unit.piece.file] = error.faults[0]
-        for file in list(self.manifest.files)[index::count]:
-            if file not in faults:
-                try:
-                    self.file(file)
-                except CheckpointError as error:
-                    faults[file] = error.faults[0]
+        for block in share_of(blocks_of(self.manifest), index, count):
+            file_name = block.piece.file
+            if file_name in faults:
+                continue
+            try:
+                self.file(file_name).verify_block(block.name, block.stored, block.piece, block=block.index)
+            except CheckpointError as error:
+                faults[file_name] = error.faults[0]
+        for file_name in list(self.manifest.files)[index::count]:  # headers, also of files without pieces
+            if file_name in faults:
+                continue
+            try:
+                self.file(file_name)
+            except CheckpointError as error:
+                faults[file_name] = error.faults[0]
         if faults:
             raise CheckpointError(*faults.values())
 
     def file(self, name: str) -> MappedFile:
-        """One data file, mapped, its header checked."""
+        """One data file, mapped, with its header checked."""
         if name not in self._files:
             facts = self.manifest.files[name]
             self._files[name] = MappedFile(self.path / name, facts, block_bytes=self.manifest.block_bytes)
@@ -77,7 +102,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Section:
-    """Tensors of one kind: parameters, or one state of the optimizer. A `weft.checkpoint.source.Source`."""
+    """A `Source`: the tensors of one kind in a checkpoint, parameters or one optimizer state."""
 
     checkpoint: Checkpoint
     name: str
@@ -89,62 +114,97 @@ class Section:
         return {name: stored.shape for name, stored in self.stored.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """As stored."""
+        """Stored dtype."""
         return torch_dtype(self._find(name))
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Entries of `box`, in its shape, as stored, in memory of their own on the CPU; only what is needed is read.
+        """The entries of `box`, in its shape and stored dtype, in new memory on the CPU; reads only what is needed.
 
         Raises:
-            CheckpointError: there is no such tensor or box, or what is read is not what was written.
+            CheckpointError: the tensor or box does not exist, or the bytes are not those that were written.
         """
-        stored, full = self._find(name), f"{self.name}/{name}"
+        stored = self._find(name)
+        stored_name = f"{self.name}/{name}"
         if len(box.lo) != len(stored.shape) or box & Box.whole(stored.shape) != box:
-            raise CheckpointError(Fault(full, "has no such entries", str(box), f"within {stored.shape}"))
-        needed = [(piece, piece.box & box) for piece in stored.pieces]
-        needed = [(piece, part) for piece, part in needed if part.size]
-        if flaw := first_flaw(box, [part for _, part in needed]):
-            files = ", ".join(sorted({piece.file for piece, _ in needed})) or "no file"
-            raise CheckpointError(Fault(str(self.checkpoint.path), f"tensor {full!r}: {flaw}; found in {files}"))
+            raise CheckpointError(Fault(stored_name, "has no such entries", str(box), f"within {stored.shape}"))
+        overlaps: list[tuple[Piece, Box]] = []
+        for piece in stored.pieces:
+            overlap = piece.box & box
+            if overlap.size:
+                overlaps.append((piece, overlap))
+        self._check_coverage(stored_name, box, overlaps)
         out = torch.empty(box.shape, dtype=torch_dtype(stored))
-        for piece, part in needed:
-            out[part.within(box)] = self._part(full, stored, piece, part)
+        for piece, overlap in overlaps:
+            out[overlap.within(box)] = self._read_piece(stored_name, stored, piece, overlap)
         return out
 
-    def _part(self, name: str, stored: Stored, piece: Piece, part: Box) -> Tensor:
-        """A view of `part` of a piece, where it lies in the file."""
-        dtype, rows = torch_dtype(stored), _rows(piece.box, part)
-        row_bytes = stored.num_bytes(piece) // max(1, rows.of)
-        data = self.checkpoint.file(piece.file).piece(
-            name, stored, piece, start=rows.lo * row_bytes, stop=rows.hi * row_bytes
-        )
-        held = Box((piece.lo[0] + rows.lo, *piece.lo[1:]), (piece.lo[0] + rows.hi, *piece.hi[1:])) if piece.lo else part
-        return torch.frombuffer(data, dtype=dtype).view(held.shape)[part.within(held)]
+    def _check_coverage(self, stored_name: str, box: Box, overlaps: Sequence[tuple[Piece, Box]]) -> None:
+        flaw = coverage_flaw(box, [overlap for _, overlap in overlaps])
+        if flaw is not None:
+            files = ", ".join(sorted({piece.file for piece, _ in overlaps})) or "no file"
+            what = f"tensor {stored_name!r}: {flaw}; found in {files}"
+            raise CheckpointError(Fault(str(self.checkpoint.path), what))
+
+    def _read_piece(self, stored_name: str, stored: Stored, piece: Piece, box: Box) -> Tensor:
+        """A view of `box`, a part of one piece, on the mapped file."""
+        file = self.checkpoint.file(piece.file)
+        dtype = torch_dtype(stored)
+        num_bytes = stored.num_bytes(piece)
+        if not piece.lo:  # a scalar
+            data = file.read(stored_name, stored, piece, start=0, stop=num_bytes)
+            return torch.frombuffer(data, dtype=dtype).view(())
+        num_rows = piece.hi[0] - piece.lo[0]
+        row_bytes = num_bytes // max(1, num_rows)
+        first_row = box.lo[0] - piece.lo[0]
+        end_row = box.hi[0] - piece.lo[0]
+        data = file.read(stored_name, stored, piece, start=first_row * row_bytes, stop=end_row * row_bytes)
+        rows = Box((box.lo[0], *piece.lo[1:]), (box.hi[0], *piece.hi[1:]))
+        return torch.frombuffer(data, dtype=dtype).view(rows.shape)[box.within(rows)]
 
     def _find(self, name: str) -> Stored:
         if name not in self.stored:
-            some = ", ".join(sorted(self.stored)[:3]) or "nothing"
+            some_names = ", ".join(sorted(self.stored)[:3]) or "nothing"
             what = f"no tensor {name!r} in {self.name!r}"
-            raise CheckpointError(Fault(str(self.checkpoint.path), what, f"{some}, ..."))
+            raise CheckpointError(Fault(str(self.checkpoint.path), what, f"{some_names}, ..."))
         return self.stored[name]
 
 
-@dataclass(frozen=True)
-class _Rows:
-    lo: int
-    hi: int
-    of: int
-
-
-def _rows(box: Box, part: Box) -> _Rows:
-    """Rows (entries of the first dim) of `box` that `part` touches; a number has one row."""
-    if not box.lo:
-        return _Rows(0, 1, 1)
-    return _Rows(part.lo[0] - box.lo[0], part.hi[0] - box.lo[0], box.shape[0])
-
-
 def torch_dtype(stored: Stored) -> torch.dtype:
-    """Of a stored tensor."""
+    """The torch dtype of a stored tensor."""
     dtype = getattr(torch, stored.dtype)
-    assert isinstance(dtype, torch.dtype), f"{stored.dtype} is no type of torch"
+    assert isinstance(dtype, torch.dtype), f"{stored.dtype} is not a torch dtype"
     return dtype
+
+
+@dataclass(frozen=True)
+class Block:
+    """One checksum block of one piece: the unit of verification."""
+
+    name: str
+    stored: Stored
+    piece: Piece
+    index: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Mean size of the blocks of this piece, bytes."""
+        return self.stored.num_bytes(self.piece) // len(self.piece.crc32)
+
+
+def blocks_of(manifest: Manifest) -> Sequence[Block]:
+    """All blocks of all pieces, sorted by file and offset."""
+    blocks = []
+    for name, stored in manifest.tensors.items():
+        for piece in stored.pieces:
+            blocks.extend(Block(name, stored, piece, index) for index in range(len(piece.crc32)))
+    return sorted(blocks, key=lambda block: (block.piece.file, block.piece.at, block.index))
+
+
+def share_of(blocks: Sequence[Block], index: int, count: int) -> Iterator[Block]:
+    """Share `index` of `count`: neighbouring blocks, about as many bytes in each share."""
+    total_bytes = max(1, sum(block.num_bytes for block in blocks))
+    bytes_before = 0
+    for block in blocks:
+        if bytes_before * count // total_bytes == index:
+            yield block
+        bytes_before += block.num_bytes

@@ -1,164 +1,170 @@
-"""Owns writing a checkpoint: each rank its own file, in the background; then one rank makes them a checkpoint, or nothing.
+"""Write one rank's data file of a checkpoint in a background thread.
 
-every rank   start_write(tmp, rank, held) ... .wait()      rank-NNNNN.safetensors, rank-NNNNN.json
-one rank     commit(tmp, final, facts, ranks=...)          manifest, flush, rename: now it is a checkpoint
-             discard(tmp)                                  instead, where a rank failed
+every rank   start_write(tmp, rank, items) ... .wait()     rank-NNNNN.safetensors, rank-NNNNN.json
+one rank     commit(tmp, final, facts, ranks=...)          see weft.checkpoint.commit
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import torch
 
-from weft.checkpoint.disk import free_bytes, refusal, sync_folder, write_whole
+from weft.checkpoint.data_file import BLOCK_BYTES, FileEntry, block_crcs, lay_out, write_order
+from weft.checkpoint.disk import disk_error, free_bytes
 from weft.checkpoint.format import (
-    DIGEST,
-    MANIFEST,
     DataFile,
-    Facts,
-    Manifest,
-    Part,
     Piece,
+    RankManifest,
     Stored,
     StoredDtype,
     data_file_name,
-    digest_text,
-    part_name,
+    rank_manifest_name,
 )
-from weft.checkpoint.held import Held, dtype_name
-from weft.checkpoint.merge import joined, merged
-from weft.checkpoint.shard import BLOCK_BYTES, Slot, block_crcs, lay_out, write_order
+from weft.checkpoint.write_item import WriteItem, dtype_name
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
 
 
-class Writing:
-    """One rank's file on its way to the disk. What went wrong is kept until somebody asks."""
+class RankWrite:
+    """The background write of one rank's file; an error is raised in `wait`."""
 
-    def __init__(self, tmp: Path, rank: int, held: Sequence[Held]) -> None:
-        self.num_bytes = sum(piece.num_bytes for piece in held)
-        """Of this rank's pieces, headers not counted."""
+    def __init__(self, tmp: Path, rank: int, items: Sequence[WriteItem], *, require_finite: bool = False) -> None:
+        self.num_bytes = sum(item.num_bytes for item in items)
+        """Bytes of this rank's pieces, without headers."""
+        self._tmp = tmp
+        self._rank = rank
+        self._require_finite = require_finite
+        self._items = deque(sorted(items, key=lambda item: write_order(_file_entry(item))))
         self._error: BaseException | None = None
-        self._tmp, self._rank, self._held = tmp, rank, deque(sorted(held, key=lambda piece: write_order(_slot(piece))))
-        self._thread = threading.Thread(target=self._write, name=f"save-rank-{rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"save-rank-{rank}", daemon=True)
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the write has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Until all is on the disk.
+        """Wait until everything is on the disk.
 
         Raises:
-            CheckpointError: it is not; this rank's files are gone again. Call `discard` when all ranks have ended.
+            CheckpointError: the write failed and this rank's files are removed. Call `discard` when all ranks have ended.
         """
         self._thread.join()
         if self._error:
             raise self._error
 
-    def _write(self) -> None:
+    def _run(self) -> None:
         free = 0
         try:
             free = free_bytes(self._tmp)
-            _write_rank(self._tmp, self._rank, self._held)
+            if self._require_finite:
+                _check_finite(self._items)
+            _write_rank(self._tmp, self._rank, self._items)
         except OSError as error:
-            self._remove()
-            self._error = refusal(error, self._tmp, need_bytes=self.num_bytes, free=free)
+            self._remove_files()
+            self._error = disk_error(error, self._tmp, need_bytes=self.num_bytes, free=free)
         except BaseException as error:  # noqa: BLE001 - raised in `wait`
-            self._remove()
+            self._remove_files()
             self._error = error
 
-    def _remove(self) -> None:
-        self._held.clear()
-        for name in (data_file_name(self._rank), part_name(self._rank)):
+    def _remove_files(self) -> None:
+        self._items.clear()
+        for name in (data_file_name(self._rank), rank_manifest_name(self._rank)):
             with suppress(OSError):
                 (self._tmp / name).unlink()
 
 
-def start_write(tmp: Path, rank: int, held: Sequence[Held]) -> Writing:
-    """Begin to write this rank's pieces below `tmp`, which is made where it is missing, in a thread.
+def start_write(tmp: Path, rank: int, items: Sequence[WriteItem], *, require_finite: bool = False) -> RankWrite:
+    """Start to write this rank's pieces below `tmp` (created if missing) in a thread.
 
-    The tensors are a snapshot: nobody changes them until this is done. Each is let go of as soon as it is written.
+    The tensors must be a snapshot that does not change until the write is done. Each is released once it is written.
+
+    Args:
+        require_finite: fail, before anything is written, if an item holds NaN or infinity.
 
     Raises:
         CheckpointError: a piece is given twice.
     """
-    seen = set[tuple[str, Box]]()
-    for piece in held:
-        if (key := (piece.name, piece.box)) in seen:
-            raise CheckpointError(Fault(piece.name, f"rank {rank} holds the same piece twice", str(piece.box)))
+    seen: set[tuple[str, Box]] = set()
+    for item in items:
+        key = (item.name, item.box)
+        if key in seen:
+            raise CheckpointError(Fault(item.name, f"rank {rank} holds the same piece twice", str(item.box)))
         seen.add(key)
-    return Writing(tmp, rank, held)
+    return RankWrite(tmp, rank, items, require_finite=require_finite)
 
 
-def commit(tmp: Path, final: Path, facts: Facts, *, ranks: int) -> Manifest:
-    """Make the files of `ranks` ranks in `tmp` the checkpoint `final`; one rank calls it when all have written.
+def merge_stored(name: str, known: Stored | None, other: Stored) -> Stored:
+    """One `Stored` with the pieces of both.
 
     Raises:
-        CheckpointError: `final` is there already, a rank's file is missing, the pieces do not make up whole tensors, or the
-            disk refuses. Nothing but `tmp` has been touched, and it is gone.
+        CheckpointError: shape or dtype differ.
     """
-    try:
-        _refuse_overwriting(final)
-        manifest = merged(tmp, facts, ranks=ranks)
-        text = manifest.to_json().encode()
-        free = free_bytes(tmp)
-        try:
-            _publish(tmp, final, text, ranks=ranks)
-        except OSError as error:
-            raise refusal(error, final, need_bytes=len(text), free=free) from error
-    except BaseException:
-        discard(tmp)
-        raise
-    return manifest
+    if known is None:
+        return other
+    if (known.shape, known.dtype) != (other.shape, other.dtype):
+        got = f"{other.dtype} of shape {other.shape}"
+        need = f"{known.dtype} of shape {known.shape}"
+        raise CheckpointError(Fault(name, "pieces of different tensors have the same name", got, need))
+    return known.model_copy(update={"pieces": (*known.pieces, *other.pieces)})
 
 
-def discard(tmp: Path) -> None:
-    """Remove what was written of a checkpoint that is not to be."""
-    shutil.rmtree(tmp, ignore_errors=True)
+def _check_finite(items: Iterable[WriteItem]) -> None:
+    """Reject NaN and infinity: a run must not resume from them, and they must not replace an older checkpoint."""
+    for item in items:
+        tensor = item.tensor
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        smallest, largest = tensor.aminmax()  # NaN if an entry is NaN
+        if not (smallest.isfinite() and largest.isfinite()):
+            what = "holds values that are not finite, so the checkpoint is not written"
+            raise CheckpointError(Fault(item.name, what, str(item.box)))
 
 
-def _write_rank(tmp: Path, rank: int, held: deque[Held]) -> None:
+def _write_rank(tmp: Path, rank: int, items: deque[WriteItem]) -> None:
+    """Write the data file of `items`, in their order, and the rank's part of the manifest."""
     tmp.mkdir(parents=True, exist_ok=True)
-    slots = [_slot(piece) for piece in held]
-    layout = lay_out([slot for slot in slots if slot.num_bytes])
-    at, name, tensors = iter(layout.at), data_file_name(rank), dict[str, Stored]()
-    with (tmp / name).open("xb") as file:
+    file_name = data_file_name(rank)
+    layout = lay_out([_file_entry(item) for item in items if item.num_bytes])
+    offsets = iter(layout.offsets)
+    tensors: dict[str, Stored] = {}
+    with (tmp / file_name).open("xb") as file:
         file.write(layout.header)
-        for slot in slots:
-            piece = held.popleft()
+        while items:
+            item = items.popleft()
             pieces: tuple[Piece, ...] = ()
-            if slot.num_bytes:
-                crcs = _write_piece(file, piece)
-                pieces = (Piece(file=name, at=next(at), lo=piece.box.lo, hi=piece.box.hi, crc32=crcs),)
-            tensors[slot.name] = joined(
-                slot.name,
-                tensors.get(slot.name),
-                Stored.model_construct(shape=piece.shape, dtype=slot.dtype, pieces=pieces),
-            )
+            if item.num_bytes:
+                crcs = _write_piece(file, item)
+                piece = Piece(file=file_name, at=next(offsets), lo=item.box.lo, hi=item.box.hi, crc32=crcs)
+                pieces = (piece,)
+            dtype = _stored_dtype(item)
+            stored = Stored.model_construct(shape=item.shape, dtype=dtype, pieces=pieces)
+            tensors[item.name] = merge_stored(item.name, tensors.get(item.name), stored)
         file.flush()
         os.fsync(file.fileno())
-    facts = DataFile(
-        num_bytes=layout.num_bytes, header_bytes=len(layout.header), header_crc32=zlib.crc32(layout.header)
+    data_file = DataFile(
+        num_bytes=layout.num_bytes,
+        header_bytes=len(layout.header),
+        header_crc32=zlib.crc32(layout.header),
     )
-    part = Part(rank=rank, block_bytes=BLOCK_BYTES, files={name: facts}, tensors=tensors)
-    (tmp / part_name(rank)).write_text(part.to_json())  # read and removed by the commit: the disk need never see it
+    manifest = RankManifest(rank=rank, block_bytes=BLOCK_BYTES, files={file_name: data_file}, tensors=tensors)
+    # Read and removed by `commit`, so it needs no flush to the disk.
+    (tmp / rank_manifest_name(rank)).write_text(manifest.to_json())
 
 
-def _write_piece(file: BinaryIO, piece: Held) -> tuple[int, ...]:
-    """Checksums of the blocks, taken while they are at hand."""
-    flat = piece.tensor.detach().cpu().contiguous()
-    raw = flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()
+def _write_piece(file: BinaryIO, item: WriteItem) -> tuple[int, ...]:
+    """Write the bytes of a piece; returns the checksum of every block."""
+    contiguous = item.tensor.detach().cpu().contiguous()
+    flat = contiguous.as_strided((contiguous.numel(),), (1,))
+    raw = flat.view(torch.uint8).numpy()
     crcs = []
     for block, crc in block_crcs(raw.data, block_bytes=BLOCK_BYTES):
         file.write(block)
@@ -166,23 +172,9 @@ def _write_piece(file: BinaryIO, piece: Held) -> tuple[int, ...]:
     return tuple(crcs)
 
 
-def _publish(tmp: Path, final: Path, text: bytes, *, ranks: int) -> None:
-    """Everything in `tmp` reaches the disk before the one rename that makes it a checkpoint."""
-    for rank in range(ranks):
-        (tmp / part_name(rank)).unlink()
-    write_whole(tmp / MANIFEST, text)
-    write_whole(tmp / DIGEST, digest_text(text).encode())
-    sync_folder(tmp)
-    tmp.rename(final)  # refused by the system where a folder with files has come there meanwhile
-    sync_folder(final.parent)
-    sync_folder(final.parent.parent)
+def _file_entry(item: WriteItem) -> FileEntry:
+    return FileEntry(item.name, item.box, _stored_dtype(item))
 
 
-def _refuse_overwriting(final: Path) -> None:
-    if final.exists():
-        fix = "choose another out, or move it away"
-        raise CheckpointError(Fault(str(final), "there is a checkpoint already, and none is overwritten", fix=fix))
-
-
-def _slot(piece: Held) -> Slot:
-    return Slot(piece.name, piece.box, cast(StoredDtype, dtype_name(piece.tensor.dtype)))
+def _stored_dtype(item: WriteItem) -> StoredDtype:
+    return cast(StoredDtype, dtype_name(item.tensor.dtype))

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 import tyro
 from pydantic import BaseModel
 
+from weft.commands import preflight
 from weft.config import lora, validate
 from weft.config.checks import Check, run_checks
 from weft.config.load import try_load
 from weft.config.run import Run
 from weft.errors import EXIT_OK, UserError
 from weft.models import FAMILIES
-from weft.train import preflight
 
 HELP = ("-h", "--help")
 
@@ -81,6 +81,6 @@ def print_result(text: str) -> int:
 
 def print_messages(lines: Iterable[str]) -> None:
     """Print lines on stderr, on the first rank of each machine."""
-    if preflight.is_first(os.environ, preflight.LOCAL_RANKS):
+    if preflight.is_first(os.environ, preflight.LOCAL_RANK_VARIABLES):
         for line in lines:
             print(line, file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from weft.commands import preflight
 from weft.commands.console import print_messages, set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.config.checks import Check
@@ -12,7 +13,6 @@ from weft.config.run import Run
 from weft.errors import Fault, UserError
 from weft.generate.model_source import find_model
 from weft.generate.request import Request, expand_json_flag, make_job
-from weft.train import preflight
 
 USAGE = "RUN | CHECKPOINT | HF-FOLDER [--prompt TEXT] [--mesh tp2] [--key value ...]"
 LINE = "generate text with a trained model, on any layout of ranks"

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.format import Facts
+from weft.commands import preflight
 from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.config.hf.from_hf import TOKENIZER
@@ -21,7 +22,6 @@ from weft.config.toml import dump
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
 from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars
 from weft.models import FAMILIES
-from weft.train import preflight
 
 if TYPE_CHECKING:
     from weft.hf.import_hf import TransferResult
@@ -68,9 +68,9 @@ def import_run(folder: Path, out: Path, run: Run, *, compares: bool, chunk_bytes
         CheckpointError: a tensor has another shape than config.json makes of it, or the disk refuses.
     """
     from weft.hf.import_hf import import_hf  # imports torch, and so comes after all checks
-    from weft.train.start import check_start
+    from weft.train.build import check_initial_parameters
 
-    check_start(run)
+    check_initial_parameters(run)
     imported = _imported_run(run, folder, out)
     model = imported.model.model_dump(mode="json")
     facts = Facts(
@@ -123,7 +123,7 @@ def described_run(folder: str, model_words: Sequence[str]) -> Run:
         UserError: the folder has no model that weft supports, or not all of its tensors; none of them has been read.
     """
     loaded = try_load(["--model.from_hf", folder, *model_words], FAMILIES)
-    faults = loaded.faults or tuple(preflight.start_faults(loaded.run))
+    faults = loaded.faults or tuple(preflight.from_hf_faults(loaded.run))
     if faults:
         raise ConfigError(*faults)
     return loaded.run

@@ -135,5 +135,6 @@ class LoraConfig(ConfigSection):
 class SaveConfig(ConfigSection):
     """Checkpoints."""
 
-    every: int = Field(0, ge=0, description="steps between checkpoints, and one at the end; 0: only when asked to stop")
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0: none before the end")
+    at_end: bool = Field(True, description="save after the last step; a run that is asked to stop is always saved")
     keep: int = Field(2, ge=1, description="newest checkpoints that are kept")

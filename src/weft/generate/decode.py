@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint.source import Source
+from weft.checkpoint import restore
+from weft.checkpoint.read import Source
 from weft.comm.comm import Comm
 from weft.core.axes import span
 from weft.core.model_config import ModelConfig
@@ -23,8 +24,7 @@ from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.forward import gather_vocabulary, run_stages
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
-from weft.train import checkpoint
-from weft.train.meta_init import skeleton
+from weft.train.init_from import meta_modules
 
 TRAINING_BLOCKS = ("loss", "mtp")
 """Blocks (by the beginning of their names) that only training reads."""
@@ -36,14 +36,14 @@ def load_model(family: Family, config: ModelConfig, source: Source, *, plan: Pla
     Raises:
         CheckpointError: a tensor that is missing, damaged or of another shape; it names it.
     """
-    blocks = skeleton(lambda: family.blocks(config))
+    blocks = meta_modules(lambda: family.blocks(config))
     model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
     dtype: torch.dtype = getattr(torch, plan.compute)
     for param in model.params.values():
         values = torch.empty(param.shape, device=comm.device, dtype=dtype)
         allocated = nn.Parameter(values, requires_grad=False)
         torch.utils.swap_tensors(param, allocated)  # the modules that hold it keep the same object
-    checkpoint.load_model(model, source)
+    restore.load_model(model, source)
     return model
 
 

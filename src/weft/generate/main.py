@@ -10,8 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from weft.checkpoint.read import open_checkpoint
-from weft.checkpoint.source import Source
+from weft.checkpoint.read import Source, open_checkpoint
 from weft.config.run import Run
 from weft.data.prepared import tokenizer_of
 from weft.generate.decode import Decoder, TextRow, decode, load_model

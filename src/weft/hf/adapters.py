@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.checkpoint.disk import new_folder, write_whole
 from weft.checkpoint.format import Facts
-from weft.checkpoint.source import Source
+from weft.checkpoint.read import Source
 from weft.config.lora import LORA_A, LORA_B, adapted_linear
 from weft.config.schema import LoraConfig
 from weft.core.axes import Box

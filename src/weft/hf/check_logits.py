@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint.source import Source
+from weft.checkpoint.read import Source
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import WeftError

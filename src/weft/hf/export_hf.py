@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint.format import Facts
-from weft.checkpoint.read import open_checkpoint
-from weft.checkpoint.source import Source
+from weft.checkpoint.read import Source, open_checkpoint
 from weft.config.hf.read_config import CONFIG
 from weft.config.hf.write_config import config_json, unwritable
 from weft.config.lora import adapted_linears

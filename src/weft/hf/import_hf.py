@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.checkpoint.commit import commit, discard
 from weft.checkpoint.folder import FOLDER, checkpoint_path, temporary_path
 from weft.checkpoint.format import Facts, Manifest
-from weft.checkpoint.held import Held
-from weft.checkpoint.source import Source
-from weft.checkpoint.write import commit, discard, start_write
+from weft.checkpoint.read import Source
+from weft.checkpoint.write import start_write
+from weft.checkpoint.write_item import WriteItem
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.hf.check_logits import NOT_COMPARED, compare_logits
@@ -97,13 +98,13 @@ def count_params(source: Source) -> str:
     return f"{count(entries)} parameters"
 
 
-def _chunks(source: Source, chunk_bytes: int) -> Iterator[list[Held]]:
+def _chunks(source: Source, chunk_bytes: int) -> Iterator[list[WriteItem]]:
     """Slabs of all parameters, in lists of at most `chunk_bytes` or of one slab."""
-    chunk: list[Held] = []
+    chunk: list[WriteItem] = []
     filled = 0
     for name, shape in source.shapes.items():
         for box in slabs(shape):
-            item = Held(f"model/{name}", shape, box, source.read(name, box))
+            item = WriteItem(f"model/{name}", shape, box, source.read(name, box))
             if chunk and filled + item.num_bytes > chunk_bytes:
                 yield chunk
                 chunk = []

@@ -1,11 +1,12 @@
-"""Owns the same steps under a layout: what each rank computed, by global name, ready to be held against one device."""
+"""Train one rank of a layout on given whole batches and record what it computes, by global parameter name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.model_config import ModelConfig
@@ -14,20 +15,26 @@ from weft.layout.plan import Plan
 from weft.models import Family
 from weft.models.common.batch import Batch
 from weft.prove.oracle import OptimizerOf
-from weft.prove.trace import Held, StepTrace
+from weft.prove.trace import RankTrace, StepTrace
 from weft.train.build import build_model
 from weft.train.optim import matrices
 from weft.train.step import StepReport, TrainStep
 
+SEQUENCE_AXES = ("dp", "ep")
+CONTEXT_AXIS = "cp"
+
 
 def micro_batches(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
-    """This rank's micro-batches of the step's whole batch."""
-    data, size = plan.mesh.degree(("dp", "ep")), plan.micro_size
+    """This rank's micro-batches of a step's whole batch."""
+    mesh = plan.mesh
     samples = layout_of(
-        np.arange(plan.global_size), index=plan.mesh.index(rank, ("dp", "ep")), degree=data, micro_size=size
+        np.arange(plan.global_size),
+        index=mesh.index(rank, SEQUENCE_AXES),
+        degree=mesh.degree(SEQUENCE_AXES),
+        micro_size=plan.micro_size,
     )
-    held = batch.columns(index=plan.mesh.index(rank, "cp"), degree=plan.mesh.degree("cp"))
-    return [held.rows(torch.from_numpy(rows)) for rows in samples]
+    shard = batch.columns(index=mesh.index(rank, CONTEXT_AXIS), degree=mesh.degree(CONTEXT_AXIS))
+    return [shard.rows(torch.from_numpy(rows)) for rows in samples]
 
 
 def run_layout(
@@ -40,21 +47,28 @@ def run_layout(
     seed: int,
     optimizer: OptimizerOf,
     lr: float,
-) -> Held:
-    """Train this rank's part of the model on the same whole batches and record everything."""
+) -> RankTrace:
+    """Train this rank's shards on the whole batches, one per step, and record everything."""
     model = build_model(family, config, plan, comm, seed=seed)
-    decayed = matrices(model.params)
-    train = TrainStep(model, make_optimizer=lambda tensors: optimizer(tensors, decayed), clip=plan.clip)
-    traces = tuple(_record(train, train(micro_batches(batch, plan, comm.rank), lr=lr)) for batch in steps)
-    shards = {piece.owner: piece.shard for piece in model.shards.values()}
-    return Held(plan.mesh.coord_text(comm.rank), shards, traces)
+    decay_names = matrices(model.params)
+    train = TrainStep(model, make_optimizer=lambda tensors: optimizer(tensors, decay_names), clip=plan.clip)
+    traces = []
+    for batch in steps:
+        report = train(micro_batches(batch, plan, comm.rank), lr=lr)
+        traces.append(_trace(train, report))
+    shards = {param.owner: param.shard for param in model.shards.values()}
+    return RankTrace(plan.mesh.coord_text(comm.rank), shards, tuple(traces))
 
 
-def _record(train: TrainStep, report: StepReport) -> StepTrace:
-    owner = {name: piece.owner for name, piece in train.model.shards.items()}
+def _trace(train: TrainStep, report: StepReport) -> StepTrace:
     return StepTrace(
         loss=report.loss,
         grad_norm=report.grad_norm,
-        grads={owner[name]: gradient for name, gradient in train.grads.full_gradients().items()},
-        params={owner[name]: value for name, value in train.grads.full_parameters().items()},
+        grads=_by_owner(train, train.grads.full_gradients()),
+        params=_by_owner(train, train.grads.full_parameters()),
     )
+
+
+def _by_owner(train: TrainStep, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the owner's name of tied parameters."""
+    return {train.model.shards[name].owner: tensor for name, tensor in tensors.items()}

@@ -1,5 +1,4 @@
-"""Owns the one-device truth: the plain model, the whole batch at once, torch's own clipping and optimizer. No part of it
-passes through the parallel code."""
+"""One-device reference: the plain model, whole batches, torch's own clipping. Uses none of the parallel code."""
 
 from __future__ import annotations
 
@@ -13,20 +12,18 @@ from weft.models import Family
 from weft.models.common.batch import Batch, chain
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.prove.trace import StepTrace
-from weft.train.balance import rebalance_routers
+from weft.train.expert_load import rebalance_routers
 from weft.train.optim import Optimizer, matrices
 
 OptimizerOf = Callable[[Mapping[str, Tensor], Collection[str]], Optimizer]
-"""From the tensors to move, by global name, and the names of those that feel weight decay."""
+"""From the tensors to update, by global name, and the names of those with weight decay."""
 
 
 def plain_model(family: Family, config: ModelConfig, *, seed: int, dtype: torch.dtype) -> dict[str, nn.Module]:
-    """The model on one device, ties made, with its starting values."""
+    """The model on one device, with tied parameters and initial values."""
     blocks = {name: block.to(dtype) for name, block in family.blocks(config).items()}
-    ties = family.ties(config)
-    tie(blocks, ties)
-    params = {name: param for name, param in named_parameters(blocks).items() if name not in ties}
-    init_params(params, family.init(config), seed=seed)
+    tie(blocks, family.ties(config))
+    init_params(_untied_parameters(blocks, family, config), family.init(config), seed=seed)
     return blocks
 
 
@@ -41,28 +38,41 @@ def one_device(
     clip: float,
     lr: float,
 ) -> tuple[StepTrace, ...]:
-    """Train on whole batches, one a step, and record everything."""
+    """Train on whole batches, one per step, and record everything."""
     blocks = plain_model(family, config, seed=seed, dtype=dtype)
-    params = {name: p for name, p in named_parameters(blocks).items() if name not in family.ties(config)}
+    params = _untied_parameters(blocks, family, config)
     update = optimizer(params, matrices(params))
+    max_norm = clip if clip > 0 else float("inf")
     traces = []
     for batch in steps:
         for param in params.values():
             param.grad = None
         out = chain(blocks, batch.inputs, batch)
-        loss = (out.x if out.loss is None else out.x + out.loss) / batch.num_targets()
+        loss_sum = out.x if out.loss is None else out.x + out.loss
+        loss = loss_sum / batch.num_targets()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(params.values(), clip if clip > 0 else float("inf"))
+        norm = nn.utils.clip_grad_norm_(params.values(), max_norm)
         for group in update.param_groups:
             group["lr"] = lr
         update.step()
         rebalance_routers(blocks, out.loads)
-        traces.append(
-            StepTrace(
-                loss=loss.item(),
-                grad_norm=norm.item(),
-                grads={name: p.grad.clone() for name, p in params.items() if p.grad is not None},
-                params={name: p.detach().clone() for name, p in params.items()},
-            )
-        )
+        traces.append(_trace(loss, norm, params))
     return tuple(traces)
+
+
+def _untied_parameters(
+    blocks: Mapping[str, nn.Module],
+    family: Family,
+    config: ModelConfig,
+) -> dict[str, nn.Parameter]:
+    ties = family.ties(config)
+    return {name: param for name, param in named_parameters(blocks).items() if name not in ties}
+
+
+def _trace(loss: Tensor, norm: Tensor, params: Mapping[str, nn.Parameter]) -> StepTrace:
+    grads = {}
+    for name, param in params.items():
+        if param.grad is not None:
+            grads[name] = param.grad.clone()
+    values = {name: param.detach().clone() for name, param in params.items()}
+    return StepTrace(loss=loss.item(), grad_norm=norm.item(), grads=grads, params=values)

@@ -1,30 +1,23 @@
-"""Owns the proof of a run that has been: its first steps again on one process, number by number against its journal."""
+"""Compare a recorded run with its first steps trained again on one process, number by number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from weft.comm.comm import Comm
-from weft.comm.threads import ThreadWorld
-from weft.config.load import load
-from weft.config.run import Run
-from weft.config.schema import ParallelConfig, PipelineConfig
-from weft.core.mesh import Mesh
-from weft.data.dataset import open_data
 from weft.errors import DataError, Fault
-from weft.models import FAMILIES
-from weft.train.build import build_feed, build_step
-from weft.train.event_log import EVENTS, course, read_events
-from weft.train.loop import step_events
+from weft.prove.trace import relative_difference
+from weft.train.event_log import EVENTS, read_events, step_history
+
+RUN_FILE = "run.toml"
+FIRST_RUN_FILE = "run-1.toml"
+"""run.toml of the first start, if a later start had another one."""
 
 BOUNDS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-3, "float16": 5e-4}
-"""Largest relative difference that rounding explains after some dozens of steps (16 bits: `DRIFT_AFTER`), by dtype of compute.
+"""Largest relative difference that rounding explains after some dozens of steps (16 bits: `DRIFT_AFTER`), by compute dtype.
 
 Float32 rounds at 6e-8; the loss sums thousands of terms in another order on every layout, and each step of AdamW starts
 from the last one's differences. Measured on the default job: 1e-6 after 10 steps. A wrong reduction shows as 1e-2 or more
@@ -38,7 +31,7 @@ DRIFT_AFTER = {"bfloat16": 5, "float16": 5}
 
 @dataclass(frozen=True)
 class StepPair:
-    """The same step of the run and of one process."""
+    """The same step, recorded on a layout and trained again on one process."""
 
     step: int
     loss: float
@@ -49,56 +42,62 @@ class StepPair:
     @property
     def loss_difference(self) -> float:
         """Relative to one process."""
-        return abs(self.loss - self.loss_alone) / max(abs(self.loss_alone), 1e-30)
+        return relative_difference(self.loss, self.loss_alone)
 
     @property
     def norm_difference(self) -> float:
         """Relative to one process."""
-        return abs(self.norm - self.norm_alone) / max(abs(self.norm_alone), 1e-30)
+        return relative_difference(self.norm, self.norm_alone)
+
+    @property
+    def largest_difference(self) -> float:
+        """The larger of both."""
+        return max(self.loss_difference, self.norm_difference)
 
 
-def recorded_run(out: Path) -> Run:
-    """The config that the first steps of the run in this folder were trained by, also where later ones had another.
+def first_config_path(out: Path) -> Path:
+    """The config file of the first steps of the run in this folder, also if later steps had another one.
 
     Raises:
         DataError: the folder holds no run.
     """
-    for name in ("run.toml", EVENTS):
+    for name in (RUN_FILE, EVENTS):
         if not (out / name).is_file():
-            raise DataError(
-                Fault("weft prove", "no run in this folder", f"{str(out)!r} without {name}", fix="name a run folder")
-            )
-    first = out / "run-1.toml"
-    return load([str(first if first.is_file() else out / "run.toml")], FAMILIES)
+            got = f"{str(out)!r} without {name}"
+            raise DataError(Fault("weft prove", "no run in this folder", got, fix="name a run folder"))
+    first = out / FIRST_RUN_FILE
+    return first if first.is_file() else out / RUN_FILE
 
 
 def recorded_steps(out: Path) -> list[dict[str, Any]]:
-    """The step events up to the first resume: what comes behind it may have another learning rate.
+    """The step events up to the first resume: later steps may have another learning rate.
 
     Raises:
-        DataError: the run began in another folder.
+        DataError: the run started from a checkpoint of another folder.
     """
     events = list(read_events(out / EVENTS))
-    steps, resumed = course(events), [event["step"] for event in events if event["event"] == "resume" and event["step"]]
+    steps = step_history(events)
     if steps and steps[0]["step"] > 1:
-        what = f"the run in {out} begins after step {steps[0]['step'] - 1}, from a checkpoint of another folder"
-        raise DataError(Fault("weft prove", what, fix="prove the run that it goes on from"))
-    return [step for step in steps if not resumed or step["step"] <= min(resumed)]
+        what = f"the run in {out} starts after step {steps[0]['step'] - 1}, from a checkpoint of another folder"
+        raise DataError(Fault("weft prove", what, fix="prove the run of that checkpoint"))
+    resumed_at = [event["step"] for event in events if event["event"] == "resume" and event["step"]]
+    if not resumed_at:
+        return steps
+    return [step for step in steps if step["step"] <= min(resumed_at)]
 
 
-def on_one_process(run: Run) -> Run:
-    """The same run on one rank: same model, data, batch and optimizer, nothing cut."""
-    alone = {"mesh": "", "nproc": None, "parallel": ParallelConfig(), "pipeline": PipelineConfig()}
-    return run.model_copy(update={**alone, "sample": 0, "out": None, "resume": None})
-
-
-def rerun(out: Path, steps: int) -> Iterator[StepPair]:
-    """Play the first `steps` steps of the run in `out` again on one process; yields each as it is done."""
-    recorded = recorded_steps(out)
-    alone = on_one_process(recorded_run(out))
-    torch.set_flush_denormal(True)
-    comm = Comm(Mesh.parse(""), 0, ThreadWorld(1).transport(0))
-    samples = open_data(alone.data, alone.model)
-    mine = step_events(alone, build_step(alone, comm), build_feed(alone, comm, samples))
-    for theirs, ours in islice(zip(recorded, mine, strict=False), steps):
-        yield StepPair(ours["step"], theirs["loss"], ours["loss"], theirs["grad_norm"], ours["grad_norm"])
+def step_pairs(
+    recorded: Sequence[Mapping[str, Any]],
+    again: Iterable[Mapping[str, Any]],
+    *,
+    first: int,
+) -> Iterator[StepPair]:
+    """Pairs of the first `first` recorded step events and those trained again; yields each as it is computed."""
+    for before, now in islice(zip(recorded, again, strict=False), first):
+        yield StepPair(
+            step=now["step"],
+            loss=before["loss"],
+            loss_alone=now["loss"],
+            norm=before["grad_norm"],
+            norm_alone=now["grad_norm"],
+        )

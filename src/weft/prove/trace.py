@@ -1,20 +1,23 @@
-"""Owns what a proof compares: the losses, norms, gradients and parameters of a few steps, by global name."""
+"""What a proof compares: losses, gradient norms, gradients and parameters of some steps, by global name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from weft.core.axes import Box
 from weft.core.shard import Shard
 from weft.parallel.model.parallelize import read_shard
+
+MIN_SCALE = 1e-30
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One optimizer step: what was logged, the gradients that the optimizer saw (after clipping), the updated parameters."""
+    """One optimizer step: logged numbers, the gradients that the optimizer used (after clipping), the updated parameters."""
 
     loss: float
     grad_norm: float
@@ -23,8 +26,11 @@ class StepTrace:
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one rank held of each parameter during some steps."""
+class RankTrace:
+    """What one rank computed in some steps, and which shard of each parameter it holds.
+
+    `where` are the coordinates of the rank.
+    """
 
     where: str
     shards: Mapping[str, Shard]
@@ -33,9 +39,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Difference:
-    """One number or tensor that is not what one device computes.
+    """How far a number or tensor of a rank is from the one-device value.
 
-    `relative` is the largest absolute difference over the scale of the right values.
+    `relative` is the largest absolute difference over the scale of the one-device values.
     """
 
     step: int
@@ -47,54 +53,72 @@ class Difference:
         return f"step {self.step}: {self.what} on {self.where}: relative difference {self.relative:.2e}"
 
 
-def differences(truth: Sequence[StepTrace], ranks: Iterable[Held], *, lr: float) -> list[Difference]:
-    """Relative difference of every loss, norm, gradient and parameter on every rank, in the order in which they are computed.
+def differences(truth: Sequence[StepTrace], ranks: Iterable[RankTrace], *, lr: float) -> list[Difference]:
+    """Relative difference of every loss, norm, gradient and parameter on every rank, in order of computation.
 
-    A tensor's scale is its largest right value. A gradient that is zero in exact arithmetic (the key bias of softmax
-    attention) consists of rounding alone and has no scale of its own: the scale of a gradient is at least 1e-6 of the
-    step's gradient norm, and that of a parameter at least `lr`, the size of one update of AdamW.
+    A tensor's scale is its largest one-device value. A gradient that is zero in exact arithmetic (the key bias of softmax
+    attention) consists of rounding errors and has no scale of its own: the scale of a gradient is at least 1e-6 of the
+    step's gradient norm, and that of a parameter at least `lr`, the size of one AdamW update.
     """
-    found = []
+    found: list[Difference] = []
     for rank in ranks:
-        for step, (right, mine) in enumerate(zip(truth, rank.steps, strict=True), start=1):
-            found.append(Difference(step, "loss", rank.where, _relative(mine.loss, right.loss)))
-            found.append(Difference(step, "grad_norm", rank.where, _relative(mine.grad_norm, right.grad_norm)))
-            for kind, theirs, whole, floor in (
-                ("gradient", mine.grads, right.grads, 1e-6 * right.grad_norm),
-                ("parameter", mine.params, right.params, lr),
-            ):
-                for name, value in theirs.items():
-                    relative = _tensor_relative(
-                        value,
-                        read_shard(lambda box, whole=whole[name]: whole[box.slices], rank.shards[name]),
-                        floor=floor,
-                    )
-                    found.append(Difference(step, f"{kind} {name}", rank.where, relative))
+        for step, (expected, actual) in enumerate(zip(truth, rank.steps, strict=True), start=1):
+            found.extend(_step_differences(step, expected, actual, rank, lr=lr))
     return sorted(found, key=lambda difference: difference.step)
 
 
-def uncovered(whole: Mapping[str, Tensor], ranks: Iterable[Held]) -> list[str]:
-    """Names of parameters of which some entries lie on no rank."""
-    shards: dict[str, set[Shard]] = {}
+def _step_differences(
+    step: int,
+    expected: StepTrace,
+    actual: StepTrace,
+    rank: RankTrace,
+    *,
+    lr: float,
+) -> Iterator[Difference]:
+    yield Difference(step, "loss", rank.where, relative_difference(actual.loss, expected.loss))
+    yield Difference(step, "grad_norm", rank.where, relative_difference(actual.grad_norm, expected.grad_norm))
+    for name, value in actual.grads.items():
+        shard = _shard_of(expected.grads[name], rank.shards[name])
+        relative = _tensor_difference(value, shard, min_scale=1e-6 * expected.grad_norm)
+        yield Difference(step, f"gradient {name}", rank.where, relative)
+    for name, value in actual.params.items():
+        shard = _shard_of(expected.params[name], rank.shards[name])
+        yield Difference(step, f"parameter {name}", rank.where, _tensor_difference(value, shard, min_scale=lr))
+
+
+def uncovered(whole: Mapping[str, Tensor], ranks: Iterable[RankTrace]) -> list[str]:
+    """Names of parameters with entries that no rank holds."""
+    shards_of_name: dict[str, set[Shard]] = {}
     for rank in ranks:
         for name, shard in rank.shards.items():
-            shards.setdefault(name, set()).add(shard)
-    return [
-        name for name, tensor in whole.items() if sum(shard.size for shard in shards.get(name, ())) != tensor.numel()
-    ]
+            shards_of_name.setdefault(name, set()).add(shard)
+    missing = []
+    for name, tensor in whole.items():
+        num_held = sum(shard.size for shard in shards_of_name.get(name, ()))
+        if num_held != tensor.numel():
+            missing.append(name)
+    return missing
 
 
-def _relative(value: float, want: float) -> float:
-    if math.isnan(value) or math.isnan(want):
+def relative_difference(actual: float, expected: float) -> float:
+    """Absolute difference over the expected magnitude; infinite if a number is NaN."""
+    if math.isnan(actual) or math.isnan(expected):
         return math.inf
-    return abs(value - want) / max(abs(want), 1e-30)
+    return abs(actual - expected) / max(abs(expected), MIN_SCALE)
 
 
-def _tensor_relative(value: Tensor, want: Tensor, *, floor: float) -> float:
-    if value.shape != want.shape:
+def _shard_of(whole: Tensor, shard: Shard) -> Tensor:
+    def read(box: Box) -> Tensor:
+        return whole[box.slices]
+
+    return read_shard(read, shard)
+
+
+def _tensor_difference(actual: Tensor, expected: Tensor, *, min_scale: float) -> float:
+    if actual.shape != expected.shape:
         return math.inf
-    if not value.numel():
+    if not actual.numel():
         return 0.0
-    scale = max(want.abs().max().item(), floor, 1e-30)
-    relative = (value - want).abs().max().item() / scale
+    scale = max(expected.abs().max().item(), min_scale, MIN_SCALE)
+    relative = (actual - expected).abs().max().item() / scale
     return math.inf if math.isnan(relative) else relative

@@ -1,79 +1,133 @@
-"""Owns the step from a description to parts that run: the model of a plan, and what a run config says of its training."""
+"""Build the parts of a training run from its config: the only module of `train` that unpacks `Run`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.checkpoint.source import Source
+from weft.checkpoint.folder import remove_leftovers, set_aside
+from weft.checkpoint.format import Facts
+from weft.checkpoint.read import Source
+from weft.checkpoint.restore import load_parameters, open_newest_valid
+from weft.checkpoint.resume import data_changes, starts_new
+from weft.checkpoint.saver import Saver
+from weft.checkpoint.state import MODEL
 from weft.comm.comm import Comm
+from weft.comm.text import broadcast_text
+from weft.config.lora import adapted_linears
 from weft.config.run import Run, plan_of
+from weft.config.toml import dump
 from weft.core.model_config import ModelConfig
-from weft.data.dataset import open_validation
+from weft.data.dataset import open_data, open_validation
 from weft.data.samples import Samples
+from weft.errors import DataError
+from weft.hf.folder import HfFolder
+from weft.layout.explain import explain
 from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
+from weft.models.common.batch import Batch
 from weft.models.common.lora import adapted
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
+from weft.train.data_loader import DataLoader, samples_of, whole_batch
 from weft.train.evaluate import Evaluation
-from weft.train.feed import Feed
-from weft.train.meta_init import skeleton
-from weft.train.optim import Optimizer, make_optimizer, matrices
-from weft.train.start import source_of, start_from
+from weft.train.init_from import check_hf_folder, initialize_from, lora_base, meta_modules
+from weft.train.loop import Evaluator, Event, Schedule, Training
+from weft.train.optim import Optimizer, learning_rate, make_optimizer, matrices
 from weft.train.step import TrainStep
 
-
-def family_of(run: Run) -> Family:
-    """The family of the run's model, with adapters where it has some."""
-    return adapted(FAMILIES[run.model.name], run.lora)
+# Note [There is no random state]
+# Starting values are drawn from (seed, parameter), the order of the data from (seed, step), what a model generates from
+# (seed, position). No generator advances during training, so there is no generator state to save: the number of finished
+# steps is the whole position. The facts in a checkpoint's manifest are checked at a resume, not restored.
 
 
 def build_model(
-    family: Family, config: ModelConfig, plan: Plan, comm: Comm, *, seed: int, source: Source | None = None
+    family: Family,
+    config: ModelConfig,
+    plan: Plan,
+    comm: Comm,
+    *,
+    seed: int,
+    source: Source | None = None,
 ) -> ParallelModel:
-    """This rank's part of the model; the whole model is never in memory.
+    """This rank's shards of the model; the whole model is never in memory.
 
-    Parameters have their starting values, but where they come on demand (ZeRO 3): there `model.materialize` gives them.
+    Parameters have their initial values, except under ZeRO 3: there `model.materialize` initialises them block by block.
 
     Args:
-        source: holds starting values; what it does not hold is drawn.
+        source: holds initial values; parameters that it does not hold are drawn.
     """
-    blocks = skeleton(lambda: family.blocks(config))
+    blocks = meta_modules(lambda: family.blocks(config))
     model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
     dtype: torch.dtype = getattr(torch, plan.params)
     stored = frozenset(source.shapes) if source else frozenset()
 
-    def start(names: Sequence[str]) -> None:
-        drawn = [name for name in names if model.shards[name].owner not in stored]
-        materialize_params(model, family.init(config), seed=seed, device=comm.device, dtype=dtype, names=drawn)
+    def initialize(names: Sequence[str]) -> None:
+        drawn_names, stored_names = [], []
+        for name in names:
+            is_stored = model.shards[name].owner in stored
+            (stored_names if is_stored else drawn_names).append(name)
+        materialize_params(model, family.init(config), seed=seed, device=comm.device, dtype=dtype, names=drawn_names)
         if source:
-            read = [name for name in names if model.shards[name].owner in stored]
-            start_from(source, model, read, device=comm.device, dtype=dtype)
+            initialize_from(source, model, stored_names, device=comm.device, dtype=dtype)
 
     if plan.zero < 3:
-        start(tuple(model.params))
-    return replace(model, materialize=start)
+        initialize(tuple(model.params))
+    return replace(model, materialize=initialize)
+
+
+def family_of(run: Run) -> Family:
+    """The family of the run's model, with its adapters, if any."""
+    return adapted(FAMILIES[run.model.name], run.lora)
+
+
+def check_initial_parameters(run: Run) -> None:
+    """Check the Hugging Face folder that a new run starts from, in one process, before ranks start.
+
+    Raises:
+        CheckpointError: with every tensor of another shape than the model's.
+    """
+    if run.model.from_hf is not None and starts_new(run):
+        check_hf_folder(Path(run.model.from_hf), FAMILIES[run.model.name], run.model)
+
+
+def initial_source(run: Run) -> Source | None:
+    """Where a new run reads initial values; None if they are drawn, or come from a checkpoint to resume.
+
+    Raises:
+        CheckpointError: the source does not hold this model.
+    """
+    if run.resume is not None:
+        return None
+    if run.lora.base is not None:
+        return lora_base(run.lora.base)
+    if run.model.from_hf is not None:
+        return HfFolder(Path(run.model.from_hf), run.model)
+    return None
 
 
 def build_step(run: Run, comm: Comm) -> TrainStep:
-    """The training step that `run` describes, as this rank plays it."""
+    """The training step of this rank."""
     plan = plan_of(run)
-    model = build_model(family_of(run), run.model, plan, comm, seed=run.seed, source=source_of(run))
-
-    decayed = matrices(model.params)
+    source = initial_source(run)
+    model = build_model(family_of(run), run.model, plan, comm, seed=run.seed, source=source)
+    decay_names = matrices(model.params)
 
     def optimizer(tensors: Mapping[str, Tensor]) -> Optimizer:
-        return make_optimizer(tensors, run.optim, decay_names=decayed)
+        return make_optimizer(tensors, run.optim, decay_names=decay_names)
 
     return TrainStep(model, make_optimizer=optimizer, clip=run.optim.clip)
 
 
-def build_feed(run: Run, comm: Comm, samples: Samples) -> Feed:
-    """This rank's micro-batches of every step."""
-    return Feed(
+def build_data_loader(run: Run, comm: Comm, samples: Samples) -> DataLoader:
+    """The loader of this rank's micro-batches."""
+    return DataLoader(
         samples,
         global_size=run.batch.global_size,
         micro_size=run.batch.micro_size,
@@ -88,8 +142,200 @@ def build_feed(run: Run, comm: Comm, samples: Samples) -> Feed:
 
 
 def build_evaluation(run: Run, model: ParallelModel) -> Evaluation | None:
-    """What evaluates the model between steps; None where the run does not ask for it."""
+    """The evaluation between steps; None if the run has none."""
     if not run.eval.every:
         return None
-    feed = build_feed(run, model.comm, open_validation(run.data, run.model, source=run.eval.source))
-    return Evaluation(model, feed, most_batches=run.eval.batches)
+    loader = build_data_loader(run, model.comm, open_validation(run.data, run.model, source=run.eval.source))
+    return Evaluation(model, loader, most_batches=run.eval.batches)
+
+
+def build_schedule(run: Run, *, start: int = 0) -> Schedule:
+    """Steps, learning rates and prefetching of a run that has done `start` steps."""
+    return Schedule(
+        start=start,
+        total=run.steps,
+        learning_rate=partial(learning_rate, optim=run.optim, total_steps=run.steps),
+        prefetch=run.data.prefetch,
+    )
+
+
+def global_batches(run: Run, num_steps: int) -> list[Batch]:
+    """The whole batches of the first steps, as one device reads them."""
+    samples = open_data(run.data, run.model)
+    batches = []
+    for step in range(num_steps):
+        chosen = samples_of(samples, step, global_size=run.batch.global_size, seed=run.seed)
+        batches.append(whole_batch(samples, chosen, later=run.model.reads_later_targets))
+    return batches
+
+
+def build_training(run: Run, comm: Comm, *, stop_requested: Callable[[], bool]) -> Training:
+    """The training run of this rank, initialised or restored from the checkpoint that `resume` means; every rank calls it.
+
+    Raises:
+        CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the same on all ranks.
+        DataError: the data is not what the checkpoint was trained on.
+    """
+    out = broadcast_text(comm, run.out or "")  # rank 0 names a new run folder
+    run = run.model_copy(update={"out": out})
+    run_folder = Path(out)
+    samples = open_data(run.data, run.model)
+    start = _start(run, comm, samples)
+    step = start.step
+    set_aside_paths = _clean_folder(run_folder, comm, above=start.num_done)
+    saver = Saver(
+        comm,
+        run_folder,
+        state=step.state,
+        facts=facts_of(run, step, samples),
+        every=run.save.every,
+        keep=run.save.keep,
+        stop_requested=stop_requested,
+        last_saved=start.num_done,
+    )
+    evaluation = build_evaluation(run, step.model)
+    return Training(
+        step=step,
+        loader=build_data_loader(run, comm, samples),
+        schedule=build_schedule(run, start=start.num_done),
+        saver=saver,
+        evaluator=Evaluator(evaluation, run.eval.every, run.steps) if evaluation else None,
+        save_at_end=run.save.at_end,
+        run_folder=run_folder,
+        files={"run.toml": dump(run), "plan.json": step.model.plan.to_json() + "\n"},
+        opening_events=tuple(_opening_events(run, start, samples, set_aside_paths)),
+    )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where a run starts.
+
+    Attributes:
+        num_done: optimizer steps that are done.
+        path: the checkpoint; None: initial parameters.
+        layout: the layout that wrote it, as text.
+        passed_over: newer checkpoints that are damaged, and how.
+    """
+
+    step: TrainStep
+    num_done: int = 0
+    path: Path | None = None
+    layout: str = ""
+    passed_over: tuple[str, ...] = ()
+
+
+def _start(run: Run, comm: Comm, samples: Samples) -> _Start:
+    """The training step, restored from the checkpoint that `resume` means, if there is one."""
+    if run.resume is None:
+        return _Start(build_step(run, comm))
+    checkpoint, faults = open_newest_valid(run.resume, run.out, comm)
+    if checkpoint is None:
+        return _Start(build_step(run.model_copy(update={"resume": None}), comm))
+    facts = checkpoint.manifest.facts
+    changes = tuple(data_changes(facts.data, samples.facts()))
+    if changes:
+        raise DataError(*changes)
+    step = build_step(run, comm)
+    is_import = not facts.plan
+    if is_import:
+        load_parameters(step.state(), checkpoint.section(MODEL))
+        layout = "an import"
+    else:
+        step.restore(checkpoint)
+        layout = str(facts.plan["mesh"]) or "one rank"
+    passed_over = tuple(str(fault) for fault in faults)
+    return _Start(step, facts.step, checkpoint.path, layout, passed_over)
+
+
+def _clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ...]:
+    """Remove leftovers and set later checkpoints aside (on rank 0); returns the renamed ones. Every rank must call it."""
+    renamed: tuple[Path, ...] = ()
+    if comm.rank == 0:
+        remove_leftovers(run_folder)
+        renamed = set_aside(run_folder, above=above)
+    comm.barrier(tuple(name for name, _ in comm.mesh.axes))
+    return renamed
+
+
+def facts_of(run: Run, step: TrainStep, samples: Samples) -> Callable[[int], Facts]:
+    """Returns the facts of a checkpoint's manifest after a number of steps; see Note [There is no random state]."""
+    plan = step.model.plan.model_dump(mode="json")
+    data = samples.facts()
+
+    def facts_after(num_steps: int) -> Facts:
+        scale = step.loss_scale
+        loss_scale = {"value": scale.value, "good_steps": scale.good_steps} if scale.is_dynamic else None
+        return Facts(
+            step=num_steps,
+            seed=run.seed,
+            family=run.model.name,
+            architecture=run.model.architecture,
+            plan=plan,
+            run=run.model_dump(mode="json"),
+            optimizer=run.optim.model_dump(mode="json"),
+            data=data,
+            position={"steps": num_steps, "samples": num_steps * run.batch.global_size},
+            loss_scale=loss_scale,
+        )
+
+    return facts_after
+
+
+def _opening_events(run: Run, start: _Start, samples: Samples, set_aside_paths: Sequence[Path]) -> Iterator[Event]:
+    yield {**_run_event(run, start.step, samples), "start_step": start.num_done}
+    if run.resume is not None:
+        yield {
+            "event": "resume",
+            "step": start.num_done,
+            "path": str(start.path) if start.path else None,
+            "layout": start.layout,
+            "passed_over": list(start.passed_over),
+        }
+    for path in set_aside_paths:
+        yield _note(f"a checkpoint of later steps is kept as {path}: these steps are trained again")
+    if start.num_done >= run.steps:
+        yield _note(f"all {run.steps} steps are done: to train more, raise --steps")
+
+
+def _note(text: str) -> Event:
+    return {"event": "note", "text": text}
+
+
+def _run_event(run: Run, step: TrainStep, samples: Samples) -> dict[str, Any]:
+    """The `run` event of events.jsonl: model, data and layout."""
+    plan = step.model.plan
+    return {
+        "event": "run",
+        "model": run.model.preset or run.model.name,
+        "params": step.num_params,
+        "layout": str(plan.mesh),
+        "why": explain(plan),
+        "schedule": _schedule_text(plan),
+        "plan": plan.digest,
+        "ranks": plan.mesh.size,
+        "device": str(step.model.comm.device),
+        "data": samples.facts(),
+        "optimizer": _optimizer_text(run),
+        "seed": run.seed,
+        "steps": run.steps,
+        "seq_len": run.data.seq_len,
+        "batch_size": run.batch.global_size,
+        "out": run.out,
+    }
+
+
+def _optimizer_text(run: Run) -> str:
+    optim, lora = run.optim, run.lora
+    text = f"{optim.name}, lr {optim.lr:g} {optim.decay}, warm-up {optim.warmup} steps"
+    if not lora.rank:
+        return text
+    num_linears = len(adapted_linears(lora.targets, run.model.linears()))
+    return f"{text}; trains only adapters of rank {lora.rank} on {num_linears} linears"
+
+
+def _schedule_text(plan: Plan) -> str:
+    """The pipeline schedule; "" without one."""
+    if plan.mesh.degree("pp") == 1:
+        return ""
+    return f"{plan.schedule}, {len(plan.stages)} stages, bubble {100 * plan.bubble:.0f}% (predicted)"

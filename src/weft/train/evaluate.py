@@ -1,4 +1,4 @@
-"""Owns evaluation: the mean loss per target over a source that is not trained on, the same number under any layout."""
+"""Evaluation: mean loss per target over validation data, the same number under every layout."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from weft.data.order import Ints
 from weft.models.common.batch import Batch
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.forward import ForwardPlayer
-from weft.train.feed import Feed
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.tp import AXIS as TP
+from weft.train.data_loader import DataLoader
 
 NO_SAMPLE = -1
-"""Stands where the last batch has no sample left: it is fed one without targets, so that every batch is as large."""
+"""Fills up the last batch: a sample without targets, so that every batch has the same size."""
+
+MAX_EXPONENT = 700
 
 
 @dataclass(frozen=True)
 class EvalReport:
-    """What an evaluation found, the same on every rank.
+    """Result of an evaluation, the same on every rank.
 
     Attributes:
         loss: mean over all targets, nats.
-        targets: how many there are.
-        seconds: that it took on this rank.
+        targets: number of targets.
+        seconds: duration on this rank.
     """
 
     loss: float
@@ -37,48 +41,60 @@ class EvalReport:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that is beyond a float."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        """exp(loss); infinite if that is beyond a float."""
+        return math.exp(self.loss) if self.loss < MAX_EXPONENT else math.inf
 
 
 class Evaluation:
-    """The validation samples in their order, forward through the layout that trains.
+    """Forward passes over the validation samples, in their order, on the layout that trains.
 
     Args:
-        feed: gives this rank its part of any samples.
-        most_batches: batches of the global size that are taken; 0 for all.
+        loader: loads this rank's part of given samples.
+        most_batches: batches of the global size per evaluation; 0 for all.
     """
 
-    def __init__(self, model: ParallelModel, feed: Feed, *, most_batches: int) -> None:
-        self.model, self.feed, self.most_batches = model, feed, most_batches
+    def __init__(self, model: ParallelModel, loader: DataLoader, *, most_batches: int) -> None:
+        self.model = model
+        self.loader = loader
+        self.most_batches = most_batches
         self.player = ForwardPlayer(model)
 
     def __call__(self) -> EvalReport:
-        """Evaluate; every rank must call."""
-        start, comm = time.perf_counter(), self.model.comm
-        total = torch.zeros(2, dtype=torch.float64, device=comm.device)
-        counts = comm.index("tp") == 0 and comm.index("pp") == self.model.plan.table.stage_to_rank[-1]
-        for chosen in batches_of(self.feed.samples.num_samples, self.feed.global_size, most=self.most_batches):
-            micro: list[Batch] = self.feed.micro_batches(chosen)
-            loss = self.player.loss(micro)
-            targets = torch.stack([batch.num_targets() for batch in micro]).sum()
-            if counts:
-                total += torch.stack((loss, targets.double()))
-        loss_sum, targets_sum = comm.all_reduce(total, tuple(name for name, _ in comm.mesh.axes)).tolist()
-        return EvalReport(loss_sum / max(targets_sum, 1), int(targets_sum), time.perf_counter() - start)
+        """Evaluate; every rank must call it."""
+        start = time.perf_counter()
+        comm = self.model.comm
+        last_stage_rank = self.model.plan.table.stage_to_rank[-1]
+        counts_here = comm.index(TP) == 0 and comm.index(PP) == last_stage_rank
+        local = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        num_samples = self.loader.samples.num_samples
+        for chosen in batches_of(num_samples, self.loader.global_size, most=self.most_batches):
+            micro_batches: list[Batch] = self.loader.micro_batches(chosen)
+            loss = self.player.loss(micro_batches)
+            targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum()
+            if counts_here:
+                local += torch.stack((loss, targets.double()))
+        all_axes = tuple(name for name, _ in comm.mesh.axes)
+        loss_sum, num_targets = comm.all_reduce(local, all_axes).tolist()
+        return EvalReport(
+            loss=loss_sum / max(num_targets, 1),
+            targets=int(num_targets),
+            seconds=time.perf_counter() - start,
+        )
 
 
 def batches_of(num_samples: int, size: int, *, most: int) -> Iterator[Ints]:
     """Samples 0, 1, ... in batches of `size`, the last one filled up; at most `most` batches, 0 for all."""
     starts = range(0, num_samples, size)
-    for start in starts[:most] if most else starts:
+    if most:
+        starts = starts[:most]
+    for start in starts:
         chosen = np.arange(start, start + size, dtype=np.int64)
         chosen[chosen >= num_samples] = NO_SAMPLE
         yield chosen
 
 
 def eval_event(step: int, report: EvalReport) -> dict[str, Any]:
-    """One line of events.jsonl; `tokens` counts targets over all ranks."""
+    """The `eval` event of events.jsonl; `tokens` counts targets over all ranks."""
     return {
         "event": "eval",
         "step": step,

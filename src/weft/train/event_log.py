@@ -1,24 +1,23 @@
-"""Owns the run folder's text: events.jsonl line by line, and the files that stand beside it.
+"""Event log of a run: events.jsonl, one JSON object per line, and the text files beside it in the run folder.
 
-An event is a flat dict with an "event" key; the ones there are:
+An event is a flat dict with an "event" key:
 
     run     first, and again at each resume: model, params, layout, why, plan, ranks, device, data, seed, steps, start_step,
             seq_len, batch_size, out
     step    step (the first is 1), loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes, stage_mem_bytes, loss_scale,
-            skipped (float16 overflowed at that scale: nothing was moved)
-    eval    step, loss (mean over all targets), perplexity, tokens (targets), seconds: on what is not trained on
-    sample  prompt, text: what the model writes
+            skipped (float16 gradients overflowed at that scale: no update)
+    eval    step, loss (mean over all targets), perplexity, tokens (targets), seconds: on validation data
+    sample  prompt, text: what the model generates
     note    text: a line for the reader
-    save    step, path, bytes, stall_s (training stood still), write_s (until it was on the disk)
-    save_failed  step, why, need_bytes, free_bytes, newest (the checkpoint that is there): training goes on
-    resume  step, path (null: there was none, the run begins anew), layout (that wrote it), passed_over (newer, broken):
-            steps above `step` that stand before this line are of a run that was killed; `course` leaves them out
-    end     status (finished, stopped), steps, seconds
+    save    step, path, bytes, stall_s (training waited), write_s (until it was on the disk)
+    save_failed  step, why, need_bytes, free_bytes, newest (the newest checkpoint that exists): training goes on
+    resume  step, path (null: no checkpoint yet, a new run starts), layout (that wrote it), passed_over (newer, damaged):
+            steps above `step` before this line are of a run that was killed; `step_history` leaves them out
+    end     last: status (finished, stopped, failed, interrupted), steps, seconds; error, if it failed
 
-One line is one event, written by a single call. A kill can cut that call short where a line crosses a page: readers leave
-the part of a last line out, and whoever goes on writing removes it. Numbers keep full precision. JSON has no
-word for the numbers that are none: they are the strings "NaN", "Infinity" and "-Infinity", which `float()` in Python
-and `Number()` in JavaScript read, and `read_events` turns back.
+An event is written by one call. A kill can cut that call short where a line crosses a page: readers ignore an incomplete last
+line, and the next writer removes it. Numbers keep full precision. JSON cannot express NaN and infinity: they are the strings
+"NaN", "Infinity" and "-Infinity", which `float()` in Python and `Number()` in JavaScript read, and `read_events` converts.
 """
 
 from __future__ import annotations
@@ -27,117 +26,155 @@ import json
 import math
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weft.checkpoint.disk import FULL
+from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.errors import Fault, LaunchError
 from weft.view.progress import Event, View
 
 EVENTS = "events.jsonl"
-NO_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NON_FINITE_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-class Journal:
-    """Writes events to the run folder and hands them to every view; without a folder, to the views alone.
+class EventLog:
+    """Writes events to the run folder and passes them to every view; without a folder, to the views only.
+
+    Used as a context manager it ends with an `end` event, also if an exception leaves it.
 
     Raises:
-        LaunchError: the folder cannot be made or written.
+        LaunchError: the folder cannot be created or written.
     """
 
     def __init__(self, out: Path | None, views: Sequence[View] = ()) -> None:
-        self.out, self.views = out, tuple(views)
-        self._lines = None if out is None else Lines(open_folder(out) / EVENTS)
+        self.out = out
+        self.views = tuple(views)
+        self._file = None if out is None else LineFile(create_run_folder(out) / EVENTS)
+        self._start_s = time.perf_counter()
+        self._num_steps = 0
+        self._has_ended = False
 
     def emit(self, event: Event) -> None:
-        """Write one event and show it."""
-        if self._lines is not None:
-            self._lines.write(to_line(event))
+        """Write one event and pass it to the views."""
+        self._num_steps = int(event.get("step", self._num_steps))
+        self._has_ended = event["event"] == "end"
+        if self._file is not None:
+            self._file.write(to_line(event))
         for view in self.views:
             view.handle(event)
 
-    def write(self, name: str, text: str) -> None:
-        """Put the file `name` into the run folder: whole or not at all."""
-        if self.out is not None:
-            _write_whole(self.out / name, text)
+    def end(self, status: str, **fields: Any) -> None:
+        """Write the `end` event."""
+        seconds = time.perf_counter() - self._start_s
+        self.emit({"event": "end", "status": status, "steps": self._num_steps, "seconds": seconds, **fields})
 
-    def supersede(self, name: str, text: str) -> None:
-        """As `write`, but another text that was there stays: run.toml as run-1.toml."""
+    def write(self, name: str, text: str) -> None:
+        """Write the file `name` into the run folder, atomically."""
         if self.out is not None:
-            _keep_older(self.out / name, text)
-            _write_whole(self.out / name, text)
+            _write_atomic(self.out / name, text)
+
+    def write_versioned(self, name: str, text: str) -> None:
+        """As `write`, but an existing file with another text is kept: run.toml as run-1.toml."""
+        if self.out is not None:
+            _rename_older(self.out / name, text)
+            _write_atomic(self.out / name, text)
 
     def close(self) -> None:
-        """Close the file and the views; harmless when done twice."""
-        lines, self._lines = self._lines, None
-        if lines is not None and (lost := lines.close()):
-            text = f"warning: the disk is full, and the last {lost:,} bytes of {EVENTS} are lost"
-            for view in self.views:
-                view.handle({"event": "note", "text": text})
+        """Close the file and the views; may be called twice."""
+        file, self._file = self._file, None
+        if file is not None:
+            lost_bytes = file.close()
+            if lost_bytes:
+                text = f"warning: the disk is full, and the last {lost_bytes:,} bytes of {EVENTS} are lost"
+                for view in self.views:
+                    view.handle({"event": "note", "text": text})
         for view in self.views:
             view.close()
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> EventLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        try:
+            if error is not None and not self._has_ended:
+                status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+                self.end(status, error=f"{type(error).__name__}: {error}")
+        finally:
+            self.close()
 
 
-class Lines:
-    """A file that lines are added to. A full disk does not stop who writes: its lines wait until there is room again."""
+class LineFile:
+    """A file to which whole lines are appended. On a full disk they wait in memory until there is room again."""
 
     def __init__(self, path: Path) -> None:
-        self._file, self._waiting = _open_lines(path), b""
+        self._file = _open_for_append(path)
+        self._pending = b""
 
     def write(self, line: str) -> None:
-        """Add a line, by a single call, with those that wait before it.
+        """Append a line, in one call with those that wait before it.
 
         Raises:
-            OSError: anything but a full disk.
+            OSError: any error but a full disk.
         """
-        self._waiting += line.encode()
+        self._pending += line.encode()
         try:
-            self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+            num_written = os.write(self._file, self._pending)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
+            return
+        self._pending = self._pending[num_written:]
 
     def close(self) -> int:
-        """Close the file; returns the bytes for which there was no room to the end."""
-        if self._waiting:
+        """Close the file; returns the number of bytes that could not be written."""
+        if self._pending:
             self.write("")
         os.close(self._file)
-        return len(self._waiting)
+        return len(self._pending)
 
 
-def open_folder(out: Path) -> Path:
-    """`out`, made where it was missing and proved writable.
+def create_run_folder(out: Path) -> Path:
+    """Create `out` if it is missing and check that it can be written.
 
     Raises:
-        LaunchError: it cannot be made or written.
+        LaunchError: it cannot be created or written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             return out
     except OSError as error:
-        raise LaunchError(
-            Fault(
-                "out", "cannot write to the run folder", got=f"{str(out)!r}: {error.strerror}", fix="choose another out"
-            )
-        ) from error
+        got = f"{str(out)!r}: {error.strerror}"
+        raise LaunchError(Fault("out", "cannot write to the run folder", got, fix="choose another out")) from error
+
+
+def append_end_event(out: Path, status: str, *, error: str = "") -> bool:
+    """Append an `end` event, behind the last complete line, for a run that was killed; False if it has one already."""
+    path = out / EVENTS
+    if not path.is_file():
+        return False
+    events = list(read_events(path))
+    if events and events[-1]["event"] == "end":
+        return False
+    num_steps = 0
+    for event in events:
+        num_steps = int(event.get("step", num_steps))
+    file = LineFile(path)
+    file.write(to_line({"event": "end", "status": status, "steps": num_steps, "error": error}))
+    file.close()
+    return True
 
 
 def to_line(event: Mapping[str, Any]) -> str:
     """One event as one line of JSON."""
-    return json.dumps(_spell(event), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+    return json.dumps(_to_json(event), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file in order; a last line that was cut short by a crash is left out.
+    """The events of a file in order, without an incomplete last line.
 
     Raises:
         ValueError: a line before the last is damaged.
@@ -145,13 +182,13 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            yield _unspell(json.loads(line))
+            yield _from_json(json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path}:{number}: damaged line {line[:80]!r}: {error}") from error
 
 
-def course(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The step events of a run as it stands: what a resume went back behind is left out."""
+def step_history(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The step events of a run without those that a resume went back behind."""
     steps: list[dict[str, Any]] = []
     for event in events:
         if event["event"] == "resume":
@@ -161,53 +198,66 @@ def course(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return steps
 
 
-def _open_lines(path: Path) -> int:
-    """Open for appending; what a crash left of a last line goes first."""
+def _open_for_append(path: Path) -> int:
+    """Open for appending, after removing an incomplete last line."""
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    os.ftruncate(file, _end_of_whole_lines(file))
+    os.ftruncate(file, _end_of_complete_lines(file))
     return file
 
 
-def _end_of_whole_lines(file: int, block: int = 1 << 16) -> int:
-    """Where the last whole line ends, bytes from the start: looked for from the end."""
+def _end_of_complete_lines(file: int, block: int = 1 << 16) -> int:
+    """Offset behind the last newline, searched from the end."""
     end = os.fstat(file).st_size
     while end > 0:
         start = max(end - block, 0)
-        if (newline := os.pread(file, end - start, start).rfind(b"\n")) >= 0:
+        newline = os.pread(file, end - start, start).rfind(b"\n")
+        if newline >= 0:
             return start + newline + 1
         end = start
     return 0
 
 
-def _keep_older(path: Path, text: str) -> None:
-    """Rename what is there, unless it says the same: run.toml -> run-1.toml, the next one run-2.toml."""
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, 10_000))
-        path.rename(next(name for name in names if not name.exists()))
+def _rename_older(path: Path, text: str) -> None:
+    """Rename an existing file with another text: run.toml -> run-1.toml, the next one run-2.toml."""
+    if not path.exists() or path.read_text(encoding="utf-8") == text:
+        return
+    number = 1
+    while True:
+        target = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        if not target.exists():
+            path.rename(target)
+            return
+        number += 1
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write beside, flush to the disk, rename."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
+def _write_atomic(path: Path, text: str) -> None:
+    """Write to a temporary file, flush to the disk, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)
 
 
-def _spell(value: Any) -> Any:
-    """`value` with the numbers that JSON does not know as their words."""
+def _to_json(value: Any) -> Any:
+    """`value` with NaN and infinities replaced by their words."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        if math.isnan(value):
+            return "NaN"
+        return "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: _spell(inner) for key, inner in value.items()}
-    return [_spell(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {key: _to_json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(inner) for inner in value]
+    return value
 
 
-def _unspell(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, str):
-        return NO_NUMBERS.get(value, value)
+        return NON_FINITE_WORDS.get(value, value)
     if isinstance(value, dict):
-        return {key: _unspell(inner) for key, inner in value.items()}
-    return [_unspell(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _from_json(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_from_json(inner) for inner in value]
+    return value

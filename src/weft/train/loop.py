@@ -1,180 +1,158 @@
-"""Owns a rank's training run from the first step to the last: feed, step, journal, sample."""
+"""Training loop of one rank: steps, evaluation, checkpoints and events."""
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.comm.comm import Comm
-from weft.config.lora import adapted_linears
-from weft.config.run import Run
-from weft.config.toml import dump
-from weft.data.dataset import open_data
-from weft.data.samples import Samples
-from weft.errors import WeftError
-from weft.layout.explain import explain
-from weft.layout.plan import Plan
-from weft.parallel.model.parallelize import ParallelModel
-from weft.run.signals import StopRequest
-from weft.train.agree import words_of_first
-from weft.train.build import build_evaluation, build_feed
+from weft.checkpoint.saver import RankStatus, Saver, any_rank_has, newest_path
+from weft.errors import NonFiniteError, WeftError
+from weft.train.data_loader import DataLoader, prefetch
 from weft.train.evaluate import Evaluation, eval_event
-from weft.train.event_log import Journal
-from weft.train.facts import facts_of
-from weft.train.feed import Feed
-from weft.train.lr_schedule import learning_rate
-from weft.train.prefetch import ahead
-from weft.train.restart import begin, clear
-from weft.train.saver import Saver
-from weft.train.step import StepReport, TrainStep, silence
+from weft.train.event_log import EventLog
+from weft.train.step import StepReport, TrainStep, no_status
+
+Event = dict[str, Any]
+Outcome = Literal["finished", "stopped"]
 
 CHECKED_STEPS = 2
-"""Steps in which members of every group compare what they bring; the steps after repeat the same operations."""
-
-PROMPT = "def "
+"""First steps in which members of every group compare the signatures of collectives; later steps repeat the same ones."""
 
 
-GenerateText = Callable[[Run, ParallelModel, str], str]
-"""(run, the trained model, a prompt) -> `run.sample` tokens of text; called on every rank, equal on every rank."""
+@dataclass(frozen=True)
+class Evaluator:
+    """When to evaluate, and how."""
+
+    evaluation: Evaluation
+    every: int
+    total_steps: int
+
+    def is_due(self, step: int) -> bool:
+        """Whether an evaluation follows step `step` (the first is 1)."""
+        return step % self.every == 0 or step == self.total_steps
 
 
-def train_on_ranks(
-    run: Run,
-    comm: Comm,
-    journal: Journal,
-    leave: StopRequest,
-    *,
-    generate_text: GenerateText | None = None,
-) -> Literal["finished", "stopped"]:
-    """Train; every rank of the mesh calls this, the journal of the first one tells.
+@dataclass(frozen=True)
+class Schedule:
+    """Which steps are trained, and their learning rates.
+
+    Attributes:
+        start: steps that are done already.
+        total: steps of the whole run.
+        learning_rate: step (from 0) -> learning rate.
+        prefetch: steps whose data is loaded ahead.
+    """
+
+    start: int
+    total: int
+    learning_rate: Callable[[int], float]
+    prefetch: int = 0
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of one rank's training run.
+
+    Attributes:
+        save_at_end: whether the last step is saved.
+        files: name -> text of the files that describe the run in its folder.
+        opening_events: events before the first step.
+    """
+
+    step: TrainStep
+    loader: DataLoader
+    schedule: Schedule
+    saver: Saver
+    evaluator: Evaluator | None
+    save_at_end: bool
+    run_folder: Path
+    files: Mapping[str, str]
+    opening_events: tuple[Event, ...]
+
+
+def run_training(training: Training, log: EventLog, *, at_end: Callable[[], Event] | None = None) -> Outcome:
+    """Train; every rank calls it, and the event log of rank 0 writes.
 
     Args:
-        generate_text: called after the last step where `run.sample` asks for text.
+        at_end: called on all ranks after the last step of a finished run; its event is logged.
 
     Raises:
-        WeftError: the run was asked to stop, and what it had trained could not be saved.
+        NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
+        WeftError: the last checkpoint could not be saved.
     """
-    run = run.model_copy(update={"out": words_of_first(comm, run.out or "")})  # a fresh folder's name is rank 0's
-    samples = open_data(run.data, run.model)
-    begun = begin(run, comm, samples)
-    step, folder = begun.step, Path(run.out or "")
-    journal.supersede("run.toml", dump(run))
-    journal.supersede("plan.json", step.model.plan.to_json() + "\n")
-    moved = clear(folder, comm, above=begun.steps)
-    saver = Saver(step, folder, save=run.save, facts=facts_of(run, step, samples), leave=leave, last=begun.steps)
-    for event in (run_event(run, step, samples) | {"start_step": begun.steps}, *begun.events(run, moved)):
-        journal.emit(event)
-    began, done = time.perf_counter(), begun.steps
-    evaluation, feed = build_evaluation(run, step.model), build_feed(run, comm, samples)
-    for event in step_events(run, step, feed, start=begun.steps, evaluation=evaluation, saver=saver):
-        journal.emit(event)
-        done = max(done, int(event.get("step", 0)))
-    status: Literal["finished", "stopped"] = "finished" if done >= run.steps else "stopped"
-    for event in saver.finish(done, save=bool(run.save.every) or status == "stopped"):
-        journal.emit(event)
-    if run.sample and status == "finished" and generate_text is not None:
-        text = generate_text(run, step.model, PROMPT)
-        journal.emit({"event": "sample", "prompt": PROMPT, "text": text})
-    journal.emit({"event": "end", "status": status, "steps": done, "seconds": time.perf_counter() - began})
-    if status == "stopped":
-        journal.emit({"event": "note", "text": farewell(run, done, saver.trouble)})
-    return status
-
-
-def farewell(run: Run, done: int, trouble: str) -> str:
-    """How to go on after a stop.
-
-    Raises:
-        WeftError: it was not saved.
-    """
-    if trouble:
-        raise WeftError(f"stopped after step {done}, which could not be saved: {trouble}")
-    return (
-        f"stopped after step {done} and saved. To go on: weft train {shlex.quote(f'{run.out}/run.toml')} --resume auto"
-    )
+    schedule, saver = training.schedule, training.saver
+    for name, text in training.files.items():
+        log.write_versioned(name, text)
+    for event in training.opening_events:
+        log.emit(event)
+    num_done = schedule.start
+    try:
+        for event in step_events(training.step, training.loader, schedule, evaluator=training.evaluator, saver=saver):
+            log.emit(event)
+            num_done = max(num_done, int(event.get("step", 0)))
+    except NonFiniteError as error:
+        for event in saver.finish(num_done, save=False):
+            log.emit(event)
+        raise _non_finite_error(error, training.run_folder) from None
+    outcome: Outcome = "finished" if num_done >= schedule.total else "stopped"
+    for event in saver.finish(num_done, save=training.save_at_end or outcome == "stopped"):
+        log.emit(event)
+    if saver.error:
+        raise WeftError(f"{outcome} after step {num_done}, which could not be saved: {saver.error}")
+    if at_end is not None and outcome == "finished":
+        log.emit(at_end())
+    if outcome == "stopped":
+        log.emit({"event": "note", "text": _stop_note(num_done, training.run_folder)})
+    newest = newest_path(training.run_folder)
+    log.end(outcome, checkpoint=str(newest) if newest else None)
+    return outcome
 
 
 def step_events(
-    run: Run,
     step: TrainStep,
-    feed: Feed,
+    loader: DataLoader,
+    schedule: Schedule,
     *,
-    start: int = 0,
-    evaluation: Evaluation | None = None,
+    evaluator: Evaluator | None = None,
     saver: Saver | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Train step by step after the first `start`; yields the event of each, of each evaluation, and of what is saved.
+) -> Iterator[Event]:
+    """Train step by step; yields the events of steps, evaluations and saves. Ends early after a stop request.
 
-    It ends early where the saver says that the run is over.
+    Raises:
+        NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
     """
-    comm, before, steps = step.model.comm, time.perf_counter(), range(start, run.steps)
-    with ahead(feed.batches, steps, most=run.data.prefetch) as batches:
+    comm = step.model.comm
+    steps = range(schedule.start, schedule.total)
+    status = saver.status if saver else no_status
+    last_time = time.perf_counter()
+    with prefetch(loader.batches, steps, most=schedule.prefetch) as batches:
         for index in steps:
-            comm.checked = index < start + CHECKED_STEPS
-            lr = learning_rate(index, run.optim, run.steps)
-            report = step(next(batches), lr=lr, says=saver.word if saver else silence)
+            number = index + 1
+            comm.checked = index < schedule.start + CHECKED_STEPS
+            lr = schedule.learning_rate(index)
+            try:
+                report = step(next(batches), lr=lr, status=status)
+            except NonFiniteError as error:
+                raise NonFiniteError(f"step {number}: {error}") from None
             now = time.perf_counter()
-            yield step_event(index + 1, report, lr=lr, elapsed_s=now - before)
-            before = now
-            if evaluation is not None and is_evaluated(run, index + 1):
-                yield eval_event(index + 1, evaluation())
-                before = time.perf_counter()
+            yield step_event(number, report, lr=lr, elapsed_s=now - last_time)
+            last_time = now
+            if evaluator is not None and evaluator.is_due(number):
+                yield eval_event(number, evaluator.evaluation())
+                last_time = time.perf_counter()
             if saver is not None:
-                yield from saver.after(index + 1, report.said)
-                if saver.is_over(report.said):
+                yield from saver.after_step(number, report.statuses)
+                if any_rank_has(RankStatus.STOP_REQUESTED, report.statuses):
                     return
 
 
-def is_evaluated(run: Run, number: int) -> bool:
-    """Whether an evaluation follows step `number` (the first is 1)."""
-    return bool(run.eval.every) and (number % run.eval.every == 0 or number == run.steps)
-
-
-def run_event(run: Run, step: TrainStep, samples: Samples) -> dict[str, Any]:
-    """What is trained, on what, and how it is laid out."""
-    plan = step.model.plan
-    return {
-        "event": "run",
-        "model": run.model.preset or run.model.name,
-        "params": step.num_params,
-        "layout": str(plan.mesh),
-        "why": explain(plan),
-        "schedule": schedule_text(plan),
-        "plan": plan.digest,
-        "ranks": plan.mesh.size,
-        "device": str(step.model.comm.device),
-        "data": samples.facts(),
-        "optimizer": optimizer_text(run),
-        "seed": run.seed,
-        "steps": run.steps,
-        "seq_len": run.data.seq_len,
-        "batch_size": run.batch.global_size,
-        "out": run.out,
-    }
-
-
-def optimizer_text(run: Run) -> str:
-    """What moves, and how, in a few words."""
-    optim, lora = run.optim, run.lora
-    text = f"{optim.name}, lr {optim.lr:g} {optim.decay}, warm-up {optim.warmup} steps"
-    if not lora.rank:
-        return text
-    return f"{text}; moves adapters of rank {lora.rank} beside {len(adapted_linears(lora.targets, run.model.linears()))} linears alone"
-
-
-def schedule_text(plan: Plan) -> str:
-    """The pipeline in a few words; nothing where there is none."""
-    if plan.mesh.degree("pp") == 1:
-        return ""
-    return f"{plan.schedule}, {len(plan.stages)} stages, bubble {100 * plan.bubble:.0f}% (predicted)"
-
-
-def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) -> dict[str, Any]:
-    """One line of events.jsonl. Loss and norm at full precision; `tokens` counts targets over all ranks."""
-    return {
+def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) -> Event:
+    """The `step` event of events.jsonl: loss and norm at full precision; `tokens` counts targets over all ranks."""
+    event = {
         "event": "step",
         "step": number,
         "loss": report.loss,
@@ -187,5 +165,22 @@ def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) 
         "step_s": elapsed_s,
         "mem_bytes": max(report.mem_bytes),
         "stage_mem_bytes": list(report.mem_bytes),
-        **({} if report.expert_load is None else {"expert_load": report.expert_load}),
     }
+    if report.expert_load is not None:
+        event["expert_load"] = report.expert_load
+    return event
+
+
+def _stop_note(num_done: int, run_folder: Path) -> str:
+    command = f"weft train {shlex.quote(f'{run_folder}/run.toml')} --resume auto"
+    return f"stopped after step {num_done} and saved. Resume: {command}"
+
+
+def _non_finite_error(error: NonFiniteError, run_folder: Path) -> NonFiniteError:
+    """The error with what is kept and what to try."""
+    newest = newest_path(run_folder)
+    kept = f"The newest checkpoint is {newest}" if newest else "There is no checkpoint"
+    advice = "Lower --optim.lr, or set --optim.clip"
+    if newest:
+        advice += f", and resume: weft train {shlex.quote(f'{run_folder}/run.toml')} --resume auto"
+    return NonFiniteError(f"{error}. Stopped before the update. {kept}. {advice}")

@@ -1,7 +1,8 @@
-"""Owns the optimizers: torch's own kernels, with their state kept by parameter name."""
+"""Optimizers (torch's kernels, state kept by parameter name) and the learning-rate schedule."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
@@ -37,47 +38,54 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, Any]]
 
     def step(self) -> object:
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         ...
 
 
 class NamedOptimizer:
-    """Parameters by global name, in two groups: the ones that decay, and the rest.
+    """Parameters by global name, in two groups: those with weight decay, and the others.
 
     Attributes:
         param_groups: {"names", "lr", "weight_decay"}; `lr` is read at every step.
-        state: by parameter name, then by torch's own name for it ("exp_avg", ...). There from the start, zero.
+        state: parameter name -> torch's key ("exp_avg", ...) -> tensor; exists from the start, zero.
     """
 
     def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str]) -> None:
         self.params = dict(params)
         self.state: dict[str, State] = {name: self.fresh_state(param) for name, param in self.params.items()}
         decayed = tuple(name for name in self.params if name in decay_names)
-        rest = tuple(name for name in self.params if name not in decay_names)
-        self.param_groups: list[dict[str, Any]] = [
-            {"names": names, "lr": optim.lr, "weight_decay": weight_decay}
-            for names, weight_decay in ((decayed, optim.weight_decay), (rest, 0.0))
-            if names
-        ]
+        others = tuple(name for name in self.params if name not in decay_names)
+        self.param_groups: list[dict[str, Any]] = []
+        for names, weight_decay in ((decayed, optim.weight_decay), (others, 0.0)):
+            if names:
+                self.param_groups.append({"names": names, "lr": optim.lr, "weight_decay": weight_decay})
 
     def fresh_state(self, param: Tensor) -> State:
-        """What is remembered of `param` before its first step."""
+        """State of a parameter before the first step."""
         raise NotImplementedError
 
     def update(self, names: list[str], grads: list[Tensor], *, lr: float, weight_decay: float) -> None:
-        """Move these parameters along these gradients."""
+        """Update these parameters by these gradients."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
-            grads = {name: grad for name in group["names"] if (grad := self.params[name].grad) is not None}
+            grads: dict[str, Tensor] = {}
+            for name in group["names"]:
+                grad = self.params[name].grad
+                if grad is not None:
+                    grads[name] = grad
             if grads:
                 self.update(list(grads), list(grads.values()), lr=group["lr"], weight_decay=group["weight_decay"])
 
+    def state_keys(self) -> frozenset[str]:
+        """Keys of the state of every parameter."""
+        return frozenset(self.fresh_state(torch.empty(1)))
+
     def states(self, names: list[str], key: str) -> list[Tensor]:
-        """One kind of state of these parameters."""
+        """The state of one key of these parameters."""
         return [self.state[name][key] for name in names]
 
 
@@ -85,7 +93,8 @@ class AdamW(NamedOptimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), as `torch.optim.AdamW(fused=True)` computes it."""
 
     def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str]) -> None:
-        self.betas, self.eps = optim.betas, optim.eps
+        self.betas = optim.betas
+        self.eps = optim.eps
         super().__init__(params, optim, decay_names=decay_names)
 
     def fresh_state(self, param: Tensor) -> State:
@@ -115,14 +124,16 @@ class AdamW(NamedOptimizer):
 
 
 class SGD(NamedOptimizer):
-    """Descent with momentum, as `torch.optim.SGD(foreach=False)` computes it: the decay goes into the gradient."""
+    """Gradient descent with momentum, as `torch.optim.SGD(foreach=False)` computes it: the decay is added to the gradient."""
 
     def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str]) -> None:
         self.momentum = optim.momentum
         super().__init__(params, optim, decay_names=decay_names)
 
     def fresh_state(self, param: Tensor) -> State:
-        return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)} if self.momentum else {}
+        if not self.momentum:
+            return {}
+        return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
 
     def update(self, names: list[str], grads: list[Tensor], *, lr: float, weight_decay: float) -> None:
         buffers: list[Tensor | None] = [self.state[name].get("momentum_buffer") for name in names]
@@ -144,12 +155,57 @@ OPTIMIZERS: dict[str, type[NamedOptimizer]] = {"adamw": AdamW, "sgd": SGD}
 
 
 def make_optimizer(
-    params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str] | None = None
+    params: Mapping[str, Tensor],
+    optim: OptimConfig,
+    *,
+    decay_names: Collection[str] | None = None,
 ) -> NamedOptimizer:
-    """The optimizer that `optim` describes; `decay_names` (default: the matrices) feel weight decay."""
-    return OPTIMIZERS[optim.name](params, optim, decay_names=matrices(params) if decay_names is None else decay_names)
+    """The optimizer that `optim` describes; weight decay applies to `decay_names` (default: the matrices)."""
+    if decay_names is None:
+        decay_names = matrices(params)
+    return OPTIMIZERS[optim.name](params, optim, decay_names=decay_names)
 
 
 def matrices(params: Mapping[str, Tensor]) -> frozenset[str]:
     """Names of the parameters with two dims or more: weights and embeddings, not biases or norms."""
     return frozenset(name for name, param in params.items() if param.ndim >= 2)
+
+
+def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
+    """Learning rate of step `step` (the first is 0) of a run of `total_steps`.
+
+    ```
+    lr      ┌───────╮            constant   stays at lr
+           ╱         ╲           linear     straight down from the end of the warm-up
+          ╱           ╲          cosine     half a cosine down from there
+    min_lr             ╰─        wsd        stays at lr, straight down over the last `cooldown` of all steps
+          warm-up   decay
+    ```
+
+    The warm-up rises linearly and reaches `lr` in its last step. `min_lr` is reached at `total_steps`, one step after the
+    last, and held from there on. A `min_lr` above `lr` counts as `lr`, so the rate never rises after the warm-up.
+    """
+    if step < optim.warmup:
+        return optim.lr * (step + 1) / optim.warmup
+    min_lr = min(optim.min_lr, optim.lr)
+    return min_lr + (optim.lr - min_lr) * _decay_factor(step, optim, total_steps)
+
+
+def _decay_factor(step: int, optim: OptimConfig, total_steps: int) -> float:
+    """Position of the rate between `min_lr` (0) and `lr` (1)."""
+    if optim.decay == "constant":
+        return 1.0
+    start: float = optim.warmup
+    if optim.decay == "wsd":
+        start = max(start, total_steps * (1 - optim.cooldown))
+    progress = _progress(step, start=start, end=total_steps)
+    if optim.decay == "cosine":
+        return (1 + math.cos(math.pi * progress)) / 2
+    return 1 - progress
+
+
+def _progress(step: int, *, start: float, end: float) -> float:
+    """Fraction of the way from `start` to `end`, 0 to 1."""
+    if start >= end:
+        return float(step >= end)
+    return min(max((step - start) / (end - start), 0.0), 1.0)

@@ -1,4 +1,4 @@
-"""Owns the one training step: play, finish gradients, clip, update, report."""
+"""One training step: forward and backward of all micro-batches, gradient reduction, clipping, optimizer update."""
 
 from __future__ import annotations
 
@@ -6,37 +6,41 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import psutil
 import torch
 from torch import Tensor
 
+from weft.checkpoint import restore
+from weft.checkpoint.state import TrainState
 from weft.core.axes import data_axes
+from weft.errors import CheckpointError, Fault, NonFiniteError
 from weft.models.common.batch import Batch
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import ActionCallback, Player
+from weft.parallel.tp import AXIS as TP
 from weft.parallel.zero import grad_norm
 from weft.parallel.zero.grouping import make_gradient_reducer
-from weft.train.balance import imbalance, rebalance_routers, sum_loads
-from weft.train.optim import Optimizer
-from weft.train.precision import LossScale
+from weft.train import nonfinite
+from weft.train.expert_load import imbalance, rebalance_routers, sum_loads
+from weft.train.loss_scale import LossScale
+from weft.train.optim import NamedOptimizer, Optimizer
+from weft.train.step_stats import RankStats, StepTotals, all_gather_stats, memory_bytes
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one optimizer step did, the same on every rank.
+    """Result of one optimizer step, the same on every rank.
 
     Attributes:
         loss: mean over the target tokens of the whole step, nats.
-        grad_norm: global norm before clipping, of the gradients as they are without a loss scale.
+        grad_norm: global norm before clipping, without the loss scale.
         targets: target tokens that counted, over all ranks.
         step_s: seconds from the first action to the end of the update, on this rank.
-        mem_bytes: per pipeline stage rank, the largest memory of its ranks (resident set on CPU, peak allocated on CUDA).
-        loss_scale: factor of the loss under which the gradients were computed; 1 but for float16.
-        skipped: whether the parameters were left as they are, because gradients overflowed at that scale.
-        expert_load: largest load of an expert over the mean, in the worst block; 1 is even, None without experts.
-        said: what each rank had to tell the others, by rank.
+        mem_bytes: per pipeline rank, the largest memory of its ranks (resident set on CPU, peak allocated on CUDA).
+        loss_scale: factor of the loss under which the gradients were computed; 1 except for float16.
+        skipped: whether the update was skipped because gradients overflowed at that scale.
+        expert_load: largest over mean load of an expert, in the worst block; 1 is balanced, None without experts.
+        statuses: status flags of every rank, in rank order.
     """
 
     loss: float
@@ -47,30 +51,24 @@ class StepReport:
     loss_scale: float = 1.0
     skipped: bool = False
     expert_load: float | None = None
-    said: tuple[int, ...] = ()
+    statuses: tuple[int, ...] = ()
 
 
-def silence() -> int:
-    """Nothing to tell the others."""
+def no_status() -> int:
+    """No status flags."""
     return 0
 
 
-class Totals(NamedTuple):
-    """Numbers of a step over all ranks; `loss` is a sum, `norm` is scaled as the gradients are."""
-
-    loss: Tensor
-    norm: Tensor
-    mem_bytes: tuple[int, ...]
-    expert_load: float | None
-    said: tuple[int, ...]
-
-
 class TrainStep:
-    """Gradients of all micro-batches, one update. The same for one rank and for thousands.
+    """The training step of one rank; the same code for one rank and for thousands.
 
     Args:
-        make_optimizer: builds the optimizer from the tensors that it shall move, by global name, gradients beside them.
-        clip: largest global gradient norm; 0 turns clipping off.
+        make_optimizer: builds the optimizer of the tensors to update, by global name; their gradients are in `.grad`.
+        clip: largest global gradient norm; 0: no clipping.
+        on_action: called after every pipeline action, for profiles.
+
+    Attributes:
+        grads: the gradients, and the tensors that the optimizer updates.
     """
 
     def __init__(
@@ -81,7 +79,8 @@ class TrainStep:
         clip: float,
         on_action: ActionCallback | None = None,
     ) -> None:
-        self.model, self.clip = model, clip
+        self.model = model
+        self.clip = clip
         self.grads = make_gradient_reducer(model)
         self.optimizer = make_optimizer(self.grads.sharded_params)
         self.loss_scale = LossScale.of(model.plan)
@@ -89,28 +88,63 @@ class TrainStep:
 
     @property
     def num_params(self) -> int:
-        """Parameters of the whole model, each counted once; every rank must ask at the same time."""
+        """Parameters of the whole model, each counted once; every rank must call it."""
         comm = self.model.comm
-        mine = sum(
-            piece.shard.size for name, piece in self.model.shards.items() if grad_norm.is_first_holder(self.model, name)
-        )
-        count = torch.tensor(mine, dtype=torch.int64, device=comm.device)
-        return int(comm.all_reduce(count, tuple(name for name, _ in comm.mesh.axes)).item())
+        num_local = 0
+        for name, param in self.model.shards.items():
+            if grad_norm.is_first_holder(self.model, name):
+                num_local += param.shard.size
+        count = torch.tensor(num_local, dtype=torch.int64, device=comm.device)
+        all_axes = tuple(name for name, _ in comm.mesh.axes)
+        return int(comm.all_reduce(count, all_axes).item())
 
-    def __call__(self, batches: Sequence[Batch], *, lr: float, says: Callable[[], int] = silence) -> StepReport:
+    def state(self) -> TrainState:
+        """What a checkpoint stores of this step, besides the loss scale.
+
+        Raises:
+            CheckpointError: the optimizer's state has no parameter names, as in torch's own.
+        """
+        optimizer = self.optimizer
+        if not isinstance(optimizer, NamedOptimizer):
+            what = "an optimizer whose state has no parameter names cannot be saved"
+            got, need = type(optimizer).__qualname__, "a weft.train.optim.NamedOptimizer"
+            raise CheckpointError(Fault("optim", what, got, need))
+        return TrainState(self.model, self.grads, optimizer.state, optimizer.state_keys())
+
+    def restore(self, checkpoint: restore.OpenCheckpoint) -> None:
+        """Load parameters, optimizer state and loss scale; every rank must call it.
+
+        Raises:
+            CheckpointError: see `weft.checkpoint.restore.restore`.
+        """
+        restore.restore(self.state(), checkpoint)
+        stored = checkpoint.manifest.facts.loss_scale
+        if stored and self.loss_scale.is_dynamic:
+            self.loss_scale = LossScale(stored["value"], is_dynamic=True, good_steps=stored["good_steps"])
+
+    def __call__(self, batches: Sequence[Batch], *, lr: float, status: Callable[[], int] = no_status) -> StepReport:
         """Train on this rank's micro-batches of one step.
 
-        `says` is asked once gradients are there: its number travels to all ranks with those that every step gathers.
+        Args:
+            status: called once the gradients are computed; every rank receives the result of every rank.
+
+        Raises:
+            NonFiniteError: on all ranks, before the update, if the loss or the gradient norm is not finite; float16 gradients
+                that overflow under a loss scale only skip the update.
+            WeftError: float16 gradients overflow at the smallest loss scale.
         """
-        start, scale = time.perf_counter(), self.loss_scale.value
+        start = time.perf_counter()
+        scale = self.loss_scale.value
         targets = self._count_targets(batches)
         self.grads.zero_grad()
         played = self.player.play(batches, scale / targets)
         self.grads.finish()
         grad_norm.sum_tied_gradients(self.model, self.grads)
         loads = sum_loads(played.loads, self.model.comm)
-        totals = self._gather_totals(played.loss, imbalance(loads), says())
-        norm = totals.norm / scale
+        totals = self._total_stats(played.loss, expert_load=imbalance(loads), status=status())
+        loss = (totals.loss / targets).item()
+        norm = totals.grad_norm / scale
+        self._check_finite(loss, norm.item(), batches)
         is_finite = math.isfinite(norm.item())
         skipped = self.loss_scale.skips(is_finite=is_finite)
         if not skipped:
@@ -119,7 +153,7 @@ class TrainStep:
             rebalance_routers(self.model.blocks, loads)
         self.loss_scale = self.loss_scale.after(is_finite=is_finite)
         return StepReport(
-            loss=(totals.loss / targets).item(),
+            loss=loss,
             grad_norm=norm.item(),
             targets=int(targets.item()),
             step_s=time.perf_counter() - start,
@@ -127,8 +161,16 @@ class TrainStep:
             loss_scale=scale,
             skipped=skipped,
             expert_load=totals.expert_load,
-            said=totals.said,
+            statuses=totals.statuses,
         )
+
+    def _check_finite(self, loss: float, norm: float, batches: Sequence[Batch]) -> None:
+        """Raise on all ranks if the loss is not finite, or the gradient norm without a dynamic loss scale."""
+        is_overflow_of_scale = math.isfinite(loss) and self.loss_scale.is_dynamic
+        if is_overflow_of_scale or (math.isfinite(loss) and math.isfinite(norm)):
+            return
+        where = nonfinite.locate(self.model, self.grads, batches)
+        raise NonFiniteError(f"the loss is {loss:g} and the gradient norm is {norm:g}; {where}")
 
     def _update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -142,24 +184,15 @@ class TrainStep:
         counts = torch.stack([batch.num_targets() for batch in batches]).sum().double()
         return comm.all_reduce(counts, data_axes(comm.mesh)).clamp(min=1)
 
-    def _gather_totals(self, loss: Tensor, expert_load: float, word: int) -> Totals:
-        """What is known of the step over all ranks: every rank sums the same numbers in the same order."""
-        comm, mesh = self.model.comm, self.model.comm.mesh
-        loss_once = loss if comm.index("tp") == 0 else torch.zeros_like(loss)
-        facts = torch.tensor((memory_bytes(comm.device), expert_load, word), dtype=torch.float64, device=comm.device)
-        mine = torch.stack((loss_once, grad_norm.squared_norm(self.model, self.grads), *facts.unbind())).unsqueeze(0)
-        everyone = comm.all_gather(mine, tuple(name for name, _ in mesh.axes), dim=0)
-        losses, squares, mems, expert_loads, words = everyone.unbind(1)
-        stage_of_rank = [mesh.coord(rank).get("pp", 0) for rank in range(mesh.size)]
-        per_stage = [0] * mesh.degree("pp")
-        for stage, value in zip(stage_of_rank, mems.tolist(), strict=True):
-            per_stage[stage] = max(per_stage[stage], int(value))
-        said = tuple(int(word) for word in words.tolist())
-        return Totals(losses.sum(), squares.sum().sqrt(), tuple(per_stage), expert_loads.max().item() or None, said)
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Memory of this rank: peak allocated bytes on CUDA, resident set of the process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
+    def _total_stats(self, loss: Tensor, *, expert_load: float, status: int) -> StepTotals:
+        comm = self.model.comm
+        is_first_copy = comm.index(TP) == 0  # tensor-parallel ranks hold copies of the loss
+        local = RankStats(
+            loss=loss if is_first_copy else torch.zeros_like(loss),
+            grad_sq_norm=grad_norm.squared_norm(self.model, self.grads),
+            mem_bytes=memory_bytes(comm.device),
+            expert_load=expert_load,
+            status=status,
+        )
+        stats = all_gather_stats(comm, local)  # one collective, rows in rank order on every rank
+        return StepTotals.from_ranks(stats, comm.mesh)

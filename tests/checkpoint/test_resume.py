@@ -17,27 +17,23 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.saving import NoSamples, save
 from tests.checkpoint.test_layouts import Entries, assemble, moments, parameters
 from tests.matrix.layouts import LR, Case, batches
-from tests.train.saving import NoSamples, save
 from weft.checkpoint import write as save_write
-from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.folder import checkpoints, set_aside
 from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.saver import RankStatus, Saver, any_rank_has
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.config.run import Run
-from weft.config.schema import OptimConfig, PrecisionConfig, SaveConfig
+from weft.config.schema import OptimConfig, PrecisionConfig
 from weft.core.axes import Box
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.prove.layout import micro_batches
-from weft.run.signals import StopRequest
 from weft.testing import run_ranks
-from weft.train.build import build_step
-from weft.train.checkpoint import restore
-from weft.train.event_log import EVENTS, Journal, course, read_events
-from weft.train.facts import facts_of
-from weft.train.restart import set_aside
-from weft.train.saver import Saver, Word
+from weft.train.build import build_step, facts_of
+from weft.train.event_log import EVENTS, EventLog, read_events, step_history
 from weft.train.step import TrainStep
 from weft.view.progress import Progress, event_text
 
@@ -58,7 +54,7 @@ class Stretch:
     def __call__(self, comm: Comm) -> tuple[list[tuple[float, float]], list[Entries], object]:
         step = build_step(self.run, comm)
         if self.load:
-            restore(step, open_checkpoint(self.load))
+            step.restore(open_checkpoint(self.load))
         told = [train(step, self.case, index) for index in range(self.first, self.last)]
         if self.save:
             save(step, self.save, self.run, done=self.last)
@@ -129,9 +125,28 @@ def test_another_layout_goes_on_within_rounding(tmp_path):
 # saving while training goes on
 
 
-def saver_of(step: TrainStep, folder: Path, run: Run, *, every: int = 2, keep: int = 2) -> Saver:
-    facts = facts_of(run, step, NoSamples())
-    return Saver(step, folder, save=SaveConfig(every=every, keep=keep), facts=facts, leave=StopRequest())
+@dataclass
+class Asked:
+    """Whether a rank was asked to stop."""
+
+    requested: bool = False
+
+    def __call__(self) -> bool:
+        return self.requested
+
+
+def saver_of(
+    step: TrainStep, folder: Path, run: Run, *, every: int = 2, keep: int = 2, stop: Asked | None = None
+) -> Saver:
+    return Saver(
+        step.model.comm,
+        folder,
+        state=step.state,
+        facts=facts_of(run, step, NoSamples()),
+        every=every,
+        keep=keep,
+        stop_requested=stop or Asked(),
+    )
 
 
 def play(step: TrainStep, case: Case, saver: Saver, steps: Sequence[int]) -> list[dict[str, Any]]:
@@ -139,9 +154,9 @@ def play(step: TrainStep, case: Case, saver: Saver, steps: Sequence[int]) -> lis
     events, every = [], batches(case)
     for index in steps:
         batch = micro_batches(every[index % len(every)], step.model.plan, step.model.comm.rank)
-        report = step(batch, lr=LR, says=saver.word)
-        events += list(saver.after(index + 1, report.said))
-        if saver.is_over(report.said):
+        report = step(batch, lr=LR, status=saver.status)
+        events += list(saver.after_step(index + 1, report.statuses))
+        if any_rank_has(RankStatus.STOP_REQUESTED, report.statuses):
             break
     return events
 
@@ -228,7 +243,7 @@ def test_a_rank_whose_disk_refuses_fails_the_save_and_nothing_else(tmp_path, mon
         saver = saver_of(step, tmp_path, case.run)
         events = play(step, case, saver, range(4))
         between = list(saver.finish(4, save=False))
-        return events + between, saver.trouble
+        return events + between, saver.error
 
     ranks = run_ranks(case.mesh, rank)
     events = ranks[0][0]
@@ -247,10 +262,11 @@ def test_all_ranks_leave_after_the_step_in_which_one_was_asked_to(tmp_path):
 
     def rank(comm: Comm) -> list[tuple[str, int]]:
         step = build_step(case.run, comm)
-        saver = saver_of(step, tmp_path, case.run, every=0)
+        stop = Asked()
+        saver = saver_of(step, tmp_path, case.run, every=0, stop=stop)
         play(step, case, saver, range(2))
-        saver.leave.requested = comm.rank == 2
-        assert bool(saver.word() & Word.LEAVE) == (comm.rank == 2)
+        stop.requested = comm.rank == 2
+        assert bool(saver.status() & RankStatus.STOP_REQUESTED) == (comm.rank == 2)
         events = play(step, case, saver, range(2, 1000)) + list(saver.finish(3, save=True))
         return [(event["event"], event["step"]) for event in events]
 
@@ -270,8 +286,8 @@ def test_checkpoints_of_a_way_not_taken_are_set_aside(tmp_path):
 def test_steps_that_a_resume_went_back_behind_are_left_out():
     steps = [{"event": "step", "step": step, "loss": loss} for loss, step in enumerate((1, 2, 3, 4))]
     events = [*steps, {"event": "resume", "step": 2}, {"event": "step", "step": 3, "loss": 9}]
-    assert [(event["step"], event["loss"]) for event in course(events)] == [(1, 0), (2, 1), (3, 9)]
-    assert course([*events, {"event": "resume", "step": 0}]) == []
+    assert [(event["step"], event["loss"]) for event in step_history(events)] == [(1, 0), (2, 1), (3, 9)]
+    assert step_history([*events, {"event": "resume", "step": 0}]) == []
 
 
 def test_views_count_on_from_the_checkpoint():
@@ -347,7 +363,7 @@ def test_a_run_that_is_done_has_nothing_to_do_and_more_steps_go_on(place, capsys
     assert weft(*place[1], "--out", str(run), "--steps", "7", "--resume", "auto", "--mesh", "dp2") == EXIT_OK
     shown = capsys.readouterr().out
     assert f"resumed after step 5: {run}/ckpt/step-000005, written by one rank" in shown
-    assert [event["step"] for event in course(events_of(run))] == [1, 2, 3, 4, 5, 6, 7]
+    assert [event["step"] for event in step_history(events_of(run))] == [1, 2, 3, 4, 5, 6, 7]
     assert (run / "run-1.toml").read_text() == (place[0] / "run" / "run.toml").read_text()
     assert json.loads((run / "plan.json").read_text())["mesh"] == "dp2"
 
@@ -375,8 +391,8 @@ def test_auto_falls_back_past_broken_checkpoints_and_says_so(place, capsys):
     assert f"skipped: {run}/ckpt/step-000005/manifest.json" in shown
     assert f"skipped: {run}/ckpt/step-000004/rank-00000.safetensors" in shown
     assert f"resumed after step 2: {run}/ckpt/step-000002" in shown
-    right = [event["loss"] for event in course(events_of(place[0] / "run"))]
-    assert [event["loss"] for event in course(events_of(run))] == right
+    right = [event["loss"] for event in step_history(events_of(place[0] / "run"))]
+    assert [event["loss"] for event in step_history(events_of(run))] == right
     assert {path.name for path in (run / "ckpt").iterdir()} >= {"aside-step-000005", "aside-step-000004"}
 
 
@@ -384,11 +400,11 @@ def test_another_run_folder_begins_with_the_checkpoints_of_one(place, capsys):
     out = place[0] / "branch"
     words = ("--resume", str(place[0] / "run" / "ckpt" / "step-000004"), "--steps", "5")
     assert weft(*place[1], "--out", str(out), *words) == EXIT_OK
-    (step,) = course(events_of(out))
-    assert (step["step"], step["loss"]) == (5, course(events_of(place[0] / "run"))[-1]["loss"])
+    (step,) = step_history(events_of(out))
+    assert (step["step"], step["loss"]) == (5, step_history(events_of(place[0] / "run"))[-1]["loss"])
     capsys.readouterr()
     assert prove(out) != EXIT_OK
-    assert "begins after step 4" in capsys.readouterr().err
+    assert "starts after step 4" in capsys.readouterr().err
 
 
 def test_a_resumed_run_can_be_proved(place, capsys):
@@ -406,26 +422,26 @@ REFUSED = {
         ("--resume", "{tmp}/bare"),
         "error: resume: there is no checkpoint in this run folder",
     ),
-    "auto without a folder": (("--resume", "auto"), "error: resume: auto looks in the run folder, and none is named"),
+    "auto without a folder": (("--resume", "auto"), "error: resume: auto searches the run folder, and out is not set"),
     "newer format": (("--resume", "{tmp}/newer/ckpt/step-000005"), "a newer format (got format 99"),
     "missing shard": (("--resume", "{tmp}/short/ckpt/step-000005"), "rank-00000.safetensors: missing"),
     "broken manifest": (
         ("--resume", "{tmp}/torn/ckpt/step-000005"),
         "error: resume: {tmp}/torn/ckpt/step-000005/manifest.json",
     ),
-    "all are broken": (("--resume", "{tmp}/allbroken"), "error: resume: no checkpoint of {tmp}/allbroken is whole"),
+    "all are broken": (("--resume", "{tmp}/allbroken"), "error: resume: no checkpoint of {tmp}/allbroken is valid"),
     "another model": (("--resume", "{tmp}/run", "--model.ffn", "48"), "a checkpoint of another model: ffn differs"),
     "another family": (("--resume", "{tmp}/run", "--model.name", "gpt2"), "a checkpoint of another model"),
-    "another seed": (("--resume", "{tmp}/run", "--seed", "2"), "error: seed: is not that of the checkpoint"),
+    "another seed": (("--resume", "{tmp}/run", "--seed", "2"), "error: seed: differs from the checkpoint"),
     "another batch": (
         ("--resume", "{tmp}/run", "--batch.global_size", "8"),
-        "error: batch.global_size: is not that of the checkpoint {tmp}/run/ckpt/step-000005 (got 8; need 4). Fix: --batch.",
+        "error: batch.global_size: differs from the checkpoint {tmp}/run/ckpt/step-000005 (got 8; need 4). Fix: --batch.",
     ),
-    "another length": (("--resume", "{tmp}/run", "--data.seq_len", "4"), "error: data.seq_len: is not that of the"),
-    "another optimizer": (("--resume", "{tmp}/run", "--optim.name", "sgd"), "error: optim.name: is not that of the"),
+    "another length": (("--resume", "{tmp}/run", "--data.seq_len", "4"), "error: data.seq_len: differs from the"),
+    "another optimizer": (("--resume", "{tmp}/run", "--optim.name", "sgd"), "error: optim.name: differs from the"),
     "another type": (
         ("--resume", "{tmp}/run", "--precision.params", "float64", "--precision.reduce", "float64"),
-        "error: precision.params: is not that of the checkpoint",
+        "error: precision.params: differs from the checkpoint",
     ),
     "another run's folder": (("--resume", "{tmp}/run", "--out", "{tmp}/bare"), "error: out: holds a run already"),
     "a run is there": (("--out", "{tmp}/run"), "error: out: holds a run already"),
@@ -456,7 +472,7 @@ def test_what_cannot_be_resumed_is_one_line_at_the_door(case, spoilt, capsys, mo
     def nothing_starts(*args: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("weft.train.main.train", nothing_starts)
+    monkeypatch.setattr("weft.commands.train.train", nothing_starts)
     words, line = REFUSED[case]
     told_words = [word.format(tmp=spoilt[0]) for word in words]
     tiny = [word for word in TINY if "gpt2" not in told_words or not word.startswith("--model.kv_heads")]
@@ -496,7 +512,7 @@ def test_a_full_disk_delays_the_lines_of_events_and_loses_none(tmp_path, monkeyp
         return right(file, data[:taken])
 
     monkeypatch.setattr(os, "write", write)
-    with Journal(tmp_path) as journal:
+    with EventLog(tmp_path) as journal:
         for number in range(5):
             room[0] = {1: 7, 2: 0}.get(number, 10_000)
             journal.emit({"event": "step", "step": number})
@@ -518,6 +534,6 @@ def test_lost_lines_are_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     seen = Seen()
-    with Journal(tmp_path, [seen]) as journal:
+    with EventLog(tmp_path, [seen]) as journal:
         journal.emit({"event": "end"})
     assert seen.told[-1]["text"] == "warning: the disk is full, and the last 16 bytes of events.jsonl are lost"

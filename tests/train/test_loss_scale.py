@@ -20,10 +20,10 @@ from weft.models import FAMILIES
 from weft.parallel.zero.param_group import ParamGroup
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train import precision
+from weft.train import loss_scale
 from weft.train.build import build_model
+from weft.train.loss_scale import FLOOR, GROW_EVERY, START, LossScale
 from weft.train.optim import matrices
-from weft.train.precision import GROW_EVERY, LEAST, START, LossScale
 from weft.train.step import StepReport, TrainStep
 
 DYNAMIC = LossScale(START, is_dynamic=True)
@@ -74,7 +74,7 @@ def test_the_scale_is_1_and_nothing_is_skipped_but_in_float16() -> None:
 
 def test_gradients_that_are_not_finite_at_any_scale_end_the_run_and_say_what_to_do() -> None:
     with pytest.raises(WeftError, match=r"precision\.compute bfloat16"):
-        LossScale(LEAST, is_dynamic=True).after(is_finite=False)
+        LossScale(FLOOR, is_dynamic=True).after(is_finite=False)
 
 
 def train(case: Case, dtypes: Dtypes, comm: Comm, *, num_steps: int = 3) -> tuple[list[StepReport], dict[str, Tensor]]:
@@ -122,7 +122,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
 
 def test_a_skipped_step_leaves_values_and_optimizer_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("dp2", microbatches=2)
-    monkeypatch.setattr(precision, "START", 2.0**60)
+    monkeypatch.setattr(loss_scale, "START", 2.0**60)
     before = run_ranks(case.mesh, lambda comm: train(case, HALF, comm, num_steps=0)[1])
     for (reports, after), values in zip(
         run_ranks(case.mesh, lambda comm: train(case, HALF, comm)), before, strict=True
@@ -137,7 +137,7 @@ def test_a_scale_that_had_to_be_found_trains_bit_for_bit_as_the_right_one_would(
     case = Case("", microbatches=2)
 
     def first_good_values(start: float) -> tuple[int, dict[str, Tensor]]:
-        monkeypatch.setattr(precision, "START", start)
+        monkeypatch.setattr(loss_scale, "START", start)
 
         def rank(comm: Comm) -> tuple[int, dict[str, Tensor]]:
             plan = case.plan.model_copy(update=vars(HALF))

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoint.saving import save
 from tests.matrix.layouts import LR, Case, batches
-from tests.train.saving import save
-from weft.checkpoint.cover import first_flaw
+from weft.checkpoint import state
+from weft.checkpoint.coverage import coverage_flaw
 from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.restore import load_model, load_parameters
+from weft.checkpoint.state import write_items
 from weft.comm.comm import Comm
 from weft.config.run import Run
 from weft.config.schema import OptimConfig, PrecisionConfig
@@ -22,9 +25,7 @@ from weft.errors import CheckpointError
 from weft.models import FAMILIES
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train import state
 from weft.train.build import build_model, build_step
-from weft.train.checkpoint import held, load_model, load_parameters, restore
 from weft.train.optim import SGD
 from weft.train.step import TrainStep
 
@@ -51,24 +52,24 @@ def trained(run: Run, case: Case, comm: Comm, *, steps: int = 1) -> TrainStep:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_entry_is_written_by_one_rank(case, monkeypatch):
-    monkeypatch.setattr(state, "SHARED_FROM", 64)
+    monkeypatch.setattr(state, "MIN_SHARED_ENTRIES", 64)
 
     def rank(comm: Comm) -> list[tuple[str, tuple[int, ...], Box]]:
-        return [(piece.name, piece.shape, piece.box) for piece in held(build_step(run_of(case), comm))]
+        return [(piece.name, piece.shape, piece.box) for piece in write_items(build_step(run_of(case), comm).state())]
 
     every = [piece for pieces in run_ranks(case.mesh, rank) for piece in pieces]
     shapes = {name: shape for name, shape, _ in every}
     assert {name.split("/")[0] for name in shapes} == {"model", "optim"}
     for name, shape in shapes.items():
         boxes = [box for other, _, box in every if other == name]
-        assert first_flaw(Box.whole(shape), boxes) is None, name
+        assert coverage_flaw(Box.whole(shape), boxes) is None, name
 
 
 def test_a_tied_parameter_is_stored_once_under_its_owners_name():
     case = Case("pp2", grouped=True)  # embedding on the first rank, head on the last
 
     def rank(comm: Comm) -> list[str]:
-        return [piece.name for piece in held(build_step(run_of(case), comm))]
+        return [piece.name for piece in write_items(build_step(run_of(case), comm).state())]
 
     first, last = run_ranks(case.mesh, rank)
     assert "model/embed.tok.weight" in first
@@ -76,10 +77,10 @@ def test_a_tied_parameter_is_stored_once_under_its_owners_name():
 
 
 def test_ranks_that_hold_copies_share_the_work(monkeypatch):
-    monkeypatch.setattr(state, "SHARED_FROM", 256)
+    monkeypatch.setattr(state, "MIN_SHARED_ENTRIES", 256)
 
     def rank(comm: Comm) -> int:
-        return sum(piece.num_bytes for piece in held(build_step(run_of(Case("dp4")), comm)))
+        return sum(piece.num_bytes for piece in write_items(build_step(run_of(Case("dp4")), comm).state()))
 
     sizes = run_ranks("dp4", rank)
     assert max(sizes) < 1.3 * sum(sizes) / 4
@@ -87,7 +88,7 @@ def test_ranks_that_hold_copies_share_the_work(monkeypatch):
 
 def test_small_tensors_are_written_whole_and_by_different_ranks():
     def rank(comm: Comm) -> Counter[str]:
-        return Counter(piece.name for piece in held(build_step(run_of(Case("dp4")), comm)))
+        return Counter(piece.name for piece in write_items(build_step(run_of(Case("dp4")), comm).state()))
 
     counts = run_ranks("dp4", rank)
     assert all(count == 1 for names in counts for count in names.values())
@@ -96,7 +97,7 @@ def test_small_tensors_are_written_whole_and_by_different_ranks():
 
 def test_the_router_bias_has_no_optimizer_state_and_is_stored():
     case = Case("dp2", family="deepseek")
-    ranks = run_ranks("dp2", lambda comm: [piece.name for piece in held(build_step(run_of(case), comm))])
+    ranks = run_ranks("dp2", lambda comm: [piece.name for piece in write_items(build_step(run_of(case), comm).state())])
     about = {name.split("/")[0] for names in ranks for name in names if name.endswith("router.bias")}
     assert about == {"model"}
 
@@ -111,7 +112,7 @@ def test_masters_are_stored_and_compute_copies_follow_them(zero, tmp_path):
         step = trained(run, case, comm)
         save(step, tmp_path / "step-000001", run)
         other = build_step(run.model_copy(update={"seed": 99}), comm)
-        restore(other, open_checkpoint(tmp_path / "step-000001"))
+        other.restore(open_checkpoint(tmp_path / "step-000001"))
         batch = micro_batches(batches(case)[1], step.model.plan, comm.rank)
         one, two = step(batch, lr=LR), other(batch, lr=LR)
         return [one.loss == two.loss, one.grad_norm == two.grad_norm]
@@ -130,7 +131,7 @@ def test_the_loss_scale_comes_back(tmp_path):
         step.loss_scale = replace(step.loss_scale, value=2.0**9, good_steps=17)
         save(step, tmp_path / "step-000001", run)
         other = build_step(run, comm)
-        restore(other, open_checkpoint(tmp_path / "step-000001"))
+        other.restore(open_checkpoint(tmp_path / "step-000001"))
         return step.loss_scale, other.loss_scale
 
     ((mine, restored),) = run_ranks("", rank)
@@ -143,7 +144,7 @@ def refusal(case: Case, saved: Run, other: Run, folder: Path) -> str:
     def rank(comm: Comm) -> str:
         save(build_step(saved, comm), folder / "step-000000", saved)
         with pytest.raises(CheckpointError) as error:
-            restore(build_step(other, comm), open_checkpoint(folder / "step-000000"))
+            build_step(other, comm).restore(open_checkpoint(folder / "step-000000"))
         return str(error.value)
 
     told = run_ranks(case.mesh, rank)
@@ -154,13 +155,13 @@ def refusal(case: Case, saved: Run, other: Run, folder: Path) -> str:
 def test_another_optimizer_is_refused_by_what_it_remembers(tmp_path):
     case = Case("dp2", family="gpt2")
     told = refusal(case, run_of(case), run_of(case, optim=OptimConfig(name="sgd")), tmp_path)
-    assert re.search(r"other things \(got exp_avg, exp_avg_sq, step; need momentum_buffer\)", told)
+    assert re.search(r"other state \(got exp_avg, exp_avg_sq, step; need momentum_buffer\)", told)
 
 
 def test_another_type_of_parameters_is_refused(tmp_path):
     case = Case("pp2", family="gpt2")
     told = refusal(case, run_of(case), run_of(case, precision=PrecisionConfig()), tmp_path)
-    assert "is stored in another type (got float64; need float32). Fix: --precision.params float64" in told
+    assert "is stored in another dtype (got float64; need float32). Fix: --precision.params float64" in told
 
 
 def test_missing_and_additional_tensors_are_named(tmp_path):
@@ -189,7 +190,7 @@ def test_what_one_rank_finds_damaged_all_ranks_raise(tmp_path):
             path.write_bytes(data)
         comm.barrier(("dp", "tp"))
         with pytest.raises(CheckpointError) as error:
-            restore(step, open_checkpoint(tmp_path / "step-000000"))
+            step.restore(open_checkpoint(tmp_path / "step-000000"))
         return str(error.value)
 
     assert all("rank-00002.safetensors" in told for told in run_ranks(case.mesh, rank))
@@ -204,7 +205,7 @@ def test_a_model_without_a_trainer_and_a_start_from_parameters_alone(tmp_path):
     def read(comm: Comm) -> bool:
         source = open_checkpoint(tmp_path / "step-000001").section("model")
         step = build_step(other.run, comm)
-        load_parameters(step, source)
+        load_parameters(step.state(), source)
         plan = other.plan.model_copy(update={"zero": 0})
         model = build_model(FAMILIES["gpt2"], other.config, plan, comm, seed=7)
         load_model(model, source)
@@ -226,7 +227,7 @@ def test_sgd_with_and_without_momentum(tmp_path):
             assert isinstance(step.optimizer, SGD)
             save(step, final, run)
             other = build_step(run, comm)
-            restore(other, open_checkpoint(final))
+            other.restore(open_checkpoint(final))
             batch = micro_batches(batches(case)[1], step.model.plan, comm.rank)
             return step(batch, lr=LR).loss == other(batch, lr=LR).loss
 

@@ -1,16 +1,17 @@
-"""Owns saving a step in tests: at once, without a run around it."""
+"""Save the state of a training step in tests, synchronously, without a run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoint.commit import commit
 from weft.checkpoint.folder import temporary_path
-from weft.checkpoint.held import snapshot
-from weft.checkpoint.write import commit, start_write
+from weft.checkpoint.state import write_items
+from weft.checkpoint.write import start_write
+from weft.checkpoint.write_item import snapshot
 from weft.config.run import Run
-from weft.train.checkpoint import held
-from weft.train.facts import facts_of
+from weft.train.build import facts_of
 from weft.train.step import TrainStep
 
 
@@ -18,7 +19,7 @@ def save(step: TrainStep, final: Path, run: Run, *, done: int = 0) -> None:
     """Write the checkpoint `final` behind `done` steps from all ranks, and return when it is there."""
     comm = step.model.comm
     tmp, everyone = temporary_path(final), tuple(name for name, _ in comm.mesh.axes)
-    start_write(tmp, comm.rank, snapshot(held(step))).wait()
+    start_write(tmp, comm.rank, snapshot(write_items(step.state()))).wait()
     comm.barrier(everyone)
     if comm.rank == 0:
         commit(tmp, final, facts_of(run, step, NoSamples())(done), ranks=comm.mesh.size)

@@ -1,0 +1,215 @@
+"""Restore a training state from stored tensors: each rank reads its own entries, whichever layout wrote them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint.folder import FoundCheckpoint
+from weft.checkpoint.format import Manifest
+from weft.checkpoint.manifest import read_manifest
+from weft.checkpoint.read import Checkpoint, Source, open_checkpoint
+from weft.checkpoint.resume import find_checkpoint
+from weft.checkpoint.state import OPTIMIZER, ParamState, TrainState, param_states, param_values
+from weft.checkpoint.write_item import dtype_name
+from weft.comm.comm import Comm
+from weft.comm.text import broadcast_text, raise_on_all_ranks
+from weft.core.axes import Box
+from weft.errors import CheckpointError, Fault
+from weft.parallel.model.parallelize import ParallelModel
+
+MAX_NAMES_SHOWN = 3
+
+
+class OpenCheckpoint(Protocol):
+    """An opened checkpoint."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+    def section(self, name: str) -> Source: ...
+
+
+def restore(state: TrainState, checkpoint: OpenCheckpoint) -> None:
+    """Load parameters and optimizer state from a checkpoint of any layout; every rank must call it.
+
+    Each rank reads the entries that it holds.
+
+    Raises:
+        CheckpointError: on all ranks, if one finds a tensor that is damaged, missing, of another shape or dtype, or if no rank
+            needs a stored tensor. The state may then be partly overwritten: restore another checkpoint.
+    """
+    comm = state.model.comm
+    manifest = checkpoint.manifest
+    raise_on_all_ranks(comm, lambda: _check_optimizer(state, manifest))
+    raise_on_all_ranks(comm, lambda: _check_dtypes(state, manifest))
+    _check_unexpected_names(state, manifest)
+    raise_on_all_ranks(comm, lambda: _load(param_states(state), checkpoint.section))
+    state.grads.after_optimizer_step()
+
+
+def load_parameters(state: TrainState, source: Source) -> None:
+    """Load parameters only, for example of an import; every rank must call it.
+
+    Raises:
+        CheckpointError: as `restore`, but `source` may hold more tensors than are needed.
+    """
+    params = param_values(state.model, state.grads)
+    raise_on_all_ranks(state.model.comm, lambda: _load(params, lambda _: source))
+    state.grads.after_optimizer_step()
+
+
+def load_model(model: ParallelModel, source: Source) -> None:
+    """Load the parameters of a model that is not trained, converted to their dtype here. Every rank must call it.
+
+    Raises:
+        CheckpointError: as `load_parameters`.
+    """
+    raise_on_all_ranks(model.comm, lambda: _load(param_values(model), lambda _: source))
+
+
+@torch.no_grad()
+def _load(params: Iterable[ParamState], section: Callable[[str], Source]) -> None:
+    opened: dict[str, _OpenSection] = {}
+    for local in params:
+        owner = local.param.owner
+        for name in (*local.tensors, *local.scalars):
+            if name not in opened:
+                opened[name] = _OpenSection(name, section(name))
+        for name, tensor in local.tensors.items():
+            opened[name].check_shape(owner, local.param.shape)
+            entries = opened[name].read_boxes(owner, local.boxes)
+            tensor.copy_(entries.view(tensor.shape))
+        for name, scalar in local.scalars.items():
+            opened[name].check_shape(owner, ())
+            scalar.copy_(opened[name].source.read(owner, Box((), ())))
+
+
+class _OpenSection:
+    """A section of a checkpoint, with its shapes read once."""
+
+    def __init__(self, name: str, source: Source) -> None:
+        self.name = name
+        self.source = source
+        self.shapes = source.shapes
+
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Reject a stored tensor that is missing or has another shape."""
+        stored_name = f"{self.name}/{name}"
+        if name not in self.shapes:
+            fix = "resume with the model and the optimizer that wrote it"
+            raise CheckpointError(Fault(stored_name, "is not in the checkpoint", fix=fix))
+        stored_shape = tuple(self.shapes[name])
+        if stored_shape != shape:
+            raise CheckpointError(Fault(stored_name, "is stored with another shape", str(stored_shape), str(shape)))
+
+    def read_boxes(self, name: str, boxes: Sequence[Box]) -> Tensor:
+        """The entries of all boxes, flat, in order."""
+        parts = [self.source.read(name, box).reshape(-1) for box in boxes]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check_dtypes(state: TrainState, manifest: Manifest) -> None:
+    """Stored dtypes must equal those here: a conversion would change the numbers of the run."""
+    for local in param_states(state):
+        tensors = {**local.tensors, **local.scalars}
+        for section, tensor in tensors.items():
+            name = f"{section}/{local.param.owner}"
+            stored = manifest.tensors.get(name)
+            dtype = dtype_name(tensor.dtype)
+            if stored and stored.dtype != dtype:
+                fix = f"--precision.params {stored.dtype}"
+                raise CheckpointError(Fault(name, "is stored in another dtype", stored.dtype, dtype, fix))
+
+
+def _check_unexpected_names(state: TrainState, manifest: Manifest) -> None:
+    """Raise if the checkpoint holds tensors that no rank needs."""
+    comm = state.model.comm
+    stored = sorted(manifest.tensors)
+    needed_here = state.stored_names()
+    is_needed = torch.tensor([name in needed_here for name in stored], dtype=torch.int64, device=comm.device)
+    num_users = comm.all_reduce(is_needed, tuple(name for name, _ in comm.mesh.axes)).tolist()
+    unexpected = [name for name, count in zip(stored, num_users, strict=True) if not count]
+    if unexpected:
+        what = "the checkpoint holds tensors that this model and optimizer do not have"
+        raise CheckpointError(Fault(unexpected[0], what, _some_names(unexpected)))
+
+
+def _check_optimizer(state: TrainState, manifest: Manifest) -> None:
+    """The checkpoint must hold exactly the kinds of optimizer state that this optimizer keeps."""
+    prefix = f"{OPTIMIZER}/"
+    stored_keys = {section.removeprefix(prefix) for section in manifest.sections if section.startswith(prefix)}
+    if stored_keys != state.optimizer_keys:
+        what = "the checkpoint is of an optimizer with other state"
+        fix = "the optimizer (and sgd's momentum) that wrote it"
+        got, need = _key_list(stored_keys), _key_list(state.optimizer_keys)
+        raise CheckpointError(Fault("optim", what, got, need, fix))
+
+
+def _key_list(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
+
+
+def _some_names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MAX_NAMES_SHOWN])
+    num_hidden = len(names) - MAX_NAMES_SHOWN
+    return f"{shown} and {num_hidden} more" if num_hidden > 0 else shown
+
+
+def open_newest_valid(resume: str, out: str | None, comm: Comm) -> tuple[Checkpoint | None, tuple[Fault, ...]]:
+    """The newest checkpoint that `resume` means whose every byte is verified, and the faults of newer ones.
+
+    Every rank must call it; ranks share the verification. None, without faults, if there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: on all ranks, if there are checkpoints and none is valid.
+    """
+    faults: list[Fault] = []
+    below: int | None = None
+    while True:
+        found = _find_on_first_rank(resume, out, comm, below=below)
+        faults += found.faults
+        if found.path is None and faults:
+            raise CheckpointError(*faults)
+        if found.path is None:
+            return None, ()
+        try:
+            return _open_verified(found.path, comm), tuple(faults)
+        except CheckpointError as error:
+            faults += error.faults
+            below = read_manifest(found.path).facts.step
+
+
+def _find_on_first_rank(resume: str, out: str | None, comm: Comm, *, below: int | None) -> FoundCheckpoint:
+    """What rank 0 finds, on every rank (without the manifest)."""
+    found = FoundCheckpoint(None, None, ())
+
+    def find() -> None:
+        nonlocal found
+        if comm.rank == 0:
+            found = find_checkpoint(resume, out, below=below)
+
+    raise_on_all_ranks(comm, find)
+    local = {"path": str(found.path or ""), "faults": [asdict(fault) for fault in found.faults]}
+    shared = json.loads(broadcast_text(comm, json.dumps(local)))
+    path = Path(shared["path"]) if shared["path"] else None
+    faults = tuple(Fault(**fault) for fault in shared["faults"])
+    return FoundCheckpoint(path, None, faults)
+
+
+def _open_verified(path: Path, comm: Comm) -> Checkpoint:
+    """The checkpoint, of which each rank has verified its share of all bytes."""
+    opened: list[Checkpoint] = []
+
+    def verify() -> None:
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify(comm.rank, comm.mesh.size)
+        opened.append(checkpoint)
+
+    raise_on_all_ranks(comm, verify)
+    return opened[0]

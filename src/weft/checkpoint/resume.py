@@ -1,0 +1,185 @@
+"""Select the checkpoint that a run resumes from, and check that the run's config matches it. Pure: no torch.
+
+    resume = auto                       newest valid checkpoint of the run folder `out`; if there is none, start a new run
+    resume = runs/x                     newest valid checkpoint of another run folder
+    resume = runs/x/ckpt/step-000100    this checkpoint
+
+Whatever determines the numbers must be unchanged: model, data and its order, optimizer, dtype of the parameters. The layout
+may change, and so may what is chosen per step: learning rate, number of steps, clipping.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.folder import FOLDER, FoundCheckpoint, checkpoints, find_newest
+from weft.checkpoint.format import MANIFEST, Facts
+from weft.checkpoint.manifest import read_manifest
+from weft.config.checks import Check
+from weft.config.run import Run
+from weft.errors import CheckpointError, Fault
+
+KEY, AUTO = "resume", "auto"
+
+SAME_KEYS = (
+    "seed",
+    "batch.global_size",
+    "data.seq_len",
+    "optim.name",
+    "precision.params",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
+)
+"""Config keys that must be unchanged. With another seed or batch size the data order would not continue."""
+
+SAME_KEYS_WITH_LORA = ("precision.compute",)
+"""Further ones of runs with adapters: frozen parameters are stored in this dtype."""
+
+SAME_DATA_FACTS = ("sha256", "samples", "shares")
+"""Facts about the data source that must be unchanged; its location may change."""
+
+
+def starts_new(run: Run) -> bool:
+    """Whether the run starts from initial parameters, not from a checkpoint; `auto` may find none yet."""
+    if run.resume is None:
+        return True
+    return run.resume == AUTO and not any(checkpoints(Path(run.out or "")))
+
+
+def run_folder_of(resume: str, out: str | None) -> Path | None:
+    """The run folder whose newest checkpoint `resume` means; None if it names one checkpoint."""
+    if resume == AUTO:
+        return Path(out or "")
+    path = Path(resume)
+    if os.path.exists(path / MANIFEST):
+        return None
+    if os.path.isdir(path / FOLDER):
+        return path
+    if path.name == FOLDER and os.path.isdir(path):
+        return path.parent
+    return None
+
+
+def find_checkpoint(resume: str, out: str | None = None, *, below: int | None = None) -> FoundCheckpoint:
+    """The checkpoint that `resume` means, of fewer than `below` steps; without a path if there is none.
+
+    Raises:
+        CheckpointError: `resume` names one checkpoint, and that does not exist or is damaged.
+    """
+    folder = run_folder_of(resume, out)
+    if folder is not None:
+        return find_newest(folder, below=below)
+    if below is not None:
+        return FoundCheckpoint(None, None, ())
+    path = Path(resume)
+    return FoundCheckpoint(path, read_manifest(path), ())
+
+
+def resume_faults(run: Run) -> Iterable[Fault]:
+    """What prevents the run from resuming, as far as manifests tell."""
+    if run.resume is None:
+        return ()
+    if run.resume == AUTO and not run.out:
+        fix = "--out with the folder of the run, or --resume with a checkpoint"
+        return (Fault(KEY, "auto searches the run folder, and out is not set", need="out", fix=fix),)
+    if "\0" in run.resume:
+        return (Fault(KEY, "is not a valid file name", repr(run.resume)),)
+    try:
+        found = find_checkpoint(run.resume, run.out)
+    except CheckpointError as error:
+        return tuple(_fault_of_key(fault) for fault in error.faults)
+    if found.path is None or found.manifest is None:
+        return _not_found_faults(run.resume, run.out, found)
+    return tuple(_changes(run, found.manifest.facts, found.path))
+
+
+def _not_found_faults(resume: str, out: str | None, found: FoundCheckpoint) -> tuple[Fault, ...]:
+    """All checkpoints are damaged, or there is none although one was named; `auto` may start a new run."""
+    if found.faults:
+        what = f"no checkpoint of {run_folder_of(resume, out)} is valid; the newest: {found.faults[0]}"
+        return (Fault(KEY, what, fix="move the ckpt folder away to start a new run"),)
+    if resume == AUTO:
+        return ()
+    return (Fault(KEY, "there is no checkpoint in this run folder", repr(resume), fix="name another one"),)
+
+
+def _changes(run: Run, facts: Facts, path: Path) -> Iterator[Fault]:
+    """Values of this run that differ from the checkpoint's and must not."""
+    try:
+        check_model(path, facts, family=run.model.name, architecture=run.model.architecture)
+    except CheckpointError as error:
+        for fault in error.faults:
+            yield _fault_of_key(fault)
+    keys = (*SAME_KEYS, *SAME_KEYS_WITH_LORA) if run.lora.rank else SAME_KEYS
+    config = run.model_dump(mode="json")
+    for key in keys:
+        stored, current = _value(facts.run, key), _value(config, key)
+        if stored is not None and stored != current:
+            words = " ".join(str(item) for item in stored) if isinstance(stored, list) else stored
+            what = f"differs from the checkpoint {path}"
+            yield Fault(key, what, str(current), str(stored), f"--{key} {words}")
+
+
+def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[str, Any]) -> None:
+    """Reject a checkpoint of another model: its family, or a field of the model config that determines shapes.
+
+    Raises:
+        CheckpointError: names every field that differs.
+    """
+    if family != facts.family:
+        raise CheckpointError(_other_model(path, "family", facts.family, family))
+    current = {name: _json_value(value) for name, value in architecture.items()}
+    stored = facts.architecture
+    names = dict.fromkeys((*stored, *current))
+    faults = []
+    for name in names:
+        if stored.get(name) != current.get(name):
+            faults.append(_other_model(path, name, stored.get(name), current.get(name)))
+    if faults:
+        raise CheckpointError(*faults)
+
+
+def data_changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Fault]:
+    """Facts about the data source that differ from those in the checkpoint."""
+    for key in SAME_DATA_FACTS:
+        if key in stored and stored[key] != current.get(key):
+            fix = "resume with the data that the run was trained on, or start a new run"
+            what = f"other data than the checkpoint was trained on: {key} differs"
+            yield Fault("data.source", what, str(current.get(key)), str(stored[key]), fix)
+
+
+def _other_model(path: Path, key: str, got: Any, need: Any) -> Fault:
+    fix = "give the model as in the run.toml of its run"
+    return Fault(str(path), f"a checkpoint of another model: {key} differs", f"{got!r}", f"{need!r}", fix)
+
+
+def _json_value(value: Any) -> Any:
+    """`value` as JSON returns it: tuples become lists."""
+    if isinstance(value, (tuple, list)):
+        return [_json_value(item) for item in value]
+    return value
+
+
+def _value(config: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key; None if there is none."""
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _fault_of_key(fault: Fault) -> Fault:
+    """A fault of a file, reported for the config key that named the file."""
+    return Fault(KEY, f"{fault.key}: {fault.what}", fault.got, fault.need, fault.fix)
+
+
+CHECKS = (
+    Check(
+        (KEY, "out", "model", "seed", "batch", "data", "optim", "precision", "lora"),
+        resume_faults,
+    ),
+)

@@ -1,0 +1,246 @@
+"""Save checkpoints in the background of training: snapshot, asynchronous writes, commit once all ranks have written.
+
+    step 10    snapshot (training waits), each rank starts to write its file
+    step 11    the gathered statuses of the step say that some rank is still writing
+    step 12    no status says so: every rank knows, and rank 0 commits in the background and removes old checkpoints
+    step 13    rank 0 emits the `save` event
+
+Statuses travel with the numbers that every step gathers, so agreement costs no collective of its own. Only when a write
+failed, and at the end of training, the ranks exchange messages about it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntFlag
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.commit import commit, discard
+from weft.checkpoint.disk import free_bytes
+from weft.checkpoint.folder import checkpoint_path, checkpoints, prune, temporary_path
+from weft.checkpoint.format import Facts
+from weft.checkpoint.state import TrainState, write_items
+from weft.checkpoint.write import RankWrite, start_write
+from weft.checkpoint.write_item import snapshot
+from weft.comm.comm import Comm
+from weft.comm.text import all_gather_text, broadcast_text
+from weft.errors import CheckpointError
+
+Event = dict[str, Any]
+
+
+class RankStatus(IntFlag):
+    """Status flags of one rank, gathered with the numbers of every step."""
+
+    STOP_REQUESTED = 1  # this process was asked to save and exit
+    WRITING = 2  # its file is not on the disk yet
+    WRITE_FAILED = 4  # its file could not be written
+
+
+def any_rank_has(flag: RankStatus, statuses: Sequence[int]) -> bool:
+    """Whether a flag is set in the status of any rank."""
+    return any(status & flag for status in statuses)
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """A save between its snapshot and its commit, on one rank."""
+
+    step: int
+    final: Path
+    facts: Facts
+    start_s: float
+    stall_s: float
+    write: RankWrite
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """A committed checkpoint; `prune_error` says why an older one could not be removed."""
+
+    num_bytes: int
+    write_s: float
+    prune_error: str
+
+
+class Saver:
+    """Saves a training state into the run folder; every rank has one and calls it at the same points.
+
+    Args:
+        state: returns what is to be saved.
+        facts: returns the facts of the manifest after a number of steps.
+        every: steps between checkpoints; 0: none while training goes on.
+        keep: number of newest checkpoints that are kept.
+        stop_requested: whether this process has been asked to save and exit.
+        last_saved: steps of the checkpoint that the run resumed from.
+
+    Attributes:
+        last_saved: steps of the newest save that was started.
+        error: why the newest save failed, or ""; after `finish` the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        run_folder: Path,
+        *,
+        state: Callable[[], TrainState],
+        facts: Callable[[int], Facts],
+        every: int,
+        keep: int,
+        stop_requested: Callable[[], bool],
+        last_saved: int = 0,
+    ) -> None:
+        self.comm = comm
+        self.run_folder = run_folder
+        self.every = every
+        self.keep = keep
+        self.last_saved = last_saved
+        self.error = ""
+        self._state = state
+        self._facts = facts
+        self._stop_requested = stop_requested
+        self._writing: PendingSave | None = None
+        self._committing: tuple[PendingSave, Future[CommitResult]] | None = None
+        self._commit_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+
+    def status(self) -> RankStatus:
+        """This rank's status flags for the next gather."""
+        status = RankStatus(0)
+        if self._stop_requested():
+            status |= RankStatus.STOP_REQUESTED
+        if self._writing is not None:
+            if not self._writing.write.done():
+                status |= RankStatus.WRITING
+            elif _write_error(self._writing.write):
+                status |= RankStatus.WRITE_FAILED
+        return status
+
+    def after_step(self, step: int, statuses: Sequence[int]) -> Iterator[Event]:
+        """Continue or start saves after step `step`, in which the ranks had these statuses."""
+        yield from self._poll_commit()
+        if self._writing is not None and not any_rank_has(RankStatus.WRITING, statuses):
+            has_failed = any_rank_has(RankStatus.WRITE_FAILED, statuses)
+            yield from self._end_writing(self._writing, exchange_errors=has_failed)
+        if self.every and step % self.every == 0:
+            yield from self.save(step)
+
+    def save(self, step: int) -> Iterator[Event]:
+        """Start to save; waits first for an earlier save that is not committed yet."""
+        start = time.perf_counter()
+        yield from self._wait()
+        final = checkpoint_path(self.run_folder, step)
+        items = snapshot(write_items(self._state()))
+        write = start_write(temporary_path(final), self.comm.rank, items, require_finite=True)
+        stall_s = time.perf_counter() - start
+        self._writing = PendingSave(step, final, self._facts(step), start, stall_s, write)
+        self.last_saved = step
+
+    def finish(self, step: int, *, save: bool) -> Iterator[Event]:
+        """Save the state after `step` if `save` and it is not saved yet, and wait; then every rank knows `error`."""
+        if save and self.last_saved != step:
+            yield from self.save(step)
+        yield from self._wait()
+        self.error = broadcast_text(self.comm, self.error)
+        self._commit_thread.shutdown()
+
+    def _wait(self) -> Iterator[Event]:
+        """Wait until no save is pending."""
+        if self._writing is not None:
+            yield from self._end_writing(self._writing, exchange_errors=True)
+        yield from self._poll_commit(wait=True)
+
+    def _end_writing(self, pending: PendingSave, *, exchange_errors: bool) -> Iterator[Event]:
+        """Commit or discard once all ranks have written. Without `exchange_errors` it is known that none failed."""
+        self._writing = None
+        local = {"num_bytes": pending.write.num_bytes, "error": _write_error(pending.write)}
+        reports = []
+        if exchange_errors:
+            reports = [json.loads(text) for text in all_gather_text(self.comm, json.dumps(local))]
+        if self.comm.rank > 0:
+            return
+        for rank, report in enumerate(reports):
+            if report["error"]:
+                discard(temporary_path(pending.final))
+                need_bytes = sum(other["num_bytes"] for other in reports)
+                yield self._failure(pending, self._reason(rank, report["error"]), need_bytes=need_bytes)
+                return
+        self._committing = (pending, self._commit_thread.submit(self._commit, pending))
+
+    def _reason(self, rank: int, error: str) -> str:
+        if self.comm.mesh.size == 1:
+            return error
+        return f"rank {rank} ({self.comm.mesh.coord_text(rank)}): {error}"
+
+    def _commit(self, pending: PendingSave) -> CommitResult:
+        tmp = temporary_path(pending.final)
+        manifest = commit(tmp, pending.final, pending.facts, ranks=self.comm.mesh.size)
+        write_s = time.perf_counter() - pending.start_s
+        prune_error = ""
+        try:
+            prune(self.run_folder, self.keep)
+        except CheckpointError as error:
+            prune_error = _fault_text(error)
+        return CommitResult(manifest.num_bytes, write_s, prune_error)
+
+    def _poll_commit(self, *, wait: bool = False) -> Iterator[Event]:
+        """The events of the commit, if it has ended."""
+        if self._committing is None:
+            return
+        pending, future = self._committing
+        if not wait and not future.done():
+            return
+        self._committing = None
+        try:
+            result = future.result()
+        except CheckpointError as error:
+            yield self._failure(pending, _fault_text(error), need_bytes=pending.write.num_bytes)
+            return
+        self.error = ""
+        yield {
+            "event": "save",
+            "step": pending.step,
+            "path": str(pending.final),
+            "bytes": result.num_bytes,
+            "stall_s": pending.stall_s,
+            "write_s": result.write_s,
+        }
+        if result.prune_error:
+            yield {"event": "note", "text": f"warning: {result.prune_error}"}
+
+    def _failure(self, pending: PendingSave, reason: str, *, need_bytes: int) -> Event:
+        self.error = reason
+        newest = newest_path(self.run_folder)
+        return {
+            "event": "save_failed",
+            "step": pending.step,
+            "why": reason,
+            "need_bytes": need_bytes,
+            "free_bytes": free_bytes(self.run_folder),
+            "newest": str(newest) if newest else None,
+        }
+
+
+def newest_path(run_folder: Path) -> Path | None:
+    """The newest checkpoint folder of a run, whether valid or not."""
+    for _, path in checkpoints(run_folder):
+        return path
+    return None
+
+
+def _write_error(write: RankWrite) -> str:
+    """Wait for the write; why it failed, or ""."""
+    try:
+        write.wait()
+    except CheckpointError as error:
+        return _fault_text(error)
+    return ""
+
+
+def _fault_text(error: CheckpointError) -> str:
+    return "; ".join(str(fault) for fault in error.faults)

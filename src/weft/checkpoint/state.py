@@ -1,0 +1,195 @@
+"""Stored tensors of a training state: names and boxes that are the same under every layout, and what this rank writes.
+
+    stored name                  content
+    model/<parameter>            its values, in the dtype that the optimizer updates
+    optim/<key>/<parameter>      optimizer state ("exp_avg", ...; "step" is one number, 0-dim)
+
+A tied parameter is stored under its owner's name. A parameter that is not trained (a router's bias) has no optimizer state.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from weft.checkpoint.write_item import WriteItem
+from weft.core.axes import Box, span
+from weft.parallel.model.parallelize import ParallelModel, ParamShard
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.zero.gradient_reducer import GradientReducer
+
+MODEL = "model"
+OPTIMIZER = "optim"
+
+MIN_SHARED_ENTRIES = 2**14
+"""Replicas share the writing of larger pieces; one of them writes a smaller piece alone."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a checkpoint stores of a training step on this rank, besides the facts in the manifest.
+
+    Attributes:
+        model: this rank's parameter shards.
+        grads: the store whose `tensors` the optimizer updates: the parameters, or ZeRO shards and masters of them.
+        optimizer_state: parameter name -> key ("exp_avg") -> tensor.
+        optimizer_keys: all keys that this optimizer keeps of a parameter.
+    """
+
+    model: ParallelModel
+    grads: GradientReducer
+    optimizer_state: Mapping[str, Mapping[str, Tensor]]
+    optimizer_keys: frozenset[str]
+
+    @property
+    def trained_names(self) -> frozenset[str]:
+        """Parameters here that the optimizer updates."""
+        names = (name for name in self.grads.sharded_params if self.model.params[name].requires_grad)
+        return frozenset(names)
+
+    def stored_names(self) -> frozenset[str]:
+        """Stored names of everything on this rank, including what other ranks hold of it under ZeRO."""
+        names = set()
+        for name, shard in self.model.shards.items():
+            names.add(f"{MODEL}/{shard.owner}")
+            if self.model.params[name].requires_grad:
+                for key in self.optimizer_keys:
+                    names.add(f"{OPTIMIZER}/{key}/{shard.owner}")
+        return frozenset(names)
+
+
+@dataclass(frozen=True)
+class ParamState:
+    """Local entries of one parameter and of its optimizer state.
+
+    Attributes:
+        param: geometry of this rank's shard of the parameter.
+        lo, hi: range of the shard's entries (row-major) that the tensors here hold.
+        tensors: section ("model", "optim/exp_avg") -> those entries.
+        scalars: section -> one number for the whole parameter.
+        num_replicas: ranks that hold the same entries.
+        replica: index of this rank among them.
+        is_alias: whether another rank holds the same parameter under its owner's name.
+    """
+
+    param: ParamShard
+    lo: int
+    hi: int
+    tensors: Mapping[str, Tensor]
+    scalars: Mapping[str, Tensor]
+    num_replicas: int
+    replica: int
+    is_alias: bool
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """All local entries as boxes of the whole parameter, in row-major order."""
+        return self.param.shard.boxes_of_range(self.lo, self.hi)
+
+    @property
+    def write_range(self) -> tuple[int, int]:
+        """Range of the shard's entries that this rank writes, so that each entry is written by one replica."""
+        if self.is_alias:
+            return self.lo, self.lo
+        length = self.hi - self.lo
+        if length < MIN_SHARED_ENTRIES:
+            writer = zlib.crc32(self.param.owner.encode()) % self.num_replicas
+            return (self.lo, self.hi) if writer == self.replica else (self.lo, self.lo)
+        start, stop = span(length, self.num_replicas, self.replica)
+        return self.lo + start, self.lo + stop
+
+    @property
+    def writes_scalars(self) -> bool:
+        """Whether this rank writes the first entry of the whole parameter."""
+        start, stop = self.write_range
+        return start == 0 and stop > 0 and self.param.shard.holds_first_entry
+
+    def write_items(self) -> Iterator[WriteItem]:
+        """The pieces of this parameter that this rank writes."""
+        owner, shape = self.param.owner, self.param.shape
+        start, stop = self.write_range
+        for section, tensor in self.tensors.items():
+            entries = tensor.detach().reshape(-1)[start - self.lo : stop - self.lo]
+            offset = 0
+            for box in self.param.shard.boxes_of_range(start, stop):
+                values = entries[offset : offset + box.size].view(box.shape)
+                yield WriteItem(f"{section}/{owner}", shape, box, values)
+                offset += box.size
+        if self.writes_scalars:
+            for section, scalar in self.scalars.items():
+                yield WriteItem(f"{section}/{owner}", (), Box((), ()), scalar.detach())
+
+
+def write_items(state: TrainState) -> tuple[WriteItem, ...]:
+    """What this rank writes: over all ranks each entry is written once, and replicas share the work.
+
+    The tensors are live: take a snapshot of them before training goes on.
+    """
+    items: list[WriteItem] = []
+    for local in param_states(state):
+        items.extend(local.write_items())
+    return tuple(items)
+
+
+def param_states(state: TrainState) -> Iterator[ParamState]:
+    """Values and optimizer state of every parameter with entries on this rank."""
+    trained = state.trained_names
+    for local in param_values(state.model, state.grads):
+        name = local.param.name
+        if name not in trained:
+            yield local
+            continue
+        tensors = dict(local.tensors)
+        scalars: dict[str, Tensor] = {}
+        for key, value in state.optimizer_state[name].items():
+            section = f"{OPTIMIZER}/{key}"
+            if value.ndim:
+                tensors[section] = value
+            else:
+                scalars[section] = value
+        yield replace(local, tensors=tensors, scalars=scalars)
+
+
+def param_values(model: ParallelModel, grads: GradientReducer | None = None) -> Iterator[ParamState]:
+    """Values without optimizer state: those in `grads` (trained or sharded ones), else the parameters themselves."""
+    if grads is None:
+        for name, param in model.params.items():
+            yield _param_state(model, name, param, lo=0, hi=param.numel())
+        return
+    tensors = {**grads.sharded_params, **grads.frozen_shards}
+    for name, param in model.params.items():
+        if name in tensors:
+            lo, hi = grads.shard_ranges[name]
+            if lo < hi:
+                sharded_axes = grads.shard_axes.get(name, ())
+                yield _param_state(model, name, tensors[name], lo=lo, hi=hi, sharded_axes=sharded_axes)
+        elif not param.requires_grad:
+            yield _param_state(model, name, param, lo=0, hi=param.numel())
+
+
+def _param_state(
+    model: ParallelModel,
+    name: str,
+    tensor: Tensor,
+    *,
+    lo: int,
+    hi: int,
+    sharded_axes: tuple[str, ...] = (),
+) -> ParamState:
+    param, comm = model.shards[name], model.comm
+    distinct_axes = (PP, *param.shard_axes, *sharded_axes)
+    replica_axes = tuple(axis for axis, _ in comm.mesh.axes if axis not in distinct_axes)
+    is_alias = any(tie.name == name and not tie.is_owner for tie in model.cross_stage_ties)
+    return ParamState(
+        param=param,
+        lo=lo,
+        hi=hi,
+        tensors={MODEL: tensor},
+        scalars={},
+        num_replicas=comm.degree(replica_axes),
+        replica=comm.index(replica_axes),
+        is_alias=is_alias,
+    )

@@ -1,0 +1,77 @@
+"""Write items: the named pieces of tensors that one rank writes, and snapshots of them that training cannot change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint.format import DTYPES
+from weft.core.axes import Box
+from weft.errors import CheckpointError, Fault
+
+
+@dataclass(frozen=True, eq=False)
+class WriteItem:
+    """A piece of one stored tensor that this rank writes.
+
+    Attributes:
+        name: stored name: `model/layer0.attn.q.weight`, `optim/exp_avg/layer0.attn.q.weight`.
+        shape: shape of the whole tensor.
+        box: position of the piece in the whole tensor; an empty box only declares that the tensor exists.
+        tensor: the entries, in the shape of the box.
+
+    Raises:
+        CheckpointError: name, shape, box, tensor or dtype are inconsistent.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        fault = self._fault()
+        if fault is not None:
+            raise CheckpointError(fault)
+
+    def _fault(self) -> Fault | None:
+        parts = self.name.split("/")
+        if len(parts) < 2 or not all(parts):
+            return Fault(self.name, "is not a valid name of a stored tensor", need="section/parameter")
+        whole = Box.whole(self.shape)
+        if len(self.box.lo) != len(self.shape) or self.box & whole != self.box:
+            return Fault(self.name, "the piece lies outside its tensor", str(self.box), f"within {self.shape}")
+        tensor_shape = tuple(self.tensor.shape)
+        if tensor_shape != self.box.shape:
+            what = "the piece and its box have different shapes"
+            return Fault(self.name, what, str(tensor_shape), str(self.box.shape))
+        if dtype_name(self.tensor.dtype) not in DTYPES:
+            return Fault(self.name, "this dtype cannot be stored", str(self.tensor.dtype), ", ".join(DTYPES))
+        return None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the piece, bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def snapshot(items: Iterable[WriteItem]) -> tuple[WriteItem, ...]:
+    """Copies of the items on the CPU, which later training steps do not change. Copies from a device run concurrently."""
+    sources = tuple(items)
+    copies = []
+    for item in sources:
+        tensor = item.tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        copy.copy_(tensor.detach(), non_blocking=True)
+        copies.append(replace(item, tensor=copy))
+    for device in {item.tensor.device for item in sources if item.tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+    return tuple(copies)

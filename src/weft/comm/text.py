@@ -1,0 +1,52 @@
+"""Text across ranks: gather or broadcast strings, and raise a checkpoint error on every rank together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from weft.comm.comm import Comm
+from weft.errors import CheckpointError, Fault
+
+
+def all_gather_text(comm: Comm, text: str) -> tuple[str, ...]:
+    """The text of every rank of the mesh, in rank order; every rank must call it."""
+    axes = tuple(name for name, _ in comm.mesh.axes)
+    encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
+    local_length = torch.tensor([len(encoded)], device=comm.device)
+    lengths = comm.all_gather(local_length, axes).tolist()
+    if not any(lengths):
+        return ("",) * comm.mesh.size
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=comm.device)
+    padded[: len(encoded)] = encoded
+    rows = comm.all_gather(padded.unsqueeze(0), axes).cpu()
+    texts = []
+    for row, length in zip(rows, lengths, strict=True):
+        texts.append(bytes(row[:length].tolist()).decode())
+    return tuple(texts)
+
+
+def broadcast_text(comm: Comm, text: str) -> str:
+    """The text of rank 0 on every rank; every rank must call it."""
+    local = text if comm.rank == 0 else ""
+    return all_gather_text(comm, local)[0]
+
+
+def raise_on_all_ranks(comm: Comm, action: Callable[[], None]) -> None:
+    """Call `action` on every rank; where it raises a CheckpointError on one rank, raise one on all ranks.
+
+    Raises:
+        CheckpointError: this rank's own error, or a report of the error of the lowest failing rank.
+    """
+    faults: tuple[Fault, ...] = ()
+    try:
+        action()
+    except CheckpointError as error:
+        faults = error.faults
+    texts = all_gather_text(comm, "; ".join(str(fault) for fault in faults))
+    if faults:
+        raise CheckpointError(*faults)
+    for rank, text in enumerate(texts):
+        if text:
+            raise CheckpointError(Fault("resume", f"rank {rank} ({comm.mesh.coord_text(rank)}) failed: {text}"))

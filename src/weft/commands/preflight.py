@@ -1,0 +1,217 @@
+"""Checks of a run's environment before torch is imported: run folder, port, world size, device, initial parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.metadata
+import os
+import socket
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from weft.checkpoint.folder import FOLDER
+from weft.checkpoint.resume import AUTO, check_model, find_checkpoint, starts_new
+from weft.config.checks import Check
+from weft.config.run import Run
+from weft.errors import CheckpointError, Fault, LaunchError
+from weft.hf.match import match_folder
+from weft.run.world import detect
+
+RUNS = Path("runs")
+EVENTS = "events.jsonl"
+RANK_VARIABLES = ("RANK", "SLURM_PROCID")
+LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
+GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
+
+
+def is_first(env: Mapping[str, str], names: Iterable[str] = RANK_VARIABLES) -> bool:
+    """Whether this process is the first rank (or starts all of them)."""
+    for name in names:
+        if name in env:
+            return env[name] == "0"
+    return True
+
+
+def is_joining(env: Mapping[str, str]) -> bool:
+    """Whether torchrun or Slurm has started the ranks; `world_faults` reports an incomplete environment."""
+    try:
+        return detect(env) is not None
+    except LaunchError:
+        return True
+
+
+def new_run_folder(run: Run, now: datetime) -> Path:
+    """A run folder that does not exist yet: `runs/llama3-tiny-20260131-120000`."""
+    base = RUNS / f"{run.model.preset or run.model.name}-{now:%Y%m%d-%H%M%S}"
+    folder = base
+    number = 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder
+
+
+def world_faults(run: Run) -> Iterable[Fault]:
+    """The number of ranks, started or requested, must be the size of the mesh."""
+    size = run.device_mesh.size
+    mesh = repr(str(run.device_mesh))
+    try:
+        world = detect(os.environ)
+    except LaunchError as error:
+        yield from error.faults
+        return
+    started = str(world.size) if world else os.environ.get("WORLD_SIZE", str(size))
+    if started != str(size):
+        got = f"{started} ranks started" if world else f"WORLD_SIZE={started}"
+        fix = f"start {size} ranks, or choose a mesh of {started} such as --mesh dp{started}"
+        yield Fault("mesh", "differs from the world size", got, f"{size} for {mesh}", fix)
+    if world is None and run.nproc not in (None, size):
+        fix = f"--nproc {size}, or a mesh of {run.nproc} such as --mesh dp{run.nproc}"
+        yield Fault("nproc", "differs from the mesh", f"{run.nproc}", f"{size} for {mesh}", fix)
+
+
+def out_faults(run: Run) -> Iterable[Fault]:
+    """The run folder must be writable and hold no other run; only the first rank checks."""
+    if not is_first(os.environ):
+        return
+    out = Path(run.out) if run.out else RUNS
+    holds_run = any(os.path.exists(out / name) for name in (EVENTS, FOLDER))
+    if run.out and holds_run and not resumes_in(run, out):
+        fix = "--resume auto to resume it, another --out, or none for a new folder under runs/"
+        yield Fault("out", "holds a run already", repr(str(out)), f"a folder without {EVENTS}", fix)
+        return
+    problem = _write_problem(out)
+    if problem is not None:
+        yield Fault("out", "cannot be written", f"{str(out)!r}: {problem}", "a folder", "choose another --out")
+
+
+def resumes_in(run: Run, out: Path) -> bool:
+    """Whether the checkpoint that the run resumes is in its own folder."""
+    if run.resume is None:
+        return False
+    if run.resume == AUTO:
+        return True
+    named = Path(run.resume).resolve()
+    return out.resolve() in (named, named.parent, named.parent.parent)
+
+
+def _write_problem(folder: Path) -> str | None:
+    """Why `folder` cannot be created or written, judged by its nearest existing parent; creates nothing."""
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(folder)  # rejects names that no file system takes
+        existing = folder
+        while not os.path.lexists(existing):
+            existing = existing.parent
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+    except ValueError as error:  # a zero byte in the name
+        return str(error)
+
+
+def port_faults(run: Run) -> Iterable[Fault]:
+    """The rendezvous port must be free; only the process that opens it checks."""
+    if run.port is None or is_joining(os.environ):
+        return
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", run.port))
+        except OSError as error:
+            fix = "choose another --port, or leave it out for a free one"
+            yield Fault("port", "cannot be opened", f"{run.port}: {error.strerror}", "a free port", fix)
+
+
+def device_faults(run: Run) -> Iterable[Fault]:
+    """If cuda is requested there must be a GPU, as far as can be seen without torch."""
+    if run.device != "cuda":
+        return
+    fix = "--device cpu, or auto"
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        yield Fault("device", "this torch is built without CUDA", "cuda", "cpu", fix)
+    elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        yield Fault("device", "CUDA_VISIBLE_DEVICES hides all GPUs", "cuda", "cpu", fix)
+    elif not any(glob.glob(pattern) for pattern in GPU_FILES):
+        yield Fault("device", "there is no GPU", "cuda", "cpu", fix)
+
+
+def from_hf_faults(run: Run) -> Iterable[Fault]:
+    """The Hugging Face folder that a new run starts from must hold the model's tensors, judged by their names."""
+    if run.model.from_hf is None or not starts_new(run):
+        return
+    try:
+        match_folder(Path(run.model.from_hf), run.model)
+    except CheckpointError as error:
+        for fault in error.faults:
+            yield replace(fault, key="model.from_hf", what=f"{fault.key}: {fault.what}")
+
+
+def lora_base_faults(run: Run) -> Iterable[Fault]:
+    """The checkpoint that `lora.base` means must exist and be of this model, judged by its manifest.
+
+        lora.base = runs/x                      the newest valid checkpoint of that run
+        lora.base = runs/x/ckpt/step-000100     this checkpoint
+
+    Adapters that it has itself are merged into its parameters.
+    """
+    key = "lora.base"
+    base = run.lora.base
+    if base is None:
+        return
+    if not run.lora.rank:
+        what = "is 0, no adapters, but lora.base names their base model"
+        yield Fault("lora.rank", what, fix="--lora.rank 8")
+        return
+    if run.model.from_hf is not None:
+        what = "the model has initial parameters already"
+        yield Fault(key, what, f"model.from_hf {run.model.from_hf!r}", fix="name one of them")
+        return
+    if "\0" in base:
+        yield Fault(key, "is not a valid file name", repr(base))
+        return
+    try:
+        found = find_checkpoint(base, run.out)
+        if found.path is not None and found.manifest is not None:
+            facts = found.manifest.facts
+            check_model(found.path, facts, family=run.model.name, architecture=run.model.architecture)
+            return
+    except CheckpointError as error:
+        for fault in error.faults:
+            yield Fault(key, f"{fault.key}: {fault.what}", fault.got, fault.need, fault.fix)
+        return
+    if found.faults:
+        yield found.faults[0]
+    else:
+        fix = "a run with --save.every, or one of its checkpoints"
+        yield Fault(key, "holds no checkpoint", repr(base), fix=fix)
+
+
+def notes(run: Run) -> tuple[str, ...]:
+    """Warnings that do not prevent the run."""
+    found = []
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    size = run.device_mesh.size
+    if run.device == "cpu" and not is_joining(os.environ) and size > num_cores:
+        found.append(f"{size} ranks share {num_cores} cores: correct, but slower than {num_cores} ranks")
+    if run.lora.rank and run.model.from_hf is None and run.lora.base is None and starts_new(run):
+        found.append(
+            "warning: the base model of the LoRA adapters has random weights; "
+            "set --model.from_hf or --lora.base to a trained model"
+        )
+    return tuple(found)
+
+
+CHECKS = (
+    Check(("mesh", "nproc"), world_faults),
+    Check(("out", "resume"), out_faults),
+    Check(("port",), port_faults),
+    Check(("device",), device_faults),
+    Check(("model", "resume"), from_hf_faults),
+    Check(("lora.base", "lora.rank", "model"), lora_base_faults),
+)

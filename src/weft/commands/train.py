@@ -1,0 +1,82 @@
+"""`weft train`: start or join the ranks, and run the training loop on each of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+from weft.config.run import Run
+from weft.errors import EXIT_PREEMPTED
+from weft.parallel.model.parallelize import ParallelModel
+from weft.run.launch import join, launch
+from weft.run.rank_setup import choose_device, open_comm
+from weft.run.signals import StopRequest
+from weft.run.world import World, detect
+from weft.train.build import build_training, check_initial_parameters
+from weft.train.event_log import EventLog
+from weft.train.loop import Event, run_training
+from weft.view.live import open_view
+
+PROMPT = "def "
+
+GenerateText = Callable[[Run, ParallelModel, str], str]
+"""(run, the trained model, a prompt) -> `run.sample` tokens of text; called on every rank, equal on every rank."""
+
+
+def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
+    """Train on the ranks that torchrun or Slurm has started, or on local ones started here; returns the exit code.
+
+    `generate_text` is called on every rank after the last step of a run with `sample`.
+    """
+    check_initial_parameters(run)
+    out = Path(run.out) if run.out else None
+    stop_request = StopRequest()
+    main = partial(train_rank, run, stop_request, generate_text)
+    world = detect(os.environ)
+    if world is not None:
+        return join(main, world, mesh=run.device_mesh, out=out)
+    with stop_request if run.transport == "threads" else nullcontext():  # only the main thread receives signals
+        return launch(
+            main,
+            run.device_mesh.size,
+            transport=run.transport,
+            device=run.device,
+            port=run.port,
+            mesh=run.device_mesh,
+            out=out,
+        )
+
+
+def train_rank(run: Run, stop_request: StopRequest, generate_text: GenerateText | None, world: World) -> None:
+    """Entry point of one rank.
+
+    Raises:
+        SystemExit: with code 75, if the run was asked to stop and has saved.
+    """
+    device = choose_device(run.device, local_rank=world.local_rank, local_size=world.local_size)
+    with stop_request, open_comm(world, run.device_mesh, device) as comm, open_event_log(run, world) as log:
+        training = build_training(run, comm, stop_requested=lambda: stop_request.requested)
+        outcome = run_training(training, log, at_end=_sample_event(run, training.step.model, generate_text))
+    if outcome == "stopped":
+        raise SystemExit(EXIT_PREEMPTED)
+
+
+def open_event_log(run: Run, world: World) -> EventLog:
+    """The run folder and the view on rank 0; an event log without outputs on other ranks."""
+    if world.rank > 0:
+        return EventLog(None)
+    return EventLog(Path(run.out) if run.out else None, [open_view()])
+
+
+def _sample_event(run: Run, model: ParallelModel, generate_text: GenerateText | None) -> Callable[[], Event] | None:
+    """Returns the `sample` event of a run with `sample`; every rank must call it."""
+    if not run.sample or generate_text is None:
+        return None
+
+    def sample_event() -> Event:
+        return {"event": "sample", "prompt": PROMPT, "text": generate_text(run, model, PROMPT)}
+
+    return sample_event

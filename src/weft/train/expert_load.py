@@ -1,0 +1,50 @@
+"""Expert load of a step: tokens per expert summed over all ranks, its imbalance, and the update of router biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.comm import Comm
+from weft.core.axes import data_axes
+from weft.models.common.moe import MoE, Router, rebalance
+
+
+def router_of(block: nn.Module) -> Router:
+    """The router of a block with experts."""
+    for module in block.modules():
+        if isinstance(module, MoE):
+            return module.router
+    raise AssertionError("a block that reports an expert load has an MoE module")
+
+
+def sum_loads(loads: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]:
+    """Tokens per expert (int64, exact), by block, summed over all ranks with different tokens.
+
+    Ranks of one pipeline stage hold the same blocks; every one of them must call this.
+    """
+    if not loads:
+        return {}
+    local = torch.stack(tuple(loads.values()))
+    total = comm.all_reduce(local, data_axes(comm.mesh))
+    return dict(zip(loads, total.unbind(0), strict=True))
+
+
+@torch.no_grad()
+def rebalance_routers(blocks: Mapping[str, nn.Module], loads: Mapping[str, Tensor]) -> None:
+    """Update each router's bias, where it has one, by the global load of the step. Source: Wang et al. 2024."""
+    for name, load in loads.items():
+        router = router_of(blocks[name])
+        if router.bias is not None and router.rate:
+            router.bias.copy_(rebalance(router.bias, load, rate=router.rate))
+
+
+def imbalance(loads: Mapping[str, Tensor]) -> float:
+    """Largest over mean load of an expert, in the worst block; 1 is balanced, 0 without experts."""
+    worst = 0.0
+    for load in loads.values():
+        ratio = (load.max() * load.numel()) / load.sum()
+        worst = max(worst, ratio.item())
+    return worst
