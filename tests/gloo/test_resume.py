@@ -17,7 +17,7 @@ import pytest
 
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.read import open_checkpoint
-from weft.errors import EXIT_OK, EXIT_PREEMPTED
+from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED
 from weft.train.event_log import EVENTS, read_events, step_history
 
 WORDS = (
@@ -84,7 +84,7 @@ def test_asked_to_leave_then_killed_then_started_again_it_ends_with_the_same_num
     assert (process.returncode, told) == (EXIT_PREEMPTED, "")
     stopped_at = next(checkpoints(out))[0]
     assert shown.rstrip().endswith(
-        f"stopped after step {stopped_at} and saved. To go on: weft train {out}/run.toml --resume auto"
+        f"stopped after step {stopped_at} and saved. Resume: weft train {out}/run.toml --resume auto"
     )
     with running(folder, *again, *FOREVER) as process:
         wait_until(
@@ -131,7 +131,8 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_costs_a_warning_and_not_the_run(folder, small_disk):
     out = small_disk / "run"
-    shown = finished(folder, "--out", str(out), "--steps", "5", "--save.every", "2", "--save.keep", "9")
+    keys = ("--steps", "5", "--save.every", "2", "--save.keep", "9", "--save.at_end", "False")
+    shown = finished(folder, "--out", str(out), *keys)
     events = list(read_events(out / EVENTS))
     assert [event["step"] for event in events if event["event"] == "save"] == [2]
     (path,) = [path for _, path in checkpoints(out)]
@@ -141,3 +142,15 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(folder, small_disk):
     assert "KiB needed" in warning
     assert "KiB free" in warning
     assert warning.endswith(f"Training continues; the newest checkpoint is {path}")
+
+
+def test_a_last_checkpoint_that_cannot_be_saved_is_a_failed_run(folder, small_disk):
+    out = small_disk / "run"
+    words = ("--out", str(out), "--steps", "3", "--save.every", "2", "--save.keep", "9")
+    ran = subprocess.run(command(folder, *words), capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert ran.returncode == EXIT_FAILED
+    assert "finished after step 3, which could not be saved: " in ran.stderr
+    assert "the disk is full" in ran.stderr
+    *_, end = read_events(out / EVENTS)
+    assert (end["event"], end["status"], end["steps"]) == ("end", "failed", 3)
+    assert [step for step, _ in checkpoints(out)] == [2]

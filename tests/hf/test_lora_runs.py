@@ -151,7 +151,7 @@ def test_commands_from_a_base_to_both_exports(tmp_path: Path, capsys: pytest.Cap
         assert refused(["train", *short, *adapters, "--resume", out, *words], capsys).startswith(told)
     for words, told in (
         (("--lora.rank", "2", "--lora.base", base, "--model.dim", "32"), "error: lora.base: "),
-        (("--lora.base", base), "error: lora.rank: is 0, no adapters, and lora.base names what they stand beside"),
+        (("--lora.base", base), "error: lora.rank: is 0, no adapters, but lora.base names their base model"),
         (("--lora.rank", "2", "--lora.base", str(tmp_path)), "error: lora.base: "),
     ):
         assert refused(["train", *short, *words], capsys).startswith(told)
