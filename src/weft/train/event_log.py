@@ -13,7 +13,8 @@ An event is a flat dict with an "event" key:
     save_failed  step, why, need_bytes, free_bytes, newest (the newest checkpoint that exists): training goes on
     resume  step, path (null: no checkpoint yet, a new run starts), layout (that wrote it), passed_over (newer, damaged):
             steps above `step` before this line are of a run that was killed; `step_history` leaves them out
-    end     last: status (finished, stopped, failed, interrupted), steps, seconds; error, if it failed
+    end     last: status (finished, stopped, failed, interrupted), steps, seconds; checkpoint (the newest) and text (a line for
+            the reader), or error if it failed
 
 An event is written by one call. A kill can cut that call short where a line crosses a page: readers ignore an incomplete last
 line, and the next writer removes it. Numbers keep full precision. JSON cannot express NaN and infinity: they are the strings

@@ -99,16 +99,16 @@ def run_training(training: Training, log: EventLog, *, at_end: Callable[[], Even
             log.emit(event)
         raise _non_finite_error(error, training.run_folder) from None
     outcome: Outcome = "finished" if num_done >= schedule.total else "stopped"
-    for event in saver.finish(num_done, save=training.save_at_end or outcome == "stopped"):
+    is_saved = training.save_at_end or outcome == "stopped"
+    for event in saver.finish(num_done, save=is_saved):
         log.emit(event)
-    if saver.error:
+    if is_saved and saver.error:
         raise WeftError(f"{outcome} after step {num_done}, which could not be saved: {saver.error}")
     if at_end is not None and outcome == "finished":
         log.emit(at_end())
-    if outcome == "stopped":
-        log.emit({"event": "note", "text": _stop_note(num_done, training.run_folder)})
     newest = newest_path(training.run_folder)
-    log.end(outcome, checkpoint=str(newest) if newest else None)
+    text = _stop_note(num_done, training.run_folder) if outcome == "stopped" else ""
+    log.end(outcome, checkpoint=str(newest) if newest else None, text=text)
     return outcome
 
 
