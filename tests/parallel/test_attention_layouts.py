@@ -17,7 +17,7 @@ from weft.models import FAMILIES
 from weft.models.common.attention import Attend
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
-from weft.prove.trace import WriteItem, differences, uncovered
+from weft.prove.trace import RankTrace, differences, uncovered
 from weft.testing import run_ranks
 
 LLAMA = FAMILIES["llama3"]
@@ -61,7 +61,7 @@ class RankSteps:
 
     case: Case
 
-    def __call__(self, comm: Comm) -> WriteItem:
+    def __call__(self, comm: Comm) -> RankTrace:
         steps = batches(self.case)
         return run_layout(
             FAMILY, self.case.config, steps, plan=self.case.plan, comm=comm, seed=SEED, optimizer=adamw, lr=LR
