@@ -2,7 +2,7 @@
 
     .venv/bin/python examples/collectives.py
 
-Four ranks stand along one mesh axis, "dp"; the same words work along every axis of every mesh.
+Four ranks along one mesh axis, "dp"; the same calls work along every axis of every mesh.
 
     all_reduce          all_gather          reduce_scatter          all_to_all
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from blackboard import numbers, same, say, table
+from example_tools import numbers, same, say, table
 from torch import Tensor
 
 import weft
@@ -29,7 +29,7 @@ AXIS = "dp"
 
 @dataclass(frozen=True)
 class Lesson:
-    """A collective, and the same on one process that sees `xs`, what all ranks bring: `count` numbers each."""
+    """A collective, and the same on one process from `xs`, the inputs of all ranks: `count` numbers each."""
 
     name: str
     meaning: str
@@ -38,18 +38,18 @@ class Lesson:
     count: int = RANKS
 
 
-def brings(rank: int, count: int = RANKS) -> Tensor:
-    """Rank 2 brings [20 21 22 23]."""
+def input_of(rank: int, count: int = RANKS) -> Tensor:
+    """The input of rank 2 is [20 21 22 23]."""
     return 10.0 * rank + torch.arange(count, dtype=torch.float64)
 
 
 def total(xs: Sequence[Tensor]) -> Tensor:
-    """What one process adds up."""
+    """The sum on one process."""
     return torch.stack([*xs]).sum(0)
 
 
 def scatter(comm: Comm, x: Tensor) -> Tensor:
-    """Only the root has pieces to give; everybody says where its piece is to be put."""
+    """Only the root passes pieces; every rank passes the memory for its own."""
     pieces = x.split(1) if comm.index(AXIS) == 3 else None
     return comm.scatter(pieces, torch.empty(1, dtype=x.dtype), AXIS, root=3)
 
@@ -61,32 +61,33 @@ def gather(comm: Comm, x: Tensor) -> Tensor | None:
 
 
 def ring(comm: Comm, x: Tensor) -> Tensor:
-    """Both ways at once. With a plain `send` here everybody would wait for somebody who waits, too."""
+    """Send and receive at once. With a blocking `send` every rank would wait for a rank that waits too: a deadlock."""
     me = comm.index(AXIS)
-    sending = comm.start_send(x, AXIS, to=(me + 1) % RANKS)
-    came = comm.recv(torch.empty_like(x), AXIS, source=(me - 1) % RANKS)
-    sending.wait()
-    return came
+    send = comm.start_send(x, AXIS, to=(me + 1) % RANKS)
+    received = comm.recv(torch.empty_like(x), AXIS, source=(me - 1) % RANKS)
+    send.wait()
+    return received
 
 
 # fmt: off
 LESSONS = (
-    Lesson("all_reduce", "everybody gets the sum",
+    Lesson("all_reduce", "every rank gets the sum",
            lambda comm, x: comm.all_reduce(x, AXIS), lambda xs, _: total(xs)),
-    Lesson("all_reduce avg", "everybody gets the mean",
+    Lesson("all_reduce avg", "every rank gets the mean",
            lambda comm, x: comm.all_reduce(x, AXIS, op="avg"), lambda xs, _: total(xs) / RANKS),
-    Lesson("all_reduce max", "everybody gets the largest",
+    Lesson("all_reduce max", "every rank gets the largest",
            lambda comm, x: comm.all_reduce(x, AXIS, op="max"), lambda xs, _: torch.stack([*xs]).amax(0)),
-    Lesson("all_gather", "everybody gets everything, in the order of ranks",
+    Lesson("all_gather", "every rank gets all inputs, in the order of ranks",
            lambda comm, x: comm.all_gather(x, AXIS), lambda xs, _: torch.cat([*xs]), count=2),
-    Lesson("reduce_scatter", "the sum is made, and each rank keeps one piece of it",
+    Lesson("reduce_scatter", "each rank gets one piece of the sum",
            lambda comm, x: comm.reduce_scatter(x, AXIS), lambda xs, me: total(xs)[me : me + 1]),
     Lesson("all_to_all", "piece j goes to rank j: rows become columns",
            lambda comm, x: comm.all_to_all(x, AXIS), lambda xs, me: torch.stack([*xs])[:, me]),
-    Lesson("broadcast", "everybody gets what the root has, here rank 2",
+    Lesson("broadcast", "every rank gets the input of the root, here rank 2",
            lambda comm, x: comm.broadcast_(x.clone(), AXIS, root=2), lambda xs, _: xs[2]),
-    Lesson("scatter", "the root deals its pieces out, here rank 3", scatter, lambda xs, me: xs[3][me : me + 1]),
-    Lesson("gather", "the root collects, here rank 1", gather,
+    Lesson("scatter", "every rank gets one piece of the input of the root, here rank 3", scatter,
+           lambda xs, me: xs[3][me : me + 1]),
+    Lesson("gather", "the root, here rank 1, gets all inputs", gather,
            lambda xs, me: torch.cat([*xs]) if me == 1 else None, count=2),
     Lesson("send and recv", "a ring: to the rank after, from the rank before", ring, lambda xs, me: xs[me - 1]),
 )
@@ -94,32 +95,32 @@ LESSONS = (
 
 
 def teach(lesson: Lesson, comm: Comm) -> None:
-    """Show one collective and hold it against one process."""
-    me, xs = comm.index(AXIS), [brings(rank, lesson.count) for rank in range(RANKS)]
+    """Show one collective and compare it with one process."""
+    me, xs = comm.index(AXIS), [input_of(rank, lesson.count) for rank in range(RANKS)]
     after, want = lesson.together(comm, xs[me]), lesson.alone(xs, me)
     say(comm, f"\n{lesson.name}: {lesson.meaning}")
     table(comm, ("before", "after"), (numbers(xs[me]), "-" if after is None else numbers(after)))
     if after is None or want is None:
-        assert after is want, f"{lesson.name}: only the root gets something"
+        assert after is want, f"{lesson.name}: only the root gets a result"
         return
     same(lesson.name, after, want)
 
 
 def teach_waiting(comm: Comm) -> None:
-    """Start now, compute, wait later. Rank 3 comes only when the others told it that they had started and looked."""
-    me, seen, go = comm.index(AXIS), "came last", torch.zeros(1)
+    """Start, compute, wait. Rank 3 starts only after the others have sent it a message that they have started."""
+    me, seen, go = comm.index(AXIS), "started last", torch.zeros(1)
     if me == 3:
         for early in range(3):
             comm.recv(go, AXIS, source=early)
-    work = comm.start_all_reduce(brings(me), AXIS)
-    if me < 3:  # ... here is the time to compute something that does not need the sum
+    work = comm.start_all_reduce(input_of(me), AXIS)
+    if me < 3:  # here a program computes what does not need the sum
         seen = str(work.is_completed())
         comm.send(go, AXIS, to=3)
     after = work.wait()
-    say(comm, "\nstart_all_reduce: the same in two halves, and time to compute between them")
+    say(comm, "\nstart_all_reduce: start and wait are two calls, with time to compute between them")
     table(comm, ("is_completed() after start", "after wait()"), (seen, numbers(after)))
-    same("start_all_reduce", after, total([brings(rank) for rank in range(RANKS)]))
-    assert seen != "True", "nobody can have the sum before rank 3 came"
+    same("start_all_reduce", after, total([input_of(rank) for rank in range(RANKS)]))
+    assert seen != "True", "no rank has the sum before rank 3 has started"
 
 
 def main() -> None:

@@ -11,8 +11,8 @@
 The loss of the batch is a mean over 32 rows. So each rank divides the sum over its own 8 rows by 32, not by 8: then the
 gradients of all ranks simply add up to that of one process.
 
-The second half does the same with overlap. A backward finds the gradients of the last layer first; they can travel while
-those of the first layer are still being computed:
+The second half does the same with overlap. A backward computes the gradients of the last layer first; they can be reduced
+while those of the first layer are still being computed:
 
     compute   │ backward of layer 1 │ backward of layer 0 │
     network   │                     │ all_reduce bucket 1 │ all_reduce bucket 0 │ <- only this is waited for
@@ -24,7 +24,7 @@ import copy
 from dataclasses import dataclass, field
 
 import torch
-from blackboard import gradient, same_gradients, say
+from example_tools import gradient, same_gradients, say
 from torch import Tensor, nn
 
 import weft
@@ -35,39 +35,40 @@ RANKS, ROWS, STEPS, LR = 4, 32, 3, 0.1
 
 @dataclass
 class Bucket:
-    """Gradients of one layer in one flat piece of memory, so that they travel as one message."""
+    """Gradients of one layer in one flat tensor, so that they are reduced in one collective."""
 
     comm: Comm
     name: str
     params: list[nn.Parameter]
-    told: list[str]
+    log: list[str]
     flat: Tensor = field(init=False)
     missing: int = 0
     work: Work | None = None
 
     def __post_init__(self) -> None:
-        self.flat = torch.zeros(sum(param.numel() for param in self.params), dtype=torch.float64)
-        for param, view in zip(self.params, self.flat.split([p.numel() for p in self.params]), strict=True):
+        sizes = [param.numel() for param in self.params]
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float64)
+        for param, view in zip(self.params, self.flat.split(sizes), strict=True):
             param.grad = view.view_as(param)  # autograd adds into the bucket from now on
-            param.register_post_accumulate_grad_hook(self.found)
+            param.register_post_accumulate_grad_hook(self.on_gradient)
 
     def clear(self) -> None:
-        """Be ready for the next backward."""
+        """Set the gradients to 0, before the next backward."""
         self.flat.zero_()
         self.missing = len(self.params)
 
-    def found(self, _: Tensor) -> None:
-        """Autograd has one more gradient; after the last of this bucket, all of them start to travel."""
+    def on_gradient(self, _: Tensor) -> None:
+        """Hook: autograd has computed one more gradient; after the last of this bucket, the all_reduce starts."""
         self.missing -= 1
         if not self.missing:
             self.work = self.comm.start_all_reduce_(self.flat, "dp")
-            self.told.append(f"{self.name} starts to travel")
+            self.log.append(f"all_reduce of {self.name} starts")
 
     def wait(self) -> None:
-        """Until the sum is there."""
+        """Wait for the sum over ranks."""
         assert self.work is not None, "the backward has passed this bucket"
         self.work.wait()
-        self.told.append(f"{self.name} has arrived")
+        self.log.append(f"all_reduce of {self.name} has ended")
 
 
 def model() -> nn.Sequential:
@@ -77,7 +78,7 @@ def model() -> nn.Sequential:
 
 
 def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The rows' share of the mean over the whole batch."""
+    """What these rows add to the mean over the whole batch."""
     total: Tensor = (net(x) - y).square().sum()
     return total / (ROWS * y.shape[1])
 
@@ -93,9 +94,9 @@ def main() -> None:
     comm = weft.init(f"dp{RANKS}", device="cpu")
     alone = model()
     plain, overlapped = copy.deepcopy(alone), copy.deepcopy(alone)
-    told: list[str] = []
-    buckets = [Bucket(comm, f"layer {i}", [*overlapped[2 * i].parameters()], told) for i in (1, 0)]
-    overlapped.get_parameter("0.weight").register_hook(lambda _: told.append("layer 0 has its weight's gradient"))
+    log: list[str] = []
+    buckets = [Bucket(comm, f"layer {i}", [*overlapped[2 * i].parameters()], log) for i in (1, 0)]
+    overlapped.get_parameter("0.weight").register_hook(lambda _: log.append("gradient of layer 0's weight"))
     x, y = torch.randn(ROWS, 6, dtype=torch.float64), torch.randn(ROWS, 3, dtype=torch.float64)
     own_x, own_y = (whole.chunk(RANKS)[comm.index("dp")] for whole in (x, y))
     for number in range(STEPS):
@@ -107,7 +108,7 @@ def main() -> None:
         for param in plain.parameters():
             comm.all_reduce_(gradient(param), "dp")
 
-        told.clear()  # own rows; gradients are summed while the backward still runs
+        log.clear()  # own rows; gradients are summed while the backward still runs
         for bucket in buckets:
             bucket.clear()
         loss(overlapped, own_x, own_y).backward()
@@ -119,8 +120,8 @@ def main() -> None:
         for net in (alone, plain, overlapped):
             step(net)
         say(comm, f"step {number}   loss {comm.all_reduce(loss(alone, own_x, own_y).detach(), 'dp').item():.6f}")
-    say(comm, "\nthe last backward, as rank 0 saw it:\n  " + "\n  ".join(told))
-    assert told.index("layer 1 starts to travel") < told.index("layer 0 has its weight's gradient"), "overlap"
+    say(comm, "\nevents of the last backward on rank 0:\n  " + "\n  ".join(log))
+    assert log.index("all_reduce of layer 1 starts") < log.index("gradient of layer 0's weight"), "overlap"
     say(comm, f"\nequal: gradients of {RANKS} ranks x {ROWS // RANKS} rows are those of one process on {ROWS} rows")
 
 

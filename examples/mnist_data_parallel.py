@@ -1,15 +1,15 @@
-"""Handwritten digits with data parallelism, two ways: one line more than one process, and the same numbers.
+"""Handwritten digits with data parallelism, two ways, each one line more than one process; the numbers are the same.
 
     .venv/bin/python examples/mnist_data_parallel.py                    # scikit-learn's 1,797 digits
     .venv/bin/python examples/mnist_data_parallel.py path/to/mnist      # a folder with MNIST's IDX files, gzipped or not
 
-weft.DistributedDataParallel: one process a device, every one with the whole script and a replica of its own
+weft.DistributedDataParallel: one process a device, each runs the whole script on its own replica
 
-               ┌─ rows 0 2 4 ... ─> net on rank 0 ─┐ gradients travel in buckets
-    a batch ───┤                                   ├─ and become their mean ─> the same update on both
+               ┌─ rows 0 2 4 ... ─> net on rank 0 ─┐ gradients are reduced in buckets
+    a batch ───┤                                   ├─ to their mean            ─> the same update on both
                └─ rows 1 3 5 ... ─> net on rank 1 ─┘ while the backward runs
 
-weft.DataParallel: one process, a thread a device; the input is cut, the outputs are joined, the loss is one
+weft.DataParallel: one process, a thread a device; the input is split, the outputs are joined, one loss
 
                ┌─ first half ─> replica on device 0 ─┐
     a batch ───┤                                     ├─> outputs ─> loss ─> gradients are summed onto the one net
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from blackboard import same, say
+from example_tools import same, say
 from torch import Tensor, nn
 
 import weft
@@ -32,7 +32,7 @@ from weft.data.images import digits, read_pair
 
 RANKS, DEVICES, BATCH, EPOCHS, LR, HELD_OUT, MOST = 2, ("cpu", "cpu"), 64, 6, 0.3, 360, 4_000
 ALLOWED = 1e-9
-"""Some hundred updates in float64, each rounded at 1e-16, and each a little further from the other."""
+"""Largest difference after some hundred updates in float64, each rounded at 1e-16."""
 
 
 def load(words: list[str]) -> tuple[Tensor, Tensor]:
@@ -53,7 +53,7 @@ def batches(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(net: nn.Module, data: Iterator[tuple[Tensor, Tensor]], after_backward: Callable[[], None]) -> None:
-    """The loop that everybody knows."""
+    """The usual training loop."""
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     for x, y in data:
         optimizer.zero_grad()
@@ -63,15 +63,15 @@ def train(net: nn.Module, data: Iterator[tuple[Tensor, Tensor]], after_backward:
 
 
 def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of digits that are told right; it learned something."""
+    """Fraction of digits that are classified correctly; it must be above 0.9."""
     with torch.no_grad():
         right: float = (net(images).argmax(1) == labels).double().mean().item()
-    assert right > 0.9, f"it learned less than it should: accuracy {right:.3f}"
+    assert right > 0.9, f"accuracy is too low: {right:.3f}"
     return right
 
 
 def main() -> None:
-    images, labels = load(sys.argv[1:])  # once, before there are ranks: they share this memory
+    images, labels = load(sys.argv[1:])  # once, before the ranks start: they share this memory
     comm = weft.init(f"dp{RANKS}", device="cpu")
     me = comm.index("dp")
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def main() -> None:
     for name, param in alone.named_parameters():
         same(f"DistributedDataParallel: {name}", on_ranks.get_parameter(name), param, allowed=ALLOWED)
 
-    if comm.rank == 0:  # the other process has nothing to do with it
+    if comm.rank == 0:  # one process alone
         dp = weft.DataParallel(on_devices, DEVICES)
         train(dp, batches(*known), lambda: None)
         say(comm, f"DataParallel, one process, {len(DEVICES)} devices: accuracy {accuracy(dp, *unknown):.3f}")

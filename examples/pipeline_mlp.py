@@ -8,9 +8,9 @@
 
 The life of rank r of R has three parts:
 
-    warm-up     R-1-r forwards: until the stages behind have work, too
+    warm-up     R-1-r forwards: until the later stages have work too
     steady      one forward, one backward, one forward ...: no rank holds more than R-r micro-batches
-    cool-down   the backwards that are left
+    cool-down   the remaining backwards
 
 The example draws all of it, from the table that weft itself runs; and every rank compares what it did with its row.
 Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters.
@@ -22,7 +22,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from blackboard import gradient, same, say, table
+from example_tools import gradient, same, say, table
 from torch import Tensor, nn
 
 import weft
@@ -35,39 +35,39 @@ RANKS, MICROBATCHES, ROWS, WIDTH = 4, 6, 24, 5
 
 
 class Stage:
-    """One rank's part of the chain, and the micro-batches that are on their way through it."""
+    """One rank's part of the chain, and the micro-batches whose backward has not run."""
 
     def __init__(self, block: nn.Module, comm: Comm, batches: tuple[tuple[Tensor, Tensor], ...]) -> None:
         self.block, self.comm, self.batches = block, comm, batches
         self.me = comm.index("pp")
         self.is_first, self.is_last = self.me == 0, self.me == RANKS - 1
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}
-        self.sending: list[Work] = []
+        self.saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sends: list[Work] = []
         self.loss = torch.zeros((), dtype=torch.float64)
-        self.did: list[str] = []
+        self.actions: list[str] = []
         self.peak_activations = 0
 
     def forward(self, mb: int) -> None:
-        """Take the activation of the stage before, compute, hand on; keep both ends for the backward."""
+        """Receive the input, compute, send the output; save both for the backward."""
         inputs, targets = self.batches[mb]
         x = inputs if self.is_first else self.comm.recv(torch.empty_like(inputs), "pp", source=self.me - 1)
         y = self.block(x.requires_grad_(not self.is_first))
         if self.is_last:
             y = F.mse_loss(y, targets) / MICROBATCHES
             self.loss += y.detach()
-        else:  # started, not waited for: the neighbour may be about to send us something
-            self.sending.append(self.comm.start_send(y.detach(), "pp", to=self.me + 1))
-        self.held[mb] = x, y
-        self.peak_activations = max(self.peak_activations, len(self.held))
-        self.did.append(f"F{self.me}.{mb}")
+        else:  # not waited for: the neighbour may be sending to this rank
+            self.sends.append(self.comm.start_send(y.detach(), "pp", to=self.me + 1))
+        self.saved[mb] = x, y
+        self.peak_activations = max(self.peak_activations, len(self.saved))
+        self.actions.append(f"F{self.me}.{mb}")
 
     def backward(self, mb: int) -> None:
-        """Take the gradient of what was handed on, compute, hand back that of what was taken."""
-        x, y = self.held.pop(mb)
+        """Receive the gradient of the output, compute, send the gradient of the input."""
+        x, y = self.saved.pop(mb)
         y.backward(None if self.is_last else self.comm.recv(torch.empty_like(y), "pp", source=self.me + 1))
         if not self.is_first:
-            self.sending.append(self.comm.start_send(gradient(x), "pp", to=self.me - 1))
-        self.did.append(f"B{self.me}.{mb}")
+            self.sends.append(self.comm.start_send(gradient(x), "pp", to=self.me - 1))
+        self.actions.append(f"B{self.me}.{mb}")
 
     def run(self) -> None:
         """1F1B."""
@@ -79,7 +79,7 @@ class Stage:
             self.backward(mb - warmup)
         for mb in range(MICROBATCHES - warmup, MICROBATCHES):
             self.backward(mb)
-        for work in self.sending:
+        for work in self.sends:
             work.wait()
 
 
@@ -107,8 +107,8 @@ def main() -> None:
 
     plan = make_table("1f1b", ranks=RANKS, microbatches=MICROBATCHES)
     say(comm, draw(simulate(plan)))
-    table(comm, ("first actions, by hand", "held at most"), (" ".join(stage.did[:8]), str(stage.peak_activations)))
-    assert stage.did == [str(act) for act in plan.rows[me]], "what was done by hand is this rank's row of the table"
+    table(comm, ("first actions, by hand", "saved at most"), (" ".join(stage.actions[:8]), str(stage.peak_activations)))
+    assert stage.actions == [str(act) for act in plan.rows[me]], "the actions by hand are this rank's row of the table"
 
     pipe = weft.PipelineParallel(blocks, comm, loss=F.mse_loss, example=batches[0][0], microbatches=MICROBATCHES)
     same("weft: loss", pipe.step(x, y), loss.detach())

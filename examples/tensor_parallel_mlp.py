@@ -1,21 +1,21 @@
-"""Tensor parallelism by hand: two linears, cut so that two ranks talk once forward and once backward.
+"""Tensor parallelism by hand: two linears, sharded so that there is one all_reduce forward and one backward.
 
     .venv/bin/python examples/tensor_parallel_mlp.py
 
-             COLUMN: cut the outputs             ROW: cut the inputs
+             COLUMN: outputs are sharded         ROW: inputs are sharded
 
     x ──┬──> W1[top]    ──> h[left]  ──> tanh ──> W2[left]  ──> part ─┐
         │    rank 0                                                   + all_reduce ──> y on both ranks
         └──> W1[bottom] ──> h[right] ──> tanh ──> W2[right] ──> part ─┘
              rank 1
 
-Both ranks have all of x, so the column linear needs nobody; what it yields cut is just what the row linear takes cut; and
-what that yields are two parts of a sum. Backward everything turns around: the gradient of y is whole on both ranks, so the
-row linear needs nobody, and what flows out of the column linear are two parts of the gradient of x:
+Both ranks have all of x, so the column linear communicates nothing; its sharded output is the sharded input of the row
+linear; and the outputs of that are two partial sums. Backward is the reverse: the gradient of y is replicated, so the row
+linear communicates nothing, and the column linear yields two partial sums of the gradient of x:
 
-    column   dx = sum over ranks of dh_i W1_i   (travels)        dW1_i = dh_i^T x   (own)
+    column   dx = sum over ranks of dh_i W1_i   (all_reduce)     dW1_i = dh_i^T x   (local)
 
-dW1 needs nothing that travels: the sum is started first and waited for last, and the ranks compute meanwhile.
+dW1 does not need that sum: the all_reduce is started first and waited for last, and dW1 is computed meanwhile.
 Source: Shoeybi et al. 2019, Megatron-LM.
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from blackboard import gradient, same, say
+from example_tools import gradient, same, say
 from torch import Tensor, nn
 
 import weft
@@ -46,9 +46,9 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        travelling = ctx.comm.start_all_reduce_(grad @ weight, "tp")  # input first: somebody waits for it
-        weight_grad, bias_grad = grad.T @ x, grad.sum(0)  # overlap: computed while the other one travels
-        return travelling.wait(), weight_grad, bias_grad, None
+        reducing = ctx.comm.start_all_reduce_(grad @ weight, "tp")  # first: the layer before waits for it
+        weight_grad, bias_grad = grad.T @ x, grad.sum(0)  # overlap: computed during the all_reduce
+        return reducing.wait(), weight_grad, bias_grad, None
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor, comm: Comm) -> Tensor:
@@ -56,7 +56,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor, comm: Comm) -> Tensor
 
 
 class RowLinear(torch.autograd.Function):
-    """x_BF (this rank's inputs F of all of them), weight_DF, bias_D (whole) -> the same y_BD on every rank."""
+    """x_BF (this rank's inputs F of all of them), weight_DF, bias_D (replicated) -> the same y_BD on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, comm: Comm) -> Tensor:
@@ -66,7 +66,7 @@ class RowLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        return grad @ weight, grad.T @ x, grad.sum(0), None  # whole on every rank: nothing travels
+        return grad @ weight, grad.T @ x, grad.sum(0), None  # replicated: nothing to communicate
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor, comm: Comm) -> Tensor:

@@ -1,4 +1,4 @@
-"""Claims about examples/: each is one command that succeeds, shows what it teaches, and has held itself against one process."""
+"""Every file of examples/ is one command that succeeds, prints its result, and compares it with one process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "examples"
 SHOWS = {
     "collectives.py": "  2     [20 21 22 23]   [2 12 22 32]",
-    "data_parallel_mlp.py": "  layer 1 starts to travel\n  layer 0 has its weight's gradient",
+    "data_parallel_mlp.py": "  all_reduce of layer 1 starts\n  gradient of layer 0's weight",
     "tensor_parallel_mlp.py": "by hand: each rank has W1[8 of 16, 6] and W2[6, 8 of 16]",
     "pipeline_mlp.py": "rank 3 │ ····· 0 B0─ 1 B1─",
     "ring_attention.py": "  1     4-7, 24-27",
     "mnist_data_parallel.py": "accuracy 0.9",
 }
 """A line of each example's output."""
-NO_COMMAND = {"blackboard.py"}
+NO_COMMAND = {"example_tools.py"}
 
 
 def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -44,9 +44,9 @@ def test_every_example_is_run() -> None:
 
 def test_example_that_is_wrong_says_what_differs_and_fails(tmp_path: Path) -> None:
     text = (FOLDER / "tensor_parallel_mlp.py").read_text(encoding="utf-8")
-    right, wrong = "return travelling.wait(), weight_grad", "return grad @ weight, weight_grad"
+    right, wrong = "return reducing.wait(), weight_grad", "return grad @ weight, weight_grad"
     assert right in text
-    shutil.copy(FOLDER / "blackboard.py", tmp_path)
+    shutil.copy(FOLDER / "example_tools.py", tmp_path)
     (tmp_path / "wrong.py").write_text(text.replace(right, wrong), encoding="utf-8")
     done = run(tmp_path / "wrong.py", tmp_path)
     assert done.returncode == 1

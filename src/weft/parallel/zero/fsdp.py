@@ -261,6 +261,7 @@ def _shards_by_name(groups: Iterable[ParamGroup]) -> dict[str, nn.Parameter]:
     """This rank's entries of every parameter, as parameters that an optimizer takes."""
     found = {}
     for group in groups:
+        assert group.sharded_param is not None, "under ZeRO 1 to 3 parameters are in flat memory"
         entries_by_name = group.layout.shard_views(group.sharded_param, group.index)
         for name, entries in entries_by_name.items():
             found[name] = nn.Parameter(entries, requires_grad=group.is_trained)

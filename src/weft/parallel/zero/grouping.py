@@ -135,7 +135,7 @@ def _buckets(
     filling: dict[BucketKey, list[str]] = {}
     sizes: Counter[BucketKey] = Counter()
     full: list[tuple[BucketKey, list[str]]] = []
-    for name in reversed(params):
+    for name in reversed(list(params)):
         param = params[name]
         num_bytes = param.numel() * param.element_size()
         key = BucketKey(stage_of[name], reduce_axes[name], param.dtype, param.device)

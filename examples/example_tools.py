@@ -1,4 +1,4 @@
-"""Owns what the examples share: a line from rank 0, a table over the ranks, and the comparison that ends a wrong example."""
+"""Shared by the examples: print a line from rank 0, print a table over ranks, compare with one process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from weft import Comm
 
 WIDTH = 64
-"""Characters a rank may put into a row of a table."""
+"""Characters that a rank may print in a row of a table."""
 ALLOWED = 1e-11
-"""The examples compute in float64, whose sums of a few hundred numbers round at about 1e-14: what is more is a mistake."""
+"""Largest difference. The examples compute in float64, whose sums of a few hundred numbers round at about 1e-14."""
 
 
 class DifferenceError(Exception):
@@ -21,29 +21,32 @@ class DifferenceError(Exception):
 
 
 def say(comm: Comm, text: str = "") -> None:
-    """Write a line, once."""
+    """Print a line on rank 0."""
     if comm.rank == 0:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 
 
 def table(comm: Comm, titles: Sequence[str], cells: Sequence[str]) -> None:
-    """Write one row for each rank, in the order of ranks; every rank brings its own cells."""
+    """Print one row for each rank, in the order of ranks; every rank passes its own cells."""
     axes = tuple(name for name, _ in comm.mesh.axes)
-    rows = [_read(line).split("\t") for line in comm.gather(_written("\t".join(cells)), axes) or ()]
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)] if rows else []
-    for head, row in zip(("rank", *range(len(rows))), (titles, *rows), strict=False):
-        say(
-            comm,
-            f"  {head:<6}" + "   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip(),
-        )
+    encoded = comm.gather(_encode("\t".join(cells)), axes)
+    if encoded is None:
+        return
+    rows = [_decode(line).split("\t") for line in encoded]
+    widths = [max(len(cell) for cell in column) for column in zip(titles, *rows, strict=True)]
+    heads = ("rank", *(str(rank) for rank in range(len(rows))))
+    for head, row in zip(heads, (titles, *rows), strict=True):
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        line = f"  {head:<6}" + "   ".join(padded)
+        say(comm, line.rstrip())
 
 
 def same(what: str, got: Tensor, want: Tensor, *, allowed: float = ALLOWED) -> None:
-    """Go on where `got` is what one process computed.
+    """Compare `got` with `want`, which one process computed.
 
     Raises:
-        DifferenceError: it is not; weft then names the rank, ends the others, and the command exits with 1.
+        DifferenceError: they differ; weft then names the rank, ends the others, and the command exits with 1.
     """
     if got.shape != want.shape:
         raise DifferenceError(f"{what} has shape {list(got.shape)}, on one process {list(want.shape)}")
@@ -53,8 +56,8 @@ def same(what: str, got: Tensor, want: Tensor, *, allowed: float = ALLOWED) -> N
 
 
 def gradient(param: Tensor) -> Tensor:
-    """The gradient, which the backward has found."""
-    assert param.grad is not None, "no backward has come by"
+    """The gradient after a backward."""
+    assert param.grad is not None, "no backward has reached this parameter"
     return param.grad
 
 
@@ -69,9 +72,9 @@ def numbers(x: Tensor) -> str:
     return f"[{' '.join(map(numbers, x))}]" if x.dim() else f"{x.item():g}"
 
 
-def _written(text: str) -> Tensor:
+def _encode(text: str) -> Tensor:
     return torch.tensor([*text.encode().ljust(WIDTH)[:WIDTH]], dtype=torch.uint8)
 
 
-def _read(line: Tensor) -> str:
+def _decode(line: Tensor) -> str:
     return bytes(line.tolist()).decode().rstrip()
