@@ -206,6 +206,18 @@ def test_a_signal_to_the_command_leaves_no_process(tmp_path, scenario, number, c
         assert process.returncode == code
 
 
+def test_a_second_sigterm_kills_ranks_that_ignore_the_first(tmp_path):
+    with running(tmp_path, "waits_ignoring_signals") as process:
+        wait_for(tmp_path, "waiting", 3)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert len(remaining(tmp_path, "waiting")) == 3
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=PATIENCE_S)
+    assert json.loads(out)["code"] == 143
+    assert remaining(tmp_path) == []
+
+
 def world_env(rank: int, port: int) -> dict[str, str]:
     return {
         **ENV,

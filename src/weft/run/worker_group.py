@@ -157,11 +157,13 @@ class WorkerGroup:
         return {report.rank: report.value for report in reports if isinstance(report, RankResult)}
 
     def exit_code(self) -> int:
-        """The exit code of a group that ended without a failure: 75 if a worker saved and stopped, 143 if it stopped only."""
+        """The exit code of a group that ended without a failure: 75 if a worker saved and stopped, 143 if one was ended."""
         codes = {worker.exit_code for worker in self.workers}
         if EXIT_PREEMPTED in codes:
             return EXIT_PREEMPTED
-        return EXIT_TERMINATED if -signal.SIGTERM in codes else EXIT_OK
+        if -signal.SIGTERM in codes or -signal.SIGKILL in codes:
+            return EXIT_TERMINATED
+        return EXIT_OK
 
     def _collect(self, worker: WorkerProcess) -> None:
         """Record the end of a worker, and kill the processes that it has left."""
