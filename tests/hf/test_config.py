@@ -36,6 +36,7 @@ DEEPSEEK = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": 2}
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 256}
 
 REFUSED = {
@@ -82,6 +83,17 @@ REFUSED = {
         LLAMA,
         {"head_dim": 32},
         "head_dim: not what weft computes (got 32; need 16",
+    ),
+    "layers of two kinds in another order": (
+        GEMMA3,
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types",
+    ),
+    "capped logits": (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    "scaled rope in layers without a window": (
+        GEMMA3,
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        "'linear'",
     ),
     "a window": (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
     "layers with a window": (
@@ -250,6 +262,78 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "mistral-7b": {
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "qwen2-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "initializer_range": 0.02,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 131072,
+        "max_window_layers": 24,
+        "model_type": "qwen2",
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "gemma3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": 1,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "initializer_range": 0.02,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
     "deepseek-v3-671b": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -356,6 +440,32 @@ def test_rotary_embedding_is_read_in_every_spelling(tmp_path: Path, spelling: di
     scaling = {name.removeprefix("rope_scaling_"): fields[name] for name in fields if name.startswith("rope_scaling")}
     assert fields["rope_theta"] == 5e5
     assert scaling == {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 64}
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "sliding_window_pattern": 2},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window_pattern": None,
+        },
+    ],
+    ids=["published", "newer"],
+)
+def test_gemma3s_two_kinds_of_layers_are_read_in_every_spelling(tmp_path: Path, spelling: dict[str, Any]):
+    fields = described(folder_with(tmp_path, {**GEMMA3, **spelling})).fields
+    assert (fields["rope_theta"], fields["rope_local_theta"], fields["global_every"]) == (5e5, 2e4, 2)
+
+
+def test_a_window_of_null_is_no_window(tmp_path: Path):
+    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"]}
+    assert described(folder_with(tmp_path, mistral)).fields["window"] == 4096
+    assert described(folder_with(tmp_path, {**mistral, "sliding_window": None})).fields["window"] == 0
 
 
 def test_yarn_without_mscales_scales_what_it_rotates_alone(tmp_path: Path):

@@ -57,7 +57,14 @@ def import_folder(words: Sequence[str]) -> int:
     return EXIT_OK if result.is_equal else EXIT_FAILED
 
 
-def import_run(folder: Path, out: Path, run: Run, *, compares: bool, chunk_bytes: int = CHUNK_BYTES) -> TransferResult:
+def import_run(
+    folder: Path,
+    out: Path,
+    run: Run,
+    *,
+    compares: bool,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> TransferResult:
     """Make the run folder `out` of a Hugging Face folder.
 
     Args:

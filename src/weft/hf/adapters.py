@@ -87,7 +87,14 @@ class MergedSource:
         return b.to(wide) @ a.to(wide)
 
 
-def write_adapters(folder: Path, source: Source, *, cfg: ModelConfig, lora: LoraConfig, base: str | None) -> None:
+def write_adapters(
+    folder: Path,
+    source: Source,
+    *,
+    cfg: ModelConfig,
+    lora: LoraConfig,
+    base: str | None,
+) -> None:
     """Write the adapters of a model alone; `PeftModel.from_pretrained(model, folder)` loads them.
 
     Args:

@@ -56,7 +56,13 @@ class LogitsComparison:
 NOT_COMPARED = LogitsComparison(reason="as asked")
 
 
-def compare_logits(folder: Path, source: Source, cfg: ModelConfig, *, dtypes: Dtypes | None = None) -> LogitsComparison:
+def compare_logits(
+    folder: Path,
+    source: Source,
+    cfg: ModelConfig,
+    *,
+    dtypes: Dtypes | None = None,
+) -> LogitsComparison:
     """Logits of the folder in transformers and of `source` in weft.
 
     Args:
@@ -98,7 +104,13 @@ def hf_logits(folder: Path, tokens: Tensor) -> Tensor:
     return logits
 
 
-def weft_logits(source: Source, cfg: ModelConfig, tokens: Tensor, *, dtypes: Dtypes) -> Tensor:
+def weft_logits(
+    source: Source,
+    cfg: ModelConfig,
+    tokens: Tensor,
+    *,
+    dtypes: Dtypes,
+) -> Tensor:
     """Logits of weft's model with the stored values, float32."""
     blocks = load_model(source, cfg, dtypes=dtypes)
     del blocks["loss"]

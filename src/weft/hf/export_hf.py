@@ -68,7 +68,14 @@ def export_hf(
     tensors = hf_tensors(mapping.weights, cfg, source.shapes, ties=ties, where=str(folder))
     typed = choose_dtypes(tensors, source, dtype=getattr(torch, dtype) if dtype else None)
     config = config_json(mapping, cfg, dtype=main_dtype(typed), original=original)
-    write_folder(folder, typed, source, max_shard_bytes=max_shard_bytes, texts=texts, config=config)
+    write_folder(
+        folder,
+        typed,
+        source,
+        max_shard_bytes=max_shard_bytes,
+        texts=texts,
+        config=config,
+    )
     comparison = NOT_COMPARED
     if compares:
         dtypes = {placement.param: each.dtype for each in typed for placement in each.tensor.placements}
@@ -92,7 +99,13 @@ def export_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
     model = _open_model(checkpoint)
     lora = stored_lora(model.facts)
     stored = open_checkpoint(checkpoint).section("model")
-    write_adapters(folder, stored, cfg=model.cfg, lora=lora, base=base)
+    write_adapters(
+        folder,
+        stored,
+        cfg=model.cfg,
+        lora=lora,
+        base=base,
+    )
     num_linears = len(adapted_linears(lora.targets, model.cfg.linears()))
     report = f"{folder}: adapters of rank {lora.rank} beside {num_linears} linears"
     unexpected = unexpected_keys(model.cfg, lora)

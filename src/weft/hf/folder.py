@@ -39,7 +39,12 @@ class MappedFiles:
         if not box.size:
             return torch.empty(box.shape, dtype=dtype)
         count = (entry.stop - entry.start) // dtype.itemsize
-        flat = torch.frombuffer(self._map(entry.file), dtype=dtype, count=count, offset=entry.start)
+        flat = torch.frombuffer(
+            self._map(entry.file),
+            dtype=dtype,
+            count=count,
+            offset=entry.start,
+        )
         return flat.view(entry.shape)[box.slices]
 
     def _map(self, file: Path) -> mmap.mmap:

@@ -71,7 +71,13 @@ def import_hf(
     return TransferResult(lines, comparison.is_equal)
 
 
-def import_params(run_folder: Path, source: Source, facts: Facts, *, chunk_bytes: int = CHUNK_BYTES) -> Manifest:
+def import_params(
+    run_folder: Path,
+    source: Source,
+    facts: Facts,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Manifest:
     """Write the checkpoint of step `facts.step`, with the section `model` alone.
 
     Raises:

@@ -57,7 +57,12 @@ def match_folder(folder: Path, cfg: ModelConfig) -> MatchedFolder:
 
 
 def match_tensors(
-    mapping: WeightMapping, cfg: Any, listed: Mapping[str, TensorEntry], *, ties: Mapping[str, str], folder: str
+    mapping: WeightMapping,
+    cfg: Any,
+    listed: Mapping[str, TensorEntry],
+    *,
+    ties: Mapping[str, str],
+    folder: str,
 ) -> MatchedFolder:
     """How tensors make up the parameters of a model.
 
@@ -139,7 +144,11 @@ def add_prefix(entries: Mapping[str, TensorEntry], mapping: WeightMapping) -> di
     return found
 
 
-def _select_rules(mapping: WeightMapping, cfg: Any, entries: Mapping[str, TensorEntry]) -> list[WeightRule]:
+def _select_rules(
+    mapping: WeightMapping,
+    cfg: Any,
+    entries: Mapping[str, TensorEntry],
+) -> list[WeightRule]:
     """One rule a parameter: the packed one where its tensor is in the files, else the published one."""
     rules = {rule.param: rule for rule in mapping.expand(cfg)}
     indices = mapping.index_sets(cfg)

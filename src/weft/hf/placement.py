@@ -173,7 +173,12 @@ def param_source(rule: WeightRule, tensors: tuple[str, ...], tensor_shape: Shape
 
 
 def hf_tensors(
-    mapping: WeightMapping, cfg: Any, shapes: Mapping[str, Shape], *, ties: Mapping[str, str], where: str
+    mapping: WeightMapping,
+    cfg: Any,
+    shapes: Mapping[str, Shape],
+    *,
+    ties: Mapping[str, str],
+    where: str,
 ) -> tuple[HFTensor, ...]:
     """All tensors of a folder that holds a model, in the order of the rules.
 
@@ -200,7 +205,13 @@ def hf_tensors(
     return tuple(found)
 
 
-def _check_params(rules: list[WeightRule], shapes: Mapping[str, Shape], *, ties: Mapping[str, str], where: str) -> None:
+def _check_params(
+    rules: list[WeightRule],
+    shapes: Mapping[str, Shape],
+    *,
+    ties: Mapping[str, str],
+    where: str,
+) -> None:
     mapped = {rule.param for rule in rules if rule.param not in ties}
     missing = sorted(mapped - set(shapes))
     if missing:

@@ -43,7 +43,12 @@ class TypedTensor:
         return Box.whole(self.tensor.shape).size * self.dtype.itemsize
 
 
-def choose_dtypes(tensors: Sequence[HFTensor], source: Source, *, dtype: torch.dtype | None) -> tuple[TypedTensor, ...]:
+def choose_dtypes(
+    tensors: Sequence[HFTensor],
+    source: Source,
+    *,
+    dtype: torch.dtype | None,
+) -> tuple[TypedTensor, ...]:
     """Types of all tensors: `dtype`, or as they are stored; `keep_float32` tensors keep 32 bits."""
     typed = []
     for tensor in tensors:
@@ -108,7 +113,13 @@ def write_folder(
         write_whole(unfinished / CONFIG, _json_bytes(config))
 
 
-def _write_weights(folder: Path, typed: Sequence[TypedTensor], source: Source, *, max_shard_bytes: int) -> None:
+def _write_weights(
+    folder: Path,
+    typed: Sequence[TypedTensor],
+    source: Source,
+    *,
+    max_shard_bytes: int,
+) -> None:
     files = split_files(typed, max_bytes=max_shard_bytes)
     file_of: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):

@@ -39,7 +39,11 @@ class FolderModel:
 NO_FOLDER = FolderModel()
 
 
-def select_folder(file: Flat, flags: Flat, families: Families) -> tuple[FolderModel, tuple[Fault, ...]]:
+def select_folder(
+    file: Flat,
+    flags: Flat,
+    families: Families,
+) -> tuple[FolderModel, tuple[Fault, ...]]:
     """The model of the folder that file or flags name, and what is wrong with it.
 
     A missing folder is no fault if the config sets every field itself, as the run.toml of a run does: a run that resumes

@@ -262,6 +262,10 @@ class HFMapping:
     weights: WeightMapping
 
 
-def name_rules(param_prefix: str, tensor_prefix: str, names: Mapping[str, str]) -> tuple[WeightRule, ...]:
+def name_rules(
+    param_prefix: str,
+    tensor_prefix: str,
+    names: Mapping[str, str],
+) -> tuple[WeightRule, ...]:
     """Rules below two prefixes: name of the parameter -> name of the tensor."""
     return tuple(WeightRule(f"{param_prefix}.{param}", f"{tensor_prefix}.{tensor}") for param, tensor in names.items())

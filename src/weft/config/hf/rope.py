@@ -131,7 +131,13 @@ def rope_parameters(config: Json) -> dict[str, Any]:
     return found
 
 
-def _value_faults(name: str, value: Any, kind: str, *, key: str) -> Iterator[Fault]:
+def _value_faults(
+    name: str,
+    value: Any,
+    kind: str,
+    *,
+    key: str,
+) -> Iterator[Fault]:
     """Faults of one setting."""
     if not isinstance(value, int | float):
         yield Fault(key, f"rope: {name} is no number", repr(value))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from weft.errors import CheckpointError, Fault
 
@@ -77,7 +77,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         got = f"{len(missing)} of {len(files)} files are missing"
         fix = "download the folder again, with all files"
         raise CheckpointError(Fault(str(folder / missing[0]), "missing shard", got, fix=fix))
-    return dict(file_of)
+    return file_of
 
 
 def _check_single_file(folder: Path) -> None:
@@ -89,7 +89,7 @@ def _check_single_file(folder: Path) -> None:
     raise CheckpointError(Fault(str(folder), "holds no weights", need=need, fix=fix))
 
 
-def _is_weight_map(value: Any) -> bool:
+def _is_weight_map(value: Any) -> TypeGuard[dict[str, str]]:
     """Whether it maps names to files of the same folder."""
     if not isinstance(value, dict) or not value:
         return False

@@ -15,7 +15,13 @@ REWRITTEN = frozenset(("dtype", "transformers_version"))
 """Keys that do not survive an export."""
 
 
-def config_json(mapping: HFMapping, cfg: ModelConfig, *, dtype: str, original: Json | None = None) -> dict[str, Any]:
+def config_json(
+    mapping: HFMapping,
+    cfg: ModelConfig,
+    *,
+    dtype: str,
+    original: Json | None = None,
+) -> dict[str, Any]:
     """config.json of a model without `unwritable` faults.
 
     Args:

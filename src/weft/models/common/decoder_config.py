@@ -89,7 +89,12 @@ class DecoderConfig(ModelConfig):
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
         layers = [self.layer_flops(layer, seq_len) for layer in range(self.layers)]
-        return decoder_specs(dim=self.dim, vocab=self.vocab, seq_len=seq_len, layer_flops=layers)
+        return decoder_specs(
+            dim=self.dim,
+            vocab=self.vocab,
+            seq_len=seq_len,
+            layer_flops=layers,
+        )
 
     def linears(self) -> LinearShapes:
         widths = {"q_width": self.heads * self.head_size, "kv_width": self.kv_heads * self.head_size}

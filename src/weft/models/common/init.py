@@ -67,7 +67,13 @@ def init_params(
             params[name].copy_(value)
 
 
-def draw(name: str, shape: tuple[int, ...], rule: Draw, *, seed: int) -> Tensor:
+def draw(
+    name: str,
+    shape: tuple[int, ...],
+    rule: Draw,
+    *,
+    seed: int,
+) -> Tensor:
     """The full starting value, float32 on the CPU whatever the dtype and device of the model."""
     if rule[0] == "ones":
         return torch.ones(shape, dtype=torch.float32, device="cpu")

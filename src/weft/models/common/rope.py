@@ -79,7 +79,13 @@ class YarnScaling:
 class Rope(nn.Module):
     """Rotates queries and keys by angles that grow with the position; holds no tensor, so no cast can spoil it."""
 
-    def __init__(self, head_size: int, *, theta: float, scaling: Llama3Scaling | YarnScaling | None = None) -> None:
+    def __init__(
+        self,
+        head_size: int,
+        *,
+        theta: float,
+        scaling: Llama3Scaling | YarnScaling | None = None,
+    ) -> None:
         super().__init__()
         self.head_size, self.theta, self.scaling = head_size, theta, scaling
 
@@ -101,7 +107,12 @@ def periods(head_size: int, *, theta: float, device: torch.device) -> Tensor:
     return theta**exponents
 
 
-def rotate(x_BSHK: Tensor, turn: tuple[Tensor, Tensor], *, pairs: Literal["halves", "neighbours"] = "halves") -> Tensor:
+def rotate(
+    x_BSHK: Tensor,
+    turn: tuple[Tensor, Tensor],
+    *,
+    pairs: Literal["halves", "neighbours"] = "halves",
+) -> Tensor:
     """`x` with each pair of features turned; computed in float32 at least.
 
     Pairs are (i, i + K/2), or (2i, 2i + 1) among "neighbours", which come out as halves too: queries and keys alike, so

@@ -190,7 +190,12 @@ class Config(ModelConfig):
 def _published(**own: Any) -> Config:
     """The fields that V2 and V3 share: heads, latent vector, YaRN from 4096 to 163,840 tokens."""
     heads: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-    return Config(**heads, max_seq_len=163_840, rope_scaling_factor=40.0, **own)
+    return Config(
+        **heads,
+        max_seq_len=163_840,
+        rope_scaling_factor=40.0,
+        **own,
+    )
 
 
 PRESETS = {

@@ -101,7 +101,15 @@ class SecondNext(nn.Module):
     `last_norm` and `proj` are tied to the model's embedding, last norm and head. Needs a batch of `with_later_targets`.
     """
 
-    def __init__(self, layer: nn.Module, *, vocab: int, dim: int, norm_eps: float, weight: float) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        *,
+        vocab: int,
+        dim: int,
+        norm_eps: float,
+        weight: float,
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.tok = nn.Embedding(vocab, dim)

@@ -50,7 +50,12 @@ class Config(ModelConfig):
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
         linears = linear_flops(seq_len, 4 * self.dim * self.dim, 2 * self.dim * self.ffn)
         layer = linears + causal_attention_flops(seq_len, self.dim)
-        return decoder_specs(dim=self.dim, vocab=self.vocab, seq_len=seq_len, layer_flops=[layer] * self.layers)
+        return decoder_specs(
+            dim=self.dim,
+            vocab=self.vocab,
+            seq_len=seq_len,
+            layer_flops=[layer] * self.layers,
+        )
 
     def linears(self) -> LinearShapes:
         attention = attention_linears(self.dim, q_width=self.dim, kv_width=self.dim)

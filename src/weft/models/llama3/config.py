@@ -37,7 +37,15 @@ class Config(FullWidthConfig):
         return high
 
 
-def _published(*, layers: int, dim: int, heads: int, ffn: int, scaling: float, tied: bool = False) -> Config:
+def _published(
+    *,
+    layers: int,
+    dim: int,
+    heads: int,
+    ffn: int,
+    scaling: float,
+    tied: bool = False,
+) -> Config:
     """The fields that LLaMA 3.1 and 3.2 share: vocabulary, context, 8 key/value heads, RoPE's base and ramp."""
     return Config(
         layers=layers,

@@ -80,7 +80,12 @@ class _Costs:
 
 PRESETS = {
     "mnist-mlp": Config(),
-    "mnist-conv": Config(arch="conv", layers=1, dim=16, ffn=128),
+    "mnist-conv": Config(
+        arch="conv",
+        layers=1,
+        dim=16,
+        ffn=128,
+    ),
 }
 
 AXES: AxisTable = {

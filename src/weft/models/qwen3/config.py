@@ -27,7 +27,14 @@ class Config(DenseConfig):
     rope_theta: float = Field(1_000_000.0, gt=0, description="base of RoPE's wavelengths")
 
 
-def _published(*, layers: int, dim: int, heads: int, ffn: int, tied: bool = False) -> Config:
+def _published(
+    *,
+    layers: int,
+    dim: int,
+    heads: int,
+    ffn: int,
+    tied: bool = False,
+) -> Config:
     """The fields that the dense models share: 8 key/value heads, head size, vocabulary."""
     return Config(
         layers=layers,

@@ -19,7 +19,8 @@ from weft.models.qwen3.hf import FIXED, IGNORED, KEYS
 
 
 def _num_experts(config: Json) -> int | None:
-    return config.get("num_experts", config.get("num_local_experts"))
+    experts: int | None = config.get("num_experts", config.get("num_local_experts"))
+    return experts
 
 
 HF = HFMapping(
