@@ -188,7 +188,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             "error: lora.targets: no linear of llama3 has this name (got 'qq')",
         ),
         (("--lora.rank", "2", "--lora.targets", "q", "gates"), "Fix: did you mean 'gate'?"),
-        (("--lora.targets", "q"), "error: lora.rank: is 0, no adapters, and lora.targets names some"),
+        (("--lora.targets", "q"), "error: lora.rank: is 0 (no adapters), and lora.targets names some"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -201,7 +201,7 @@ def test_bad_input_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--model.name", "mnist"), "mnist has no attention or feed-forward projections for adapters to stand beside"),
+        (("--model.name", "mnist"), "mnist has no attention or feed-forward projections that adapters can extend"),
         (
             ("--model.name", "deepseek", "--lora.targets", "experts"),
             "Fix: routed experts take no adapters; these do: down",

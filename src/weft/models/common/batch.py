@@ -1,4 +1,4 @@
-"""Owns what flows through a model: the Batch that every block may read, what a block may add, the plain chain of blocks."""
+"""Inputs and outputs of blocks: `Batch`, which every block may read, `Extra` results, and the plain chain of blocks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences (or images) of one micro-batch; whoever cuts it along batch or sequence cuts every field alike.
+    """Sequences (or images) of one micro-batch; all fields are sharded alike along batch and sequence.
 
     Attributes:
         inputs: tokens_BS int64, or images_BCHW float or uint8 (0..255).
         targets: targets_BS int64 (targets_B for images), IGNORE where a token does not count.
-        positions: positions_BS int64, place of each token in its sequence or document (zeros_B for images).
+        positions: positions_BS int64, position of each token in its sequence or document (zeros_B for images).
         documents: documents_BS int64, tokens attend only within their own document; None: a sequence is one document.
         next_inputs: tokens_BS int64, the token after each one; see `with_later_targets`.
         later_targets: targets_BS int64, the target after each one, IGNORE where there is none.
-        whole_documents: documents_BT of whole sequences, where the other fields hold some of their columns.
+        whole_documents: documents_BT of whole sequences, where the other fields hold a shard of the columns.
     """
 
     inputs: Tensor
@@ -71,27 +71,29 @@ def image_batch(images_BCHW: Tensor, targets_B: Tensor) -> Batch:
 
 
 def with_later_targets(batch: Batch) -> Batch:
-    """The batch of whole sequences with what multi-token prediction reads; do it before a sequence is cut.
+    """The batch of whole sequences with the fields that multi-token prediction reads; apply it before sharding.
 
-    The token after the last one of a sequence or document is known as its target only, or else taken as 0; the target
-    after that one's is not known at all and does not count.
+    The token after the last one of a sequence or document is taken from its target, 0 where that is ignored; the target
+    after that one is unknown and ignored.
     """
-    unknown_BS = batch.targets.clamp(min=0)
-    next_BS = torch.cat((batch.inputs[:, 1:], unknown_BS[:, -1:]), dim=1)
+    from_targets_BS = batch.targets.clamp(min=0)
+    next_BS = torch.cat((batch.inputs[:, 1:], from_targets_BS[:, -1:]), dim=1)
     later_BS = F.pad(batch.targets[:, 1:], (0, 1), value=IGNORE)
     if batch.documents is not None:
-        ends_BS = F.pad(batch.documents[:, 1:] != batch.documents[:, :-1], (0, 1))
-        next_BS, later_BS = next_BS.where(~ends_BS, unknown_BS), later_BS.masked_fill(ends_BS, IGNORE)
+        changes = batch.documents[:, 1:] != batch.documents[:, :-1]
+        is_last_BS = F.pad(changes, (0, 1))
+        next_BS = next_BS.where(~is_last_BS, from_targets_BS)
+        later_BS = later_BS.masked_fill(is_last_BS, IGNORE)
     return replace(batch, next_inputs=next_BS, later_targets=later_BS)
 
 
 class Extra(NamedTuple):
-    """What a block may return instead of x alone.
+    """Results that a block may return instead of x alone.
 
     Attributes:
-        x: what it hands on.
-        loss: scalar that is added to the summed loss; like that one it is divided by the step's number of targets.
-        load: tokens that this micro-batch sent to each expert, load_E int64.
+        x: input of the next block.
+        loss: scalar that is added to the summed loss, and divided by the step's number of targets with it.
+        load: number of this micro-batch's tokens at each expert, load_E int64.
     """
 
     x: Tensor
@@ -100,7 +102,7 @@ class Extra(NamedTuple):
 
 
 class Chained(NamedTuple):
-    """What a run of blocks yields: what the last one hands on, the sum of their extra losses, loads by block name."""
+    """Results of consecutive blocks: output of the last one, sum of their extra losses, loads by block name."""
 
     x: Tensor
     loss: Tensor | None
@@ -108,7 +110,7 @@ class Chained(NamedTuple):
 
 
 def chain(blocks: Mapping[str, nn.Module] | nn.ModuleDict, x: Tensor, batch: Batch) -> Chained:
-    """Play some consecutive blocks on what the block before them handed on."""
+    """Run consecutive blocks on the output of the block before them."""
     total: Tensor | None = None
     loads: dict[str, Tensor] = {}
     for name, block in blocks.items():
@@ -122,7 +124,9 @@ def chain(blocks: Mapping[str, nn.Module] | nn.ModuleDict, x: Tensor, batch: Bat
 
 
 def forward(blocks: Mapping[str, nn.Module] | nn.ModuleDict, batch: Batch) -> Tensor:
-    """The plain chain on one device: the summed loss with all extra losses, or what the last of these blocks hands on."""
+    """The plain chain on one device: the summed loss with all extra losses, or the output of the last of these blocks."""
     out = chain(blocks, batch.inputs, batch)
     is_loss = out.x.dim() == 0
-    return out.x + out.loss if is_loss and out.loss is not None else out.x
+    if is_loss and out.loss is not None:
+        return out.x + out.loss
+    return out.x

@@ -8,7 +8,7 @@ from torch import nn
 
 from weft.models.common.attention import Attend
 from weft.models.common.decoder_config import DecoderConfig, DenseConfig
-from weft.models.common.layers import Attention, Block, Embed, Head, Loss, SwiGLU
+from weft.models.common.layers import Attention, DecoderLayer, Embed, Head, Loss, SwiGLU
 from weft.models.common.rope import Rope
 
 
@@ -46,9 +46,9 @@ def attention(
     )
 
 
-def dense_layer(cfg: DenseConfig, attn: nn.Module) -> Block:
+def dense_layer(cfg: DenseConfig, attn: nn.Module) -> DecoderLayer:
     """One layer with a SwiGLU feed-forward part."""
-    return Block(
+    return DecoderLayer(
         attn_norm=rms_norm(cfg),
         attn=attn,
         mlp_norm=rms_norm(cfg),

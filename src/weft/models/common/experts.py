@@ -1,6 +1,6 @@
-"""Owns the experts of a mixture and the way of tokens to them and back; no token is dropped, nothing loops over tokens.
+"""Experts of a mixture, and the dispatch of tokens to them and back; no token is dropped, nothing loops over tokens.
 
-Parallel code swaps the seam `Dispatch`: it knows where the experts are.
+Expert parallelism replaces the seam `Dispatch`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.core.axes import span_sizes
 
 
 class Experts(nn.Module):
-    """E SwiGLU networks in three tensors; it counts E and F in its weights, so a cut along either just works."""
+    """E SwiGLU networks in three tensors; E and F are read from the weights, so shards along either work unchanged."""
 
     def __init__(self, dim: int, ffn: int, *, num_experts: int) -> None:
         super().__init__()
@@ -24,28 +24,30 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(num_experts, ffn, dim))
         self.down = nn.Parameter(torch.empty(num_experts, dim, ffn))
         for weight in self.parameters():
-            nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)  # as each nn.Linear would
+            bound = weight.shape[2] ** -0.5  # as each nn.Linear
+            nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Tokens in the order of their experts, counts_E of them each -> the same order; sums of parts where F is cut.
+        """Tokens in the order of their experts, counts_E of them each -> the same order; partial sums where F is sharded.
 
-        Every expert gets a gradient, zeros where it saw no token.
+        Every expert gets a gradient, zeros if it saw no token.
         """
         runs = x_ND.split(_lengths(counts_E, len(x_ND)))
-        weights = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
-        none_here = len(x_ND) == 0
-        return torch.cat(
-            [
-                F.linear(F.silu(F.linear(run, gate)) * F.linear(run, up), down)
-                for run, (gate, up, down) in zip(runs, weights, strict=True)
-                if len(run) or none_here
-            ]
-        )
+        no_tokens = len(x_ND) == 0
+        outputs = []
+        for run, gate, up, down in zip(runs, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True):
+            if len(run) or no_tokens:
+                hidden = F.silu(F.linear(run, gate)) * F.linear(run, up)
+                outputs.append(F.linear(hidden, down))
+        return torch.cat(outputs)
 
 
 def _lengths(counts_E: Tensor, total: int) -> list[int]:
-    """The counts as numbers; nobody knows them in a dry run, where the load is taken as even."""
-    return list(span_sizes(total, len(counts_E))) if counts_E.is_meta else counts_E.tolist()
+    """The counts as numbers; on the meta device, where there are no values, an even load."""
+    if counts_E.is_meta:
+        return list(span_sizes(total, len(counts_E)))
+    lengths: list[int] = counts_E.tolist()
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,14 @@ class Sorting:
 
     def spread(self, x_ND: Tensor) -> Tensor:
         """A copy of its token for each slot, in order."""
-        return _gather(x_ND, self.slots // self.places.shape[1], users_NK=self.places)
+        tokens = self.slots // self.places.shape[1]
+        return _gather(x_ND, tokens, users_NK=self.places)
 
     def collect(self, rows: Tensor, weights_NK: Tensor) -> Tensor:
         """The weighted sum over each token's slots, from rows in order -> y_ND of the rows' dtype."""
         slots = _gather(rows, self.places.flatten(), users_NK=self.slots.unsqueeze(1))
-        y_ND: Tensor = (slots.unflatten(0, self.places.shape) * weights_NK.unsqueeze(-1)).sum(1)
+        slots_NKD = slots.unflatten(0, self.places.shape)
+        y_ND: Tensor = (slots_NKD * weights_NK.unsqueeze(-1)).sum(1)
         return y_ND.to(rows.dtype)
 
 
@@ -77,12 +81,14 @@ def sort_by_expert(experts_NK: Tensor, num_experts: int) -> Sorting:
     """Slots by expert, those of one expert by token."""
     experts = experts_NK.flatten()
     slots = experts.argsort(stable=True)
-    places = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots), device=slots.device))
-    return Sorting(slots, places.view_as(experts_NK), count_experts(experts.unsqueeze(0), num_experts)[0])
+    order = torch.arange(len(slots), device=slots.device)
+    places = torch.empty_like(slots).scatter_(0, slots, order)
+    counts = count_experts(experts.unsqueeze(0), num_experts)[0]
+    return Sorting(slots, places.view_as(experts_NK), counts)
 
 
 def _gather(x: Tensor, index: Tensor, *, users_NK: Tensor) -> Tensor:
-    """x[index], where row n of x is taken to the places users_NK[n]; so its backward is a gather too, in fixed order.
+    """x[index], where row n of x goes to the places users_NK[n]; its backward is a gather too, in fixed order.
 
     The backward of plain indexing adds to rows: on a GPU with atomics, in another order each time.
     """
@@ -99,7 +105,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         (users_NK,) = ctx.saved_tensors
-        return dy.index_select(0, users_NK.flatten()).unflatten(0, users_NK.shape).sum(1), None, None
+        rows = dy.index_select(0, users_NK.flatten())
+        dx = rows.unflatten(0, users_NK.shape).sum(1)
+        return dx, None, None
 
 
 class Dispatch(nn.Module):

@@ -1,6 +1,6 @@
 """Layers that language models share; parallel code changes `Attend` (models/common/attention.py) and `Loss`, nothing else.
 
-No layer knows how many heads or features it has: it counts what its weights hold, so cut weights just work.
+No layer stores its number of heads or features: it reads the shapes of its weights, so sharded weights work unchanged.
 """
 
 from __future__ import annotations
@@ -66,23 +66,29 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, ffn: int) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(dim, ffn, bias=False), nn.Linear(dim, ffn, bias=False)
+        self.gate = nn.Linear(dim, ffn, bias=False)
+        self.up = nn.Linear(dim, ffn, bias=False)
         self.down = nn.Linear(ffn, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        hidden = F.silu(self.gate(x)) * self.up(x)
+        out: Tensor = self.down(hidden)
         return out
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """One layer: attention and MLP, each behind its norm and beside a residual."""
 
     def __init__(self, *, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
+        self.attn_norm = attn_norm
+        self.attn = attn
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), batch)
+        attended = self.attn(self.attn_norm(x_BSD), batch)
+        x_BSD = x_BSD + attended
         out_BSD: Tensor = x_BSD + self.mlp(self.mlp_norm(x_BSD))
         return out_BSD
 
@@ -104,7 +110,8 @@ class Head(nn.Module):
 
     def __init__(self, norm: nn.Module, proj: nn.Linear) -> None:
         super().__init__()
-        self.norm, self.proj = norm, proj
+        self.norm = norm
+        self.proj = proj
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
         logits_BSV: Tensor = self.proj(self.norm(x_BSD))

@@ -1,10 +1,10 @@
-"""Owns low-rank adapters (Hu et al. 2021, LoRA): beside a linear that is frozen stands a product of two thin matrices.
+"""Low-rank adapters (LoRA, Hu et al. 2021): a frozen linear plus a trainable product of two thin matrices.
 
     y = W x + b + (alpha / rank) B A x          A: rank x in, drawn by its name; B: out x rank, zero
 
-A family with adapters is a family: whoever takes one takes the other, under any layout. The rows of its tables are those
-of the plain family, and two for every row of a matrix: A has the linear's input axis, B its output axis, and the rank
-between them is an axis that nothing cuts.
+`AdaptedFamily` is a `Family` whose models have adapters; it works under any layout. Its tables are those of the plain
+family, plus two rows for every row of a matrix: A has the linear's input axis, B its output axis, and the rank between
+them is an axis that is never sharded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.config.hf.mapping import HFMapping
 from weft.config.lora import LORA_A, LORA_B, adapted_linears
 from weft.config.schema import LoraConfig
-from weft.core.model_config import AxisTable, Draw, InitTable, ModelConfig
+from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.models import Family
 from weft.models.common.moe import Router
 
@@ -27,7 +28,7 @@ FACTORS = ("lora_a", "lora_b")
 
 
 class Factor(nn.Module):
-    """One of an adapter's matrices: x -> scale x W^T. It is cut as the linear that holds it, and no linear of its own."""
+    """One of an adapter's matrices: x -> scale x W^T. It is sharded with the linear that holds it, not as one of its own."""
 
     def __init__(self, in_features: int, out_features: int, *, scale: float = 1.0) -> None:
         super().__init__()
@@ -35,22 +36,25 @@ class Factor(nn.Module):
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x if self.scale == 1 else x * self.scale, self.weight)
+        scaled = x if self.scale == 1 else x * self.scale
+        return F.linear(scaled, self.weight)
 
 
 class LoraLinear(nn.Linear):
-    """A linear with an adapter; both see the same x, and their results are one sum before anything else happens to it."""
+    """A linear with an adapter; both read the same x, and their results are summed first."""
 
     lora_a: Factor
     lora_b: Factor
 
     @classmethod
     def beside(cls, linear: nn.Linear, lora: LoraConfig) -> LoraLinear:
-        """The linear with a fresh adapter; its weight and bias stay the very same parameters."""
+        """The linear with a fresh adapter; its weight and bias stay the same parameters."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
         self.lora_a = Factor(linear.in_features, lora.rank)
         self.lora_b = Factor(lora.rank, linear.out_features, scale=lora.alpha / lora.rank)
         return self
@@ -60,26 +64,30 @@ class LoraLinear(nn.Linear):
 
 
 def take_adapter(module: nn.Module, source: nn.Module | None = None) -> None:
-    """Let `module` have the adapter of `source`, or none."""
+    """Register the adapter of `source` in `module`, or none."""
     for name in FACTORS:
         module.register_module(name, getattr(source, name, None))
 
 
 def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """y, and what the adapter of `module` makes of x where it has one."""
-    first, second = (getattr(module, name) for name in FACTORS)
-    return y if first is None else y + second(first(x))
+    """y plus the adapter's output for x, where `module` has an adapter."""
+    lora_a, lora_b = (getattr(module, name) for name in FACTORS)
+    if lora_a is None:
+        return y
+    product: Tensor = lora_b(lora_a(x))
+    return y + product
 
 
 def add_product(weight: Tensor, product: Tensor, *, scale: float) -> Tensor:
     """W + scale B A from W and B A, computed in the wider type, in the type of W."""
     wide = torch.promote_types(weight.dtype, product.dtype)
-    return (weight.to(wide) + scale * product.to(wide)).to(weight.dtype)
+    merged = weight.to(wide) + scale * product.to(wide)
+    return merged.to(weight.dtype)
 
 
 @dataclass(frozen=True)
 class AdaptedFamily:
-    """A family whose models have adapters and are frozen but for them."""
+    """A family whose models have adapters; all other parameters are frozen."""
 
     plain: Family
     lora: LoraConfig
@@ -95,16 +103,21 @@ class AdaptedFamily:
         return self.plain.PRESETS
 
     @property
+    def hf(self) -> HFMapping | None:
+        """The plain family's."""
+        return self.plain.hf
+
+    @property
     def AXES(self) -> AxisTable:  # noqa: N802 (a constant, as in every family)
         """The plain family's rows, and those of adapters."""
-        matrices = {
-            row.removesuffix(".weight"): axes
-            for row, axes in self.plain.AXES.items()
-            if row.endswith(".weight") and len(axes) == 2
-        }
-        first = {name + LORA_A: ("rank", into) for name, (_, into) in matrices.items()}
-        second = {name + LORA_B: (out, "rank") for name, (out, _) in matrices.items()}
-        return {**self.plain.AXES, **first, **second}
+        axes = dict(self.plain.AXES)
+        for row, row_axes in self.plain.AXES.items():
+            if row.endswith(".weight") and len(row_axes) == 2:
+                linear = row.removesuffix(".weight")
+                out_axis, in_axis = row_axes
+                axes[linear + LORA_A] = ("rank", in_axis)
+                axes[linear + LORA_B] = (out_axis, "rank")
+        return axes
 
     def ties(self, cfg: Any) -> dict[str, str]:
         """The plain family's."""
@@ -112,12 +125,13 @@ class AdaptedFamily:
 
     def init(self, cfg: Any) -> InitTable:
         """The plain family's rows, and for A the variance 1 / (3 x features in) of torch's linears, for B zero."""
-        linears = cfg.linears()
-        draws: dict[str, Draw] = {
-            name + LORA_A: ("normal", (3 * linears[name][1]) ** -0.5)
-            for name in adapted_linears(self.lora.targets, linears)
-        }
-        return {**self.plain.init(cfg), **draws, f"*{LORA_B}": ("zeros",)}
+        table = dict(self.plain.init(cfg))
+        shapes = cfg.linears()
+        for linear in adapted_linears(self.lora.targets, shapes):
+            _, in_features = shapes[linear]
+            table[linear + LORA_A] = ("normal", (3 * in_features) ** -0.5)
+        table[f"*{LORA_B}"] = ("zeros",)
+        return table
 
     def blocks(self, cfg: Any) -> dict[str, nn.Module]:
         """The plain family's chain, frozen, with adapters beside the linears that `lora.targets` names."""
@@ -133,12 +147,15 @@ class AdaptedFamily:
 
 
 def freeze(block: nn.Module) -> None:
-    """Let nothing in a block move: no parameter, and no bias by which routers balance their load."""
+    """Freeze a block: its parameters, and the biases by which routers balance their load."""
     block.requires_grad_(False)
-    for router in (module for module in block.modules() if isinstance(module, Router)):
-        router.rate = 0.0
+    for module in block.modules():
+        if isinstance(module, Router):
+            module.rate = 0.0
 
 
 def adapted(plain: Family, lora: LoraConfig) -> Family:
-    """The family as `lora` asks for it: with adapters, or as it is where the rank is 0."""
-    return cast(Family, AdaptedFamily(plain, lora)) if lora.rank else plain
+    """The family with the adapters of `lora`; the plain family where the rank is 0."""
+    if not lora.rank:
+        return plain
+    return cast(Family, AdaptedFamily(plain, lora))

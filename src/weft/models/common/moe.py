@@ -1,6 +1,6 @@
-"""Owns mixtures of experts: which experts a token visits, how their load is balanced, the layer that they make.
+"""Mixtures of experts: routing, load balancing, and the layer.
 
-Parallel code swaps the seams `Dispatch` (it knows where the experts are) and `Balance` (where a sequence's tokens are).
+Parallel code replaces the seams `Dispatch` (expert parallelism) and `Balance` (sharded sequences).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weft.models.common.experts import Dispatch, Experts, count_experts
 
 
 class Routing(NamedTuple):
-    """Where tokens go: experts_BSK int64, weights_BSK of what comes back; scores_BSE of all experts, float32 at least."""
+    """Experts of each token: experts_BSK int64, weights_BSK of their outputs; scores_BSE of all experts, float32 at least."""
 
     experts: Tensor
     weights: Tensor
@@ -30,8 +30,8 @@ class Choice:
 
     Attributes:
         scoring: "sigmoid" has a bias by which the load is balanced (Wang et al. 2024), "softmax" has none.
-        n_group: the experts stand in so many groups, of which a token may use `topk_group`, those whose two best experts
-            score most together (DeepSeek-V3, section 2.1.2).
+        n_group: number of groups of experts, of which a token uses `topk_group`, those with the highest sum of their two
+            best scores (DeepSeek-V3, section 2.1.2).
         norm_topk_prob: the weights of a token's experts sum to 1 before scaling.
     """
 
@@ -47,9 +47,11 @@ class Choice:
         """scores[..., E] -> [..., K] experts of the highest scores in the allowed groups, best first."""
         if self.topk_group < self.n_group:
             groups = scores.unflatten(-1, (self.n_group, -1))
-            best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1).topk(self.topk_group, dim=-1).indices
-            barred = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
-            scores = groups.masked_fill(barred.unsqueeze(-1), -torch.inf).flatten(-2)
+            two_best = groups.topk(min(2, groups.shape[-1]), dim=-1).values
+            group_scores = two_best.sum(-1)
+            allowed = group_scores.topk(self.topk_group, dim=-1).indices
+            is_masked = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, allowed, False)
+            scores = groups.masked_fill(is_masked.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(self.top_k, dim=-1).indices
 
     def weights(self, scores: Tensor, experts: Tensor) -> Tensor:
@@ -63,12 +65,13 @@ class Choice:
 class Router(nn.Module):
     """Chooses experts by score + bias, weighs them by score alone; computes in float32 at least.
 
-    The bias is no subject of gradients: once a step it becomes `rebalance(bias, load, rate=router.rate)`.
+    The bias gets no gradient: once a step it becomes `rebalance(bias, load, rate=router.rate)`.
     """
 
     def __init__(self, dim: int, choice: Choice, *, rate: float = 0.0) -> None:
         super().__init__()
-        self.choice, self.rate = choice, rate
+        self.choice = choice
+        self.rate = rate
         self.proj = nn.Linear(dim, choice.num_experts, bias=False)
         self.bias: nn.Parameter | None = None
         if choice.scoring == "sigmoid":
@@ -77,10 +80,14 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor) -> Routing:
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
         logits_BSE = F.linear(x_BSD.to(wide), self.proj.weight.to(wide))
-        scores_BSE = logits_BSE.sigmoid() if self.choice.scoring == "sigmoid" else logits_BSE.softmax(-1)
-        ranking_BSE = scores_BSE.detach() if self.bias is None else scores_BSE.detach() + self.bias
+        is_sigmoid = self.choice.scoring == "sigmoid"
+        scores_BSE = logits_BSE.sigmoid() if is_sigmoid else logits_BSE.softmax(-1)
+        ranking_BSE = scores_BSE.detach()
+        if self.bias is not None:
+            ranking_BSE = ranking_BSE + self.bias
         experts_BSK = self.choice.experts(ranking_BSE)
-        return Routing(experts_BSK, self.choice.weights(scores_BSE, experts_BSK), scores_BSE)
+        weights_BSK = self.choice.weights(scores_BSE, experts_BSK)
+        return Routing(experts_BSK, weights_BSK, scores_BSE)
 
 
 def rebalance(bias_E: Tensor, load_E: Tensor, *, rate: float) -> Tensor:
@@ -89,18 +96,20 @@ def rebalance(bias_E: Tensor, load_E: Tensor, *, rate: float) -> Tensor:
     load_E int64 is exact, and so is the comparison: every layout takes the same step.
     Source: Wang et al. 2024, algorithm 1; DeepSeek-V3, section 2.1.2.
     """
-    return bias_E + rate * (load_E.sum() - load_E.numel() * load_E).sign().to(bias_E.dtype)
+    below_mean_E = load_E.sum() - load_E.numel() * load_E
+    return bias_E + rate * below_mean_E.sign().to(bias_E.dtype)
 
 
 class Balance(nn.Module):
     """Seam: the sequence-wise balance loss of DeepSeek-V3 (equations 17 to 20), as a part of the summed loss.
 
-    For one sequence of T tokens: f_i = E / (K T) x (tokens whose K highest scores include expert i's; bias and groups play
-    no part), P_i = mean of expert i's share in the scores, loss = weight x sum_i f_i P_i; 1 x weight is even. It counts as
-    many times as the sequence has targets, so the step's loss has its mean over targets, however sequences are batched.
+    For one sequence of T tokens: f_i = E / (K T) x (tokens whose K highest scores, without bias and groups, include expert
+    i's), P_i = mean of expert i's share in the scores, loss = weight x sum_i f_i P_i; an even load gives 1 x weight. It is
+    multiplied by the sequence's number of targets, so the step's loss has its mean over targets, however sequences are
+    batched.
 
-    f is a constant to the gradient, so the loss is a sum over tokens: where a sequence is cut, each rank adds the part of
-    its own tokens and only `sums` has to be of all ranks.
+    f is a constant to the gradient, so the loss is a sum over tokens: where a sequence is sharded, each rank adds the part
+    of its own tokens, and only `sums` is over all ranks.
     """
 
     def __init__(self, *, top_k: int, weight: float) -> None:
@@ -117,16 +126,17 @@ class Balance(nn.Module):
         counts_BE, targets_B = self.sums(counts_BE, (batch.targets != IGNORE).sum(1))
         tokens_B1 = counts_BE.sum(1, keepdim=True).to(scores_BSE.dtype) / self.top_k
         f_BE = counts_BE * num_experts / (self.top_k * tokens_B1)
-        shares_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).sum(1)
+        totals_BS1 = scores_BSE.sum(-1, keepdim=True)
+        shares_BE = (scores_BSE / totals_BS1).sum(1)
         return self.weight * (targets_B.unsqueeze(1) * f_BE * shares_BE / tokens_B1).sum()
 
     def sums(self, counts_BE: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Counts of choices and of targets in whole sequences, from those of the tokens and targets that are here."""
+        """Counts of choices and of targets in whole sequences, from those of this rank's tokens."""
         return counts_BE, targets_B
 
 
 class MoE(nn.Module):
-    """A layer's feed-forward part: each token's routed experts, and the shared one that serves every token."""
+    """A layer's feed-forward part: each token's routed experts, plus a shared expert for all tokens."""
 
     def __init__(
         self, *, router: Router, experts: Experts, shared: nn.Module | None = None, balance_weight: float = 0.0
@@ -147,14 +157,18 @@ class MoE(nn.Module):
         return Extra(y_BSD, loss=self.balance(routing.scores, batch), load=load_E)
 
 
-class MoEBlock(nn.Module):
+class MoELayer(nn.Module):
     """One layer: attention and a mixture of experts, each behind its norm and beside a residual."""
 
     def __init__(self, *, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: MoE) -> None:
         super().__init__()
-        self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
+        self.attn_norm = attn_norm
+        self.attn = attn
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Extra:
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), batch)
+        attended = self.attn(self.attn_norm(x_BSD), batch)
+        x_BSD = x_BSD + attended
         out: Extra = self.mlp(self.mlp_norm(x_BSD), batch)
         return out._replace(x=x_BSD + out.x)

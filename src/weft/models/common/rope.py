@@ -1,4 +1,4 @@
-"""Owns rotary position embedding (RoFormer, Su et al. 2021) with the frequency scalings of LLaMA 3.1 and of YaRN.
+"""Rotary position embedding (RoFormer, Su et al. 2021) with the frequency scalings of LLaMA 3.1 and YaRN.
 
 See Note [Rotary layout] at the end.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Stretches long wavelengths so that a model of `original_context` tokens reads `factor` times as many."""
+    """Stretches long wavelengths: a model trained on `original_context` tokens reads `factor` times as many."""
 
     factor: float
     low_freq_factor: float
@@ -25,15 +25,16 @@ class Llama3Scaling:
 
     def __call__(self, frequencies: Tensor) -> Tensor:
         """Wavelengths under context/high stay, those over context/low grow by `factor`, a ramp lies between."""
-        turns = self.original_context / (2 * math.pi / frequencies)
-        ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        keep = ramp.clamp(0.0, 1.0)
+        wavelengths = 2 * math.pi / frequencies
+        num_turns = self.original_context / wavelengths
+        ramp_width = self.high_freq_factor - self.low_freq_factor
+        keep = ((num_turns - self.low_freq_factor) / ramp_width).clamp(0.0, 1.0)
         return (1 - keep) * frequencies / self.factor + keep * frequencies
 
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Stretches slow features so that a model of `original_context` tokens reads `factor` times as many.
+    """Stretches slow features: a model trained on `original_context` tokens reads `factor` times as many.
 
     Features that turn `beta_fast` times or more within the original context stay, those that turn `beta_slow` times or
     less slow down by `factor`, a ramp lies between. Scores are to be multiplied by `sharpness`.
@@ -51,11 +52,13 @@ class YarnScaling:
     def __call__(self, frequencies: Tensor) -> Tensor:
         """Radians per token after scaling."""
         num = len(frequencies)
-        first, last = (self._place(turns, num) for turns in (self.beta_fast, self.beta_slow))
-        low, high = max(math.floor(first), 0), min(math.ceil(last), 2 * num - 1)
-        places = torch.arange(num, dtype=torch.float32, device=frequencies.device)
-        keep = 1 - ((places - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
-        stretched = 1.0 / (self.factor * periods(2 * num, theta=self.theta, device=frequencies.device))
+        low = max(math.floor(self._feature_index(self.beta_fast, num)), 0)
+        high = min(math.ceil(self._feature_index(self.beta_slow, num)), 2 * num - 1)
+        ramp_width = max(high - low, 0.001)
+        indices = torch.arange(num, dtype=torch.float32, device=frequencies.device)
+        keep = 1 - ((indices - low) / ramp_width).clamp(0.0, 1.0)
+        unscaled = periods(2 * num, theta=self.theta, device=frequencies.device)
+        stretched = 1.0 / (self.factor * unscaled)
         return stretched * (1 - keep) + frequencies * keep
 
     @property
@@ -65,19 +68,22 @@ class YarnScaling:
 
     @property
     def sharpness(self) -> float:
-        """Factor of the attention scores: entropy grows with the context, this takes it back."""
+        """Factor of the attention scores: compensates the growth of entropy with the context."""
         return self._temperature(self.mscale_all_dim) ** 2
 
-    def _place(self, turns: float, num: int) -> float:
+    def _feature_index(self, num_turns: float, num: int) -> float:
         """Index, as a real number, of the feature that turns so often within the original context."""
-        return 2 * num * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+        wavelength = self.original_context / (num_turns * 2 * math.pi)
+        return 2 * num * math.log(wavelength) / (2 * math.log(self.theta))
 
     def _temperature(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        if self.factor <= 1:
+            return 1.0
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 class Rope(nn.Module):
-    """Rotates queries and keys by angles that grow with the position; holds no tensor, so no cast can spoil it."""
+    """Rotates queries and keys by angles that grow with the position; holds no tensor, see Note [Rotary layout]."""
 
     def __init__(
         self,
@@ -87,11 +93,14 @@ class Rope(nn.Module):
         scaling: Llama3Scaling | YarnScaling | None = None,
     ) -> None:
         super().__init__()
-        self.head_size, self.theta, self.scaling = head_size, theta, scaling
+        self.head_size = head_size
+        self.theta = theta
+        self.scaling = scaling
 
     def forward(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each token's angles, [B, S, 1, K/2], float32 under every precision policy."""
-        angles = positions_BS[..., None, None].float() * self.frequencies(positions_BS.device)
+        positions_BS11 = positions_BS[..., None, None].float()
+        angles = positions_BS11 * self.frequencies(positions_BS.device)
         gain = self.scaling.gain if self.scaling else 1.0
         return angles.cos() * gain, angles.sin() * gain
 
@@ -119,8 +128,14 @@ def rotate(
     that their products are the same.
     """
     cos, sin = turn
-    left, right = x_BSHK.chunk(2, dim=-1) if pairs == "halves" else (x_BSHK[..., 0::2], x_BSHK[..., 1::2])
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x_BSHK.dtype)
+    if pairs == "halves":
+        left, right = x_BSHK.chunk(2, dim=-1)
+    else:
+        left = x_BSHK[..., 0::2]
+        right = x_BSHK[..., 1::2]
+    new_left = left * cos - right * sin
+    new_right = right * cos + left * sin
+    return torch.cat((new_left, new_right), dim=-1).to(x_BSHK.dtype)
 
 
 # Note [Rotary layout]

@@ -11,8 +11,8 @@ from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch, Extra, chain
 from weft.models.common.decoder import chain_blocks
 from weft.models.common.experts import Experts
-from weft.models.common.layers import Block, Embed, Head, Loss, SwiGLU
-from weft.models.common.moe import Choice, MoE, MoEBlock, Router
+from weft.models.common.layers import DecoderLayer, Embed, Head, Loss, SwiGLU
+from weft.models.common.moe import Choice, MoE, MoELayer, Router
 from weft.models.common.rope import Rope, YarnScaling, rotate
 from weft.models.deepseek.config import Config
 
@@ -155,8 +155,8 @@ def _norm(cfg: Config) -> nn.RMSNorm:
     return nn.RMSNorm(cfg.dim, eps=cfg.norm_eps)
 
 
-def _dense_layer(cfg: Config) -> Block:
-    return Block(
+def _dense_layer(cfg: Config) -> DecoderLayer:
+    return DecoderLayer(
         attn_norm=_norm(cfg),
         attn=_attention(cfg),
         mlp_norm=_norm(cfg),
@@ -164,8 +164,8 @@ def _dense_layer(cfg: Config) -> Block:
     )
 
 
-def _mixed_layer(cfg: Config) -> MoEBlock:
-    return MoEBlock(
+def _mixed_layer(cfg: Config) -> MoELayer:
+    return MoELayer(
         attn_norm=_norm(cfg),
         attn=_attention(cfg),
         mlp_norm=_norm(cfg),

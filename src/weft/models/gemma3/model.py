@@ -48,7 +48,7 @@ class GeGLU(nn.Module):
         return out
 
 
-class SandwichBlock(nn.Module):
+class SandwichLayer(nn.Module):
     """One layer: attention and MLP, each between two norms and beside a residual."""
 
     def __init__(self, cfg: Config, attn: Attention) -> None:
@@ -70,7 +70,7 @@ class SandwichBlock(nn.Module):
 
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"."""
-    layers = [SandwichBlock(cfg, _attention(cfg, layer)) for layer in range(cfg.layers)]
+    layers = [SandwichLayer(cfg, _attention(cfg, layer)) for layer in range(cfg.layers)]
     return decoder_chain(cfg, layers, embed=ScaledEmbed(cfg.vocab, cfg.dim), norm=OffsetRMSNorm)
 
 

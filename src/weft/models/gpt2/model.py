@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from weft.models.common.batch import Batch
 from weft.models.common.decoder import chain_blocks
-from weft.models.common.layers import Attention, Block, Head
+from weft.models.common.layers import Attention, DecoderLayer, Head
 from weft.models.gpt2.config import Config
 
 
@@ -46,7 +46,7 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
     return chain_blocks(embed, layers, head)
 
 
-def _layer(cfg: Config) -> Block:
+def _layer(cfg: Config) -> DecoderLayer:
     attn = Attention(
         cfg.dim,
         heads=cfg.heads,
@@ -55,7 +55,7 @@ def _layer(cfg: Config) -> Block:
         qkv_bias=True,
         out_bias=True,
     )
-    return Block(
+    return DecoderLayer(
         attn_norm=_norm(cfg),
         attn=attn,
         mlp_norm=_norm(cfg),

@@ -6,7 +6,7 @@ from torch import nn
 
 from weft.models.common.decoder import attention, decoder_chain, rms_norm
 from weft.models.common.experts import Experts
-from weft.models.common.moe import Choice, MoE, MoEBlock, Router
+from weft.models.common.moe import Choice, MoE, MoELayer, Router
 from weft.models.qwen3_moe.config import Config
 
 
@@ -15,8 +15,8 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
     return decoder_chain(cfg, [_layer(cfg) for _ in range(cfg.layers)])
 
 
-def _layer(cfg: Config) -> MoEBlock:
-    return MoEBlock(
+def _layer(cfg: Config) -> MoELayer:
+    return MoELayer(
         attn_norm=rms_norm(cfg),
         attn=attention(cfg, qk_norm=nn.RMSNorm),
         mlp_norm=rms_norm(cfg),
