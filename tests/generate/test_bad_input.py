@@ -29,7 +29,7 @@ TABLE = {
         ("{tmp}/unsaved",),
         "error: {tmp}/unsaved: the run has no checkpoint (got nothing in ckpt/). Fix: train with --save.every 100",
     ),
-    "images": (("{tmp}/mnist",), "error: {tmp}/mnist: mnist generates no text (need a language model: deepseek, gpt2"),
+    "images": (("{tmp}/mnist",), "error: {tmp}/mnist: mnist generates no text (need a language model: deepseek, "),
     "damaged": (("{tmp}/damaged",), "manifest.json and its checksum do not agree"),
     "dp": ((*ASK, "--mesh", "dp2"), "error: mesh: dp would generate the same texts again: one call takes any number of --samp"),
     "cp beside tp": ((*ASK, "--mesh", "cp2 tp2"), "need pp, ep and tp alone). Fix: --mesh tp2 or give its ranks to tp"),

@@ -50,8 +50,11 @@ class AttentionMask:
     @property
     def distances(self) -> tuple[float, float]:
         """Smallest and largest distance (query column - key column) that is visible, without `prefix`."""
-        farthest = float("inf") if self.window is None else self.window - 1
-        return (0 if self.causal else -farthest), farthest
+        farthest = float("inf")
+        if self.window is not None:
+            farthest = self.window - 1
+        nearest = 0 if self.causal else -farthest
+        return nearest, farthest
 
     def allows(self, query: int, key: int) -> bool:
         """Whether the query at one column sees the key at another, of the same document.
@@ -72,7 +75,9 @@ class AttentionMask:
         """
         in_prefix = range(keys.start, min(keys.stop, self.prefix))
         nearest, farthest = self.distances
-        return _overlap(queries, keys, nearest, farthest) or _overlap(queries, in_prefix, -farthest, farthest)
+        if _overlap(queries, keys, nearest, farthest):
+            return True
+        return _overlap(queries, in_prefix, -farthest, farthest)
 
     def sees_all(self, queries: range, keys: range) -> bool:
         """Whether each of these queries surely sees each of these keys.
@@ -83,7 +88,9 @@ class AttentionMask:
         nearest, farthest = self.distances
         if keys.stop <= self.prefix:
             nearest = -farthest
-        return nearest <= queries[0] - keys[-1] and queries[-1] - keys[0] <= farthest
+        smallest = queries[0] - keys[-1]
+        largest = queries[-1] - keys[0]
+        return nearest <= smallest and largest <= farthest
 
     def visible_part(self, queries: range, keys: range) -> tuple[range, range]:
         """The consecutive queries that see any of these keys, and the consecutive keys that those see, of a visible block.
@@ -94,11 +101,13 @@ class AttentionMask:
         nearest, farthest = self.distances
         if self.prefix:
             nearest = -farthest
-        first_query = max(queries.start, keys[0] + nearest)
-        last_query = min(queries[-1], keys[-1] + farthest)
-        first_key = max(keys.start, first_query - farthest)
-        last_key = min(keys[-1], last_query - nearest)
-        return range(int(first_query), int(last_query) + 1), range(int(first_key), int(last_key) + 1)
+        first_query = int(max(queries[0], keys[0] + nearest))
+        last_query = int(min(queries[-1], keys[-1] + farthest))
+        first_key = int(max(keys[0], first_query - farthest))
+        last_key = int(min(keys[-1], last_query - nearest))
+        visible_queries = range(first_query, last_query + 1)
+        visible_keys = range(first_key, last_key + 1)
+        return visible_queries, visible_keys
 
     def is_triangle(self, queries: range, keys: range) -> bool:
         """Whether query i of the block sees exactly the keys 0..i of the block.
@@ -115,9 +124,15 @@ CAUSAL = AttentionMask()
 """Each query sees itself and the keys before it, of its own document."""
 
 
-def _overlap(queries: range, keys: range, nearest: float, farthest: float) -> bool:
+def _overlap(
+    queries: range,
+    keys: range,
+    nearest: float,
+    farthest: float,
+) -> bool:
     """Whether a query and a key exist whose distance lies between the two bounds."""
     if not queries or not keys:
         return False
-    smallest, largest = queries[0] - keys[-1], queries[-1] - keys[0]
+    smallest = queries[0] - keys[-1]
+    largest = queries[-1] - keys[0]
     return max(smallest, nearest) <= min(largest, farthest)

@@ -83,27 +83,39 @@ class SequenceBlocks:
         """
         if not self._is_by_chunk:
             return (self._merged_block(index, source),)
-        pairs = [(queries, keys) for queries in self._chunks(index) for keys in self._chunks(source)]
-        pairs.sort(key=lambda pair: pair[0] != pair[1])
-        blocks = [self._chunk_block(queries, keys) for queries, keys in pairs]
-        return tuple(block for block in blocks if block is not None)
+        own_chunk_blocks: list[BlockMask] = []
+        other_blocks: list[BlockMask] = []
+        for queries in self._chunks(index):
+            for keys in self._chunks(source):
+                block = self._chunk_block(queries, keys)
+                if block is None:
+                    continue
+                if queries == keys:
+                    own_chunk_blocks.append(block)
+                else:
+                    other_blocks.append(block)
+        return (*own_chunk_blocks, *other_blocks)
 
     @cached_property
     def ring_turns(self) -> tuple[int, ...]:
         """Turns of the ring in which any rank computes; at turn t rank i has the keys of rank i - t. Turn 0 is always one."""
         if not self._is_by_chunk:
             return tuple(range(self.num_ranks))
-        turns = []
-        for turn in range(self.num_ranks):
-            pairs = [(index, (index - turn) % self.num_ranks) for index in range(self.num_ranks)]
-            if any(self.block_masks(index, source) for index, source in pairs):
-                turns.append(turn)
-        return tuple(turns)
+        return tuple(turn for turn in range(self.num_ranks) if self._has_work(turn))
+
+    def _has_work(self, turn: int) -> bool:
+        for index in range(self.num_ranks):
+            source = (index - turn) % self.num_ranks
+            if self.block_masks(index, source):
+                return True
+        return False
 
     def columns(self, index: int) -> tuple[int, ...]:
         """Columns of a sequence that rank `index` holds, in its order."""
-        spans = zigzag(self.length, self.num_ranks, index)
-        return tuple(column for span in spans for column in span)
+        columns: list[int] = []
+        for span in zigzag(self.length, self.num_ranks, index):
+            columns.extend(span)
+        return tuple(columns)
 
     @property
     def _is_by_chunk(self) -> bool:
@@ -149,12 +161,18 @@ class SequenceBlocks:
             return "all"
         if self.documents is None:
             return "some"
-        pairs = [(row[one], row[other]) for row in self.documents]
-        if all(left == right and left[0] == left[1] for left, right in pairs):
+        num_same = 0
+        num_overlapping = 0
+        for row in self.documents:
+            first, last = row[one]
+            other_first, other_last = row[other]
+            if first == last == other_first == other_last:
+                num_same += 1
+            if first <= other_last and other_first <= last:
+                num_overlapping += 1
+        if num_same == len(self.documents):
             return "all"
-        if any(left[0] <= right[1] and right[0] <= left[1] for left, right in pairs):
-            return "some"
-        return "none"
+        return "some" if num_overlapping else "none"
 
 
 @dataclass(frozen=True)
@@ -180,9 +198,11 @@ def zigzag(length: int, degree: int, index: int) -> tuple[range, ...]:
     if degree == 1:
         return (range(length),)
     assert length % (2 * degree) == 0, f"{length} columns are validated to be a multiple of 2 x cp{degree}"
-    chunk = length // (2 * degree)
-    numbers = (index, 2 * degree - 1 - index)
-    return tuple(range(chunk * number, chunk * (number + 1)) for number in numbers)
+    num_chunks = 2 * degree
+    chunk = length // num_chunks
+    early = range(chunk * index, chunk * (index + 1))
+    late = range(length - early.stop, length - early.start)
+    return early, late
 
 
 def length_unit(mesh: Mesh, *, sequence_parallel: bool) -> int:

@@ -72,7 +72,11 @@ class DecodeBatch(Batch):
         if self.start is not None and self.start + 1 == self.stop:
             return None
         assert self.cells is not None, "made by decode_batch"
-        cells_T = torch.arange(self.first_cell(mask), self.stop, device=self.cells.device)
+        cells_T = torch.arange(
+            self.first_cell(mask),
+            self.stop,
+            device=self.cells.device,
+        )
         allowed_BST = visible_keys(mask, self.cells, cells_T)
         return None if allowed_BST is None else allowed_BST.unsqueeze(1)
 
@@ -105,7 +109,12 @@ class KVCache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def put(self, k_BSGK: Tensor, v_BSGW: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+    def put(
+        self,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        batch: DecodeBatch,
+    ) -> tuple[Tensor, Tensor]:
         """Store what is new; all cells up to the newest, keys_BGTK and values_BGTW."""
         self.keys = _put(self.keys, k_BSGK, batch)
         self.values = _put(self.values, v_BSGW, batch)
@@ -166,7 +175,14 @@ class CachedAttention:
     def __init__(self) -> None:
         self.cache = KVCache()
 
-    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+    def __call__(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> Tensor:
         """As `FusedAttention`, for tokens from `batch.first_positions` on."""
         assert isinstance(batch, DecodeBatch), "cached attention reads batches of decode_batch"
         keys_BGTK, values_BGTW = self.cache.put(k_BSGK, v_BSGW, batch)
@@ -181,7 +197,11 @@ class CachedAttention:
         if q_BSHK.shape[1] == 1:
             q_BGRK = q_BSHK.squeeze(1).unflatten(1, (keys_BGTK.shape[1], -1))
             out_BGRW = F.scaled_dot_product_attention(
-                q_BGRK, keys_BGTK, values_BGTW, attn_mask=allowed, scale=spec.scale
+                q_BGRK,
+                keys_BGTK,
+                values_BGTW,
+                attn_mask=allowed,
+                scale=spec.scale,
             )
             return out_BGRW.flatten(1, 2).unsqueeze(1)
         out_BHSW = F.scaled_dot_product_attention(
@@ -204,7 +224,11 @@ class CachedAttention:
     ) -> Tensor:
         """Soft-cap, sinks and bias: no fused kernel computes them."""
         assert batch.cells is not None, "made by decode_batch"
-        cells_T = torch.arange(batch.first_cell(spec.mask), batch.stop, device=batch.cells.device)
+        cells_T = torch.arange(
+            batch.first_cell(spec.mask),
+            batch.stop,
+            device=batch.cells.device,
+        )
         distance_BST = batch.cells[:, :, None] - cells_T
         out_BHSW = eager_attention(
             q_BSHK.transpose(1, 2),

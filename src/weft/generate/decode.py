@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,14 @@ TRAINING_BLOCKS = ("loss", "mtp")
 """Blocks (by the beginning of their names) that only training reads."""
 
 
-def load_model(family: Family, config: ModelConfig, source: Source, *, plan: Plan, comm: Comm) -> ParallelModel:
+def load_model(
+    family: Family,
+    config: ModelConfig,
+    source: Source,
+    *,
+    plan: Plan,
+    comm: Comm,
+) -> ParallelModel:
     """This rank's part of the stored model, in the plan's `compute`; each rank reads its own shards.
 
     Raises:
@@ -58,13 +65,19 @@ class Decoder:
         max_positions: positions that the model has learned; None: it computes any number.
     """
 
-    def __init__(self, model: ParallelModel, *, vocab: int, max_positions: int | None = None) -> None:
+    def __init__(
+        self,
+        model: ParallelModel,
+        *,
+        vocab: int,
+        max_positions: int | None = None,
+    ) -> None:
         self.model = model
         self.vocab = vocab
         self.max_positions = max_positions
         self.caches = install_kv_cache(model.stages)
         share_rope(model.stages)
-        self.lengths: tuple[int, ...] = ()
+        self.lengths: list[int] = []
 
     @property
     def is_last(self) -> bool:
@@ -73,14 +86,16 @@ class Decoder:
 
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
         """Read the next tokens of each row, one at least: logits_BV behind its last one; None before the last stage."""
-        first_positions = self.lengths or (0,) * len(rows)
+        if not self.lengths:
+            self.lengths = [0] * len(rows)
         counts = [len(row) for row in rows]
         tokens_BS = self._padded(rows, length=max(counts, default=1))
-        batch = decode_batch(tokens_BS, first_positions, max_positions=self.max_positions)
+        batch = decode_batch(tokens_BS, self.lengths, max_positions=self.max_positions)
         lasts = [count - 1 for count in counts]
         with torch.no_grad():  # not inference_mode: its tensors must not be written by the threads of gloo
             logits_BV = self._forward(batch, lasts)
-        self.lengths = tuple(first + count for first, count in zip(first_positions, counts, strict=True))
+        for row, count in enumerate(counts):
+            self.lengths[row] += count
         return logits_BV
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -88,21 +103,22 @@ class Decoder:
         index = torch.tensor(rows, dtype=torch.int64, device=self.model.comm.device)
         for cache in self.caches:
             cache.keep_rows(index)
-        self.lengths = tuple(self.lengths[row] for row in rows)
+        self.lengths = [self.lengths[row] for row in rows]
 
     def reset(self) -> None:
         """Drop all rows, and release the memory of the caches."""
         for cache in self.caches:
             cache.clear()
-        self.lengths = ()
+        self.lengths = []
 
     def _padded(self, rows: Sequence[Sequence[int]], *, length: int) -> Tensor:
         """tokens_BS, filled up behind shorter rows; with sequence parallelism every tp rank gets as many columns."""
         unit = self._num_sequence_parts
         padded_length = -(-length // unit) * unit
-        padded = [[*row, *([0] * (padded_length - len(row)))] for row in rows]
-        tokens = torch.tensor(padded, dtype=torch.int64, device=self.model.comm.device)
-        return tokens.view(len(rows), padded_length)
+        tokens_BS = torch.zeros(len(rows), padded_length, dtype=torch.int64)
+        for number, row in enumerate(rows):
+            tokens_BS[number, : len(row)] = torch.tensor(row)
+        return tokens_BS.to(self.model.comm.device)
 
     @property
     def _num_sequence_parts(self) -> int:
@@ -118,10 +134,23 @@ class Decoder:
         def play(stage: int, x: Tensor) -> Tensor:
             return self._run_stage(stage, x, batch, lasts)
 
-        x = run_stages(self.model, batch.inputs, play=play, shape_of=plan.boundary_shape)
-        return gather_vocabulary(x, self.model, vocab=self.vocab) if self.is_last else None
+        x = run_stages(
+            self.model,
+            batch.inputs,
+            play=play,
+            shape_of=plan.boundary_shape,
+        )
+        if not self.is_last:
+            return None
+        return gather_vocabulary(x, self.model, vocab=self.vocab)
 
-    def _run_stage(self, stage: int, x: Tensor, batch: DecodeBatch, lasts: Sequence[int]) -> Tensor:
+    def _run_stage(
+        self,
+        stage: int,
+        x: Tensor,
+        batch: DecodeBatch,
+        lasts: Sequence[int],
+    ) -> Tensor:
         """x_BSD through a stage's blocks; the head yields logits_BV behind each row's last token."""
         selects_before_head = self._num_sequence_parts == 1
         for name, block in inference_blocks(self.model.stages[stage]).items():
@@ -172,45 +201,79 @@ IsFinished = Callable[[TextRow], bool]
 
 
 def decode(
-    decoder: Decoder, rows: Sequence[TextRow], *, choose: ChooseToken, is_finished: IsFinished
+    decoder: Decoder,
+    rows: Sequence[TextRow],
+    *,
+    choose: ChooseToken,
+    is_finished: IsFinished,
 ) -> Iterator[tuple[TextRow, ...]]:
     """Add one token after the other to each row until all are finished; yields the rows that have a new one.
 
     Every rank of the mesh must iterate to the end, with equal rows. Ranks along ep share the rows out, one after another.
     """
-    comm = decoder.model.comm
-    num_parts = comm.degree(EP)
-    own_part = comm.index(EP)
-    active = [[rows[number] for number in range(*span(len(rows), num_parts, part))] for part in range(num_parts)]
-    logits_BV = decoder.read([row.prompt for row in active[own_part]])
+    shares = RowShares(rows, decoder.model.comm)
+    logits_BV = decoder.read([row.prompt for row in shares.own])
     while True:
-        chosen = None if logits_BV is None else _choose_tokens(logits_BV, active[own_part], choose)
-        extended = tuple(row for part in active for row in part)
-        tokens = _gather_tokens(chosen, [len(part) for part in active], decoder)
+        chosen = []
+        if logits_BV is not None:
+            for logits_V, row in zip(logits_BV, shares.own, strict=True):
+                chosen.append(choose(logits_V, row.next_position))
+        extended = shares.all_rows
+        tokens = _gather_tokens(chosen, shares, decoder)
         for row, token in zip(extended, tokens, strict=True):
             row.tokens.append(token)
         finished = {id(row) for row in extended if is_finished(row)}
         yield extended
         if len(finished) == len(extended):
             return
-        kept = [place for place, row in enumerate(active[own_part]) if id(row) not in finished]
-        if len(kept) < len(active[own_part]):
+        kept = [place for place, row in enumerate(shares.own) if id(row) not in finished]
+        if len(kept) < len(shares.own):
             decoder.keep_rows(kept)
-        active = [[row for row in part if id(row) not in finished] for part in active]
-        logits_BV = decoder.read([row.tokens[-1:] for row in active[own_part]])
+        shares.remove(finished)
+        logits_BV = decoder.read([row.tokens[-1:] for row in shares.own])
 
 
-def _choose_tokens(logits_BV: Tensor, rows: Sequence[TextRow], choose: ChooseToken) -> list[int]:
-    return [choose(logits_V, row.next_position) for logits_V, row in zip(logits_BV, rows, strict=True)]
+class RowShares:
+    """The unfinished rows of every rank along ep: consecutive shares of all rows."""
+
+    def __init__(self, rows: Sequence[TextRow], comm: Comm) -> None:
+        self.index = comm.index(EP)
+        self.shares: list[list[TextRow]] = []
+        num_shares = comm.degree(EP)
+        for number in range(num_shares):
+            start, stop = span(len(rows), num_shares, number)
+            self.shares.append(list(rows[start:stop]))
+
+    @property
+    def own(self) -> list[TextRow]:
+        """This rank's."""
+        return self.shares[self.index]
+
+    @property
+    def all_rows(self) -> tuple[TextRow, ...]:
+        """Those of all ranks, in order."""
+        return tuple(row for share in self.shares for row in share)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each rank."""
+        return [len(share) for share in self.shares]
+
+    def remove(self, finished: Collection[int]) -> None:
+        """Drop the rows of these ids."""
+        for share in self.shares:
+            share[:] = [row for row in share if id(row) not in finished]
 
 
-def _gather_tokens(chosen: Sequence[int] | None, counts: Sequence[int], decoder: Decoder) -> list[int]:
+def _gather_tokens(chosen: Sequence[int], shares: RowShares, decoder: Decoder) -> list[int]:
     """Every rank's tokens, in the order of rows, from those that the last stage has chosen."""
     comm = decoder.model.comm
-    placeholder = [0] * counts[comm.index(EP)]
-    own = torch.tensor(chosen or placeholder, dtype=torch.int64, device=comm.device)
-    if own.numel():
+    tokens = torch.zeros(len(shares.own), dtype=torch.int64)
+    if chosen:
+        tokens = torch.tensor(chosen, dtype=torch.int64)
+    tokens = tokens.to(comm.device)
+    if shares.own:
         last_rank = decoder.model.plan.table.stage_to_rank[-1]
-        own = comm.broadcast_(own, PP, root=last_rank)
-    tokens = comm.all_gather(own, EP, sizes=counts)
-    return [int(token) for token in tokens]
+        tokens = comm.broadcast_(tokens, PP, root=last_rank)
+    gathered = comm.all_gather(tokens, EP, sizes=shares.sizes)
+    return [int(token) for token in gathered]

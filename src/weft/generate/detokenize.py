@@ -65,7 +65,13 @@ class GeneratedText:
         finish_reason: why it is finished; None while it is not.
     """
 
-    def __init__(self, tokenizer: TokenDecoder, *, stop: str = "", end_tokens: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenDecoder,
+        *,
+        stop: str = "",
+        end_tokens: frozenset[int] = frozenset(),
+    ) -> None:
         self.text = ""
         self.finish_reason: FinishReason | None = None
         self._detokenizer = StreamDetokenizer(tokenizer)

@@ -49,19 +49,29 @@ def generate(job: GenerationJob) -> int:
 def generate_rank(job: GenerationJob, world: World) -> None:
     """Entry point of one rank; the first one shows what all of them generate."""
     run = job.run
-    device = choose_device(run.device, local_rank=world.local_rank, local_size=world.local_size)
+    device = choose_device(
+        run.device,
+        local_rank=world.local_rank,
+        local_size=world.local_size,
+    )
     with open_comm(world, run.device_mesh, device) as comm:
         stored = open_source(job.source)
         model = load_model(family_of(run), job.config, stored, plan=job.plan, comm=comm)
         vocab = job.config.axis_sizes()["vocab"]
         texts = TextBatch(job)
         output = make_output(job, texts) if world.rank == 0 else None
-        for _ in texts.generate(Decoder(model, vocab=vocab, max_positions=job.max_positions)):
+        decoder = Decoder(
+            model,
+            vocab=vocab,
+            max_positions=job.max_positions,
+        )
+        for _ in texts.generate(decoder):
             if output is not None:
                 output.update()
             comm.checked = False  # every further token repeats the same operations
         if world.rank == 0:
-            sys.stderr.write("".join(f"{line}\n" for line in texts.summary()))
+            for line in texts.summary():
+                sys.stderr.write(f"{line}\n")
 
 
 def make_output(job: GenerationJob, texts: TextBatch) -> TextOutput | JsonOutput:
@@ -69,7 +79,11 @@ def make_output(job: GenerationJob, texts: TextBatch) -> TextOutput | JsonOutput
     if job.request.format == "json":
         facts = {"model": str(job.source.path), "seed": job.request.seed}
         return JsonOutput(texts.output_texts(), write=to_stdout, facts=facts)
-    return TextOutput(texts.output_texts(), write=to_stdout, is_terminal=sys.stdout.isatty())
+    return TextOutput(
+        texts.output_texts(),
+        write=to_stdout,
+        is_terminal=sys.stdout.isatty(),
+    )
 
 
 def open_source(source: ModelSource) -> Source:
@@ -94,7 +108,11 @@ class TextBatch:
                 self._add_row(prompt, TextRow(tokens, sample))
 
     def _add_row(self, prompt: str, row: TextRow) -> None:
-        text = GeneratedText(self.job.tokenizer, stop=self.job.request.stop, end_tokens=self.job.end_tokens)
+        text = GeneratedText(
+            self.job.tokenizer,
+            stop=self.job.request.stop,
+            end_tokens=self.job.end_tokens,
+        )
         self.rows.append(row)
         self.texts[id(row)] = text
         self.outputs.append(OutputText(prompt, row.sample, row.tokens, text))
@@ -106,11 +124,22 @@ class TextBatch:
     def generate(self, decoder: Decoder) -> Iterator[None]:
         """Generate them; yields after each token. Every rank must iterate to the end."""
         request = self.job.request
-        sampling = Sampling(request.temperature, request.top_k, request.top_p, request.seed)
+        sampling = Sampling(
+            request.temperature,
+            request.top_k,
+            request.top_p,
+            request.seed,
+        )
         choose = partial(_sample_with, sampling)
         started = time.perf_counter()
         first_token = started
-        for _ in decode(decoder, self.rows, choose=choose, is_finished=self._take_newest):
+        steps = decode(
+            decoder,
+            self.rows,
+            choose=choose,
+            is_finished=self._take_newest,
+        )
+        for _ in steps:
             if not self.first_token_s:
                 first_token = time.perf_counter()
                 self.first_token_s = first_token - started
@@ -121,9 +150,12 @@ class TextBatch:
         """Add the row's newest token to its text; whether the text is finished."""
         text = self.texts[id(row)]
         text.add(row.tokens[-1])
-        if text.finish_reason is None and len(row.tokens) == self.job.request.tokens:
+        num_positions = len(row.prompt) + len(row.tokens)
+        if text.finish_reason is not None:
+            return True
+        if len(row.tokens) == self.job.request.tokens:
             text.finish("length")
-        if text.finish_reason is None and len(row.prompt) + len(row.tokens) == self.job.max_positions:
+        elif num_positions == self.job.max_positions:
             text.finish("context")
         return text.finish_reason is not None
 
@@ -166,10 +198,16 @@ def sample_trained(run: Run, model: ParallelModel, prompt: str) -> str:
     limit = max_positions(run.model)
 
     def is_finished(row: TextRow) -> bool:
-        return len(row.tokens) == run.sample or len(row.prompt) + len(row.tokens) == limit
+        num_positions = len(row.prompt) + len(row.tokens)
+        return len(row.tokens) == run.sample or num_positions == limit
 
     sampling = Sampling(TRAINING_TEMPERATURE, seed=run.seed)
     decoder = Decoder(model, vocab=run.model.axis_sizes()["vocab"], max_positions=limit)
-    for _ in decode(decoder, [row], choose=partial(_sample_with, sampling), is_finished=is_finished):
+    for _ in decode(
+        decoder,
+        [row],
+        choose=partial(_sample_with, sampling),
+        is_finished=is_finished,
+    ):
         pass
     return tokenizer.decode(row.tokens)

@@ -63,7 +63,13 @@ class ModelSource:
         found = None if self.kind == "hf" else tokenizer_of(self.run.data)
         if found is None or self._is_guess(found):
             what = f"nothing says which tokenizer belongs to {self.path}"
-            raise DataError(Fault(KEY, what, fix="--tokenizer FILE, its tokenizer.json, or bytes"))
+            raise DataError(
+                Fault(
+                    KEY,
+                    what,
+                    fix="--tokenizer FILE, its tokenizer.json, or bytes",
+                )
+            )
         return found
 
     def _is_guess(self, found: Tokenizer) -> bool:
@@ -88,7 +94,14 @@ def find_model(word: str) -> ModelSource:
         fix = "give a run's folder such as runs/first, one of its checkpoints, or a Hugging Face folder"
         raise CheckpointError(Fault(word or "weft generate", what, fix=fix))
     need = f"{RUN} (a run), {MANIFEST} (a checkpoint) or {CONFIG} (Hugging Face)"
-    raise CheckpointError(Fault(str(path), "holds no model", need=need, fix=_suggest_run(path)))
+    raise CheckpointError(
+        Fault(
+            str(path),
+            "holds no model",
+            need=need,
+            fix=_suggest_run(path),
+        )
+    )
 
 
 def _suggest_run(path: Path) -> str:
@@ -104,9 +117,22 @@ def _read_run(path: Path) -> ModelSource:
         if found.faults:
             raise CheckpointError(*found.faults)
         fix = "train with --save.every 100, which keeps checkpoints in the run's folder"
-        raise CheckpointError(Fault(str(path), "the run has no checkpoint", f"nothing in {FOLDER}/", fix=fix))
+        raise CheckpointError(
+            Fault(
+                str(path),
+                "the run has no checkpoint",
+                f"nothing in {FOLDER}/",
+                fix=fix,
+            )
+        )
     notes = tuple(f"{fault}; taking {found.path}" for fault in found.faults)
-    return ModelSource(found.path, "checkpoint", run, run.precision.compute, notes=notes)
+    return ModelSource(
+        found.path,
+        "checkpoint",
+        run,
+        run.precision.compute,
+        notes=notes,
+    )
 
 
 def _read_checkpoint(path: Path) -> ModelSource:
@@ -132,7 +158,13 @@ def _read_hf_folder(path: Path) -> ModelSource:
     _check_is_language_model(path, described.family)
     fields = {**described.fields, **described.suggested}
     run = run_type(described.family, FAMILIES[described.family].Config).model_validate({"model": nest(fields)})
-    return ModelSource(path, "hf", run, _most_stored_dtype(path), end_tokens=_end_tokens(path))
+    return ModelSource(
+        path,
+        "hf",
+        run,
+        _most_stored_dtype(path),
+        end_tokens=_end_tokens(path),
+    )
 
 
 def _most_stored_dtype(path: Path) -> Dtype:
@@ -165,7 +197,13 @@ def _check_is_language_model(path: Path, family: str) -> None:
     language_models = [name for name, known in FAMILIES.items() if known.Config.kind == "tokens"]
     if family not in language_models:
         need = f"a language model: {', '.join(language_models)}"
-        raise CheckpointError(Fault(str(path), f"{family} generates no text", need=need))
+        raise CheckpointError(
+            Fault(
+                str(path),
+                f"{family} generates no text",
+                need=need,
+            )
+        )
 
 
 _READERS: Mapping[str, Callable[[Path], ModelSource]] = {

@@ -32,7 +32,13 @@ class TextOutput:
         is_terminal: then prompts are bold.
     """
 
-    def __init__(self, texts: Sequence[OutputText], *, write: Callable[[str], None], is_terminal: bool = False) -> None:
+    def __init__(
+        self,
+        texts: Sequence[OutputText],
+        *,
+        write: Callable[[str], None],
+        is_terminal: bool = False,
+    ) -> None:
         self.texts = texts
         self.write = write
         self.is_terminal = is_terminal
@@ -71,7 +77,13 @@ class JsonOutput:
         facts: what every object holds besides.
     """
 
-    def __init__(self, texts: Sequence[OutputText], *, write: Callable[[str], None], facts: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        texts: Sequence[OutputText],
+        *,
+        write: Callable[[str], None],
+        facts: dict[str, Any],
+    ) -> None:
         self.texts = texts
         self.write = write
         self.facts = facts

@@ -44,12 +44,26 @@ class Request(ConfigSection):
     tokens: int = Field(200, ge=1, le=2**24, description="most tokens of each text")
     samples: int = Field(1, ge=1, le=2**16, description="texts for each prompt")
     stop: str = Field("", description="text before which a text ends; nothing: none")
-    temperature: float = Field(0.8, ge=0, description="0: the likeliest token; higher: more random")
+    temperature: float = Field(
+        0.8,
+        ge=0,
+        description="0: the likeliest token; higher: more random",
+    )
     top_k: Annotated[int, Field(ge=1)] | None = Field(
         None, description="sample from so many likeliest tokens; None: all"
     )
-    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens of this probability together")
-    seed: int = Field(1, ge=0, lt=2**63, description="of the sampling; sample and position are mixed in")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="sample from the likeliest tokens of this probability together",
+    )
+    seed: int = Field(
+        1,
+        ge=0,
+        lt=2**63,
+        description="of the sampling; sample and position are mixed in",
+    )
     mesh: str = Field("", description='any of pp, ep, tp: "tp2", "pp2 tp2"; nothing: one rank')
     dtype: Dtype | None = Field(None, description="number type; None: as the run computes, or as the folder stores")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where ranks compute")
@@ -83,18 +97,38 @@ def read_prompts(request: Request) -> tuple[str, ...]:
     if not request.prompt_file:
         return (request.prompt,)
     if request.prompt:
-        raise ConfigError(Fault("prompt_file", "beside a prompt", fix="give one of --prompt and --prompt_file"))
+        raise ConfigError(
+            Fault(
+                "prompt_file",
+                "beside a prompt",
+                fix="give one of --prompt and --prompt_file",
+            )
+        )
     path = Path(request.prompt_file)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(Fault("prompt_file", "cannot be read", f"{str(path)!r}: {why}", "a text file")) from None
+        raise ConfigError(
+            Fault(
+                "prompt_file",
+                "cannot be read",
+                f"{str(path)!r}: {why}",
+                "a text file",
+            )
+        ) from None
     if path.suffix != LINES:
         return (text,)
     prompts = tuple(_parse_lines(path, text))
     if not prompts:
-        raise ConfigError(Fault("prompt_file", "has no line", repr(str(path)), "a prompt on each"))
+        raise ConfigError(
+            Fault(
+                "prompt_file",
+                "has no line",
+                repr(str(path)),
+                "a prompt on each",
+            )
+        )
     return prompts
 
 
@@ -106,7 +140,14 @@ def _parse_lines(path: Path, text: str) -> Iterator[str]:
         prompt = value.get("prompt") if isinstance(value, dict) else value
         if not isinstance(prompt, str):
             need = 'JSON: "text", or {"prompt": "text"}'
-            raise ConfigError(Fault("prompt_file", f"line {number} of {path} is no prompt", repr(line[:40]), need))
+            raise ConfigError(
+                Fault(
+                    "prompt_file",
+                    f"line {number} of {path} is no prompt",
+                    repr(line[:40]),
+                    need,
+                )
+            )
         yield prompt
 
 
@@ -252,7 +293,14 @@ def _tokenizer_of(request: Request, source: ModelSource) -> Tokenizer:
         return open_tokenizer(request.tokenizer) if request.tokenizer else source.tokenizer()
     except UserError as error:
         fix = "--tokenizer FILE, its tokenizer.json, or bytes"
-        faults = [replace(fault, key="tokenizer", fix=fault.fix or fix) for fault in error.faults]
+        faults = [
+            replace(
+                fault,
+                key="tokenizer",
+                fix=fault.fix or fix,
+            )
+            for fault in error.faults
+        ]
         raise ConfigError(*faults) from None
 
 
@@ -261,11 +309,25 @@ def _encode(prompt: str, tokenizer: Tokenizer, *, vocab: int) -> tuple[int, ...]
     tokens = tuple(tokenizer.encode(prompt))
     if not tokens and tokenizer.end is None:
         what = f"is empty, and the tokenizer {tokenizer.name} has no token that begins a document"
-        raise ConfigError(Fault("prompt", what, need="one token at least", fix='for example --prompt "def "'))
+        raise ConfigError(
+            Fault(
+                "prompt",
+                what,
+                need="one token at least",
+                fix='for example --prompt "def "',
+            )
+        )
     tokens = tokens or (tokenizer.end or 0,)
     if max(tokens) >= vocab:
         what = f"has token {max(tokens)} of the tokenizer {tokenizer.name}, which the model does not know"
-        raise ConfigError(Fault("prompt", what, need=f"tokens below {vocab}", fix="--tokenizer FILE, the model's own"))
+        raise ConfigError(
+            Fault(
+                "prompt",
+                what,
+                need=f"tokens below {vocab}",
+                fix="--tokenizer FILE, the model's own",
+            )
+        )
     return tokens
 
 

@@ -39,22 +39,28 @@ def sample_token(logits_V: Tensor, sampling: Sampling, at: TokenPosition) -> int
     logits_V = logits_V.double().cpu()
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    tokens, probabilities = _candidates(logits_V / sampling.temperature, sampling)
+    scaled_V = logits_V / sampling.temperature
+    tokens, probabilities = _candidates(scaled_V, sampling)
     cumulative = probabilities.cumsum(0)
     point = uniform(sampling.seed, at) * cumulative[-1]
-    place = int(torch.searchsorted(cumulative, point, right=True))
-    return int(tokens[min(place, len(tokens) - 1)])
+    found = int(torch.searchsorted(cumulative, point, right=True))
+    place = min(found, len(tokens) - 1)
+    return int(tokens[place])
 
 
 def _candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Tokens that can be sampled and their probabilities; with top_k or top_p the likeliest first, of equal ones the first."""
     if sampling.top_k is None and sampling.top_p >= 1:
         return torch.arange(len(logits_V)), logits_V.softmax(0)
-    by_likelihood = logits_V.argsort(descending=True, stable=True)
+    by_likelihood = logits_V.argsort(
+        descending=True,
+        stable=True,
+    )
     tokens = by_likelihood[: sampling.top_k]
     probabilities = logits_V[tokens].softmax(0)
     probability_before = probabilities.cumsum(0) - probabilities
-    num_kept = int((probability_before < sampling.top_p).sum())
+    is_kept = probability_before < sampling.top_p
+    num_kept = int(is_kept.sum())
     return tokens[:num_kept], probabilities[:num_kept]
 
 

@@ -79,7 +79,14 @@ class AttentionImplementation(Protocol):
     supports: frozenset[Feature]
     alternative: str
 
-    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+    def __call__(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> Tensor:
         """This rank's tokens -> out_BSHW."""
         ...
 
@@ -94,35 +101,56 @@ class FusedAttention:
     supports = ALL_FEATURES
     alternative = ""
 
-    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+    def __call__(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> Tensor:
         width = v_BSGW.shape[-1]
         missing = k_BSGK.shape[-1] - width
         if missing > 0:  # fused kernels take one head size; without one, S x S scores are in memory
             v_BSGW = F.pad(v_BSGW, (0, missing))
-        columns_S = torch.arange(q_BSHK.shape[1], device=q_BSHK.device)
         documents = batch.documents if spec.mask.documents else None
-        is_triangle = spec.mask.is_triangle(range(len(columns_S)), range(len(columns_S))) and documents is None
-        allowed = None
-        if not (is_triangle and spec.fits_fused_kernel):
-            allowed = visible_keys(spec.mask, columns_S, columns_S)
-        if documents is not None:
-            same_BSS = (documents[:, :, None] == documents[:, None, :]).unsqueeze(1)
-            allowed = same_BSS if allowed is None else same_BSS & allowed
-        q_BHSK, k_BGSK, v_BGSW = q_BSHK.transpose(1, 2), k_BSGK.transpose(1, 2), v_BSGW.transpose(1, 2)
+        columns = range(q_BSHK.shape[1])
+        is_triangle = spec.mask.is_triangle(columns, columns) and documents is None
+        q_BHSK = q_BSHK.transpose(1, 2)
+        k_BGSK = k_BSGK.transpose(1, 2)
+        v_BGSW = v_BSGW.transpose(1, 2)
         if spec.fits_fused_kernel:
             out_BHSW = F.scaled_dot_product_attention(
                 q_BHSK,
                 k_BGSK,
                 v_BGSW,
-                attn_mask=allowed,
+                attn_mask=None if is_triangle else _allowed_keys(spec.mask, q_BHSK, documents),
                 is_causal=is_triangle,
                 scale=spec.scale,
                 enable_gqa=True,
             )
         else:
-            distance_SS = columns_S[:, None] - columns_S
-            out_BHSW = eager_attention(q_BHSK, k_BGSK, v_BGSW, spec, allowed=allowed, distance=distance_SS)
+            columns_S = torch.arange(len(columns), device=q_BHSK.device)
+            out_BHSW = eager_attention(
+                q_BHSK,
+                k_BGSK,
+                v_BGSW,
+                spec,
+                allowed=_allowed_keys(spec.mask, q_BHSK, documents),
+                distance=columns_S[:, None] - columns_S,
+            )
         return out_BHSW.transpose(1, 2)[..., :width]
+
+
+def _allowed_keys(mask: AttentionMask, q_BHSK: Tensor, documents_BS: Tensor | None) -> Tensor | None:
+    """True where a query of whole sequences sees a key, broadcastable to [B, H, S, S]; None: all see all."""
+    columns_S = torch.arange(q_BHSK.shape[2], device=q_BHSK.device)
+    allowed = visible_keys(mask, columns_S, columns_S)
+    if documents_BS is None:
+        return allowed
+    is_same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
+    is_same_B1SS = is_same_BSS.unsqueeze(1)
+    return is_same_B1SS if allowed is None else is_same_B1SS & allowed
 
 
 class Attend(nn.Module):
@@ -156,9 +184,21 @@ class Attend(nn.Module):
     @property
     def requirements(self) -> AttentionSpec:
         """What this attention computes, for every implementation of it."""
-        return AttentionSpec(self.mask, self.scale, self.softcap, self.sinks, self.head_bias)
+        return AttentionSpec(
+            self.mask,
+            self.scale,
+            self.softcap,
+            self.sinks,
+            self.head_bias,
+        )
 
-    def forward(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        batch: Batch,
+    ) -> Tensor:
         return self.implementation(q_BSHK, k_BSGK, v_BSGW, batch, self.requirements)
 
 
@@ -195,17 +235,21 @@ def eager_attention(
     k_BHTK = k_BGTK.repeat_interleave(group_size, dim=1)
     v_BHTW = v_BGTW.repeat_interleave(group_size, dim=1)
     wide = torch.promote_types(q_BHSK.dtype, torch.float32)
-    scores_BHST = (q_BHSK @ k_BHTK.transpose(-1, -2)).to(wide) * spec.scale_of(q_BHSK)
+    dots_BHST = q_BHSK @ k_BHTK.transpose(-1, -2)
+    scores_BHST = dots_BHST.to(wide) * spec.scale_of(q_BHSK)
     if spec.softcap is not None:
         scores_BHST = spec.softcap * torch.tanh(scores_BHST / spec.softcap)
     if spec.head_bias is not None:
-        scores_BHST = scores_BHST - spec.head_bias[:, None, None] * distance
+        slopes_H11 = spec.head_bias[:, None, None]
+        scores_BHST = scores_BHST - slopes_H11 * distance
     if allowed is not None:
         scores_BHST = scores_BHST.masked_fill(~allowed, float("-inf"))
     if spec.sinks is not None:
-        sinks_BHS1 = spec.sinks[:, None, None].to(wide).expand(*scores_BHST.shape[:-1], 1)
+        sinks_H11 = spec.sinks[:, None, None].to(wide)
+        sinks_BHS1 = sinks_H11.expand(*scores_BHST.shape[:-1], 1)
         scores_BHST = torch.cat((scores_BHST, sinks_BHS1), dim=-1)
-    weights_BHST = scores_BHST.softmax(-1)[..., : k_BHTK.shape[2]]
+    weights = scores_BHST.softmax(-1)
+    weights_BHST = weights[..., : k_BHTK.shape[2]]
     return weights_BHST.to(v_BHTW.dtype) @ v_BHTW
 
 

@@ -28,14 +28,27 @@ class BlockwiseAttention:
     supports = ALL_FEATURES
     alternative = "--parallel.context ulysses"
 
-    def __init__(self, exchange: KVExchange, comm: Comm, *, name: str) -> None:
+    def __init__(
+        self,
+        exchange: KVExchange,
+        comm: Comm,
+        *,
+        name: str,
+    ) -> None:
         self.exchange = exchange
         self.comm = comm
         self.name = name
         self._last_documents: Tensor | None = None
         self._last_blocks: dict[AttentionMask, SequenceBlocks] = {}
 
-    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+    def __call__(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> Tensor:
         """This rank's columns of q, k and v -> its out_BSHW."""
         whole_documents = self._whole_documents(batch, spec)
         length = q_BSHK.shape[1] * self.exchange.num_ranks
@@ -50,7 +63,12 @@ class BlockwiseAttention:
             return batch.whole_documents
         return gather_documents(batch.documents, self.comm, AXIS)
 
-    def _blocks(self, length: int, mask: AttentionMask, documents: Tensor | None) -> SequenceBlocks:
+    def _blocks(
+        self,
+        length: int,
+        mask: AttentionMask,
+        documents: Tensor | None,
+    ) -> SequenceBlocks:
         """Computed once for all layers that attend alike within the same documents."""
         known = self._last_blocks.get(mask)
         if known is not None and known.length == length and documents is self._last_documents:
@@ -86,7 +104,13 @@ VARIANTS: Mapping[Context, Callable[[Comm], AttentionImplementation]] = {
 }
 
 
-def transform(blocks: dict[str, nn.Module], *, plan: Plan, comm: Comm, **_unused: object) -> tuple[str, ...]:
+def transform(
+    blocks: dict[str, nn.Module],
+    *,
+    plan: Plan,
+    comm: Comm,
+    **_unused: object,
+) -> tuple[str, ...]:
     """The transform of the dimension cp: attention reads the keys and values of every rank along it.
 
     Raises:

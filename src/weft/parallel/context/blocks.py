@@ -31,7 +31,12 @@ class BlockAttention:
     blocks: SequenceBlocks
     documents: Tensor | None = None
 
-    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor) -> Tensor:
+    def __call__(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+    ) -> Tensor:
         """This rank's q, k and v -> its out_BSHW; differentiable."""
         out = _BlockwiseAttention.apply(  # type: ignore[no-untyped-call]
             q_BSHK,
@@ -47,7 +52,12 @@ class BlockAttention:
         """Blocks of this rank's queries against the keys of rank `source`."""
         return self.blocks.block_masks(self.exchange.index, source)
 
-    def scores(self, block: BlockMask, source: int, q_BHSK: Tensor) -> Scores:
+    def scores(
+        self,
+        block: BlockMask,
+        source: int,
+        q_BHSK: Tensor,
+    ) -> Scores:
         """How the scores of a block are computed."""
         distance = None
         if self.spec.head_bias is not None:
@@ -62,7 +72,12 @@ class BlockAttention:
             distance=distance,
         )
 
-    def _mask(self, block: BlockMask, source: int, device: torch.device) -> Tensor | None:
+    def _mask(
+        self,
+        block: BlockMask,
+        source: int,
+        device: torch.device,
+    ) -> Tensor | None:
         """True where a query sees a key, [B or 1, 1, Sq, Sk]."""
         queries, keys = self._columns(block, source, device)
         allowed = visible_keys(self.spec.mask, queries, keys)
@@ -75,11 +90,18 @@ class BlockAttention:
         is_same = query_documents[:, None, :, None] == key_documents[:, None, None, :]
         return is_same if allowed is None else is_same & allowed
 
-    def _columns(self, block: BlockMask, source: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _columns(
+        self,
+        block: BlockMask,
+        source: int,
+        device: torch.device,
+    ) -> tuple[Tensor, Tensor]:
         """Columns of the block's queries and of its keys in the whole sequence."""
-        queries = self.blocks.columns(self.exchange.index)[block.queries]
-        keys = self.blocks.columns(source)[block.keys]
-        return torch.tensor(queries, device=device), torch.tensor(keys, device=device)
+        own_columns = self.blocks.columns(self.exchange.index)
+        source_columns = self.blocks.columns(source)
+        queries = torch.tensor(own_columns[block.queries], device=device)
+        keys = torch.tensor(source_columns[block.keys], device=device)
+        return queries, keys
 
 
 class _BlockwiseAttention(torch.autograd.Function):
@@ -176,7 +198,12 @@ class _MergedBlocks:
         self.lse = q_BHSK.new_full(shape, kernels.NO_WEIGHT, dtype=dtype)
         self.is_empty = True
 
-    def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
+    def add(
+        self,
+        queries: slice,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
         """Merge the results of a block, of some queries."""
         if self.is_empty and out.shape[2] == self.num_queries:
             self.out = out.to(self.out.dtype)
@@ -191,17 +218,27 @@ class _MergedBlocks:
 
     def add_sinks(self, sinks_H: Tensor) -> None:
         """Merge one more key of each head: its score is the sink, its value 0."""
-        sinks = sinks_H[:, None].to(self.lse.dtype)
-        lse = torch.logaddexp(self.lse, sinks)
-        self.out = self.out * torch.exp(self.lse - lse).unsqueeze(-1)
+        sinks_H1 = sinks_H[:, None].to(self.lse.dtype)
+        lse = torch.logaddexp(self.lse, sinks_H1)
+        weight = torch.exp(self.lse - lse)
+        self.out = self.out * weight.unsqueeze(-1)
         self.lse = lse
 
 
-def _sinks_gradient(sinks_H: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+def _sinks_gradient(
+    sinks_H: Tensor,
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> Tensor:
     """The softmax's gradient for a key whose value is 0: minus its weight times grad . out, summed over the queries."""
-    weights_BHS = torch.exp(sinks_H[:, None].to(lse.dtype) - lse)
-    dots_BHS = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    return -(weights_BHS * dots_BHS).sum((0, 2)).to(sinks_H.dtype)
+    wide = lse.dtype
+    sinks_H1 = sinks_H[:, None].to(wide)
+    weights_BHS = torch.exp(sinks_H1 - lse)
+    products_BHSW = grad.to(wide) * out.to(wide)
+    dots_BHS = products_BHSW.sum(-1)
+    gradient_H = (weights_BHS * dots_BHS).sum((0, 2))
+    return -gradient_H.to(sinks_H.dtype)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

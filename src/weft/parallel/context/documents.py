@@ -21,14 +21,18 @@ def in_sequence_order(by_rank: Tensor, num_ranks: int) -> Tensor:
         return by_rank
     numbers = chunk_numbers(num_ranks)
     chunks = by_rank.chunk(len(numbers), 1)
-    in_order = [chunks[numbers.index(number)] for number in range(len(numbers))]
+    by_number = dict(zip(numbers, chunks, strict=True))
+    in_order = [by_number[number] for number in sorted(by_number)]
     return torch.cat(in_order, 1)
 
 
 def chunk_numbers(num_ranks: int) -> list[int]:
     """Numbers of the chunks of a sequence, rank after rank: [0, 3, 1, 2] for two ranks."""
-    spans = [span for index in range(num_ranks) for span in zigzag(2 * num_ranks, num_ranks, index)]
-    return [span.start for span in spans]
+    numbers = []
+    for index in range(num_ranks):
+        for chunk in zigzag(2 * num_ranks, num_ranks, index):
+            numbers.append(chunk.start)
+    return numbers
 
 
 def document_ranges(whole_BT: Tensor, num_ranks: int) -> tuple[tuple[DocumentRange, ...], ...] | None:
@@ -42,5 +46,8 @@ def document_ranges(whole_BT: Tensor, num_ranks: int) -> tuple[tuple[DocumentRan
     by_chunk = whole_BT.unflatten(1, (num_chunks, -1))
     smallest = by_chunk.amin(2).tolist()
     largest = by_chunk.amax(2).tolist()
-    rows = zip(smallest, largest, strict=True)
-    return tuple(tuple(zip(low, high, strict=True)) for low, high in rows)
+    ranges: list[tuple[DocumentRange, ...]] = []
+    for low, high in zip(smallest, largest, strict=True):
+        row = tuple(zip(low, high, strict=True))
+        ranges.append(row)
+    return tuple(ranges)

@@ -69,15 +69,25 @@ class Kernel(NamedTuple):
     head_unit: int = 1
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
     """q_BHSK, k_BGTK, v_BGTW (T keys, G divides H) -> out_BHSW and lse_BHS, float32 at least.
 
     A query that sees no key has output 0 and lse -inf.
     """
     kernel = _choose_kernel(q, scores)
     size = _padded_head_size(kernel, q, v)
-    out, lse = kernel.forward(_pad(q, size), _pad(k, size), _pad(v, size), scores)
-    out = out[..., : v.shape[-1]]
+    padded_out, lse = kernel.forward(
+        _pad(q, size),
+        _pad(k, size),
+        _pad(v, size),
+        scores,
+    )
+    out = padded_out[..., : v.shape[-1]]
     if scores.mask is not None:  # kernels disagree on rows without a key: 0 and lse 0, or not a number
         sees_nothing = ~scores.mask.any(-1)
         out = out.masked_fill(sees_nothing.unsqueeze(-1), 0.0)
@@ -86,7 +96,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Ten
 
 
 def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scores: Scores,
 ) -> BlockGradients:
     """The block's part of the gradients; `out` and `lse` are those over all blocks, `grad` is the gradient of `out`."""
     kernel = _choose_kernel(q, scores)
@@ -138,7 +154,12 @@ def _mask_as_bias(scores: Scores, dtype: torch.dtype) -> Tensor | None:
     return bias.masked_fill_(~scores.mask, NO_WEIGHT)
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def _cpu_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q,
         k,
@@ -152,7 +173,13 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tenso
 
 
 def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scores: Scores,
 ) -> BlockGradients:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad,
@@ -169,13 +196,32 @@ def _cpu_backward(
     return BlockGradients(dq, dk, dv)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, scores.causal, False, scale=scores.scale)
+def _flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(
+        q,
+        k,
+        v,
+        0.0,
+        scores.causal,
+        False,
+        scale=scores.scale,
+    )
     return out, lse
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scores: Scores,
 ) -> BlockGradients:
     no_dropout_state = torch.zeros(2, dtype=torch.int64, device=q.device)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
@@ -224,7 +270,12 @@ def _sum_heads(x_BHTK: Tensor, k_BGTK: Tensor) -> Tensor:
     return grouped.sum(2)
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def _efficient_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q,
         _repeat_heads(k, q),
@@ -239,7 +290,13 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple
 
 
 def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scores: Scores,
 ) -> BlockGradients:
     missing_rows = -lse.shape[-1] % EFFICIENT_ROWS
     no_dropout_state = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -263,7 +320,9 @@ def _efficient_backward(
 
 def _raw_scores(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
     """Before soft-cap, bias and mask: [B, H, Sq, Sk]."""
-    return (q @ _repeat_heads(k, q).transpose(-1, -2)) * scores.scale
+    k_per_query = _repeat_heads(k, q)
+    dots = q @ k_per_query.transpose(-1, -2)
+    return dots * scores.scale
 
 
 def _final_scores(raw: Tensor, scores: Scores) -> Tensor:
@@ -272,41 +331,68 @@ def _final_scores(raw: Tensor, scores: Scores) -> Tensor:
     if scores.softcap is not None:
         final = scores.softcap * torch.tanh(raw / scores.softcap)
     if scores.head_bias is not None and scores.distance is not None:
-        final = final - scores.head_bias[:, None, None] * scores.distance
+        slopes = scores.head_bias[:, None, None]
+        final = final - slopes * scores.distance
     allowed = scores.mask
     if scores.causal:
-        allowed = torch.ones_like(raw[:1, :1], dtype=torch.bool).tril()
-    return final if allowed is None else final.masked_fill(~allowed, NO_WEIGHT)
+        square = torch.ones_like(raw[:1, :1], dtype=torch.bool)
+        allowed = square.tril()
+    if allowed is None:
+        return final
+    return final.masked_fill(~allowed, NO_WEIGHT)
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+def _plain_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
-    final = _final_scores(_raw_scores(q, k, scores).to(wide), scores)
-    lse = final.logsumexp(-1)
-    out = final.softmax(-1).to(v.dtype) @ _repeat_heads(v, q)
-    return out, lse
+    raw = _raw_scores(q, k, scores).to(wide)
+    final = _final_scores(raw, scores)
+    weights = final.softmax(-1).to(v.dtype)
+    out = weights @ _repeat_heads(v, q)
+    return out, final.logsumexp(-1)
 
 
 def _plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scores: Scores,
 ) -> BlockGradients:
     wide = lse.dtype
+    k_per_query = _repeat_heads(k, q)
+    v_per_query = _repeat_heads(v, q)
     raw = _raw_scores(q, k, scores).to(wide)
-    weights = (_final_scores(raw, scores) - lse.unsqueeze(-1)).exp()
-    dweights = (grad @ _repeat_heads(v, q).transpose(-1, -2)).to(wide)
-    mean_dweights = (grad * out).to(wide).sum(-1, keepdim=True)
-    dfinal = weights * (dweights - mean_dweights)
+    final = _final_scores(raw, scores)
+    weights = torch.exp(final - lse.unsqueeze(-1))
+    dweights = grad @ v_per_query.transpose(-1, -2)
+    dots = (grad * out).to(wide)
+    mean_dweights = dots.sum(-1, keepdim=True)
+    dfinal = weights * (dweights.to(wide) - mean_dweights)
     dhead_bias = None
     if scores.head_bias is not None and scores.distance is not None:
-        dhead_bias = -(dfinal * scores.distance).sum((0, 2, 3))
+        by_slope = dfinal * scores.distance
+        dhead_bias = -by_slope.sum((0, 2, 3))
     draw = dfinal
     if scores.softcap is not None:
-        draw = dfinal * (1 - torch.tanh(raw / scores.softcap).square())
+        capped = torch.tanh(raw / scores.softcap)
+        draw = dfinal * (1 - capped.square())
     dscaled = (draw * scores.scale).to(q.dtype)
-    dq = dscaled @ _repeat_heads(k, q)
+    dq = dscaled @ k_per_query
     dk = dscaled.transpose(-1, -2) @ q
     dv = weights.to(q.dtype).transpose(-1, -2) @ grad
-    return BlockGradients(dq, _sum_heads(dk, k), _sum_heads(dv, k), dhead_bias)
+    return BlockGradients(
+        dq,
+        _sum_heads(dk, k),
+        _sum_heads(dv, k),
+        dhead_bias,
+    )
 
 
 CPU = Kernel(_cpu_forward, _cpu_backward)

@@ -96,7 +96,12 @@ class KVExchange(Protocol):
         """
         ...
 
-    def accumulator(self, own: KeyValue, turns: Sequence[int], dtype: torch.dtype) -> KVGradAccumulator:
+    def accumulator(
+        self,
+        own: KeyValue,
+        turns: Sequence[int],
+        dtype: torch.dtype,
+    ) -> KVGradAccumulator:
         """Sums in this type, at zero, for keys and values shaped like `own`."""
         ...
 
@@ -134,7 +139,12 @@ class AllGatherExchange:
             if source != self.index:
                 yield source, own.with_buffer(buffers[source])
 
-    def accumulator(self, own: KeyValue, turns: Sequence[int], dtype: torch.dtype) -> ReduceScatterAccumulator:
+    def accumulator(
+        self,
+        own: KeyValue,
+        turns: Sequence[int],
+        dtype: torch.dtype,
+    ) -> ReduceScatterAccumulator:
         """Gradients of all ranks' keys and values side by side."""
         return ReduceScatterAccumulator(self, own, dtype, is_local=len(turns) == 1)
 
@@ -142,7 +152,14 @@ class AllGatherExchange:
 class ReduceScatterAccumulator:
     """This rank's gradients for the keys and values of all ranks, until they are reduced and scattered."""
 
-    def __init__(self, exchange: AllGatherExchange, own: KeyValue, dtype: torch.dtype, *, is_local: bool) -> None:
+    def __init__(
+        self,
+        exchange: AllGatherExchange,
+        own: KeyValue,
+        dtype: torch.dtype,
+        *,
+        is_local: bool,
+    ) -> None:
         self.exchange = exchange
         self.own = own
         self.is_local = is_local

@@ -62,16 +62,36 @@ def check_blocks(blocks: Mapping[str, nn.Module], *, hidden_shape: tuple[int, ..
         hidden_shape = tuple(out.shape[2:])
 
 
-def _check_block(name: str, block: nn.Module, x: Tensor, batch: Batch) -> Tensor:
+def _check_block(
+    name: str,
+    block: nn.Module,
+    x: Tensor,
+    batch: Batch,
+) -> Tensor:
     """Compare both ways of the block; its output for whole sequences."""
     probe = _Probe(block)
     try:
         with probe:
             whole = probe.run(x, batch)
-            differences = [_difference(probe, x, batch, whole, index) for index in range(RANKS)]
+            differences = [
+                _difference(
+                    probe,
+                    x,
+                    batch,
+                    whole,
+                    index,
+                )
+                for index in range(RANKS)
+            ]
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         what = f"the check for context parallelism cannot run it on {ROWS} sequences of {LENGTH} tokens: {error}"
-        raise PlanError(Fault(name, what, need="a block of any batch size and length")) from error
+        raise PlanError(
+            Fault(
+                name,
+                what,
+                need="a block of any batch size and length",
+            )
+        ) from error
     tolerance = TOLERANCE_16_BIT if probe.dtype in (torch.bfloat16, torch.float16) else TOLERANCE
     if max(differences) > tolerance:
         raise PlanError(
@@ -85,7 +105,13 @@ def _check_block(name: str, block: nn.Module, x: Tensor, batch: Batch) -> Tensor
     return whole
 
 
-def _difference(probe: _Probe, x: Tensor, batch: Batch, whole: Tensor, index: int) -> float:
+def _difference(
+    probe: _Probe,
+    x: Tensor,
+    batch: Batch,
+    whole: Tensor,
+    index: int,
+) -> float:
     """Largest difference of a rank's columns, relative to the largest output; 0 where the output has no columns."""
     if whole.dim() < 2 or whole.shape[:2] != (ROWS, LENGTH):
         return 0.0
@@ -112,7 +138,14 @@ class _OwnValues:
     supports = ALL_FEATURES
     alternative = ""
 
-    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+    def __call__(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> Tensor:
         group_size = q_BSHK.shape[2] // v_BSGW.shape[2]
         return v_BSGW.repeat_interleave(group_size, dim=2)
 

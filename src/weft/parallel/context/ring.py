@@ -63,7 +63,12 @@ class RingExchange:
             if hop is not None:
                 held = hop.wait()
 
-    def accumulator(self, own: KeyValue, turns: Sequence[int], dtype: torch.dtype) -> RingAccumulator:
+    def accumulator(
+        self,
+        own: KeyValue,
+        turns: Sequence[int],
+        dtype: torch.dtype,
+    ) -> RingAccumulator:
         """Gradients that follow the keys and values around the ring."""
         return RingAccumulator(self, own, turns, dtype)
 
@@ -75,7 +80,13 @@ class Hop:
     side is ready to receive.
     """
 
-    def __init__(self, ring: RingExchange, sent: KeyValue, *, step: int = 1) -> None:
+    def __init__(
+        self,
+        ring: RingExchange,
+        sent: KeyValue,
+        *,
+        step: int = 1,
+    ) -> None:
         self.sent = sent
         if ring.num_ranks == 2:
             self.works = _start_exchange(ring, sent)
@@ -91,7 +102,12 @@ class Hop:
 def _start_exchange(ring: RingExchange, sent: KeyValue) -> tuple[Work, ...]:
     num_entries = sent.buffer.numel()
     sizes = (0, num_entries) if ring.index == 0 else (num_entries, 0)
-    work = ring.comm.start_all_to_all(sent.buffer, ring.axis, send_sizes=sizes, recv_sizes=sizes)
+    work = ring.comm.start_all_to_all(
+        sent.buffer,
+        ring.axis,
+        send_sizes=sizes,
+        recv_sizes=sizes,
+    )
     return (work,)
 
 
@@ -123,7 +139,13 @@ def _place_in_cycle(index: int, step: int, num_ranks: int) -> int:
 class RingAccumulator:
     """Gradients that follow their keys and values, see Note [Two rings]."""
 
-    def __init__(self, ring: RingExchange, own: KeyValue, turns: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        ring: RingExchange,
+        own: KeyValue,
+        turns: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
         self.ring = ring
         self.own = own.zeros(dtype)
         self.hop: Hop | None = None
@@ -209,12 +231,16 @@ def ring_attention(
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     got = _shapes_text(q, k, v)
-    has_four_dims = q.dim() == k.dim() == v.dim() == 4
-    if not has_four_dims or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+    num_dims = {x.dim() for x in (q, k, v)}
+    batches_and_columns = {x.shape[:2] for x in (q, k, v)}
+    if num_dims != {4} or len(batches_and_columns) > 1:
         need = "q_BSHK, k_BSGK, v_BSGW of the same B and S"
         raise PlanError(Fault("ring_attention", "columns differ", got, need))
-    heads_fit = k.shape[2] == v.shape[2] and q.shape[2] % k.shape[2] == 0
-    if not heads_fit or q.shape[3] != k.shape[3]:
+    _, _, num_heads, q_size = q.shape
+    _, _, num_k_heads, k_size = k.shape
+    _, _, num_v_heads, _ = v.shape
+    heads_fit = num_k_heads == num_v_heads and num_heads % num_k_heads == 0
+    if not heads_fit or q_size != k_size:
         need = "as many heads in k as in v, a divisor of those in q; q and k of one head size"
         raise PlanError(Fault("ring_attention", "heads do not fit together", got, need))
 

@@ -35,7 +35,14 @@ class UlyssesAttention:
         self.comm = comm
         self.inner = FusedAttention()
 
-    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+    def __call__(
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
+    ) -> Tensor:
         """This rank's columns of q, k and v -> its out_BSHW."""
         q = self._whole_sequences(q_BSHK)
         k = self._whole_sequences(k_BSGK)
