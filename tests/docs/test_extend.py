@@ -1,0 +1,109 @@
+"""docs/extend.md, followed literally: its files in a copy of the sources, then its commands. One file or folder for each."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+import weft
+
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
+SOURCES = Path(weft.__file__).parent
+SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+FILE = re.compile(r"^`([\w/.]+\.py)`\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PLACES = {
+    "A schedule": "src/weft/schedule/gpipe_fifo.py",
+    "A model family": "src/weft/models/narrow",
+    "A parallel dimension": "src/weft/parallel/rp.py",
+    "A transport": "src/weft/comm/mailbox.py",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """Files (path -> text) and commands of one section of the page."""
+
+    files: dict[str, str]
+    commands: list[list[str]]
+
+
+def sections() -> dict[str, Section]:
+    """The sections of the page by title."""
+    _, *parts = SECTION.split(PAGE.read_text(encoding="utf-8"))
+    found: dict[str, Section] = {}
+    for title, text in zip(parts[::2], parts[1::2], strict=True):
+        lines = [line for block in CONSOLE.findall(text) for line in block.splitlines()]
+        commands = [shlex.split(line.removeprefix("$ ")) for line in lines]
+        found[title] = Section(dict(FILE.findall(text)), commands)
+    return found
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """One command of the page, with the sources below `folder`."""
+    program = [sys.executable, "-m", "weft"] if words[0] == "weft" else [sys.executable]
+    return subprocess.run(
+        [*program, *words[1:]],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder / "src"), "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def test_the_page_has_a_section_for_each_extension() -> None:
+    assert list(sections()) == list(PLACES)
+
+
+@pytest.mark.parametrize("title", PLACES)
+def test_an_extension_is_one_file_or_folder_and_its_commands_succeed(title: str, tmp_path: Path) -> None:
+    section = sections()[title]
+    shutil.copytree(SOURCES, tmp_path / "src" / "weft", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in section.files.items():
+        path = tmp_path / name
+        assert not path.exists(), f"{name} would change an existing file"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    in_package = [PurePosixPath(name) for name in section.files if name.startswith("src/")]
+    place = PurePosixPath(PLACES[title])
+    assert all(path == place or place in path.parents for path in in_package)
+    assert section.commands
+    for words in section.commands:
+        done = run(words, tmp_path)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+
+
+def test_redundant_ranks_that_disagree_are_reported(tmp_path: Path) -> None:
+    """The toy dimension of the page compares what it says it compares."""
+    (source,) = sections()["A parallel dimension"].files.values()
+    script = source + (
+        "\nimport torch\n"
+        "class FakeComm:\n"
+        "    def all_gather(self, x, axis):\n"
+        "        return torch.tensor([1.0, 2.0])\n"
+        "try:\n"
+        "    compare(torch.tensor(1.0), FakeComm())\n"
+        "except CommError as error:\n"
+        "    print(error)\n"
+    )
+    path = tmp_path / "rp_script.py"
+    path.write_text(script, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env={**os.environ, "PYTHONPATH": str(SOURCES.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "redundant ranks disagree about the loss: [1.0, 2.0]" in done.stdout, done.stderr
