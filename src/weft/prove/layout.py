@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
+from weft.core.dimension import position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
 from weft.data.order import layout_of
 from weft.layout.plan import Plan
@@ -20,20 +21,18 @@ from weft.train.build import build_model
 from weft.train.optim import matrices
 from weft.train.step import StepReport, TrainStep
 
-SEQUENCE_AXES = ("dp", "ep")
-CONTEXT_AXIS = "cp"
-
 
 def micro_batches(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
     """This rank's micro-batches of a step's whole batch."""
     mesh = plan.mesh
+    sequences, positions = sequence_axes(), position_axes()
     samples = layout_of(
         np.arange(plan.global_size),
-        index=mesh.index(rank, SEQUENCE_AXES),
-        degree=mesh.degree(SEQUENCE_AXES),
+        index=mesh.index(rank, sequences),
+        degree=mesh.degree(sequences),
         micro_size=plan.micro_size,
     )
-    shard = batch.columns(index=mesh.index(rank, CONTEXT_AXIS), degree=mesh.degree(CONTEXT_AXIS))
+    shard = batch.columns(index=mesh.index(rank, positions), degree=mesh.degree(positions))
     return [shard.rows(torch.from_numpy(rows)) for rows in samples]
 
 

@@ -23,6 +23,7 @@ from weft.comm.text import broadcast_text
 from weft.config.lora import adapted_linears
 from weft.config.run import Run, plan_of
 from weft.config.toml import dump
+from weft.core.dimension import position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
 from weft.data.dataset import open_data, open_validation
 from weft.data.samples import Samples
@@ -132,12 +133,12 @@ def build_data_loader(run: Run, comm: Comm, samples: Samples) -> DataLoader:
         global_size=run.batch.global_size,
         micro_size=run.batch.micro_size,
         seed=run.seed,
-        index=comm.index(("dp", "ep")),
-        degree=comm.degree(("dp", "ep")),
+        index=comm.index(sequence_axes()),
+        degree=comm.degree(sequence_axes()),
         device=comm.device,
         later=run.model.reads_later_targets,
-        context_index=comm.index("cp"),
-        context_degree=comm.degree("cp"),
+        context_index=comm.index(position_axes()),
+        context_degree=comm.degree(position_axes()),
     )
 
 
@@ -336,6 +337,6 @@ def _optimizer_text(run: Run) -> str:
 
 def _schedule_text(plan: Plan) -> str:
     """The pipeline schedule; "" without one."""
-    if plan.mesh.degree("pp") == 1:
+    if plan.pipeline_size == 1:
         return ""
     return f"{plan.schedule}, {len(plan.stages)} stages, bubble {100 * plan.bubble:.0f}% (predicted)"

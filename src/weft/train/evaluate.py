@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from weft.core.dimension import replicated_axes
 from weft.data.order import Ints
 from weft.models.common.batch import Batch
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.pp import AXIS as PP
-from weft.parallel.tp import AXIS as TP
 from weft.train.data_loader import DataLoader
 
 NO_SAMPLE = -1
@@ -64,7 +64,7 @@ class Evaluation:
         start = time.perf_counter()
         comm = self.model.comm
         last_stage_rank = self.model.plan.table.stage_to_rank[-1]
-        counts_here = comm.index(TP) == 0 and comm.index(PP) == last_stage_rank
+        counts_here = comm.index(replicated_axes()) == 0 and comm.index(PP) == last_stage_rank
         local = torch.zeros(2, dtype=torch.float64, device=comm.device)
         num_samples = self.loader.samples.num_samples
         for chosen in batches_of(num_samples, self.loader.global_size, most=self.most_batches):

@@ -13,11 +13,11 @@ from torch import Tensor
 from weft.checkpoint import restore
 from weft.checkpoint.state import TrainState
 from weft.core.axes import data_axes
+from weft.core.dimension import replicated_axes
 from weft.errors import CheckpointError, Fault, NonFiniteError
 from weft.models.common.batch import Batch
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import ActionCallback, Player
-from weft.parallel.tp import AXIS as TP
 from weft.parallel.zero import grad_norm
 from weft.parallel.zero.grouping import make_gradient_reducer
 from weft.train import nonfinite
@@ -186,7 +186,7 @@ class TrainStep:
 
     def _total_stats(self, loss: Tensor, *, expert_load: float, status: int) -> StepTotals:
         comm = self.model.comm
-        is_first_copy = comm.index(TP) == 0  # tensor-parallel ranks hold copies of the loss
+        is_first_copy = comm.index(replicated_axes()) == 0  # the others hold copies of the loss
         local = RankStats(
             loss=loss if is_first_copy else torch.zeros_like(loss),
             grad_sq_norm=grad_norm.squared_norm(self.model, self.grads),
