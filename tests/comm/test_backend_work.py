@@ -48,7 +48,7 @@ class MessageWork:
 
 
 def test_a_collective_that_completes_just_after_a_wait_timed_out_is_complete() -> None:
-    """On a busy machine a thread may be held up between the two; such a run ended with "did not come within 600 s"."""
+    """On a busy machine a thread may be held up between the two; such a run ended with "did not arrive within 600 s"."""
     assert BackendCall([LateWork(None)]).wait(0.01)
 
 

@@ -104,7 +104,7 @@ def test_a_collective_names_the_missing_rank_before_the_run_times_out(transport)
             time.sleep(4)
         comm.barrier("tp")
 
-    with pytest.raises(CommTimeout, match=r"barrier over tp, ranks 0 1: rank 1 did not come within 1\.2 s"):
+    with pytest.raises(CommTimeout, match=r"barrier over tp, ranks 0 1: rank 1 did not arrive within 1\.2 s"):
         run_ranks("tp2", late, transport=transport, timeout_s=1.5)
 
 

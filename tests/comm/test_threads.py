@@ -138,7 +138,7 @@ def test_a_time_out_names_missing_and_present_ranks_with_coordinates():
     run_in_threads(wait, ranks=(0, 2))
     for rank in (0, 2):
         message = (
-            "all_reduce(sum) float32[2] over tp, ranks 0 1 2: rank 1 did not come within 0.2 s; present: ranks 0 2"
+            "all_reduce(sum) float32[2] over tp, ranks 0 1 2: rank 1 did not arrive within 0.2 s; present: ranks 0 2"
         )
         assert str(errors[rank]) == message
         note = f"reported by rank {rank} (tp{rank}) of mesh tp3; ranks: 0 = tp0, 1 = tp1, 2 = tp2"
@@ -197,7 +197,7 @@ def test_a_rank_that_waits_for_a_finished_one_raises():
         if comm.rank != 1:
             comm.barrier("dp")
 
-    with pytest.raises(CommTimeout, match="rank 1 finished without coming"):
+    with pytest.raises(CommTimeout, match="rank 1 finished without joining"):
         run_ranks("dp3", leave_on_rank_1)
 
 

@@ -93,7 +93,7 @@ def test_a_missing_rank_is_named_within_the_time_out(tmp_path, num_elements):
         comm.barrier(all_axes)
         return caught
 
-    message = f"all_reduce(sum) float32[{num_elements}] over dp+tp, ranks 0 1 2 3: rank 3 did not come within 2.5 s"
+    message = f"all_reduce(sum) float32[{num_elements}] over dp+tp, ranks 0 1 2 3: rank 3 did not arrive within 2.5 s"
     for first, second in run_ranks("dp2 tp2", miss_rank_3, transport="processes")[:3]:
         assert first.message == message
         assert first.seconds < TIMEOUT_S + 1
@@ -113,7 +113,7 @@ def test_among_ranks_that_arrive_one_after_the_other_only_the_missing_one_is_nam
         return message
 
     first, second, _ = run_ranks("dp3", arrive_in_order, transport="processes")
-    assert first == "all_reduce(sum) float32[2] over dp, ranks 0 1 2: rank 2 did not come within 2.5 s"
+    assert first == "all_reduce(sum) float32[2] over dp, ranks 0 1 2: rank 2 did not arrive within 2.5 s"
     assert "rank 2" in second
 
 
@@ -127,7 +127,7 @@ def test_the_first_collective_of_a_group_names_the_missing_rank(tmp_path):
         return caught
 
     for caught in run_ranks("dp3", miss_rank_0, transport="processes")[1:]:
-        assert caught.message == "all_reduce(sum) float32[2] over dp, ranks 0 1 2: rank 0 did not come within 2.5 s"
+        assert caught.message == "all_reduce(sum) float32[2] over dp, ranks 0 1 2: rank 0 did not arrive within 2.5 s"
         assert caught.seconds < TIMEOUT_S + 1
 
 
@@ -162,8 +162,8 @@ def test_a_send_without_receive_and_a_receive_without_send_name_the_other_end(tm
         return messages
 
     (sender, _), (_, receiver) = run_ranks("pp2", both, transport="processes")
-    assert sender == "send float32[70000] over pp, ranks 0 -> 1: rank 1 did not come within 2.5 s"
-    assert receiver == "recv float32[70000] over pp, ranks 0 -> 1: rank 0 did not come within 2.5 s"
+    assert sender == "send float32[70000] over pp, ranks 0 -> 1: rank 1 did not arrive within 2.5 s"
+    assert receiver == "recv float32[70000] over pp, ranks 0 -> 1: rank 0 did not arrive within 2.5 s"
 
 
 def test_a_dead_rank_is_reported_and_not_the_ranks_that_lost_it():
@@ -193,7 +193,7 @@ def test_a_lost_connection_names_the_lost_rank(tmp_path):
     assert "this transport was closed" in closed.message
     prefix = r"all_reduce\(sum\) float32\[200000\] over dp, ranks 0 1 2: "
     for caught in (first, last):
-        assert re.match(f"{prefix}(lost rank 1 |rank 1 did not come)", caught.message)
+        assert re.match(f"{prefix}(lost rank 1 |rank 1 did not arrive)", caught.message)
         assert caught.seconds < TIMEOUT_S + 2  # a closed connection or a time-out, by the order of connections
 
 

@@ -69,7 +69,11 @@ class ProcessGroupBackend:
         reduce_ops: torch.distributed's ReduceOp for each reduction.
     """
 
-    def __init__(self, connect: Callable[[str], TorchProcessGroup], reduce_ops: Mapping[Reduce, Any]) -> None:
+    def __init__(
+        self,
+        connect: Callable[[str], TorchProcessGroup],
+        reduce_ops: Mapping[Reduce, Any],
+    ) -> None:
         self.gloo = connect("cpu")
         self.reduce_ops = reduce_ops
         self._connect = connect
@@ -108,7 +112,8 @@ class ProcessGroupBackend:
     def abort(self, index: int) -> None:
         """Fail what is in flight; gloo has no such call, but a recv that times out closes all connections."""
         peer = 1 if index == 0 else 0
-        never_sent = self.gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, ABORT_TAG)
+        buffer = torch.empty(1, dtype=torch.uint8)
+        never_sent = self.gloo.recv([buffer], peer, ABORT_TAG)
         with contextlib.suppress(RuntimeError):
             never_sent.wait(timedelta(milliseconds=1))
 
@@ -189,7 +194,8 @@ def _all_gather_of_two(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     """See Note [Two ranks]."""
     own, output = call.required_input, call.required_output
     slots = torch.split(output, list(call.output_split_sizes))
-    own_slot, peer_slot = slots[call.index], slots[1 - call.index]
+    own_slot = slots[call.index]
+    peer_slot = slots[1 - call.index]
     _copy_unless_same(own, own_slot)
     process_group = backend.process_group(output)
     work = _exchange_with_peer(process_group, call, sent=own, received=peer_slot)
@@ -237,8 +243,10 @@ def _reduce_scatter_of_two(backend: ProcessGroupBackend, call: Call) -> BackendC
     """See Note [Two ranks]. In place, `output` is a view of this rank's shard of the input."""
     output = call.required_output
     shards = torch.split(call.required_input, list(call.input_split_sizes))
-    own_shard, peer_shard = shards[call.index], shards[1 - call.index]
-    is_in_place = own_shard.data_ptr() == output.data_ptr() and own_shard.numel() > 0
+    own_shard = shards[call.index]
+    peer_shard = shards[1 - call.index]
+    is_same_memory = own_shard.data_ptr() == output.data_ptr()
+    is_in_place = is_same_memory and own_shard.numel() > 0
     if is_in_place:
         received = torch.empty_like(output)
         other = received
@@ -298,14 +306,14 @@ def _send(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     x = call.required_input
     process_group = backend.process_group(x)
     work = process_group.send([_as_bytes(x)], 1, DATA_TAG)
-    return StreamCall([work]) if x.is_cuda else MessageCall([work])
+    return _message_call(x, work)
 
 
 def _recv(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     x = call.required_output
     process_group = backend.process_group(x)
     work = process_group.recv([_as_bytes(x)], 0, DATA_TAG)
-    return StreamCall([work]) if x.is_cuda else MessageCall([work])
+    return _message_call(x, work)
 
 
 def _barrier(backend: ProcessGroupBackend, call: Call) -> BackendCall:
@@ -341,9 +349,18 @@ _DISPATCH: dict[Op, Launch] = {
 }
 
 
-def _backend_call(x: Tensor, works: Sequence[TorchWork], finish: Callable[[], object] | None = None) -> BackendCall:
+def _backend_call(
+    x: Tensor,
+    works: Sequence[TorchWork],
+    finish: Callable[[], object] | None = None,
+) -> BackendCall:
     """The handle of collectives on tensors like `x`."""
     return StreamCall(works, finish) if x.is_cuda else BackendCall(works, finish)
+
+
+def _message_call(x: Tensor, work: TorchWork) -> BackendCall:
+    """The handle of a message whose tensor is `x`."""
+    return StreamCall([work]) if x.is_cuda else MessageCall([work])
 
 
 def _chunks_at_root(buffer: Tensor | None, size: int) -> list[Tensor]:

@@ -106,12 +106,13 @@ def all_gather(
     """Every member's x, concatenated along `dim`; `sizes` are the members' lengths if they differ."""
     dim = _normalized_dim(x, dim)
     what = f"all_gather over {group.axis}: dim {dim}"
+    own_length = x.shape[dim]
     if sizes is None:
-        lengths = (x.shape[dim],) * group.degree
+        lengths = (own_length,) * group.degree
     else:
         lengths = flat_buffers.member_sizes(sizes, group.degree, what=what)
-    if lengths[group.index] != x.shape[dim]:
-        raise CommError(f"{what} has length {x.shape[dim]} here, `sizes` say {lengths[group.index]}")
+    if lengths[group.index] != own_length:
+        raise CommError(f"{what} has length {own_length} here, `sizes` say {lengths[group.index]}")
     if group.degree == 1:
         return LoweredOp(None, x.detach().clone)
     numels = flat_buffers.piece_numels(x.shape, dim, lengths)
@@ -204,7 +205,9 @@ def all_to_all(
     _normalized_dim(x, 0)
     what = f"all_to_all over {group.axis}: dim 0"
     sent = flat_buffers.split_sizes(x.shape[0], group.degree, send_sizes, what=what)
-    received = sent if recv_sizes is None else flat_buffers.member_sizes(recv_sizes, group.degree, what=what)
+    received = sent
+    if recv_sizes is not None:
+        received = flat_buffers.member_sizes(recv_sizes, group.degree, what=what)
     if group.degree == 1:
         return LoweredOp(None, x.detach().clone)
     output_numels = flat_buffers.piece_numels(x.shape, 0, received)

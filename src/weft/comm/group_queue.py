@@ -126,20 +126,20 @@ class GroupQueue:
         description = group_call.call.description
         if self._failure is not None:
             return CommError(f"{description}: its connections were closed after an earlier failure: {self._failure}")
-        is_timeout = error is None or "imed out" in str(error)
         group_call.announce()
-        missing = self.missing(group_call, within_s=TIMEOUT_GRACE_S if is_timeout else LOST_GRACE_S)
-        if is_timeout:
-            cause = f"{rank_list(missing)} did not come" if missing else "all ranks came, but it did not complete"
-            self._failure = CommTimeout(f"{description}: {cause} within {self.timeout_s:g} s")
+        if error is None or "imed out" in str(error):
+            missing = self.missing(group_call, within_s=TIMEOUT_GRACE_S)
+            late = f"{rank_list(missing)} did not arrive" if missing else "all ranks arrived, but it did not complete"
+            self._failure = CommTimeout(f"{description}: {late} within {self.timeout_s:g} s")
         else:
-            cause = f"lost {rank_list(missing)}" if missing else "lost a connection"
+            missing = self.missing(group_call, within_s=LOST_GRACE_S)
+            lost = rank_list(missing) if missing else "a connection"
             reason = str(error).splitlines()[0]
-            self._failure = CommError(f"{description}: {cause} ({reason})")
+            self._failure = CommError(f"{description}: lost {lost} ({reason})")
         return self._failure
 
     def _blocking(self, group_call: GroupCall) -> GroupCall:
-        """The call that `group_call` waits for: itself, or the running one if the worker thread has not come to it."""
+        """The call that `group_call` waits for: itself, or the running one if it is still queued."""
         if group_call.done is None:
             return group_call
         return self._running or group_call
@@ -207,7 +207,9 @@ class GroupCall:
         position: int,
         on_late: OnLate,
     ) -> None:
-        self.queue, self.call, self.position = group_queue, call, position
+        self.queue = group_queue
+        self.call = call
+        self.position = position
         self.stream = _current_stream(call)
         self.done: threading.Event | None = None
         self.error: Exception | None = None

@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm.transport import Call, Op, Reduce
 
+RunCollective = Callable[[Sequence[Call]], None]
+Accumulate = Callable[[Tensor, Tensor], object]
+
 # Note [Reductions in rank order]
 # Floating-point sums depend on their order. `reduce_in_order` always adds rank 0's tensor first, then rank 1's, ..., so
 # that a sum has the same bits in every run, on every member and over every transport.
@@ -22,10 +25,12 @@ def reduce_in_order(tensors: Sequence[Tensor], op: Reduce) -> Tensor:
     bfloat16 and float16 are accumulated in float32 and rounded once.
     """
     first = tensors[0]
-    total = first.to(_accumulator_dtype(first.dtype), copy=True)
+    accumulator_dtype = _accumulator_dtype(first.dtype)
+    total = first.to(accumulator_dtype, copy=True)
     accumulate = _ACCUMULATE[op]
     for tensor in tensors[1:]:
-        accumulate(total, tensor.to(total.device, total.dtype))
+        converted = tensor.to(total.device, total.dtype)
+        accumulate(total, converted)
     if op == "avg":
         total.div_(len(tensors))
     return total.to(first.dtype)
@@ -34,7 +39,8 @@ def reduce_in_order(tensors: Sequence[Tensor], op: Reduce) -> Tensor:
 def reduce_two_(total: Tensor, other: Tensor, op: Reduce) -> None:
     """The reduction of two tensors, written into the first; the bits are those of `reduce_in_order` in either order."""
     if _accumulator_dtype(total.dtype) != total.dtype:
-        total.copy_(reduce_in_order((total, other), op))
+        reduced = reduce_in_order((total, other), op)
+        total.copy_(reduced)
         return
     _ACCUMULATE[op](total, other)
     if op == "avg":
@@ -54,10 +60,10 @@ def run_collective(calls: Sequence[Call]) -> None:
 
 
 def _all_reduce(calls: Sequence[Call]) -> None:
-    tensors = [call.required_output for call in calls]
-    total = reduce_in_order(tensors, calls[0].reduce)
-    for call in calls:
-        call.required_output.copy_(total)
+    outputs = [call.required_output for call in calls]
+    total = reduce_in_order(outputs, calls[0].reduce)
+    for output in outputs:
+        output.copy_(total)
 
 
 def _all_gather(calls: Sequence[Call]) -> None:
@@ -84,26 +90,28 @@ def _all_to_all(calls: Sequence[Call]) -> None:
 
 
 def _broadcast(calls: Sequence[Call]) -> None:
-    root = calls[calls[0].root]
+    root = _root(calls)
     for call in calls:
         if call is not root:
             call.required_output.copy_(root.required_output)
 
 
 def _gather(calls: Sequence[Call]) -> None:
-    root = calls[calls[0].root]
+    root = _root(calls)
     wholes = [call.required_input for call in calls]
     gathered = _concatenated(wholes, root)
     root.required_output.copy_(gathered)
 
 
 def _scatter(calls: Sequence[Call]) -> None:
-    if calls[0].required_output.numel() == 0:
+    outputs = [call.required_output for call in calls]
+    is_empty = outputs[0].numel() == 0
+    if is_empty:
         return
-    root = calls[calls[0].root]
+    root = _root(calls)
     wholes = root.required_input.chunk(len(calls))
-    for call, whole in zip(calls, wholes, strict=True):
-        call.required_output.copy_(whole)
+    for output, whole in zip(outputs, wholes, strict=True):
+        output.copy_(whole)
 
 
 def _message(calls: Sequence[Call]) -> None:
@@ -115,7 +123,7 @@ def _barrier(calls: Sequence[Call]) -> None:
     pass
 
 
-_RUN: dict[Op, Callable[[Sequence[Call]], None]] = {
+_RUN: dict[Op, RunCollective] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -127,7 +135,7 @@ _RUN: dict[Op, Callable[[Sequence[Call]], None]] = {
     "barrier": _barrier,
 }
 
-_ACCUMULATE: dict[Reduce, Callable[[Tensor, Tensor], object]] = {
+_ACCUMULATE: dict[Reduce, Accumulate] = {
     "sum": lambda total, x: total.add_(x),
     "avg": lambda total, x: total.add_(x),
     "max": lambda total, x: torch.maximum(total, x, out=total),
@@ -137,7 +145,13 @@ _ACCUMULATE: dict[Reduce, Callable[[Tensor, Tensor], object]] = {
 
 
 def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    is_16_bit_float = dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if is_16_bit_float else dtype
+
+
+def _root(calls: Sequence[Call]) -> Call:
+    place = calls[0].root
+    return calls[place]
 
 
 def _split_input(call: Call) -> tuple[Tensor, ...]:
@@ -147,4 +161,5 @@ def _split_input(call: Call) -> tuple[Tensor, ...]:
 def _concatenated(tensors: Sequence[Tensor], call: Call) -> Tensor:
     """`tensors` joined on the device of the output of `call`."""
     device = call.required_output.device
-    return torch.cat([tensor.to(device) for tensor in tensors])
+    moved = [tensor.to(device) for tensor in tensors]
+    return torch.cat(moved)

@@ -80,7 +80,7 @@ class PresenceStore:
         self.announce(presence_key(prefix, call.rank))
         missing = self.missing(call, prefix, within_s=timeout_s)
         if missing:
-            late = f"{rank_list(missing)} did not come within {timeout_s:g} s"
+            late = f"{rank_list(missing)} did not arrive within {timeout_s:g} s"
             raise CommTimeout(f"{call.description}: {late}")
 
 

@@ -37,14 +37,15 @@ class PendingCollective:
     def run(self) -> None:
         """Check the signatures of all members and run the collective."""
         calls = [call for call in self.calls if call is not None]
+        first = calls[0]
         signatures = [Signature.of(call) for call in calls]
         try:
-            check_signatures(calls[0].axis, calls[0].ranks, signatures)
+            check_signatures(first.axis, first.ranks, signatures)
             run_collective(calls)
         except CommError as error:
             self.error = error
         except (RuntimeError, TypeError, ValueError) as error:
-            self.error = CommError(f"{calls[0].description}: {error}")
+            self.error = CommError(f"{first.description}: {error}")
 
     def missing(self) -> tuple[int, ...]:
         """World ranks that have not joined; () once it is done."""
@@ -206,10 +207,12 @@ class ThreadRendezvous:
         description = waiter.call.description
         if self._aborted is not None:
             raise self._aborted.kind(f"{description}: {self._aborted.message}")
-        finished = [rank for rank in waiter.collective.missing() if rank in self._finished]
+        missing = waiter.collective.missing()
+        finished = [rank for rank in missing if rank in self._finished]
         if finished:
-            raise CommTimeout(f"{description}: {rank_list(finished)} finished without coming")
-        if len(self._stuck) + len(self._finished) >= self.size:
+            raise CommTimeout(f"{description}: {rank_list(finished)} finished without joining")
+        num_idle = len(self._stuck) + len(self._finished)
+        if num_idle >= self.size:
             self._raise_if_deadlocked(waiter)
 
     def _raise_if_deadlocked(self, waiter: _Waiter) -> None:
@@ -217,16 +220,17 @@ class ThreadRendezvous:
         is_any_done = any(other.collective.is_done for other in stuck.values())
         if waiter.call.rank not in stuck or is_any_done:
             return
-        waits = "; ".join(str(stuck[rank]) for rank in sorted(stuck))
+        waits = [str(stuck[rank]) for rank in sorted(stuck)]
+        message = f"deadlock, every rank waits: {'; '.join(waits)}"
         with self._lock:
-            self._aborted = self._aborted or _Abort(CommTimeout, f"deadlock, every rank waits: {waits}")
+            self._aborted = self._aborted or _Abort(CommTimeout, message)
         raise CommTimeout(self._aborted.message)
 
     def _timeout_message(self, waiter: _Waiter) -> str:
         call = waiter.call
         missing = waiter.collective.missing()
         present = [rank for rank in call.ranks if rank not in missing]
-        late = f"{rank_list(missing)} did not come within {self.timeout_s:g} s"
+        late = f"{rank_list(missing)} did not arrive within {self.timeout_s:g} s"
         return f"{call.description}: {late}; present: {rank_list(present)}"
 
     def _wake_all(self) -> None:
