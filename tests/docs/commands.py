@@ -37,7 +37,8 @@ def commands_of(page: Path) -> Iterator[Command]:
         if language not in ("", "sh", "bash"):
             continue
         for line in body.splitlines():
-            if not COMMAND.match(line):
+            is_drawing = "──" in line
+            if is_drawing or not COMMAND.match(line):
                 continue
             command = re.split(r"\s+#\s", line)[0].strip()
             words = shlex.split(command)

@@ -14,7 +14,15 @@ import pytest
 from tests.docs.commands import Command, CommandServer, commands_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "docs/checkpoints.md", "docs/data.md", "docs/generate.md", "docs/huggingface.md", "docs/lora.md"]
+PAGES = [
+    "README.md",
+    "docs/checkpoints.md",
+    "docs/data.md",
+    "docs/generate.md",
+    "docs/huggingface.md",
+    "docs/lora.md",
+    "docs/schedules.md",
+]
 NOT_RUN = ("make", "pip", "python")
 """make builds the environment of these tests, pip installs, python runs examples, which tests/examples runs."""
 TEXT = "The quick brown fox jumps over the lazy dog.\nWeaving threads of many colours, one after another.\n\n"
