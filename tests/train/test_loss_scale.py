@@ -156,6 +156,29 @@ def test_a_scale_that_had_to_be_found_trains_bit_for_bit_as_the_right_one_would(
     assert all(torch.equal(found[name], value) for name, value in right.items())
 
 
+@pytest.mark.parametrize("clip", [0.0, CLIP])
+def test_sgd_updates_by_gradients_without_the_loss_scale(clip: float) -> None:
+    """AdamW divides by its second moment and so hides a factor in the gradients; plain SGD does not."""
+    case = Case("dp2", microbatches=2)
+
+    def updates(dtypes: Dtypes) -> dict[str, Tensor]:
+        def rank(comm: Comm) -> dict[str, Tensor]:
+            plan = case.plan.model_copy(update=vars(dtypes))
+            model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
+            step = TrainStep(model, make_optimizer=lambda tensors: torch.optim.SGD(tensors.values(), lr=1.0), clip=clip)
+            before = {name: value.clone() for name, value in step.grads.full_parameters().items()}
+            report = step(micro_batches(batches(case)[0], plan, comm.rank), lr=1.0)
+            assert not report.skipped
+            return {name: value - before[name] for name, value in step.grads.full_parameters().items()}
+
+        return run_ranks(case.mesh, rank)[0]
+
+    scaled, unscaled = updates(HALF), updates(Dtypes("float32", "float32", "float32"))
+    for name, expected in unscaled.items():
+        size = expected.norm().item()
+        assert (scaled[name] - expected).norm().item() <= 0.03 * size + 1e-6, name
+
+
 @pytest.mark.parametrize("dtypes", [MIXED, HALF, Dtypes("float32", "bfloat16", "bfloat16")], ids=str)
 def test_every_zero_stage_trains_the_same_masters(dtypes: Dtypes) -> None:
     def losses(zero: Any) -> list[float]:

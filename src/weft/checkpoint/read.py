@@ -193,7 +193,7 @@ class Block:
 
 def blocks_of(manifest: Manifest) -> Sequence[Block]:
     """All blocks of all pieces, sorted by file and offset."""
-    blocks = []
+    blocks: list[Block] = []
     for name, stored in manifest.tensors.items():
         for piece in stored.pieces:
             blocks.extend(Block(name, stored, piece, index) for index in range(len(piece.crc32)))

@@ -70,7 +70,8 @@ def build_model(
     stored = frozenset(source.shapes) if source else frozenset()
 
     def initialize(names: Sequence[str]) -> None:
-        drawn_names, stored_names = [], []
+        drawn_names: list[str] = []
+        stored_names: list[str] = []
         for name in names:
             is_stored = model.shards[name].owner in stored
             (stored_names if is_stored else drawn_names).append(name)

@@ -1,0 +1,77 @@
+"""How a run ends: a checkpoint after the last step by default, and an `end` event as the last line of events.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.checkpoint.folder import checkpoint_path, checkpoints
+from weft.cli import main
+from weft.errors import EXIT_OK
+from weft.train.event_log import EVENTS, EventLog, append_end_event, read_events
+
+TINY = (
+    *("--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2", "--model.ffn", "32"),
+    *("--data.seq_len", "8", "--batch.global_size", "4", "--batch.micro_size", "1", "--transport", "threads"),
+)
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    return list(read_events(folder / EVENTS))
+
+
+def train(folder: Path, *words: str) -> Path:
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    out = folder / "run"
+    source = ("--data.source", str(folder / "text.txt"), "--out", str(out))
+    assert main(["train", *TINY, *source, *words]) == EXIT_OK
+    return out
+
+
+def test_a_run_saves_after_its_last_step_by_default_and_says_where(tmp_path, capsys):
+    out = train(tmp_path, "--steps", "3")
+    path = checkpoint_path(out, 3)
+    assert list(checkpoints(out)) == [(3, path)]
+    assert f"saved step 3: {path}" in capsys.readouterr().out
+    end = events_of(out)[-1]
+    assert (end["event"], end["status"], end["steps"], end["checkpoint"]) == ("end", "finished", 3, str(path))
+
+
+def test_at_end_false_saves_nothing_after_the_last_step(tmp_path):
+    out = train(tmp_path, "--steps", "3", "--save.at_end", "False")
+    assert list(checkpoints(out)) == []
+    assert events_of(out)[-1]["checkpoint"] is None
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(RuntimeError("out of memory"), "failed"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_an_exception_that_leaves_the_event_log_is_its_last_line(tmp_path, error, status):
+    with pytest.raises(type(error)), EventLog(tmp_path) as log:
+        log.emit({"event": "step", "step": 4})
+        raise error
+    *_, end = events_of(tmp_path)
+    assert (end["event"], end["status"], end["steps"]) == ("end", status, 4)
+    assert end["error"].startswith(type(error).__name__)
+
+
+def test_a_run_that_has_ended_gets_no_second_end(tmp_path):
+    with pytest.raises(SystemExit), EventLog(tmp_path) as log:
+        log.end("stopped")
+        raise SystemExit(75)
+    assert [event["event"] for event in events_of(tmp_path)] == ["end"]
+    assert not append_end_event(tmp_path, "failed")
+
+
+def test_the_end_of_a_killed_run_is_appended_behind_the_last_complete_line(tmp_path):
+    (tmp_path / EVENTS).write_text('{"event":"end","status":"stopped"}\n{"event":"step","step":7}\n{"event":"st')
+    assert append_end_event(tmp_path, "failed", error="rank 1 was killed")
+    assert events_of(tmp_path)[1:] == [
+        {"event": "step", "step": 7},
+        {"event": "end", "status": "failed", "steps": 7, "error": "rank 1 was killed"},
+    ]
+    assert not append_end_event(tmp_path, "failed")
+    assert not append_end_event(tmp_path / "nowhere", "failed")
