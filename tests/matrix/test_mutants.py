@@ -26,6 +26,7 @@ from weft.parallel.model import parallelize as parallelize_module
 from weft.parallel.pipeline import player
 from weft.parallel.tensor import linear as tensor_linear
 from weft.parallel.tensor import region, vocab
+from weft.parallel.tensor import transform as tensor_transform
 from weft.parallel.zero import grad_norm
 from weft.parallel.zero.param_group import ParamGroup
 from weft.train import step
@@ -156,14 +157,14 @@ def the_bias_of_a_row_linear_is_added_on_every_rank(patch: pytest.MonkeyPatch) -
 def every_rank_adds_the_first_positions_under_sequence_parallelism(patch: pytest.MonkeyPatch) -> None:
     """Learned positions of the wrong part of the sequence."""
 
-    def cut(block: torch.nn.Module, comm: Any) -> None:
+    def of_the_first_rank(comm: Any) -> Any:
         def first(_: torch.nn.Module, args: Any) -> Any:
             x, batch = args
             return x, replace(batch, positions=batch.positions.chunk(comm.degree("tp"), 1)[0])
 
-        block.register_forward_pre_hook(first)
+        return first
 
-    patch.setattr(vocab, "_cut_positions", cut)
+    patch.setattr(tensor_transform, "_local_positions", of_the_first_rank)
 
 
 @mutant(Case("tp2"))

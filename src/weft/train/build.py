@@ -32,7 +32,7 @@ from weft.hf.folder import HfFolder
 from weft.layout.explain import explain
 from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
-from weft.models.common.batch import Batch
+from weft.models.common.batch import Batch, image_example
 from weft.models.common.lora import adapted
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
 from weft.train.data_loader import DataLoader, samples_of, whole_batch
@@ -65,7 +65,8 @@ def build_model(
         source: holds initial values; parameters that it does not hold are drawn.
     """
     blocks = meta_modules(lambda: family.blocks(config))
-    model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
+    example = image_example(plan.micro_size, config.model_dump()["image_size"]) if config.kind == "images" else None
+    model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config), example=example)
     dtype: torch.dtype = getattr(torch, plan.params)
     stored = frozenset(source.shapes) if source else frozenset()
 

@@ -65,6 +65,18 @@ def token_batch(inputs_BS: Tensor, targets_BS: Tensor) -> Batch:
     return Batch(inputs_BS, targets_BS, positions_BS)
 
 
+def token_example(num: int, seq_len: int) -> Batch:
+    """A batch of token ids on the meta device, with the fields that multi-token prediction reads."""
+    tokens_BS = torch.zeros((num, seq_len), dtype=torch.int64, device="meta")
+    return with_later_targets(token_batch(tokens_BS, tokens_BS))
+
+
+def image_example(num: int, size: int) -> Batch:
+    """A batch of square grey images on the meta device."""
+    images_B1HW = torch.zeros((num, 1, size, size), dtype=torch.uint8, device="meta")
+    return image_batch(images_B1HW, torch.zeros(num, dtype=torch.int64, device="meta"))
+
+
 def image_batch(images_BCHW: Tensor, targets_B: Tensor) -> Batch:
     """Images and their classes; nothing has a position."""
     return Batch(images_BCHW, targets_B, torch.zeros_like(targets_B))

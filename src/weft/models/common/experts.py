@@ -111,11 +111,19 @@ class _Gather(torch.autograd.Function):
 
 
 class Dispatch(nn.Module):
-    """Seam: brings each token to its experts and the weighted sum of what they make of it back."""
+    """Seam: sends each token to its experts and returns the weighted sum of their outputs; no token is dropped.
+
+    A subclass that dispatches otherwise must override `requirements`, too: expert parallelism rejects what it lacks.
+    """
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
+
+    @property
+    def requirements(self) -> frozenset[str]:
+        """What an implementation in its place must compute."""
+        return frozenset({"dropless"})
 
     def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module) -> Tensor:
         """x_ND -> y_ND; `experts(x, counts)` takes tokens in the order of their experts and keeps that order."""

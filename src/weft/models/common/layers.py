@@ -118,8 +118,39 @@ class Head(nn.Module):
         return logits_BSV
 
 
+class RegionInput(nn.Module):
+    """Seam: where a tensor-parallel region begins, for a module whose sharded part starts before its first sharded linear.
+
+    Identity on one device. What is computed from its result, up to the row-parallel linears, differs between tensor-parallel
+    ranks: whole parameters used there (latent projections, a single key/value head for all queries) get partial gradients.
+    Without it a region begins at the input of each column-parallel linear.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class RegionOutput(nn.Module):
+    """Seam: where a tensor-parallel region ends whose result is a sum of several partial ones (a mixture of experts).
+
+    Identity on one device. A module with a `RegionInput` and a `RegionOutput` as children declares both ends of its region:
+    linears in between neither enter nor leave one.
+    """
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y
+
+
 class Loss(nn.Module):
-    """Seam: sum of the cross entropy over the targets that count, in float32 (float64 for a float64 model)."""
+    """Seam: sum of the cross entropy over the targets that count, in float32 (float64 for a float64 model).
+
+    A subclass that computes another loss must override `requirements`, too: parallel implementations reject what they lack.
+    """
+
+    @property
+    def requirements(self) -> frozenset[str]:
+        """What an implementation in its place must compute."""
+        return frozenset({"cross_entropy"})
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weft.models.common.batch import IGNORE, Batch, Extra
 from weft.models.common.experts import Dispatch, Experts, count_experts
+from weft.models.common.layers import RegionInput, RegionOutput
 
 
 class Routing(NamedTuple):
@@ -114,7 +115,13 @@ class Balance(nn.Module):
 
     def __init__(self, *, top_k: int, weight: float) -> None:
         super().__init__()
-        self.top_k, self.weight = top_k, weight
+        self.top_k = top_k
+        self.weight = weight
+
+    @property
+    def requirements(self) -> frozenset[str]:
+        """What an implementation in its place must compute; a subclass that overrides `forward` must override this, too."""
+        return frozenset({"sequence_balance"})
 
     def forward(self, scores_BSE: Tensor, batch: Batch) -> Tensor | None:
         """The loss of these tokens, a scalar of the scores' dtype; None where its weight is 0."""
@@ -143,16 +150,22 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         choice = router.choice
-        self.router, self.experts, self.shared = router, experts, shared
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.region_input = RegionInput()
+        self.region_output = RegionOutput()
         self.dispatch = Dispatch(choice.num_experts)
         self.balance = Balance(top_k=choice.top_k, weight=balance_weight)
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Extra:
+        x_BSD = self.region_input(x_BSD)
         routing = self.router(x_BSD)
         slots = (routing.experts.flatten(0, 1), routing.weights.flatten(0, 1))
         y_BSD = self.dispatch(x_BSD.flatten(0, 1), *slots, self.experts).view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
+        y_BSD = self.region_output(y_BSD)
         load_E = count_experts(routing.experts.flatten(1), self.router.choice.num_experts).sum(0)
         return Extra(y_BSD, loss=self.balance(routing.scores, batch), load=load_E)
 

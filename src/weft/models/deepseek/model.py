@@ -11,7 +11,7 @@ from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch, Extra, chain
 from weft.models.common.decoder import chain_blocks
 from weft.models.common.experts import Experts
-from weft.models.common.layers import DecoderLayer, Embed, Head, Loss, SwiGLU
+from weft.models.common.layers import DecoderLayer, Embed, Head, Loss, RegionInput, SwiGLU
 from weft.models.common.moe import Choice, MoE, MoELayer, Router
 from weft.models.common.rope import Rope, YarnScaling, rotate
 from weft.models.deepseek.config import Config
@@ -52,6 +52,7 @@ class LatentAttention(nn.Module):
         self.rope_size = rope.head_size
         self.v_size = v_head_dim
         q_width = heads * (self.nope_size + self.rope_size)
+        self.region_input = RegionInput()
         if q_lora_rank:
             self.q_a = nn.Linear(dim, q_lora_rank, bias=False)
             self.q_a_norm = nn.RMSNorm(q_lora_rank, eps=norm_eps)
@@ -66,6 +67,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
         turn = self.rope(batch.positions)
+        x_BSD = self.region_input(x_BSD)
         q_BSHK = self._queries(x_BSD, turn)
         k_BSHK, v_BSHK = self._keys_and_values(x_BSD, turn)
         attended = self.attend(q_BSHK, k_BSHK, v_BSHK, batch)

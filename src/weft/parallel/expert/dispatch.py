@@ -1,15 +1,13 @@
-"""Owns expert parallelism: tokens travel to the ranks that hold their experts and back; and mixtures under tp and cp.
+"""Expert parallelism: all-to-all dispatch of tokens to the ranks that hold their experts; mixtures under tp and cp.
 
 Note [A mixture is one tensor-parallel region]
-    Under tp every expert's and the shared expert's features are cut. The region is entered once, at the mixture, and left
-    once, after routed and shared parts have been added: one operation a side and direction, as for a dense MLP. Inside, each
-    tp rank routes the same tokens; what the router gets back through the weights is this rank's part of the gradient, so the
+    Under tp the features of every expert and of the shared one are sharded. The region is entered once, at the mixture's input, and
+    left once, after routed and shared parts have been added: one collective a side and direction, as for a dense MLP. Inside, each
+    tp rank routes the same tokens; the gradient that the router receives through the weights is this rank's part, so the
     gradient rule sums it over tp. The balance loss would be counted tp times by that sum: the first tp rank alone adds it.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +16,21 @@ from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.axes import span, span_sizes
 from weft.core.mesh import Axis
+from weft.core.model_config import AxisTable, logical_axes
+from weft.core.shard import sharded_over
+from weft.errors import Fault, PlanError
+from weft.layout.plan import Plan
 from weft.models.common.batch import Batch
-from weft.models.common.experts import Sorting, sort_by_expert
+from weft.models.common.experts import Dispatch, Sorting, sort_by_expert
 from weft.models.common.moe import Balance, MoE
+from weft.models.common.seam import check_replaceable
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.tp import AXIS as TP
 
 
 class ExpertParallelDispatch(nn.Module):
-    """Experts are cut over `axis`: rank i holds experts `span(E, n, i)`. Every rank brings tokens of its own; none is dropped.
+    """Experts are sharded over `axis`: rank i holds experts `span(E, n, i)`. Every rank has tokens of its own; none is dropped.
 
         slots sorted by expert ──all_to_all──> sorted by (rank, expert) ──> sorted by expert ──> experts
         y <── weighted sum <── sorted by expert <──all_to_all── sorted by (rank, expert) <──────────┘
@@ -35,50 +38,57 @@ class ExpertParallelDispatch(nn.Module):
     Sizes are uneven and known after one small gather of counts. Source: Lepikhin et al. 2020 (GShard); Gale et al. 2022.
     """
 
+    supports = frozenset({"dropless"})
+
     def __init__(self, num_experts: int, *, comm: Comm, axis: Axis = EP) -> None:
         super().__init__()
-        self.num_experts, self.comm, self.axis = num_experts, comm, axis
+        self.num_experts = num_experts
+        self.comm = comm
+        self.axis = axis
 
     def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module) -> Tensor:
         """x_ND -> y_ND, as `Dispatch`; `experts` holds this rank's ones."""
         comm, axis = self.comm, self.axis
+        degree = comm.degree(axis)
         sorting = sort_by_expert(experts_NK, self.num_experts)
         counts_RE = comm.all_gather(sorting.counts.unsqueeze(0), axis, dim=0)
-        sends = [int(part.sum()) for part in sorting.counts.split(span_sizes(self.num_experts, comm.degree(axis)))]
-        lo, hi = span(self.num_experts, comm.degree(axis), comm.index(axis))
-        arriving_RE = counts_RE[:, lo:hi]
-        takes = arriving_RE.sum(1).tolist()
-        rows = ops.all_to_all(sorting.spread(x_ND), comm, axis, send_sizes=sends, recv_sizes=takes)
-        local = _by_expert(arriving_RE)
-        done = _undo(local).spread(experts_of(experts, local.spread(rows), local.counts))
-        back = ops.all_to_all(done, comm, axis, send_sizes=takes, recv_sizes=sends)
-        return sorting.collect(back, weights_NK)
-
-
-def experts_of(experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
-    """What this rank's experts make of tokens in the order of their experts."""
-    out: Tensor = experts(rows, counts)
-    return out
+        experts_per_rank = span_sizes(self.num_experts, degree)
+        send_sizes = [int(counts.sum()) for counts in sorting.counts.split(experts_per_rank)]
+        lo, hi = span(self.num_experts, degree, comm.index(axis))
+        local_counts_RE = counts_RE[:, lo:hi]
+        recv_sizes = local_counts_RE.sum(1).tolist()
+        rows = sorting.spread(x_ND)
+        received = ops.all_to_all(rows, comm, axis, send_sizes=send_sizes, recv_sizes=recv_sizes)
+        by_expert = _by_expert(local_counts_RE)
+        expert_out: Tensor = experts(by_expert.spread(received), by_expert.counts)
+        by_rank = _inverse(by_expert).spread(expert_out)
+        returned = ops.all_to_all(by_rank, comm, axis, send_sizes=recv_sizes, recv_sizes=send_sizes)
+        return sorting.collect(returned, weights_NK)
 
 
 def _by_expert(counts_RE: Tensor) -> Sorting:
-    """The order by expert of rows that lie by (rank, expert)."""
+    """The sorting by expert of rows that are sorted by (rank, expert)."""
     num_experts = counts_RE.shape[1]
     expert = torch.arange(num_experts, device=counts_RE.device).repeat(len(counts_RE))
-    return sort_by_expert(expert.repeat_interleave(counts_RE.flatten()).unsqueeze(1), num_experts)
+    expert_of_row = expert.repeat_interleave(counts_RE.flatten())
+    return sort_by_expert(expert_of_row.unsqueeze(1), num_experts)
 
 
-def _undo(sorting: Sorting) -> Sorting:
-    """The permutation back, as a sorting with one slot a row."""
+def _inverse(sorting: Sorting) -> Sorting:
+    """The inverse permutation, as a sorting with one slot a row."""
     return Sorting(sorting.places.flatten(), sorting.slots.unsqueeze(1), sorting.counts)
 
 
-class SpreadBalance(Balance):
-    """The balance loss where a sequence's tokens lie on the ranks of `axis`, and only some ranks count it."""
+class ShardedBalance(Balance):
+    """The balance loss where a sequence's tokens are sharded over `axis`, and only some ranks count it."""
+
+    supports = frozenset({"sequence_balance"})
 
     def __init__(self, plain: Balance, *, comm: Comm, axis: Axis, counts: bool) -> None:
         super().__init__(top_k=plain.top_k, weight=plain.weight)
-        self.comm, self.axis, self.counts = comm, axis, counts
+        self.comm = comm
+        self.axis = axis
+        self.counts = counts
 
     def forward(self, scores_BSE: Tensor, batch: Batch) -> Tensor | None:
         """The part of these tokens; None on ranks that do not count."""
@@ -86,31 +96,50 @@ class SpreadBalance(Balance):
 
     def sums(self, counts_BE: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
         """Counts in whole sequences."""
-        both = self.comm.all_reduce(torch.cat((counts_BE, targets_B.unsqueeze(1)), dim=1), self.axis)
-        return both[:, :-1], both[:, -1]
+        local = torch.cat((counts_BE, targets_B.unsqueeze(1)), dim=1)
+        total = self.comm.all_reduce(local, self.axis)
+        return total[:, :-1], total[:, -1]
 
 
-def mixtures(block: nn.Module) -> dict[str, MoE]:
-    """The mixtures below a block, by path."""
-    return {path: module for path, module in block.named_modules() if isinstance(module, MoE)}
+def transform(
+    blocks: dict[str, nn.Module], *, plan: Plan, comm: Comm, axes: AxisTable, **_unused: object
+) -> tuple[str, ...]:
+    """The transform of the dimension ep, which also serves mixtures whose sequences are sharded over cp or tp.
 
-
-def transform(blocks: dict[str, nn.Module], *, comm: Comm, **_unused: object) -> tuple[str, ...]:
-    """The transform of the dimension ep, which also serves mixtures whose sequences are sharded over cp or tp."""
-    for block in blocks.values():
-        apply(block, comm=comm)
+    Raises:
+        PlanError: a parameter sharded over ep that no `Dispatch` serves, or a seam that requires what is not supported.
+    """
+    for name, block in blocks.items():
+        mixtures = {path: module for path, module in block.named_modules() if isinstance(module, MoE)}
+        _check_experts(name, block, mixtures, plan, axes=axes)
+        for path, mixture in mixtures.items():
+            _make_parallel(f"{name}.{path}".rstrip("."), mixture, comm)
     return ()
 
 
-def apply(block: nn.Module, *, comm: Comm) -> None:
-    """Let the mixtures below `block` find their experts over ep, and their sequences over cp."""
-    for mixture in mixtures(block).values():
-        if comm.degree(EP) > 1:
-            mixture.dispatch = ExpertParallelDispatch(mixture.dispatch.num_experts, comm=comm)  # type: ignore[assignment]
-        if comm.degree((CP, TP)) > 1:
-            mixture.balance = SpreadBalance(mixture.balance, comm=comm, axis=CP, counts=comm.index(TP) == 0)
+def _make_parallel(key: str, mixture: MoE, comm: Comm) -> None:
+    if comm.degree(EP) > 1:
+        supports = ExpertParallelDispatch.supports
+        dispatch_key = f"{key}.dispatch"
+        check_replaceable(mixture.dispatch, Dispatch, name="expert parallelism", supports=supports, key=dispatch_key)
+        num_experts = mixture.dispatch.num_experts
+        mixture.dispatch = ExpertParallelDispatch(num_experts, comm=comm)  # type: ignore[assignment]
+    if comm.degree((CP, TP)) > 1:
+        supports = ShardedBalance.supports
+        balance_key = f"{key}.balance"
+        check_replaceable(mixture.balance, Balance, name="the sharded balance loss", supports=supports, key=balance_key)
+        counts = comm.index(TP) == 0
+        mixture.balance = ShardedBalance(mixture.balance, comm=comm, axis=CP, counts=counts)
 
 
-def leave_with(mixture: MoE, leave: Any) -> None:
-    """Sum the mixture's output over the region's ranks, routed and shared parts together."""
-    mixture.register_forward_hook(lambda _, args, out: out._replace(x=leave(out.x)))
+def _check_experts(name: str, block: nn.Module, mixtures: dict[str, MoE], plan: Plan, *, axes: AxisTable) -> None:
+    """Parameters sharded over ep must be experts that a `Dispatch` sends tokens to."""
+    rule = plan.sharding_rule
+    served = tuple(f"{path}.experts." if path else "experts." for path in mixtures)
+    for path, _ in block.named_parameters():
+        logical = logical_axes(f"{name}.{path}", axes)
+        is_sharded = any(sharded_over(axis, rule) == EP for axis in logical)
+        if is_sharded and not path.startswith(served):
+            what = "sharded over ep, but no Dispatch sends tokens to it"
+            fix = "hold it in the `experts` of a MoE, or name axes that are not sharded"
+            raise PlanError(Fault(f"{name}.{path}", what, fix=fix))

@@ -1,4 +1,4 @@
-"""Owns the step from a plain model to this rank's part of it: which blocks, which pieces, which transforms."""
+"""`parallelize`: this rank's part of a plain model: its blocks, the shards of their parameters, each dimension's transform."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.axes import Box, data_axes, gradient_axes, sharding_axes
-from weft.core.dimension import dimensions, pipeline_axis
+from weft.core.dimension import activation_axes, dimensions, pipeline_axis, position_axes
 from weft.core.model_config import AxisTable, InitTable, logical_axes
 from weft.core.shard import Shard, first_axes, shard_of
-from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.models.common.attention import Attend
-from weft.models.common.experts import Experts
+from weft.models.common.batch import Batch, token_example
 from weft.models.common.init import init_params, named_parameters, tie
-from weft.models.common.lora import Factor
 from weft.models.common.moe import Router
-from weft.parallel.expert import dispatch
+from weft.parallel.model.chain import PlainChain
 from weft.parallel.recompute.blocks import recompute_block
-from weft.parallel.tensor import linear, vocab
 from weft.schedule.actions import Act
 
 
@@ -83,7 +79,7 @@ class ParallelModel:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Parameters here that nobody moves; routers' biases, which move without a gradient, are none of them."""
+        """Local parameters that receive no update; routers' biases, which are updated without a gradient, are not among them."""
         routers = (module for block in self.blocks.values() for module in block.modules() if isinstance(module, Router))
         biases = {id(router.bias) for router in routers}
         return frozenset(
@@ -107,49 +103,53 @@ def parallelize(
     *,
     axes: AxisTable | None = None,
     ties: Mapping[str, str] | None = None,
+    example: Batch | None = None,
 ) -> ParallelModel:
     """This rank's part of `model`, an ordered mapping of block name -> plain module.
 
-    The blocks of other stages are dropped, parameters are cut as `axes` and the plan's rule say, and each dimension's
+    The blocks of other stages are dropped, parameters are sharded as `axes` and the plan's rule say, and each dimension's
     transform is applied. Parameters on the meta device stay there until `materialize_params`; real ones keep their values.
 
     Args:
         model: blocks in order; the last one yields the summed loss. It is changed in place: pass a fresh one.
         axes: pattern of parameter names -> logical axis of each dim, see `weft.core.model_config.AxisTable`; default: the table of
-            the plan's family, or nothing that could be cut where the family is not one of weft's.
-        ties: alias -> owner of tied parameters.
+            the plan's family, or nothing that could be sharded where the family is not one of weft's.
+        ties: alias -> owner of tied parameters; parameters that are one object are tied without being named here.
+        example: a micro-batch on the meta device, which tensor parallelism traces the model with; default: token ids of the
+            plan's micro-batch size and sequence length.
 
     Raises:
-        PlanError: a parameter that no row or two rows of `axes` match, or a cut that no transform can serve.
+        PlanError: a parameter that no row or two rows of `axes` match, or a model that would not compute on shards what it
+            computes on one device.
     """
-    ties = dict(ties or {})
+    ties = {**_shared_parameters(model), **(ties or {})}
     tie(model, ties)
-    home, here = plan.table.stage_to_rank, comm.index(pipeline_axis())
+    stage_to_rank = plan.table.stage_to_rank
+    here = comm.index(pipeline_axis())
     whole = named_parameters(model)
     axes = axes or _known_axes(plan, whole)
     shapes = {name: tuple(param.shape) for name, param in whole.items()}
-    local = {i: stage.blocks for i, stage in enumerate(plan.stages) if home[i] == here}
-    blocks = {name: model[name] for names in local.values() for name in names}
+    chain = _plain_chain(model, plan, comm, example)
+    local_stages = {i: stage for i, stage in enumerate(plan.stages) if stage_to_rank[i] == here}
+    blocks = {name: model[name] for stage in local_stages.values() for name in stage.blocks}
     _shard_parameters(blocks, plan, comm, axes=axes)
     tie(blocks, ties)
-    partial = _apply_transforms(blocks, plan, comm, axes=axes, sizes=_axis_lengths(shapes, axes))
-    _check_served(blocks, plan, axes=axes)
-    stages = {
-        i: nn.ModuleDict({name: recompute_block(name, blocks[name], plan.recompute) for name in names})
-        for i, names in local.items()
-    }
-    block_stage = {name: i for i, stage in enumerate(plan.stages) for name in stage.blocks}
-    params = {
-        name: param
-        for name, param in named_parameters(blocks).items()
-        if not (name in ties and ties[name].partition(".")[0] in blocks)
-    }
-    shards = {
-        name: _shard(
-            name, shapes[name], plan, comm, axes=axes, owner=ties.get(name, name), partial=_axes_with(partial, name)
-        )
-        for name in params
-    }
+    partial = _apply_transforms(blocks, plan, comm, axes=axes, sizes=_axis_lengths(shapes, axes), chain=chain)
+    stages = {}
+    for i, stage in local_stages.items():
+        modules = {name: recompute_block(name, blocks[name], plan.recompute) for name in stage.blocks}
+        stages[i] = nn.ModuleDict(modules)
+    params = {}
+    for name, param in named_parameters(blocks).items():
+        owner_block = ties[name].partition(".")[0] if name in ties else None
+        if owner_block not in blocks:
+            params[name] = param
+    shards = {}
+    for name in params:
+        owner = ties.get(name, name)
+        axes_with = _axes_with(partial, name)
+        shards[name] = _shard(name, shapes[name], plan, comm, axes=axes, owner=owner, partial=axes_with)
+    block_rank = {name: stage_to_rank[i] for i, stage in enumerate(plan.stages) for name in stage.blocks}
     return ParallelModel(
         plan=plan,
         comm=comm,
@@ -157,8 +157,32 @@ def parallelize(
         shards=shards,
         params=params,
         stage_of=_completing_stages(stages, params, plan.table.rows[here]),
-        cross_stage_ties=_cross_stage_ties(ties, params, {name: home[i] for name, i in block_stage.items()}, here),
+        cross_stage_ties=_cross_stage_ties(ties, params, block_rank, here),
     )
+
+
+def _shared_parameters(model: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, str]:
+    """Alias -> owner of parameters that are one object: a layer that is used twice, or weights tied by hand."""
+    owners: dict[int, str] = {}
+    found = {}
+    for name, param in named_parameters(model).items():
+        owner = owners.setdefault(id(param), name)
+        if owner != name:
+            found[name] = owner
+    return found
+
+
+def _plain_chain(
+    model: Mapping[str, nn.Module] | nn.ModuleDict, plan: Plan, comm: Comm, example: Batch | None
+) -> PlainChain | None:
+    """The model before it is sharded, for a trace; None where no axis shards activations."""
+    degree = comm.degree(activation_axes())
+    if degree == 1:
+        return None
+    if example is None:
+        columns = plan.seq_len // comm.degree(position_axes())
+        example = token_example(plan.micro_size, max(columns, 2 * degree))
+    return PlainChain.copied(dict(model.items()), example)
 
 
 def materialize_params(
@@ -195,36 +219,50 @@ def read_shard(read: Callable[[Box], Tensor], shard: Shard) -> Tensor:
 
 
 def _shard_parameters(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable) -> None:
-    """Replace each parameter by this rank's shard of it."""
+    """Replace each parameter by this rank's shard of it; one that is shared between modules stays shared."""
+    shards: dict[int, nn.Parameter] = {}
+    done: set[int] = set()
+    replaced: list[nn.Parameter] = []  # keeps their ids
     for block_name, block in blocks.items():
         for path, param in list(block.named_parameters(remove_duplicate=False)):
-            name = f"{block_name}.{path}"
-            shape = tuple(param.shape)
-            shard = shard_of(
-                name,
-                shape,
-                logical_axes(name, axes),
-                rule=plan.sharding_rule,
-                mesh=plan.mesh,
-                rank=comm.rank,
-            )
-            if shard.shape == shape:
-                continue
-            whole = param.detach()
-            local = read_shard(lambda box, whole=whole: whole[box.slices], shard).clone()  # type: ignore[misc]
             parent, _, leaf = path.rpartition(".")
-            setattr(block.get_submodule(parent), leaf, nn.Parameter(local, requires_grad=param.requires_grad))
+            module = block.get_submodule(parent)
+            if getattr(module, leaf) is not param or id(param) in done:
+                continue
+            if id(param) not in shards:
+                replaced.append(param)
+                shards[id(param)] = _sharded(f"{block_name}.{path}", param, plan, comm, axes=axes)
+                done.add(id(shards[id(param)]))
+            setattr(module, leaf, shards[id(param)])
+
+
+def _sharded(name: str, param: nn.Parameter, plan: Plan, comm: Comm, *, axes: AxisTable) -> nn.Parameter:
+    """This rank's shard of a parameter; the parameter itself where it is whole."""
+    logical = logical_axes(name, axes)
+    shape = tuple(param.shape)
+    shard = shard_of(name, shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank)
+    if shard.shape == shape:
+        return param
+    whole = param.detach()
+    local = read_shard(lambda box: whole[box.slices], shard).clone()
+    return nn.Parameter(local, requires_grad=param.requires_grad)
 
 
 def _apply_transforms(
-    blocks: dict[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable, sizes: Mapping[str, int]
+    blocks: dict[str, nn.Module],
+    plan: Plan,
+    comm: Comm,
+    *,
+    axes: AxisTable,
+    sizes: Mapping[str, int],
+    chain: PlainChain | None,
 ) -> dict[str, frozenset[str]]:
     """Apply each dimension's transform: mesh axis -> names of parameters whose gradients are partial sums along it."""
     partial: dict[str, frozenset[str]] = {}
     for axis, dimension in dimensions().items():
         transform = dimension.load_transform()
         if transform is not None:
-            names = transform(blocks, plan=plan, comm=comm, axes=axes, axis_sizes=sizes)
+            names = transform(blocks, plan=plan, comm=comm, axes=axes, axis_sizes=sizes, chain=chain)
             partial[axis] = frozenset(names)
     return partial
 
@@ -248,35 +286,6 @@ def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dic
         for axis, n in zip(logical_axes(name, axes), shape, strict=True)
         if isinstance(axis, str)
     }
-
-
-def _check_served(blocks: Mapping[str, nn.Module], plan: Plan, *, axes: AxisTable) -> None:
-    """Refuse a parameter that was cut although no transform took over its module."""
-    served = (
-        linear.ColumnParallelLinear,
-        linear.RowParallelLinear,
-        vocab.VocabParallelEmbedding,
-        Experts,
-        Factor,
-        Attend,
-    )
-    for block_name, block in blocks.items():
-        for path, _ in block.named_parameters():
-            name, logical = f"{block_name}.{path}", first_axes(logical_axes(f"{block_name}.{path}", axes))
-            module = block.get_submodule(path.rpartition(".")[0])
-            in_mixture = any(path.startswith(f"{mixture}.") for mixture in dispatch.mixtures(block))
-            if (
-                sharding_axes(logical, plan.sharding_rule, plan.mesh)
-                and not isinstance(module, served)
-                and not in_mixture
-            ):
-                raise PlanError(
-                    Fault(
-                        name,
-                        f"{type(module).__name__} cannot hold a part of its {' x '.join(logical)}",
-                        fix="name an axis that the plan's rule does not cut",
-                    )
-                )
 
 
 def _shard(

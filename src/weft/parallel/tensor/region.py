@@ -1,26 +1,33 @@
-"""Owns the tensor-parallel region: one entry per block side, and weight gradients computed while the input gradient travels.
+"""Tensor-parallel regions: entry and exit, entries shared by linears, weight gradients under the input gradient's reduction.
 
 Note [Region order]
-    Autograd runs the ready node that was created last. A region creates its nodes in this order,
+    Autograd runs the ready node that was created last. An entry creates its nodes in this order,
 
-        forward:   settle ─ later(q) ─ later(k) ─ later(v) ─ enter ─ linear q, k, v ─ ...
-        backward:  settle <─ later(q), later(k), later(v) <─ enter <─ linear v, k, q <─ ...
-                   wait       dW = dy^T x                   start    dx only
-                              ^^^^^^^^^^^ runs while the sum of dx over the axis is under way
+        forward:   wait ── weight(q) ── weight(k) ── weight(v) ── enter ── linear q, k, v ── ...
+        backward:  wait <── weight(q), weight(k), weight(v) <── enter <── linear v, k, q <── ...
+                   dx             dW = dy^T x                   start     dx only
+                                  ^^^^^^^^^^^ runs while the sum of dx over the axis is in flight
 
     so that the backward of every linear yields only its input gradient; `enter` starts the reduction of their sum; the
-    weight gradients are computed by the `later` nodes meanwhile; `settle` waits. Between the nodes travel placeholders that
-    hold no memory. Weight gradients still reach `.grad` through autograd's own accumulation, so hooks on parameters work.
+    weight gradients are computed by the `weight` nodes meanwhile; `wait` waits. Between the nodes travel placeholders without
+    memory. Weight gradients still reach `.grad` through autograd's own accumulation, so hooks on parameters work.
 
-    Under a split backward (Note [Split backward]) weight gradients come later still: there are no `later` nodes then, and
-    the linears are torch's own, which that can take apart.
+    Under a split backward (Note [Split backward]) weight gradients come later still: there are no `weight` nodes then, and
+    the linears are torch's own, which a split backward can take apart.
+
+Note [Shared entries]
+    A linear enters a region at its input tensor. Linears that read the same tensor object in one forward of a block share one entry:
+    one all-gather or none forward, one reduction backward. The first of them opens the entry for all that the sharding trace
+    saw reading that tensor; an entry is dropped when all have read it, and at the latest when the block's forward ends, also by an
+    exception (recomputation stops a forward early). A linear that finds no entry opens one of its own, so a forward that
+    differs from the trace costs time, not correctness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +43,15 @@ SEQ_DIM = 1
 
 
 @dataclass
-class Errand:
-    """What the nodes of one region leave for each other during one backward."""
+class AsyncInputGrad:
+    """The reduction of an entry's input gradient, from its start in `enter` to `wait`."""
 
     work: Work | None = None
 
 
 @dataclass
-class Loan:
-    """The weight that one linear uses in one forward, and what its backward leaves for the weight gradient."""
+class DeferredWeight:
+    """A linear's weight in one forward, and the (dy, x) pairs that its gradient is computed from later."""
 
     weight: Tensor
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -52,40 +59,89 @@ class Loan:
 
 @dataclass(frozen=True)
 class Region:
-    """Where a tensor-parallel region stands: over which axis, and whether tokens are cut along the sequence outside."""
+    """A tensor-parallel region: its axis, and whether activations outside are sharded along the sequence."""
 
     comm: Comm
     axis: Axis
-    sequence: bool
+    sequence_parallel: bool
 
-    def open(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[Loan, ...]]:
-        """Enter the region: the whole x for every rank, and the weights to be used inside it.
+    def enter(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[DeferredWeight, ...]]:
+        """The whole x for every rank, and the weights to be used on it.
 
-        Under sequence parallelism x_BSD holds this rank's part of the sequence and is gathered along dim 1; its gradient is
-        reduce-scattered. Otherwise x passes as it is and its gradient is all-reduced.
+        With sequence parallelism x_BSD holds this rank's part of the sequence and is all-gathered; its gradient is
+        reduce-scattered. Otherwise x stays as it is and its gradient is all-reduced.
         """
-        errand = Errand()
-        x = _Settle.apply(x, errand)  # type: ignore[no-untyped-call]
-        loans = tuple(Loan(weight) for weight in weights)
+        grad = AsyncInputGrad()
+        x = _Wait.apply(x, grad)  # type: ignore[no-untyped-call]
+        deferred = tuple(DeferredWeight(weight) for weight in weights)
         if active_split_backward() is None:
-            for loan in loans:
-                loan.weight = _Later.apply(loan.weight, loan)  # type: ignore[no-untyped-call]
-        return _Enter.apply(x, errand, self), loans  # type: ignore[no-untyped-call]
+            for one in deferred:
+                one.weight = _Weight.apply(one.weight, one)  # type: ignore[no-untyped-call]
+        entered: Tensor = _Enter.apply(x, grad, self)  # type: ignore[no-untyped-call]
+        return entered, deferred
 
     def leave(self, y: Tensor) -> Tensor:
-        """Sum y over the ranks; under sequence parallelism each keeps its part of the sequence."""
-        return (
-            ops.reduce_scatter(y, self.comm, self.axis, dim=SEQ_DIM)
-            if self.sequence
-            else ops.reduce_from_region(y, self.comm, self.axis)
-        )
+        """The sum of y over the ranks; with sequence parallelism each keeps its part of the sequence."""
+        if self.sequence_parallel:
+            return ops.reduce_scatter(y, self.comm, self.axis, dim=SEQ_DIM)
+        return ops.reduce_from_region(y, self.comm, self.axis)
 
 
-def linear(x: Tensor, loan: Loan, bias: Tensor | None) -> Tensor:
+class HasWeight(Protocol):
+    """A linear, as far as an entry needs to know it."""
+
+    weight: nn.Parameter
+
+
+@dataclass
+class _Entry:
+    """An entry that some linears have yet to read. Holds its input, so that no other tensor gets the same id."""
+
+    x: Tensor
+    entered: Tensor
+    weights: dict[int, DeferredWeight]
+
+
+class SharedEntries:
+    """The open entries of one block's forward, by input tensor; see Note [Shared entries].
+
+    Attributes:
+        readers: id of the first linear that reads a tensor -> all linears that read it.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.readers: Mapping[int, Sequence[HasWeight]] = {}
+        self._open: dict[int, _Entry] = {}
+
+    def read(self, x: Tensor, linear: HasWeight) -> tuple[Tensor, DeferredWeight]:
+        """The region's input for this linear, and its weight."""
+        entry = self._open.get(id(x))
+        if entry is None or id(linear) not in entry.weights:
+            entry = self._enter(x, linear)
+        deferred = entry.weights.pop(id(linear))
+        if not entry.weights:
+            self._open.pop(id(x), None)
+        return entry.entered, deferred
+
+    def clear(self) -> None:
+        """Drop all entries: the forward that they belong to is over."""
+        self._open.clear()
+
+    def _enter(self, x: Tensor, linear: HasWeight) -> _Entry:
+        linears = self.readers.get(id(linear), (linear,))
+        entered, deferred = self.region.enter(x, [one.weight for one in linears])
+        weights = {id(one): weight for one, weight in zip(linears, deferred, strict=True)}
+        entry = _Entry(x, entered, weights)
+        self._open[id(x)] = entry
+        return entry
+
+
+def linear(x: Tensor, deferred: DeferredWeight, bias: Tensor | None) -> Tensor:
     """x W^T + b whose weight gradient is computed later; see Note [Region order]."""
     if active_split_backward() is not None:
-        return nn.functional.linear(x, loan.weight, bias)
-    y: Tensor = _Linear.apply(x, loan.weight, bias, loan)  # type: ignore[no-untyped-call]
+        return nn.functional.linear(x, deferred.weight, bias)
+    y: Tensor = _Linear.apply(x, deferred.weight, bias, deferred)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -94,43 +150,54 @@ def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
     return like.new_zeros(()).expand(shape)
 
 
-class _Settle(torch.autograd.Function):
+class _Wait(torch.autograd.Function):
+    """Identity; backward: the reduced input gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, errand: Errand) -> Tensor:
-        ctx.errand = errand
+    def forward(ctx: Any, x: Tensor, grad: AsyncInputGrad) -> Tensor:
+        ctx.grad = grad
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        assert ctx.errand.work is not None, "the region was settled before its entry ran backward"
-        return ctx.errand.work.wait(), None
+        work = ctx.grad.work
+        assert work is not None, "autograd ran a region's wait node before its enter node"
+        return work.wait(), None
 
 
 class _Enter(torch.autograd.Function):
+    """The region's input; backward: starts the reduction of its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, errand: Errand, region: Region) -> Tensor:
-        ctx.errand, ctx.region, ctx.shape = errand, region, x.shape
-        return region.comm.all_gather(x, region.axis, dim=SEQ_DIM) if region.sequence else x.view_as(x)
+    def forward(ctx: Any, x: Tensor, grad: AsyncInputGrad, region: Region) -> Tensor:
+        ctx.grad = grad
+        ctx.region = region
+        ctx.shape = x.shape
+        if region.sequence_parallel:
+            return region.comm.all_gather(x, region.axis, dim=SEQ_DIM)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         region: Region = ctx.region
-        if region.sequence:
-            ctx.errand.work = region.comm.start_reduce_scatter(dx, region.axis, dim=SEQ_DIM)
+        if region.sequence_parallel:
+            ctx.grad.work = region.comm.start_reduce_scatter(dx, region.axis, dim=SEQ_DIM)
         else:
-            ctx.errand.work = region.comm.start_all_reduce(dx, region.axis)
+            ctx.grad.work = region.comm.start_all_reduce(dx, region.axis)
         return _placeholder(dx, ctx.shape), None, None
 
 
-class _Later(torch.autograd.Function):
+class _Weight(torch.autograd.Function):
+    """Identity of a weight; backward: its gradient, from the pairs that the linears have left."""
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, loan: Loan) -> Tensor:
-        ctx.loan = loan
+    def forward(ctx: Any, weight: Tensor, deferred: DeferredWeight) -> Tensor:
+        ctx.deferred = deferred
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        pairs = ctx.loan.pairs
+        pairs = ctx.deferred.pairs
         gradient = torch.mm(*_flat(pairs.pop()))
         while pairs:
             gradient.addmm_(*_flat(pairs.pop()))
@@ -143,10 +210,12 @@ def _flat(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class _Linear(torch.autograd.Function):
+    """x W^T + b; backward: the gradients of x and b, and a (dy, x) pair for that of W."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, loan: Loan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeight) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.loan = loan
+        ctx.deferred = deferred
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -154,10 +223,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if needs_weight:
-            ctx.loan.pairs.append((dy, x))
-        return (
-            dy @ weight if needs_x else None,
-            _placeholder(dy, weight.shape) if needs_weight else None,
-            dy.flatten(0, -2).sum(0) if needs_bias else None,
-            None,
-        )
+            ctx.deferred.pairs.append((dy, x))
+        dx = dy @ weight if needs_x else None
+        d_weight = _placeholder(dy, weight.shape) if needs_weight else None
+        d_bias = dy.flatten(0, -2).sum(0) if needs_bias else None
+        return dx, d_weight, d_bias, None

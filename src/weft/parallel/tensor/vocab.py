@@ -1,32 +1,27 @@
-"""Owns the cut vocabulary: embedding and cross entropy over rows that are spread over tp.
+"""Vocabulary-parallel embedding and cross entropy: rows of the vocabulary are sharded over tp.
 
 Note [Uneven vocabulary]
-    A vocabulary that tp does not divide is cut into parts whose lengths differ by at most one. No rank holds a row that
+    A vocabulary that tp does not divide is sharded into parts whose lengths differ by at most one. No rank holds a row that
     does not exist, so there is nothing to pad, nothing to mask in the loss and nothing to strip from a checkpoint.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from weft.comm import ops
 from weft.comm.comm import Comm
-from weft.core.axes import Rule, span
+from weft.core.axes import span
 from weft.core.mesh import Axis
-from weft.core.model_config import AxisTable, logical_axes
-from weft.core.shard import sharded_over
-from weft.errors import Fault, PlanError
 from weft.models.common.batch import IGNORE, Batch
-from weft.models.common.layers import Loss
-from weft.parallel.tensor.region import SEQ_DIM, Region
+from weft.parallel.tensor.region import Region
+from weft.parallel.tp import AXIS
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the table are cut over `axis`; each rank looks up its own, the sum over ranks is the embedding.
+    """Rows of the table are sharded over `axis`; each rank looks up its own, the sum over ranks is the embedding.
 
     tokens_BS (int64, the same on every rank of the group) -> x_BSD; with `sequence_parallel` this rank's part along the sequence.
     Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
@@ -38,7 +33,7 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: int,
         *,
         comm: Comm,
-        axis: Axis = "tp",
+        axis: Axis = AXIS,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -51,11 +46,12 @@ class VocabParallelEmbedding(nn.Module):
             nn.init.normal_(self.weight)
 
     @classmethod
-    def adopt(cls, module: nn.Embedding, region: Region) -> VocabParallelEmbedding:
-        """The embedding whose already cut table `module` holds."""
+    def from_embedding(cls, module: nn.Embedding, region: Region) -> VocabParallelEmbedding:
+        """The embedding whose table, sharded already, `module` holds."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self.region, self.weight = region, cast(nn.Parameter, module.weight)
+        self.region = region
+        self.weight = cast(nn.Parameter, module.weight)
         self.lo, _ = span(module.num_embeddings, region.comm.degree(region.axis), region.comm.index(region.axis))
         return self
 
@@ -65,12 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         mine = (local >= 0) & (local < self.weight.shape[0])
         rows = nn.functional.embedding(torch.where(mine, local, 0), self.weight)
         rows = rows * mine.unsqueeze(-1)
-        comm, axis = self.region.comm, self.region.axis
-        return (
-            ops.reduce_scatter(rows, comm, axis, dim=SEQ_DIM)
-            if self.region.sequence
-            else ops.reduce_from_region(rows, comm, axis)
-        )
+        return self.region.leave(rows)
 
 
 class VocabParallelLoss(nn.Module):
@@ -80,7 +71,9 @@ class VocabParallelLoss(nn.Module):
     all logits. Every rank of the group gets the same sum.
     """
 
-    def __init__(self, vocab: int, *, comm: Comm, axis: Axis = "tp") -> None:
+    supports = frozenset({"cross_entropy"})
+
+    def __init__(self, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
         super().__init__()
         self.comm, self.axis = comm, axis
         self.lo, self.hi = span(vocab, comm.degree(axis), comm.index(axis))
@@ -117,51 +110,3 @@ class _VocabCrossEntropy(torch.autograd.Function):
         softmax, places, mine, counted = ctx.saved_tensors
         delta = softmax.scatter_add(-1, places, -mine.unsqueeze(-1).to(softmax.dtype))
         return (delta * (counted * gradient).unsqueeze(-1)).to(ctx.dtype), None, None, None, None
-
-
-def apply(name: str, block: nn.Module, *, comm: Comm, table: AxisTable, rule: Rule, sequence: bool) -> None:
-    """Make the embeddings of `block` whose rows are the cut vocabulary parallel; their tables must have been cut already.
-
-    Under sequence parallelism the block's output is this rank's part of the sequence; what else the block looks up (learned
-    positions) is looked up for that part only.
-
-    Raises:
-        PlanError: an embedding cut along its features.
-    """
-    region = Region(comm, "tp", sequence)
-    found = False
-    for path, module in list(block.named_modules()):
-        if not isinstance(module, nn.Embedding):
-            continue
-        row_axis, feature_axis = logical_axes(f"{name}.{path}.weight", table)
-        if sharded_over(feature_axis, rule) == "tp":
-            raise PlanError(
-                Fault(f"{name}.{path}.weight", "an embedding cannot be cut along its features", got=str(feature_axis))
-            )
-        if sharded_over(row_axis, rule) == "tp":
-            block.set_submodule(path, VocabParallelEmbedding.adopt(module, region))
-            found = True
-    learns_positions = any(isinstance(module, nn.Embedding) for module in block.modules())
-    if found and sequence and learns_positions:
-        _cut_positions(block, comm)
-
-
-def _cut_positions(block: nn.Module, comm: Comm) -> None:
-    """Let `block` see all tokens (their embeddings are reduce-scattered) but only its own part of the positions."""
-
-    def cut(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, batch = args
-        own = batch.positions.chunk(comm.degree("tp"), SEQ_DIM)[comm.index("tp")]
-        return x, replace(batch, positions=own)
-
-    block.register_forward_pre_hook(cut)
-
-
-def cut_losses(blocks: dict[str, nn.Module], *, vocab: int, comm: Comm) -> None:
-    """Make every Loss seam, as a block or inside one, take logits whose vocabulary is cut over tp."""
-    for name, block in blocks.items():
-        for path, module in list(block.named_modules()):
-            if isinstance(module, Loss) and path:
-                block.set_submodule(path, VocabParallelLoss(vocab, comm=comm))
-        if isinstance(block, Loss):
-            blocks[name] = VocabParallelLoss(vocab, comm=comm)
