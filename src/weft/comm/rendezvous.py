@@ -107,7 +107,7 @@ class _Abort:
     message: str
 
 
-class ThreadRendezvous:
+class ThreadWorldState:
     """Groups of a world of threads; ranks that have finished, ranks that are stuck, and the error that aborts all.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.comm.rendezvous import PendingCollective, ThreadRendezvous
+from weft.comm.rendezvous import PendingCollective, ThreadWorldState
 from weft.comm.transport import Call, OnLate
 from weft.errors import CommError
 
@@ -45,21 +45,21 @@ class ThreadWorld:
             raise CommError(f"{size} ranks need {size} devices, got {len(devices)}")
         self.size = size
         self._devices = tuple(torch.device(device) for device in devices or ("cpu",) * size)
-        self._rendezvous = ThreadRendezvous(size, timeout_s=timeout_s, late_after_s=late_after_s)
+        self._state = ThreadWorldState(size, timeout_s=timeout_s, late_after_s=late_after_s)
 
     def transport(self, rank: int) -> ThreadTransport:
         """The transport of `rank`, for its thread."""
         if not 0 <= rank < self.size:
             raise CommError(f"rank {rank} is outside a world of {self.size}")
-        return ThreadTransport(rank, self.size, self._devices[rank], self._rendezvous)
+        return ThreadTransport(rank, self.size, self._devices[rank], self._state)
 
     def fail(self, rank: int, error: BaseException) -> None:
         """`rank` has failed: all that wait raise an error that names it. Only the first failure counts."""
-        self._rendezvous.abort(CommError, f"rank {rank} failed first: {type(error).__name__}: {error}")
+        self._state.abort(CommError, f"rank {rank} failed first: {type(error).__name__}: {error}")
 
     def leave(self, rank: int) -> None:
         """`rank` has finished: those that wait for it raise at once."""
-        self._rendezvous.finish(rank)
+        self._state.finish(rank)
 
 
 class ThreadTransport:
@@ -70,25 +70,25 @@ class ThreadTransport:
         rank: int,
         size: int,
         device: torch.device,
-        rendezvous: ThreadRendezvous,
+        state: ThreadWorldState,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._rendezvous = rendezvous
+        self._state = state
         self._home_thread: int | None = None
 
     def start(self, call: Call, on_late: OnLate) -> ThreadCall:
         """Join the group's next collective; the last member to join runs it at once."""
         if self._home_thread is None:
             self._home_thread = threading.get_ident()
-        collective = self._rendezvous.group(call).join(call)
-        return ThreadCall(self._rendezvous, collective, call, on_late, self._home_thread)
+        collective = self._state.group(call).join(call)
+        return ThreadCall(self._state, collective, call, on_late, self._home_thread)
 
 
 @dataclass(slots=True)
 class ThreadCall:
     """A collective that this rank has joined."""
 
-    rendezvous: ThreadRendezvous
+    state: ThreadWorldState
     collective: PendingCollective
     call: Call
     on_late: OnLate
@@ -103,7 +103,7 @@ class ThreadCall:
             CommError: another rank has failed.
         """
         is_only_thread = threading.get_ident() == self.home_thread
-        self.rendezvous.wait(self.collective, self.call, is_only_thread=is_only_thread, on_late=self.on_late)
+        self.state.wait(self.collective, self.call, is_only_thread=is_only_thread, on_late=self.on_late)
 
     def is_completed(self) -> bool:
         """Whether all members have joined."""
