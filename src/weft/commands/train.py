@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
+from weft.checkpoint.folder import checkpoints
 from weft.config.run import Run
-from weft.errors import EXIT_PREEMPTED
+from weft.errors import EXIT_PREEMPTED, RankError
 from weft.parallel.model.parallelize import ParallelModel
 from weft.run.launch import join, launch
 from weft.run.rank_setup import choose_device, open_comm
 from weft.run.signals import StopRequest
 from weft.run.world import World, detect
 from weft.train.build import build_training, check_initial_parameters
-from weft.train.event_log import EventLog
-from weft.train.loop import Event, run_training
+from weft.train.event_log import EventLog, append_end_event
+from weft.train.loop import Event, resume_command, run_training
 from weft.view.live import open_view
 
 PROMPT = "def "
@@ -38,7 +39,7 @@ def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
     world = detect(os.environ)
     if world is not None:
         return join(main, world, mesh=run.device_mesh, out=out)
-    with stop_request if run.transport == "threads" else nullcontext():  # only the main thread receives signals
+    with _end_event(out), stop_request if run.transport == "threads" else nullcontext():  # for the main thread only
         return launch(
             main,
             run.device_mesh.size,
@@ -48,6 +49,31 @@ def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
             mesh=run.device_mesh,
             out=out,
         )
+
+
+@contextmanager
+def _end_event(out: Path | None) -> Iterator[None]:
+    """After the ranks have ended, append the `end` event that a killed rank 0 could not write.
+
+    Raises:
+        RankError: the error of the ranks, with the command to resume if there is a checkpoint.
+    """
+    if out is None:
+        yield
+        return
+    try:
+        yield
+    except KeyboardInterrupt:
+        append_end_event(out, "interrupted")
+        raise
+    except RankError as error:
+        append_end_event(out, "failed", error=str(error))
+        command = resume_command(out)
+        if error.kind == "user" or command in error.message or next(checkpoints(out), None) is None:
+            raise
+        message = f"{error.message}\n  resume: {command}"
+        raise RankError(error.rank, error.where, message, kind=error.kind) from error
+    append_end_event(out, "interrupted")  # ended by SIGTERM without an error; no effect after a normal end
 
 
 def train_rank(run: Run, stop_request: StopRequest, generate_text: GenerateText | None, world: World) -> None:

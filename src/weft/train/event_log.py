@@ -38,6 +38,8 @@ from weft.errors import Fault, LaunchError
 from weft.view.progress import Event, View
 
 EVENTS = "events.jsonl"
+STEP_COUNTING = ("step", "resume")
+"""Events whose `step` is the number of steps done; that of a save, which is asynchronous, may be an earlier one."""
 NON_FINITE_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -60,7 +62,8 @@ class EventLog:
 
     def emit(self, event: Event) -> None:
         """Write one event and pass it to the views."""
-        self._num_steps = int(event.get("step", self._num_steps))
+        if event["event"] in STEP_COUNTING:
+            self._num_steps = int(event.get("step", self._num_steps))
         self._has_ended = event["event"] == "end"
         if self._file is not None:
             self._file.write(to_line(event))
@@ -162,7 +165,8 @@ def append_end_event(out: Path, status: str, *, error: str = "") -> bool:
         return False
     num_steps = 0
     for event in events:
-        num_steps = int(event.get("step", num_steps))
+        if event["event"] in STEP_COUNTING:
+            num_steps = int(event.get("step", num_steps))
     file = LineFile(path)
     file.write(to_line({"event": "end", "status": status, "steps": num_steps, "error": error}))
     file.close()

@@ -171,9 +171,14 @@ def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) 
     return event
 
 
+def resume_command(run_folder: Path) -> str:
+    """The command line that resumes the run of a folder from its newest checkpoint."""
+    config = shlex.quote(f"{run_folder}/run.toml")
+    return f"weft train {config} --resume auto"
+
+
 def _stop_note(num_done: int, run_folder: Path) -> str:
-    command = f"weft train {shlex.quote(f'{run_folder}/run.toml')} --resume auto"
-    return f"stopped after step {num_done} and saved. Resume: {command}"
+    return f"stopped after step {num_done} and saved. Resume: {resume_command(run_folder)}"
 
 
 def _non_finite_error(error: NonFiniteError, run_folder: Path) -> NonFiniteError:
@@ -182,5 +187,5 @@ def _non_finite_error(error: NonFiniteError, run_folder: Path) -> NonFiniteError
     kept = f"The newest checkpoint is {newest}" if newest else "There is no checkpoint"
     advice = "Lower --optim.lr, or set --optim.clip"
     if newest:
-        advice += f", and resume: weft train {shlex.quote(f'{run_folder}/run.toml')} --resume auto"
+        advice += f", and resume: {resume_command(run_folder)}"
     return NonFiniteError(f"{error}. Stopped before the update. {kept}. {advice}")

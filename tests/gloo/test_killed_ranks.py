@@ -1,0 +1,107 @@
+"""`weft train` with a rank that is killed: the `end` event, the error, and the command to resume, which works."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from weft.train.event_log import EVENTS, read_events
+
+PROGRAM = "import sys; from weft.cli import main; sys.exit(main())"
+MODEL = ("--model.layers", "1", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2", "--model.ffn", "32")
+BATCH = ("--data.seq_len", "8", "--batch.global_size", "6", "--batch.micro_size", "1")
+ENDLESS = ("--steps", "1000000")
+PATIENCE_S = 90
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return text
+
+
+@contextmanager
+def training(source: Path, out: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """An endless `weft train` on three ranks."""
+    words = ("--mesh", "dp3", *MODEL, *BATCH, "--data.source", str(source), "--out", str(out), *ENDLESS, *words)
+    command = [sys.executable, "-c", PROGRAM, "train", *words]
+    with subprocess.Popen(command, text=True, stdout=-1, stderr=-1, process_group=0) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def wait_for_event(out: Path, kind: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        if (out / EVENTS).exists() and any(event["event"] == kind for event in read_events(out / EVENTS)):
+            return
+        assert time.monotonic() < deadline, f"no {kind} event"
+        time.sleep(0.02)
+
+
+def kill_rank(process: subprocess.Popen[str], rank: int) -> None:
+    """SIGKILL a forked rank; they are forked in rank order."""
+    ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+    os.kill(ranks[rank].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_leaves_an_end_event_and_the_command_to_resume(source, tmp_path, rank):
+    out = tmp_path / "run"
+    with training(source, out, "--save.every", "2") as process:
+        wait_for_event(out, "save")
+        kill_rank(process, rank)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    first, *_, last = err.splitlines()
+    assert process.returncode == EXIT_FAILED
+    assert first == f"error: rank {rank} (dp{rank}): process was killed by SIGKILL (out of memory?)"
+    assert last == f"  resume: weft train {out}/run.toml --resume auto"
+
+    *steps, end = read_events(out / EVENTS)
+    assert (end["event"], end["status"]) == ("end", "failed")
+    num_steps = max(event["step"] for event in steps if event["event"] == "step")
+    assert end["steps"] == num_steps
+    assert [event["event"] for event in steps].count("end") == 0
+
+    resume = shlex.split(last.removeprefix("  resume: weft "))
+    command = [sys.executable, "-c", PROGRAM, *resume, "--steps", str(num_steps + 1)]
+    resumed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert (resumed.returncode, resumed.stderr) == (EXIT_OK, "")
+    assert list(read_events(out / EVENTS))[-1]["status"] == "finished"
+
+
+def test_without_a_checkpoint_the_error_has_no_command_to_resume(source, tmp_path):
+    out = tmp_path / "run"
+    with training(source, out) as process:
+        wait_for_event(out, "step")
+        kill_rank(process, 0)
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == EXIT_FAILED
+    assert err == "error: rank 0 (dp0): process was killed by SIGKILL (out of memory?)\n"
+    assert list(read_events(out / EVENTS))[-1]["status"] == "failed"
+
+
+def test_ctrl_c_leaves_an_end_event(source, tmp_path):
+    out = tmp_path / "run"
+    with training(source, out) as process:
+        wait_for_event(out, "step")
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == EXIT_INTERRUPTED
+    end = list(read_events(out / EVENTS))[-1]
+    assert (end["event"], end["status"]) == ("end", "interrupted")
