@@ -151,21 +151,30 @@ class ParamGroup:
         self.unsharded_params = FlatParams(self.params, self.layout, dtype=policy.compute)
         self.reshard()
 
+    @property
+    def _accumulates_in_place(self) -> bool:
+        """Whether autograd adds to the unsharded gradient itself, whose views are the parameters' `.grad`."""
+        policy = self.policy
+        keeps_both = policy.keeps_unsharded_grad and policy.keeps_sharded_grad
+        return keeps_both and policy.compute == policy.reduce
+
     def _allocate_grads(self) -> None:
         policy = self.policy
         if policy.keeps_unsharded_grad:
-            self.unsharded_grad = self._new_unsharded_grad()
-            if policy.compute == policy.reduce:  # autograd accumulates in place
-                self._grad_views = self.layout.views(self.unsharded_grad)
-                for name, view in self._grad_views.items():
-                    self.params[name].grad = view
+            self._allocate_unsharded_grad()
+        if self._accumulates_in_place:
+            for name, view in self._grad_views.items():
+                self.params[name].grad = view
         if self.unsharded_grad is not None and self._shares_grad_memory:
             self.sharded_grad = self.unsharded_grad[self.layout.shard_slice(self.index)]
         else:
             self.sharded_grad = torch.zeros(self.layout.shard_length, dtype=policy.params, device=self._device)
 
-    def _new_unsharded_grad(self) -> Tensor:
-        return torch.zeros(self.layout.length, dtype=self.policy.reduce, device=self._device)
+    def _allocate_unsharded_grad(self) -> Tensor:
+        grad = torch.zeros(self.layout.length, dtype=self.policy.reduce, device=self._device)
+        self.unsharded_grad = grad
+        self._grad_views = self.layout.views(grad)
+        return grad
 
     def optimizer_params(self) -> dict[str, Tensor]:
         """What an optimizer updates, by parameter name: this rank's entries, `.grad` set; without empty ones."""
@@ -203,30 +212,37 @@ class ParamGroup:
                 f"use ZeRO 2, or a schedule whose backward is not split"
             )
         assert param.grad is not None, "the hook runs after the gradient was accumulated"
-        if self._grad_views:
-            view = self._grad_views[name]
-            if param.grad is not view:  # it was set to None between steps, and autograd allocated a new one
-                view.copy_(param.grad)
-                param.grad = view
-        else:
-            if self.unsharded_grad is None:
-                self.unsharded_grad = self._new_unsharded_grad()
-            self.layout.views(self.unsharded_grad)[name].add_(param.grad)
+        if self.unsharded_grad is None:
+            self._allocate_unsharded_grad()
+        view = self._grad_views[name]
+        if not self._accumulates_in_place:
+            view.add_(param.grad)
             param.grad = None
+        elif param.grad is not view:  # it was set to None between steps, and autograd allocated a new one
+            view.copy_(param.grad)
+            param.grad = view
         self.missing.discard(name)
         return not self.missing
 
     def start_reduce(self) -> None:
         """Start the sum over ranks of the unsharded gradient; parameters without a gradient contribute zeros."""
         self.wait_reduce()
-        for name, view in self._grad_views.items():
-            if self.params[name].grad is None:  # set to None between steps, and no gradient since
-                view.zero_()
-        unsharded = self._new_unsharded_grad() if self.unsharded_grad is None else self.unsharded_grad
+        if self._accumulates_in_place:
+            self._zero_unset_grads()
+        unsharded = self.unsharded_grad
+        if unsharded is None:
+            unsharded = self._allocate_unsharded_grad()
         self._reducing = self._start_collective(unsharded)
         self.is_reduced = True
         if not self.policy.keeps_unsharded_grad:
             self.unsharded_grad = None
+            self._grad_views = {}
+
+    def _zero_unset_grads(self) -> None:
+        """Set the views of parameters to 0 whose `.grad` was set to None between steps and that have had no gradient since."""
+        for name, view in self._grad_views.items():
+            if self.params[name].grad is None:
+                view.zero_()
 
     def _start_collective(self, unsharded: Tensor) -> Work:
         """Reduce-scatter where the group is sharded, else all-reduce."""
