@@ -1,4 +1,4 @@
-"""weft's sharded strategies against torch's own, in the same processes on the same numbers, in a world that torch made."""
+"""weft's sharded strategies against torch's, in the same processes on the same numbers, in torch.distributed's world."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def inputs(seed: int) -> Tensor:
 
 
 def join_torch(comm: Comm, folder: str) -> None:
-    """Make torch.distributed's own world."""
+    """Initialise torch.distributed's world."""
     store = dist.FileStore(f"{folder}/torch", comm.mesh.size)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.mesh.size)
 
@@ -109,7 +109,7 @@ def test_sharded_optimizer_equals_torchs_zero_redundancy_optimizer() -> None:
             torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
-def test_without_a_world_of_torchs_a_comm_is_asked_for() -> None:
+def test_without_comm_or_torch_distributed_is_an_error() -> None:
     for make in (weft.DistributedDataParallel, weft.FullyShardedDataParallel):
         with pytest.raises(weft.WeftError, match=r"pass comm=weft\.init"):
             make(nn.Linear(2, 2))

@@ -28,7 +28,7 @@ def inputs(rank: int) -> Tensor:
 
 
 def join_torch(comm: Comm, folder: str) -> None:
-    """Make torch.distributed's own world beside weft's."""
+    """Initialise torch.distributed's world beside weft's."""
     store = dist.FileStore(f"{folder}/torch", comm.mesh.size)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.mesh.size)
 

@@ -71,7 +71,7 @@ def test_gradients_do_not_depend_on_which_thread_was_faster() -> None:
     assert all(all(map(torch.equal, first, other)) for other in others)
 
 
-def test_each_replica_has_a_thread_and_its_part_of_the_samples() -> None:
+def test_each_replica_runs_in_a_thread_on_its_part_of_the_samples() -> None:
     seen: dict[str, int] = {}
 
     class Look(nn.Module):
@@ -86,13 +86,13 @@ def test_each_replica_has_a_thread_and_its_part_of_the_samples() -> None:
     assert sorted(seen.values()) == [2, 3, 3]
 
 
-def test_the_first_replica_is_the_module_so_what_it_writes_stays() -> None:
+def test_the_first_replica_is_the_module_so_its_buffers_are_updated() -> None:
     net = DataParallel(Net(), CPUS)
     run(net, 6)
     assert net.module.seen == 1
 
 
-def test_outputs_without_dimensions_are_stacked_and_other_values_are_the_firsts() -> None:
+def test_scalar_outputs_are_stacked_and_other_values_are_those_of_the_first_replica() -> None:
     net = DataParallel(Net(), CPUS)
     _, notes = net({"x": inputs(6)}, gain=torch.tensor(1.0, dtype=torch.float64))
     assert notes["sum"].shape == (3,)
@@ -109,7 +109,7 @@ def test_replicas_follow_the_modes_of_the_caller() -> None:
         assert DataParallel(Look(), CPUS)(torch.ones(6, 2, 2)).dtype == torch.bfloat16
 
 
-def test_training_goes_on_as_on_one_device() -> None:
+def test_training_equals_one_device() -> None:
     plain = Net()
     net = DataParallel(copy.deepcopy(plain), CPUS)
     for each in (plain, net):

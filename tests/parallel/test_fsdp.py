@@ -1,4 +1,4 @@
-"""`weft.FullyShardedDataParallel`: any module trains as in one process, and each rank holds its part."""
+"""`weft.FullyShardedDataParallel`: any module trains as in one process, and each rank holds its shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS = "dp3"
 
 
 class Cell(nn.Module):
-    """A block of uneven shapes, with a buffer and a parameter that takes no part."""
+    """A block of uneven shapes, with a buffer and a parameter that the forward does not use."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_blocks_may_be_none_nested_or_small(blocks: str) -> None:
             torch.testing.assert_close(state[name], value, **CLOSE)
 
 
-def test_values_move_forward_with_gradients_or_without_sees_them() -> None:
+def test_forwards_with_and_without_gradients_use_the_updated_values() -> None:
     def rank(comm: Comm) -> list[Tensor]:
         torch.manual_seed(0)
         net = FullyShardedDataParallel(nn.Linear(3, 1).double(), comm, zero=2, blocks=())
@@ -167,7 +167,7 @@ def test_values_move_forward_with_gradients_or_without_sees_them() -> None:
         assert torch.equal(after, later)
 
 
-def test_gradients_add_up_until_they_are_zeroed() -> None:
+def test_gradients_accumulate_until_they_are_zeroed() -> None:
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         net = FullyShardedDataParallel(nn.Linear(2, 2, bias=False), comm)
@@ -185,13 +185,13 @@ def test_gradients_add_up_until_they_are_zeroed() -> None:
 
 
 def held_bytes(net: FullyShardedDataParallel) -> int:
-    """Bytes of parameters, whole ones and shards, that a rank holds between steps."""
+    """Bytes of unsharded parameters and shards that a rank holds between steps."""
     tensors = [tensor for group in net._reducer.groups for tensor in (group.unsharded_params.flat, group.sharded_param)]
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-@pytest.mark.parametrize(("zero", "share"), [(1, 1.0), (2, 1.0), (3, 1 / 3)])
-def test_between_steps_a_rank_holds_its_share(zero: Any, share: float) -> None:
+@pytest.mark.parametrize(("zero", "fraction"), [(1, 1.0), (2, 1.0), (3, 1 / 3)])
+def test_between_steps_a_rank_holds_its_shards(zero: Any, fraction: float) -> None:
     def rank(comm: Comm) -> tuple[int, int]:
         net = FullyShardedDataParallel(copy.deepcopy(plain), comm, zero=zero)
         train(net)
@@ -199,9 +199,9 @@ def test_between_steps_a_rank_holds_its_share(zero: Any, share: float) -> None:
 
     plain = Net().double()
     num_params = sum(param.numel() for param in plain.parameters())
-    padding = 8 * 2 * 6  # up to 2 entries for each of 6 units
+    padding = 8 * 2 * 6  # up to 2 entries for each of 6 groups
     results = run_ranks(RANKS, rank)
-    assert all(8 * num_params * share <= held <= 8 * num_params * share + padding for held, _ in results)
+    assert all(8 * num_params * fraction <= held <= 8 * num_params * fraction + padding for held, _ in results)
     assert sum(entries for _, entries in results) == num_params
 
 
@@ -216,9 +216,9 @@ class Deep(nn.Module):
         return x
 
 
-def test_a_module_on_the_meta_device_is_never_whole_on_any_rank() -> None:
+def test_a_module_on_the_meta_device_is_never_unsharded_on_any_rank() -> None:
     layers, width = 12, 32
-    unit = 4 * width * width
+    block_bytes = 4 * width * width
 
     class Peak(Live):
         most = 0
@@ -237,13 +237,15 @@ def test_a_module_on_the_meta_device_is_never_whole_on_any_rank() -> None:
         return peak.most, net.full_state_dict()
 
     (most, state), (_, other) = run_ranks("dp2", rank)
-    assert most <= layers * unit / 2 + 3 * unit, "the shards, and one block as it is made, packed and cut"
+    assert most <= layers * block_bytes / 2 + 3 * block_bytes, (
+        "the shards, and one block while it is initialised and packed"
+    )
     assert all(torch.equal(value, other[name]) for name, value in state.items())
     assert all(0.05 < value.std() < 0.2 for value in state.values()), "as reset_parameters draws"
 
 
 class Tied(nn.Module):
-    """A head that has its weight from the embedding and a bias of its own."""
+    """A head with the weight of the embedding and its own bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +274,7 @@ def test_on_the_meta_device_tied_weights_stay_tied_and_all_start_as_the_first_ra
     assert first["norm.running_var"].isfinite().all()
 
 
-def test_what_cannot_make_its_own_values_is_refused_by_name() -> None:
+def test_a_meta_module_without_reset_parameters_is_refused_by_name() -> None:
     def rank(comm: Comm) -> None:
         with torch.device("meta"):
             FullyShardedDataParallel(Net(), comm)
@@ -281,7 +283,7 @@ def test_what_cannot_make_its_own_values_is_refused_by_name() -> None:
         run_ranks("dp2", rank)
 
 
-def test_a_state_dict_is_loaded_by_parts() -> None:
+def test_a_full_state_dict_is_loaded_into_shards() -> None:
     def rank(comm: Comm, zero: Any) -> tuple[dict[str, Tensor], Tensor]:
         net = FullyShardedDataParallel(Net(comm.rank).double(), comm, zero=zero)
         net.load_full_state_dict(other.state_dict())
@@ -303,7 +305,7 @@ def test_a_state_dict_with_other_keys_is_refused() -> None:
         run_ranks("dp2", rank)
 
 
-def test_a_wrapped_module_is_not_moved_or_cast() -> None:
+def test_moving_or_casting_a_wrapped_module_is_refused() -> None:
     def rank(comm: Comm) -> None:
         net = FullyShardedDataParallel(nn.Linear(2, 2), comm)
         net.to("cpu")
@@ -322,7 +324,7 @@ def test_parameters_of_a_module_around_it_are_the_shards() -> None:
     assert all(run_ranks("dp2", rank))
 
 
-def test_blocks_run_in_the_dtype_of_compute_and_values_move_in_their_own() -> None:
+def test_blocks_run_in_the_compute_dtype_and_the_optimizer_updates_the_params_dtype() -> None:
     seen: list[torch.dtype] = []
 
     class Look(nn.Linear):
@@ -361,7 +363,7 @@ def test_each_block_is_gathered_once_forward_and_once_backward_and_reduced_once(
         assert traffic["dp", "all_gather"].sent_bytes == 2 * layers * 4 * width * width // 2
 
 
-def test_frozen_blocks_are_given_back_during_the_backward() -> None:
+def test_frozen_blocks_are_resharded_during_the_backward() -> None:
     layers, width, most = 6, 8, []
 
     def rank(comm: Comm) -> int:

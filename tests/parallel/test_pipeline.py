@@ -78,7 +78,7 @@ def test_pipeline_of_plain_modules_has_the_gradients_of_one_process(
 
 
 class Tokens(nn.Module):
-    """An embedding and a layer: integers in, numbers out."""
+    """An embedding and a layer: token ids in, activations out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The player: any table, whole and split backwards, extra losses and loads, against one device."""
+"""The player: any table, unsplit and split backwards, extra losses and loads, against one device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def saved(table: Table, path: Path) -> str:
 
 
 def random_tables() -> Iterator[Table]:
-    """Two stages on each of two ranks, anywhere; whole and split backwards mixed, in any order."""
+    """Two stages on each of two ranks, in any order; unsplit and split backwards mixed, in any order."""
     for seed in range(100):
         table = random_table(random.Random(seed), ranks=2, stages=4, microbatches=3)
         if all(len(table.stages(rank)) == 2 for rank in range(2)):
@@ -82,11 +82,11 @@ def test_a_tied_parameter_is_reduced_when_the_later_of_its_two_stages_is_done(ze
     check(Case("pp2 dp2", family="gpt2", schedule=schedule, chunks=2, microbatches=3, zero=zero))
 
 
-# a chain of its own: extra losses, loads, what is told when
+# models of this file: extra losses, loads, the order of callbacks
 
 
 class Layer(nn.Module):
-    """Adds something, and may yield an extra loss and a load."""
+    """A residual MLP that may return an extra loss and an expert load."""
 
     def __init__(self, *, extra: str = "") -> None:
         super().__init__()
@@ -153,12 +153,12 @@ def test_extra_losses_of_any_stage_count_and_loads_are_summed_over_the_step(sche
 
     def rank(comm: Comm) -> tuple[PlayResult, dict[str, Tensor | None]]:
         model = parallelize(copy.deepcopy(start), plan_of(schedule, "pp2", 5, layers=4), comm)
-        played = Player(model, before_last_backward=lambda stage: None).play(batches, torch.tensor(0.25))
-        return played, {name: param.grad for name, param in model.params.items()}
+        result = Player(model, before_last_backward=lambda stage: None).play(batches, torch.tensor(0.25))
+        return result, {name: param.grad for name, param in model.params.items()}
 
     ranks = run_ranks("pp2", rank)
-    assert sum(played.loss for played, _ in ranks).item() == pytest.approx(total.item(), rel=1e-13)
-    loads = {name: load for played, _ in ranks for name, load in played.loads.items()}
+    assert sum(result.loss for result, _ in ranks).item() == pytest.approx(total.item(), rel=1e-13)
+    loads = {name: load for result, _ in ranks for name, load in result.loads.items()}
     assert set(loads) == {"layer0", "layer2", "layer3"}
     assert all(load.sum() == 5 * 12 for load in loads.values())
     ours = {name: gradient for _, gradients in ranks for name, gradient in gradients.items()}
@@ -168,23 +168,23 @@ def test_extra_losses_of_any_stage_count_and_loads_are_summed_over_the_step(sche
 
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
-def test_the_end_of_a_stage_is_announced_once_right_before_its_last_b_or_w(schedule: str) -> None:
+def test_before_last_backward_is_called_once_right_before_the_last_b_or_w_of_a_stage(schedule: str) -> None:
     batches = micro_batches(4)
 
     def rank(comm: Comm) -> list[Act | int]:
         model = parallelize(chain_of_layers(("",) * 4), plan_of(schedule, "pp2", 4, layers=4), comm)
-        told: list[Act | int] = []
-        player = Player(model, before_last_backward=told.append, on_action=lambda act, *times: told.append(act))
+        events: list[Act | int] = []
+        player = Player(model, before_last_backward=events.append, on_action=lambda act, *times: events.append(act))
         player.play(batches, torch.tensor(1.0))
-        return told
+        return events
 
     table = make_table(schedule, ranks=2, microbatches=4)
-    for index, told in enumerate(run_ranks("pp2", rank)):
-        assert tuple(act for act in told if isinstance(act, Act)) == table.rows[index]
+    for index, events in enumerate(run_ranks("pp2", rank)):
+        assert tuple(act for act in events if isinstance(act, Act)) == table.rows[index]
         for stage in table.stages(index):
             acts = [act for act in table.rows[index] if act.stage == stage and act.kind in ("B", "W")]
-            assert told.count(stage) == 1
-            assert told[told.index(stage) + 1] == acts[-1]
+            assert events.count(stage) == 1
+            assert events[events.index(stage) + 1] == acts[-1]
 
 
 def test_buckets_are_reduced_during_the_last_w(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Recomputation: what a block keeps, to the byte; what runs again and how often; that nothing else changes."""
+"""Recomputation: bytes that a block saves; what runs again and how often; results are bit-equal."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def some_input(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(B, S, D, generator=torch.Generator().manual_seed(5)).to(dtype).requires_grad_()
 
 
-def kept_by_layer(mode: Recompute, dtype: torch.dtype) -> int:
-    """Bytes that the layer's forward leaves behind, besides its parameters, its input and its output."""
+def saved_by_layer(mode: Recompute, dtype: torch.dtype) -> int:
+    """Bytes that the layer's forward leaves allocated, besides its parameters, its input and its output."""
     layer, x, batch, live = llama_layer(dtype), some_input(dtype), some_batch(), Live()
     given = (x, *layer.parameters(), batch.positions)
     block = recompute_block("layer0", layer, mode)
@@ -59,7 +59,7 @@ def kept_by_layer(mode: Recompute, dtype: torch.dtype) -> int:
     return live.num_bytes(but=(y, *given))
 
 
-# Features a token that a layer keeps, besides its input (numbers of the dtype of compute):
+# Features a token that a layer saves, besides its input (entries of the compute dtype):
 #     selective   the residual between attention and MLP, rotated q and k, v, attention's output, gate, up
 #     none        those, each norm's normalised input and output, silu(gate), silu(gate) * up
 # and of each head and token the log-sum-exp, of each token a cosine and sine of K / 2 angles; 1 / rms of two norms too
@@ -76,14 +76,14 @@ STATS = H + K
         ("full", 0),
     ],
 )
-def test_a_layer_keeps_what_the_formula_says(mode: Recompute, numbers: int) -> None:
-    assert kept_by_layer(mode, torch.float32) == 4 * B * S * numbers
+def test_a_layer_saves_what_the_formula_says(mode: Recompute, numbers: int) -> None:
+    assert saved_by_layer(mode, torch.float32) == 4 * B * S * numbers
 
 
-def test_in_bfloat16_selective_keeps_no_float32_copies_of_norms() -> None:
+def test_in_bfloat16_selective_saves_no_float32_copies_of_norms() -> None:
     # the norm that torch composes on the CPU makes float32 of its input: 3 x D x 4 bytes a norm and token
-    assert kept_by_layer("selective", torch.bfloat16) == B * S * (2 * SELECTIVE + 4 * STATS)
-    assert kept_by_layer("none", torch.bfloat16) >= B * S * (2 * (SELECTIVE + 2 * FFN) + 2 * 2 * 4 * D)
+    assert saved_by_layer("selective", torch.bfloat16) == B * S * (2 * SELECTIVE + 4 * STATS)
+    assert saved_by_layer("none", torch.bfloat16) >= B * S * (2 * (SELECTIVE + 2 * FFN) + 2 * 2 * 4 * D)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -120,14 +120,14 @@ ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 PRODUCTS, NORMS = 7, 2
 
 
-def test_full_plays_the_forward_again_once_and_stops_before_the_last_product() -> None:
+def test_full_repeats_the_forward_once_and_stops_before_the_last_product() -> None:
     plain, calls = calls_of_backward("none"), calls_of_backward("full")
     assert plain["mm"] == 2 * PRODUCTS
     assert calls["mm"] - plain["mm"] == PRODUCTS - 1
     assert (plain[ATTENTION], calls[ATTENTION]) == (0, 1)
 
 
-def test_selective_makes_each_norm_again_once_and_no_product_nor_attention() -> None:
+def test_selective_repeats_each_norm_once_and_no_matrix_product_or_attention() -> None:
     plain, calls = calls_of_backward("none"), calls_of_backward("selective")
     assert (calls["mm"], calls[ATTENTION]) == (plain["mm"], 0)
     assert calls["rsqrt"] - plain["rsqrt"] == NORMS, "not once for each linear that reads the norm"
@@ -138,7 +138,7 @@ def kept_over_time(mode: Recompute, *, is_split: bool) -> tuple[int, int]:
     layer, x, batch, live = llama_layer(), some_input(), some_batch(), Live()
     given = (x, *layer.parameters(), batch.positions)
     split = SplitBackward(layer.parameters()) if is_split else None
-    gc.disable()  # what only the collector would find counts as kept
+    gc.disable()  # what only the garbage collector would free counts as saved
     try:
         with live, split or nullcontext():
             y = recompute_block("layer0", layer, mode)(x, batch)
@@ -154,11 +154,11 @@ def kept_over_time(mode: Recompute, *, is_split: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_after_the_backward_nothing_is_left(mode: Recompute) -> None:
+def test_after_the_backward_nothing_is_allocated(mode: Recompute) -> None:
     assert kept_over_time(mode, is_split=False)[1] == 0
 
 
-def test_under_a_split_backward_the_forward_keeps_no_more_and_the_first_half_leaves_no_more() -> None:
+def test_under_a_split_backward_neither_forward_nor_i_saves_more() -> None:
     left = {mode: kept_over_time(mode, is_split=True) for mode in MODES}
     whole = {mode: kept_over_time(mode, is_split=False) for mode in MODES}
     assert [before for before, _ in left.values()] == [before for before, _ in whole.values()]
@@ -174,13 +174,13 @@ def test_a_graph_that_is_retained_runs_backward_twice(mode: Recompute) -> None:
     assert torch.equal(first, second)
 
 
-def test_without_gradients_nothing_is_noted() -> None:
+def test_without_gradients_nothing_is_saved() -> None:
     block = recompute_block("layer0", llama_layer(), "full")
     with torch.no_grad():
         assert not block(some_input(), some_batch()).requires_grad
 
 
-def test_embedding_head_and_loss_are_played_as_they_are() -> None:
+def test_embedding_head_and_loss_are_not_recomputed() -> None:
     blocks = {name: nn.Identity() for name in ("embed", "layer0", "mtp0", "head", "loss")}
     changed = {name for name, block in blocks.items() if recompute_block(name, block, "full") is not block}
     assert changed == {"layer0", "mtp0"}
@@ -197,7 +197,7 @@ def test_a_recomputed_result_that_is_modified_in_place_is_saved_as_it_is() -> No
     assert torch.allclose(weight.grad, (F.silu(x) + 1).sum(0).expand(8, 8))
 
 
-def test_an_argument_written_into_after_the_forward_is_an_error_as_autograd_has_it() -> None:
+def test_an_argument_modified_in_place_after_the_forward_is_an_error_as_in_autograd() -> None:
     x = torch.randn(4, 8, requires_grad=True) * 1
     weight = torch.randn(8, 8, requires_grad=True)
     with SelectiveRecompute():
@@ -224,7 +224,7 @@ def test_views_of_recomputed_results_are_views_of_the_repeated_one() -> None:
     assert all(map(torch.equal, got, want))
 
 
-def test_an_activation_in_place_is_not_played_twice() -> None:
+def test_an_in_place_activation_is_not_repeated() -> None:
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
 
     def act() -> Tensor:
@@ -236,7 +236,7 @@ def test_an_activation_in_place_is_not_played_twice() -> None:
     assert torch.equal(*torch.autograd.grad(y, x), *torch.autograd.grad(act(), x))
 
 
-def test_a_replay_that_makes_less_than_the_first_time_says_so() -> None:
+def test_a_repeated_forward_that_saves_fewer_tensors_is_an_error() -> None:
     x, turns = torch.randn(3, requires_grad=True), iter((True, False))
 
     def call() -> Tensor:
@@ -259,8 +259,8 @@ def all_reduces_of_a_step(mode: Recompute) -> int:
     return run_ranks(case.mesh, rank)[0]
 
 
-def test_full_runs_one_of_two_forward_collectives_of_a_layer_again_selective_none() -> None:
+def test_full_repeats_one_of_two_forward_collectives_of_a_layer_selective_none() -> None:
     layers = Case("tp2", family="gpt2").config.layers
     plain = all_reduces_of_a_step("none")
     assert all_reduces_of_a_step("selective") == plain
-    assert all_reduces_of_a_step("full") == plain + layers, "the sum at the end of a block is needed by nobody in it"
+    assert all_reduces_of_a_step("full") == plain + layers, "no node of the block needs the all-reduce at its end"

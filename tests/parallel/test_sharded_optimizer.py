@@ -1,4 +1,4 @@
-"""`weft.ShardedOptimizer`: moves as the plain torch optimizer, holds its share of the states, saves and loads whole ones."""
+"""`weft.ShardedOptimizer`: updates as the plain torch optimizer, holds its shard of the states, saves and loads full ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def values(net: Net) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_move_as_by_the_plain_optimizer(name: str) -> None:
+def test_updates_equal_those_of_the_plain_optimizer(name: str) -> None:
     kind, kwargs = OPTIMIZERS[name]
     plain, nets = Net(), [Net() for _ in range(3)]
     train(plain, kind(groups(plain), **kwargs))
@@ -83,7 +83,7 @@ def test_parameters_move_as_by_the_plain_optimizer(name: str) -> None:
             )
 
 
-def test_states_are_held_for_the_ranks_share_alone() -> None:
+def test_states_are_held_for_the_shard_of_the_rank_alone() -> None:
     nets = [nn.Linear(31, 33).double() for _ in range(4)]
 
     def rank(comm: Comm) -> int:
@@ -95,11 +95,11 @@ def test_states_are_held_for_the_ranks_share_alone() -> None:
 
     held = run_ranks("dp4", rank)
     assert sum(held) == 2 * (31 * 33 + 33)
-    assert max(held) - min(held) <= 2 * 4, "the last share is short by the padding"
+    assert max(held) - min(held) <= 2 * 4, "the last shard is shorter by the padding"
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD with momentum", "SGD", "NAdam"])
-def test_whole_states_go_to_the_plain_optimizer_and_back_on_another_number_of_ranks(name: str) -> None:
+def test_full_states_load_into_the_plain_optimizer_and_back_on_another_number_of_ranks(name: str) -> None:
     kind, kwargs = OPTIMIZERS[name]
     plain, nets = Net(), [Net() for _ in range(3)]
     theirs = kind(groups(plain), **kwargs)
@@ -130,7 +130,7 @@ def test_whole_states_go_to_the_plain_optimizer_and_back_on_another_number_of_ra
                 )
 
 
-def test_a_rank_saves_and_loads_its_own_share() -> None:
+def test_a_rank_saves_and_loads_its_own_shard() -> None:
     def rank(comm: Comm) -> bool:
         net, other = nets[comm.rank], copy.deepcopy(nets[comm.rank])
         optimizer = ShardedOptimizer(net.parameters(), torch.optim.AdamW, comm, lr=1e-2)
@@ -167,7 +167,7 @@ def test_named_parameters_and_closures_are_taken_as_torch_takes_them() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon])
-def test_an_optimizer_that_takes_parameters_as_wholes_is_refused(kind: Callable[..., torch.optim.Optimizer]) -> None:
+def test_an_optimizer_that_updates_parameters_as_a_whole_is_refused(kind: Callable[..., torch.optim.Optimizer]) -> None:
     def rank(comm: Comm) -> None:
         ShardedOptimizer(nn.Linear(4, 4, bias=False).parameters(), kind, comm)
 

@@ -1,4 +1,4 @@
-"""The split backward against the whole: the same bits, the same work, in two halves, for any torch code."""
+"""The split backward against torch's own: the same bits and FLOPs in two parts, for any torch code."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def params_of(blocks: dict[str, nn.Module]) -> list[nn.Parameter]:
     return [param for block in blocks.values() for param in block.parameters() if param.requires_grad]
 
 
-class Played:
-    """Gradients and FLOPs of a model of some stages, whole or split."""
+class RecordedStep:
+    """Gradients and FLOPs of a model of some stages, unsplit or split."""
 
     def __init__(self, stages: list[dict[str, nn.Module]], batch: Batch, *, split: bool) -> None:
         self.flops: dict[str, list[int]] = {"B": [], "I": [], "W": []}
@@ -94,19 +94,19 @@ class Played:
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mnist"}))
-def test_both_halves_yield_the_bits_of_the_whole_backward_for_the_same_flops(family: str) -> None:
+def test_both_parts_yield_the_bits_of_the_whole_backward_for_the_same_flops(family: str) -> None:
     stages, batch = stages_of(family)
-    whole, halves = Played(stages, batch, split=False), Played(stages, batch, split=True)
+    whole, halves = RecordedStep(stages, batch, split=False), RecordedStep(stages, batch, split=True)
     for right, ours in zip([*whole.inputs, *whole.params], [*halves.inputs, *halves.params], strict=True):
         assert (right is None) == (ours is None)
         assert right is None or torch.equal(right, ours)
     assert [i + w for i, w in zip(halves.flops["I"], halves.flops["W"], strict=True)] == whole.flops["B"]
 
 
-def test_half_of_the_products_of_a_layer_wait_for_the_weights() -> None:
+def test_half_of_the_products_of_a_layer_run_in_w() -> None:
     """I holds dx = dy W, W holds dW = dy^T x of each linear; attention (no weights) is not counted by torch on a CPU."""
     stages, batch = stages_of("llama3")
-    flops = Played(
+    flops = RecordedStep(
         stages[1:], Batch(torch.randn(2, 8, 128, dtype=torch.float64, requires_grad=True), *rest(batch)), split=True
     ).flops
     assert flops["I"] == flops["W"]
@@ -139,7 +139,7 @@ class Bag(nn.Module):
 
 
 class _Custom(torch.autograd.Function):
-    """Takes a parameter in directly: no mode sees it."""
+    """Takes a parameter directly: no mode sees it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def test_any_code_has_the_gradients_of_the_whole_backward(name: str, grad: bool)
 
 
 def test_no_parameter_is_touched_before_w() -> None:
-    """But for the functions that no mode sees."""
+    """Except by the functions that no mode sees."""
     for name, code in CODE.items():
         bag = Bag()
         x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
@@ -361,7 +361,7 @@ def held_bytes(holders: weakref.WeakSet[Holder], params: list[nn.Parameter]) -> 
 
 
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
-def test_between_i_and_w_stay_the_inputs_of_products_and_the_gradients_of_their_outputs(family: str) -> None:
+def test_between_i_and_w_only_inputs_of_products_and_gradients_of_their_outputs_are_saved(family: str) -> None:
     """Attention's q, k, v and log-sum-exp, the activation function's inputs and the norms' are freed after I."""
     stages, batch = stages_of(family)
     layer = {"layer0": stages[1]["layer0"]}
@@ -427,8 +427,8 @@ def test_tensor_parallel_collectives_belong_to_i_and_run_once(sequence: bool) ->
         assert all(map(torch.equal, whole, halves))
 
 
-def test_every_product_is_a_function_that_the_mode_meets() -> None:
-    """A name that torch resolves to another function would silently not wait."""
+def test_every_product_is_a_function_that_the_mode_sees() -> None:
+    """A name that torch resolves to another function would silently not be deferred."""
     bag, x = Bag(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     met: set[Any] = set()
 

@@ -1,4 +1,4 @@
-"""ZeRO: what each stage holds, when it reduces and gathers, that values start unit by unit."""
+"""ZeRO stages: memory of a rank, when gradients are reduced and parameters gathered, initialisation group by group."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_step(case: Case, comm: Comm) -> TrainStep:
     return TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=CLIP)
 
 
-def play(step: TrainStep, case: Case) -> None:
+def run_step(step: TrainStep, case: Case) -> None:
     step(micro_batches(batches(case)[0], case.plan, step.model.comm.rank), lr=LR)
 
 
@@ -52,7 +52,7 @@ def test_shards_cover_every_entry_once(length: int, parts: int) -> None:
         assert torch.equal(layout.views(whole)[name], tensor)
 
 
-def test_memory_given_away_comes_back_under_saved_views() -> None:
+def test_freed_parameters_are_valid_under_saved_views_once_filled_again() -> None:
     weight = nn.Parameter(torch.randn(3, 3))
     flat = FlatParams({"w": weight}, FlatLayout.of({"w": (3, 3)}, 1), dtype=torch.float32)
     values = flat.flat.clone()
@@ -66,12 +66,12 @@ def test_memory_given_away_comes_back_under_saved_views() -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_between_steps_a_rank_holds_its_share(zero: Any) -> None:
+def test_between_steps_a_rank_holds_its_shards(zero: Any) -> None:
     case = Case("dp3", family="gpt2", zero=zero, microbatches=1)
 
     def rank(comm: Comm) -> tuple[int, int, int, int, int]:
         step = make_step(case, comm)
-        play(step, case)
+        run_step(step, case)
         groups = step.grads.groups
         states = [x for state in step.optimizer.state.values() for x in state.values() if x.dim()]
         return (
@@ -93,7 +93,7 @@ def test_between_steps_a_rank_holds_its_share(zero: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [("dp2", 3), ("dp2", 2), ("dp4", 3)])
-def test_a_model_on_demand_is_made_unit_by_unit(mode: tuple[str, Any]) -> None:
+def test_a_zero_3_model_is_initialised_group_by_group(mode: tuple[str, Any]) -> None:
     mesh, zero = mode
     case = Case(mesh, zero=zero, microbatches=1)
 
@@ -118,7 +118,7 @@ def test_a_model_on_demand_is_made_unit_by_unit(mode: tuple[str, Any]) -> None:
 
     for most, held, biggest, whole in run_ranks(case.mesh, rank):
         if zero == 3:
-            assert most <= held + 4 * biggest < whole + held, "shards, and a unit as it is drawn, filled and packed"
+            assert most <= held + 4 * biggest < whole + held, "shards, and a group while it is initialised and packed"
         else:
             assert most >= held
 
@@ -132,7 +132,7 @@ def starts_of_a_backward(zero: Any) -> list[list[str]]:
         first = step.model.params["layer0.attn_norm.weight"]
         first.register_post_accumulate_grad_hook(lambda _: log.lines.append("layer0 has a gradient"))
         comm.observers = (log,)
-        play(step, case)
+        run_step(step, case)
         return [line for line in log.lines if line.startswith("start") or "has" in line]
 
     return run_ranks("dp2", rank)
@@ -143,13 +143,13 @@ def test_gradients_are_reduced_while_the_backward_still_runs(zero: Any, backward
     for lines in starts_of_a_backward(zero):
         marks = [place for place, line in enumerate(lines) if "layer0" in line]
         reduces = [place for place, line in enumerate(lines) if line == "start reduce_scatter"]
-        units = len(reduces) // backwards
-        early = sum(place < marks[-1] for place in reduces[-units:])
-        assert early >= units - 2, "only the units that come last wait for the end"
+        groups = len(reduces) // backwards
+        early = sum(place < marks[-1] for place in reduces[-groups:])
+        assert early >= groups - 2, "only the groups that come last wait for the end"
         assert (reduces[0] < marks[0]) == (backwards == 2), "stage 1 adds micro-batches up first"
 
 
-def test_the_next_block_is_fetched_while_one_runs() -> None:
+def test_the_next_block_is_prefetched_while_one_runs() -> None:
     case = Case("dp2", zero=3, microbatches=1)
 
     def rank(comm: Comm) -> list[str]:
@@ -158,7 +158,7 @@ def test_the_next_block_is_fetched_while_one_runs() -> None:
         for name, block in step.model.blocks.items():
             block.register_forward_pre_hook(lambda _, __, name=name: log.lines.append(f"run {name}"))
         comm.observers = (log,)
-        play(step, case)
+        run_step(step, case)
         return log.lines
 
     for lines in run_ranks("dp2", rank):
@@ -169,7 +169,7 @@ def test_the_next_block_is_fetched_while_one_runs() -> None:
         )
 
 
-def test_a_gradient_after_its_unit_was_reduced_in_place_is_an_error() -> None:
+def test_a_gradient_after_its_group_was_reduced_in_place_is_an_error() -> None:
     def rank(comm: Comm) -> None:
         policy = ShardingPolicy(
             1, params=torch.float32, compute=torch.float32, reduce=torch.float32, keeps_unsharded_grad=True
@@ -186,7 +186,7 @@ def test_a_gradient_after_its_unit_was_reduced_in_place_is_an_error() -> None:
         run_ranks("dp2", rank)
 
 
-def test_a_parameter_used_in_some_backwards_only_counts_in_each() -> None:
+def test_a_parameter_that_only_some_backwards_use_is_summed_over_those() -> None:
     def gradients(uses: Callable[[dict[str, nn.Parameter], int], torch.Tensor], zero: Any) -> dict[str, torch.Tensor]:
         def rank(comm: Comm) -> dict[str, torch.Tensor]:
             policy = ShardingPolicy(

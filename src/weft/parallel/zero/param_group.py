@@ -270,7 +270,8 @@ class ParamGroup:
     def finish_step(self) -> None:
         """Reduce what has not been reduced in this step, and expect the gradients of the next one."""
         has_unreduced = self.unsharded_grad is not None and not self.policy.keeps_unsharded_grad
-        assert self.is_reduced and not has_unreduced, "every group is reduced before the step ends"
+        assert self.is_reduced, "every group is reduced before the step ends"
+        assert not has_unreduced, "so are the gradients of its last backward"
         self.wait_reduce()
         self.missing = set(self.params)
         self.is_reduced = False
