@@ -30,6 +30,12 @@ CASES = (
     Case("cp2 dp2", zero=3, microbatches=2),
     Case("pp2 dp2 cp2 tp2", sequence=True, documents=True, schedule="interleaved", chunks=2, microbatches=2),
     Case("pp2 cp2", schedule="zbv", chunks=2),
+    Case("cp2", family="mistral", documents=True, seq_len=16),
+    Case("cp4", family="mistral", context="allgather", seq_len=16),
+    Case("cp2", family="mistral", context="ulysses", seq_len=16),
+    Case("cp4", family="gemma3", seq_len=16),
+    Case("pp2 cp2", family="gemma3", context="allgather", documents=True, seq_len=16),
+    Case("cp2 tp2", family="gemma3", sequence=True, seq_len=16),
 )
 
 

@@ -244,13 +244,19 @@ def eager_attention(
         scores_BHST = scores_BHST - slopes_H11 * distance
     if allowed is not None:
         scores_BHST = scores_BHST.masked_fill(~allowed, float("-inf"))
-    if spec.sinks is not None:
-        sinks_H11 = spec.sinks[:, None, None].to(wide)
-        sinks_BHS1 = sinks_H11.expand(*scores_BHST.shape[:-1], 1)
-        scores_BHST = torch.cat((scores_BHST, sinks_BHS1), dim=-1)
-    weights = scores_BHST.softmax(-1)
-    weights_BHST = weights[..., : k_BHTK.shape[2]]
+    weights_BHST = _softmax(scores_BHST, spec.sinks)
     return weights_BHST.to(v_BHTW.dtype) @ v_BHTW
+
+
+def _softmax(scores_BHST: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """Weights of the keys; with sinks they sum to less than 1."""
+    if sinks_H is None:
+        return scores_BHST.softmax(-1)
+    sinks_H11 = sinks_H[:, None, None].to(scores_BHST.dtype)
+    sinks_BHS1 = sinks_H11.expand(*scores_BHST.shape[:-1], 1)
+    with_sinks = torch.cat((scores_BHST, sinks_BHS1), dim=-1)
+    weights = with_sinks.softmax(-1)
+    return weights[..., :-1]
 
 
 def set_implementations(block: nn.Module, make: Callable[[], Implementation], *, name: str) -> list[Implementation]:

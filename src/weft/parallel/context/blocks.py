@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from weft.core.sequence import BlockMask, SequenceBlocks
 from weft.models.common.attention import AttentionSpec, visible_keys
 from weft.parallel.context import kernels
-from weft.parallel.context.kernels import Scores
+from weft.parallel.context.kernels import BlockGradients, Scores
 from weft.parallel.context.kv_exchange import KeyValue, KVExchange, KVGradient
 
 
@@ -137,47 +137,92 @@ class _BlockwiseAttention(torch.autograd.Function):
         attention: BlockAttention = ctx.attention
         own = KeyValue(buffer, *ctx.shapes)
         grad = _swap_heads(grad_BSHW.contiguous())
-        dq = torch.zeros_like(q_BHSK, dtype=wide_dtype(q_BHSK.dtype))
-        head_bias = attention.spec.head_bias
-        dhead_bias = None if head_bias is None else torch.zeros_like(head_bias, dtype=dq.dtype)
+        backward = _BackwardPass(attention, q_BHSK, grad, out, lse)
         turns = attention.blocks.ring_turns
-        accumulator = attention.exchange.accumulator(own, turns, dq.dtype)
+        accumulator = attention.exchange.accumulator(own, turns, backward.dq.dtype)
         for source, received in attention.exchange.receive(own, turns):
-            gradients = []
-            for block in attention.blocks_of(source):
-                queries = block.queries
-                q = q_BHSK[:, :, queries]
-                block_gradients = kernels.attend_backward(
-                    grad[:, :, queries],
-                    q,
-                    _swap_heads(received.keys[:, block.keys]),
-                    _swap_heads(received.values[:, block.keys]),
-                    out[:, :, queries],
-                    lse[:, :, queries],
-                    attention.scores(block, source, q),
-                )
-                dq[:, :, queries] += block_gradients.q
-                dk = _swap_heads(block_gradients.k)
-                dv = _swap_heads(block_gradients.v)
-                gradients.append(KVGradient(block.keys, dk, dv))
-                if dhead_bias is not None and block_gradients.head_bias is not None:
-                    dhead_bias += block_gradients.head_bias
-            accumulator.add(source, gradients)
+            accumulator.add(source, backward.run_source(source, received))
         own_gradients = accumulator.finish()
         dsinks = None if sinks is None else _sinks_gradient(sinks, grad, out, lse)
+        dtype = q_BHSK.dtype
         return (
-            _swap_heads(dq.to(q_BHSK.dtype)),
-            own_gradients.keys.to(q_BHSK.dtype),
-            own_gradients.values.to(q_BHSK.dtype),
+            _swap_heads(backward.dq.to(dtype)),
+            own_gradients.keys.to(dtype),
+            own_gradients.values.to(dtype),
             dsinks,
-            None if dhead_bias is None or head_bias is None else dhead_bias.to(head_bias.dtype),
+            backward.head_bias_gradient(),
             None,
         )
 
 
+class _BackwardPass:
+    """Gradients of this rank's queries, summed over the blocks so far, and of each source's keys and values."""
+
+    def __init__(
+        self,
+        attention: BlockAttention,
+        q_BHSK: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        self.attention = attention
+        self.q_BHSK = q_BHSK
+        self.grad = grad
+        self.out = out
+        self.lse = lse
+        self.dq = torch.zeros_like(q_BHSK, dtype=wide_dtype(q_BHSK.dtype))
+        self.dhead_bias: Tensor | None = None
+
+    def run_source(self, source: int, received: KeyValue) -> list[KVGradient]:
+        """The gradients for the keys and values of one source, block by block."""
+        gradients = []
+        for block in self.attention.blocks_of(source):
+            found = self._run_block(block, source, received)
+            self.dq[:, :, block.queries] += found.q
+            if found.head_bias is not None:
+                self._add_head_bias(found.head_bias)
+            dk = _swap_heads(found.k)
+            dv = _swap_heads(found.v)
+            gradients.append(KVGradient(block.keys, dk, dv))
+        return gradients
+
+    def _run_block(
+        self,
+        block: BlockMask,
+        source: int,
+        received: KeyValue,
+    ) -> BlockGradients:
+        queries = block.queries
+        q = self.q_BHSK[:, :, queries]
+        return kernels.attend_backward(
+            self.grad[:, :, queries],
+            q,
+            _swap_heads(received.keys[:, block.keys]),
+            _swap_heads(received.values[:, block.keys]),
+            self.out[:, :, queries],
+            self.lse[:, :, queries],
+            self.attention.scores(block, source, q),
+        )
+
+    def _add_head_bias(self, gradient: Tensor) -> None:
+        if self.dhead_bias is None:
+            self.dhead_bias = gradient
+        else:
+            self.dhead_bias = self.dhead_bias + gradient
+
+    def head_bias_gradient(self) -> Tensor | None:
+        """Of the slopes, in their type; None where there are none."""
+        head_bias = self.attention.spec.head_bias
+        if head_bias is None or self.dhead_bias is None:
+            return None
+        return self.dhead_bias.to(head_bias.dtype)
+
+
 def _received_blocks(attention: BlockAttention, own: KeyValue) -> Iterator[tuple[BlockMask, int, Tensor, Tensor]]:
     """(block, source, its keys k_BGTK, its values v_BGTW), as they arrive."""
-    for source, received in attention.exchange.receive(own, attention.blocks.ring_turns):
+    turns = attention.blocks.ring_turns
+    for source, received in attention.exchange.receive(own, turns):
         for block in attention.blocks_of(source):
             k = _swap_heads(received.keys[:, block.keys])
             v = _swap_heads(received.values[:, block.keys])
@@ -190,12 +235,13 @@ class _MergedBlocks:
     The first block of each query lets it see a key.
     """
 
+    out: Tensor
+    lse: Tensor
+
     def __init__(self, q_BHSK: Tensor, *, width: int) -> None:
-        shape = q_BHSK.shape[:-1]
-        dtype = wide_dtype(q_BHSK.dtype)
-        self.num_queries = shape[2]
-        self.out = q_BHSK.new_zeros((*shape, width), dtype=dtype)
-        self.lse = q_BHSK.new_full(shape, kernels.NO_WEIGHT, dtype=dtype)
+        self.q_BHSK = q_BHSK
+        self.width = width
+        self.dtype = wide_dtype(q_BHSK.dtype)
         self.is_empty = True
 
     def add(
@@ -205,15 +251,26 @@ class _MergedBlocks:
         lse: Tensor,
     ) -> None:
         """Merge the results of a block, of some queries."""
-        if self.is_empty and out.shape[2] == self.num_queries:
-            self.out = out.to(self.out.dtype)
+        num_queries = self.q_BHSK.shape[2]
+        out = out.to(self.dtype)
+        if self.is_empty and out.shape[2] == num_queries:
+            self.out = out
             self.lse = lse
-        else:
-            merged_out = self.out[:, :, queries]
-            merged_lse = self.lse[:, :, queries]
-            weight = torch.sigmoid(lse - merged_lse)
-            merged_out.lerp_(out.to(merged_out.dtype), weight.unsqueeze(-1))
-            merged_lse.copy_(torch.logaddexp(merged_lse, lse))
+            self.is_empty = False
+            return
+        if self.is_empty:
+            self._allocate()
+        merged_out = self.out[:, :, queries]
+        merged_lse = self.lse[:, :, queries]
+        weight = torch.sigmoid(lse - merged_lse)
+        merged_out.lerp_(out, weight.unsqueeze(-1))
+        merged_lse.copy_(torch.logaddexp(merged_lse, lse))
+
+    def _allocate(self) -> None:
+        """Results without any key."""
+        shape = self.q_BHSK.shape[:-1]
+        self.out = self.q_BHSK.new_zeros((*shape, self.width), dtype=self.dtype)
+        self.lse = self.q_BHSK.new_full(shape, kernels.NO_WEIGHT, dtype=self.dtype)
         self.is_empty = False
 
     def add_sinks(self, sinks_H: Tensor) -> None:

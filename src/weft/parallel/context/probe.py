@@ -51,11 +51,15 @@ def check_blocks(blocks: Mapping[str, nn.Module], *, hidden_shape: tuple[int, ..
     for name, block in blocks.items():
         if _num_meta_entries(block) > MOST_ENTRIES:
             return
-        if hidden_shape is None:
-            x = batch.inputs
-        else:
+        x = batch.inputs
+        if hidden_shape is not None:
             generator = torch.Generator().manual_seed(0)
-            x = torch.randn(ROWS, LENGTH, *hidden_shape, generator=generator)
+            x = torch.randn(
+                ROWS,
+                LENGTH,
+                *hidden_shape,
+                generator=generator,
+            )
         out = _check_block(name, block, x, batch)
         if out.dim() < 2 or out.shape[:2] != (ROWS, LENGTH):
             return  # a loss: it has no columns
@@ -118,9 +122,10 @@ def _difference(
     own_batch = batch.columns(index=index, degree=RANKS)
     columns = own_batch.positions[0]
     own = probe.run(x[:, columns], own_batch)
-    error = (own.double() - whole[:, columns].double()).abs().max()
-    largest = whole.double().abs().max().clamp(min=1e-30)
-    return float(error / largest)
+    expected = whole[:, columns].double()
+    error = (own.double() - expected).abs().max()
+    largest = whole.double().abs().max()
+    return float(error / largest.clamp(min=1e-30))
 
 
 def _is_tested(module: nn.Module) -> bool:
@@ -156,9 +161,13 @@ class _Probe:
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self.stand_ins = _stand_ins(block)
-        real = [param for param in block.parameters() if not param.is_meta and param.is_floating_point()]
-        self.dtype = real[0].dtype if real else torch.float32
-        self.device = real[0].device if real else torch.device("cpu")
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
+        for param in block.parameters():
+            if param.is_floating_point() and not param.is_meta:
+                self.dtype = param.dtype
+                self.device = param.device
+                break
         self.training: dict[nn.Module, bool] = {}
         self.implementations: dict[Attend, AttentionImplementation] = {}
 
@@ -182,8 +191,10 @@ class _Probe:
         x = x.to(self.device)
         if x.is_floating_point():
             x = x.to(self.dtype)
+        local_batch = batch.map(lambda field: field.to(self.device))
         block = _FunctionalBlock(self.block, self.stand_ins)
-        return chain({"block": block}, x, batch.map(lambda field: field.to(self.device))).x
+        chained = chain({"block": block}, x, local_batch)
+        return chained.x
 
 
 class _FunctionalBlock(nn.Module):
