@@ -1,4 +1,4 @@
-"""Owns what the tests of checkpoints share: no waiting for the disk where a test says nothing of crashes."""
+"""Fixture `fast_disk`: no fsync in tests that are not about crashes."""
 
 from __future__ import annotations
 

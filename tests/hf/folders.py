@@ -1,4 +1,4 @@
-"""Owns small Hugging Face folders to test with: random values of each family, written by weft, changed by hand."""
+"""Small Hugging Face folders with random values of each family, and ways to edit them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns tiny models of transformers with random values, and the folders that it writes of them."""
+"""Tiny models of transformers with random values, and the folders that it writes of them."""
 
 from __future__ import annotations
 

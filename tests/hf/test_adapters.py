@@ -1,4 +1,4 @@
-"""Stored adapters: merged exactly, alone in PEFT's file layout; PEFT itself loads them and computes the same."""
+"""Stored adapters: merged exactly, or written alone in PEFT's layout; PEFT loads them and computes the same."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def write_base(folder: Path, cfg: ModelConfig, source: Memory) -> None:
     write_folder(folder, typed, base, max_shard_bytes=2**30, texts={}, config=config)
 
 
-def test_what_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
     cfg = config_of("llama3")
     with pytest.raises(CheckpointError, match=r"no adapters to write.*--lora\.rank 8"):
         write_adapters(tmp_path / "a", Memory({}), cfg=cfg, lora=LoraConfig(), base=None)

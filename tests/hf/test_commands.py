@@ -1,4 +1,4 @@
-"""`weft import`, `weft export` and `--model.from_hf` as a person uses them: a life of a model, and what is told of slips."""
+"""`weft import`, `weft export` and `--model.from_hf` from the command line: import, train, export, and error messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def small(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Memory:
 
 @pytest.fixture(scope="module")
 def life(tmp_path_factory: pytest.TempPathFactory, fast_disk: None) -> Path:
-    """A folder in bfloat16 with a tokenizer that nobody asks, imported, trained for two steps, exported."""
+    """A folder in bfloat16 with an unused tokenizer, imported, trained for two steps, exported."""
     base = tmp_path_factory.mktemp("life")
     write(base / "hf", LLAMA, small(LLAMA, dtype=torch.bfloat16))
     (base / "hf" / "tokenizer_config.json").write_text('{"kept": true}')
@@ -198,19 +198,21 @@ def fresh(tmp_path: Path, fast_disk: None) -> Path:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_slip_is_told_in_one_line(fresh: Path, capsys: pytest.CaptureFixture[str], name: str):
-    harm, words, told = FAULTS[name]
+def test_an_error_is_reported_in_one_line(fresh: Path, capsys: pytest.CaptureFixture[str], name: str):
+    harm, words, message = FAULTS[name]
     harm(fresh)
     places = {"hf": fresh / "hf", "base": fresh}
     assert main([word.format_map(places) for word in words]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
-    assert told.format_map(places) in lines[0]
+    assert message.format_map(places) in lines[0]
     assert not (fresh / "run").exists()
 
 
-def test_a_shape_that_does_not_fit_is_told_before_anything_is_made(fresh: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_shape_that_does_not_fit_is_reported_before_anything_is_written(
+    fresh: Path, capsys: pytest.CaptureFixture[str]
+):
     edit_config(fresh / "hf", intermediate_size=48)
     for words in (IMPORT, FROM_HF, (*FROM_HF, "--resume", "auto")):
         assert main([word.format_map({"hf": fresh / "hf", "base": fresh}) for word in words]) == 2
@@ -223,7 +225,7 @@ def test_a_shape_that_does_not_fit_is_told_before_anything_is_made(fresh: Path, 
         assert not (fresh / "run").exists()
 
 
-def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_head_that_differs_from_its_tied_embedding_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     tied = CONFIGS["llama3 tied"].model_copy(update={"vocab": 256})
     write(tmp_path / "hf", tied, small(tied))
     edit(tmp_path / "hf", lambda tensors: tensors.update({"lm_head.weight": torch.ones(256, 32)}))
@@ -250,7 +252,7 @@ def test_nothing_is_imported_or_exported_over_something(life: Path, capsys: pyte
     assert f"error: {life / 'out'}: exists already" in capsys.readouterr().err
 
 
-def test_slips_are_told_within_two_seconds_and_without_torch(fresh: Path):
+def test_errors_are_reported_within_two_seconds_and_without_torch(fresh: Path):
     edit_config(fresh / "hf", mlp_bias=True)
     code = (
         "import sys; from weft.cli import main; "

@@ -1,4 +1,4 @@
-"""config.json both ways: what it says, what weft would compute otherwise, what a person may not contradict. Pure."""
+"""config.json both ways: fields, rejected keys, contradictions between folder and flags. No torch."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ REFUSED = {
     "scores as they come": (GPT2, {"scale_attn_weights": False}, "scale_attn_weights"),
     "cross attention": (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
     "quantized weights": (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    "a key that nobody knows": (LLAMA, {"logit_softcap": 30.0}, "logit_softcap: unknown key"),
+    "an unknown key": (LLAMA, {"logit_softcap": 30.0}, "logit_softcap: unknown key"),
     "a size that is missing": (LLAMA, {"hidden_size": None}, "has no hidden_size"),
     "a size that is a word": (LLAMA, {"hidden_size": "64"}, "hidden_size is no number"),
 }
@@ -394,16 +394,16 @@ def test_published_models_are_the_presets(tmp_path: Path, name: str):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_weft_would_compute_otherwise_is_refused_by_name(tmp_path: Path, name: str):
-    base, change, told = REFUSED[name]
+def test_keys_that_weft_computes_differently_are_rejected_by_name(tmp_path: Path, name: str):
+    base, change, message = REFUSED[name]
     folder = folder_with(tmp_path, {**base, **change})
-    with pytest.raises(CheckpointError, match=re.escape(told)) as caught:
+    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
         described(folder)
     assert len(caught.value.faults) == 1
     described(folder_with(tmp_path, base))
 
 
-def test_a_key_of_the_wrong_kind_is_told_beside_all_others(tmp_path: Path):
+def test_a_key_of_the_wrong_kind_is_reported_with_all_others(tmp_path: Path):
     folder = folder_with(tmp_path, {**LLAMA, "mlp_bias": True, "head_dim": 32, "unheard_of": 1})
     with pytest.raises(CheckpointError) as caught:
         described(folder)
@@ -415,7 +415,7 @@ def test_keys_that_change_no_logit_pass(tmp_path: Path):
     assert described(folder_with(tmp_path, {**LLAMA, **more, "sliding_window": None})).family == "llama3"
 
 
-def test_missing_keys_stand_at_what_transformers_takes(tmp_path: Path):
+def test_missing_keys_have_transformers_defaults(tmp_path: Path):
     fields = described(folder_with(tmp_path, LLAMA)).fields
     assert (fields["kv_heads"], fields["norm_eps"], fields["rope_theta"], fields["tied"]) == (4, 1e-6, 1e4, False)
     assert described(folder_with(tmp_path, {**DEEPSEEK, "q_lora_rank": None})).fields["q_lora_rank"] == 0
@@ -475,7 +475,7 @@ def test_yarn_without_mscales_scales_what_it_rotates_alone(tmp_path: Path):
     assert (fields["rope_scaling_mscale"], fields["rope_scaling_mscale_all_dim"]) == (1.0, 0.0)
 
 
-def test_what_transformers_does_not_compute_is_not_written():
+def test_configs_that_transformers_cannot_compute_are_not_written():
     softmax = PRESETS["deepseek-16b"]
     assert [fault.key for fault in unwritable(softmax, FAMILIES)] == ["model.scoring"]
     odd = PRESETS["deepseek-v3-671b"].model_copy(update={"rope_scaling_mscale": 0.0})
@@ -483,7 +483,7 @@ def test_what_transformers_does_not_compute_is_not_written():
     assert [fault.key for fault in unwritable(PRESETS["mnist-mlp"], FAMILIES)] == ["model.name"]
 
 
-def test_keys_that_a_model_came_with_stay_where_they_change_no_logit():
+def test_original_keys_that_change_no_logit_are_kept():
     config = PRESETS["llama3-tiny"]
     kept = {"eos_token_id": 7, "hidden_size": 9, "transformers_version": "4.0", "rope_scaling": {"type": "linear"}}
     written = config_json(FAMILIES["llama3"].hf, config, dtype="float32", original=kept)
@@ -491,7 +491,7 @@ def test_keys_that_a_model_came_with_stay_where_they_change_no_logit():
     assert "transformers_version" not in written
 
 
-def test_an_unknown_architecture_is_told_with_those_that_are_known(tmp_path: Path):
+def test_an_unknown_architecture_is_reported_with_the_known_ones(tmp_path: Path):
     folder = folder_with(tmp_path, {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     with pytest.raises(
         CheckpointError, match=r"unknown architecture .got 'MambaForCausalLM'; need one of Deepseek.*Qwen3"
@@ -504,7 +504,7 @@ def test_a_family_is_known_by_its_type_where_no_architecture_is_named(tmp_path: 
     assert described(folder).family == "llama3"
 
 
-def test_from_hf_fills_the_model_and_leaves_open_what_the_folder_does_not_decide(tmp_path: Path):
+def test_from_hf_sets_the_model_and_suggests_fields_that_the_folder_does_not_decide(tmp_path: Path):
     folder = str(folder_with(tmp_path, {**DEEPSEEK, "num_nextn_predict_layers": 1}))
     run = try_load(["--model.from_hf", folder, "--model.balance_loss", "0"], FAMILIES).run
     assert (run.model.name, run.model.preset, run.model.architecture["dim"]) == ("deepseek", None, 64)
@@ -528,7 +528,7 @@ def test_flags_that_contradict_the_folder_are_faults(tmp_path: Path, words: list
     assert loaded.run.model.architecture["dim"] == 64
 
 
-def test_a_run_that_says_everything_does_not_need_its_folder(tmp_path: Path):
+def test_a_run_that_sets_every_field_does_not_need_its_folder(tmp_path: Path):
     folder = folder_with(tmp_path / "hf", LLAMA)
     run = try_load(["--model.from_hf", str(folder)], FAMILIES).run
     (tmp_path / "run.toml").write_text(dump(run))

@@ -1,4 +1,4 @@
-"""Hugging Face folders as files: each tensor exactly once, any box of any parameter, damage told by name, bounded memory."""
+"""Hugging Face folders as files: each tensor once, any box of any parameter, damage reported by name, bounded memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def equal(source: HfFolder | Memory, values: Memory) -> bool:
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 5000], ids=["one file", "shards"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_is_written_is_read_bit_by_bit(tmp_path: Path, name: str, max_shard_bytes: int):
+def test_tensors_are_read_as_written_bit_by_bit(tmp_path: Path, name: str, max_shard_bytes: int):
     cfg = CONFIGS[name]
     values = random_values(cfg)
     folder = write(tmp_path / "hf", cfg, values, max_shard_bytes=max_shard_bytes)
@@ -70,7 +70,7 @@ def test_what_is_written_is_read_bit_by_bit(tmp_path: Path, name: str, max_shard
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3-moe", "qwen3-moe, packed", "deepseek"])
-def test_any_box_is_what_lies_there(tmp_path_factory: pytest.TempPathFactory, name: str):
+def test_any_box_has_the_stored_values(tmp_path_factory: pytest.TempPathFactory, name: str):
     cfg = CONFIGS[name.partition(",")[0]]
     values = random_values(cfg)
     folder = write(tmp_path_factory.mktemp("hf") / "x", cfg, values)
@@ -126,7 +126,7 @@ def put(name: str, value: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[di
     return lambda tensors: tensors.update({name: value(tensors)})
 
 
-def test_what_holds_no_weight_is_passed_over(tmp_path: Path):
+def test_tensors_without_weights_are_ignored(tmp_path: Path):
     folder = write(tmp_path / "hf", LLAMA, values := random_values(LLAMA))
     edit(folder, put("model.layers.1.self_attn.rotary_emb.inv_freq", lambda t: torch.ones(4)))
     assert equal(HfFolder(folder, LLAMA), values)

@@ -1,4 +1,4 @@
-"""Runs with adapters: saved and gone on with under any layout, begun beside another run, exported both ways, refused."""
+"""Runs with adapters: resumed under any layout, started from another run, exported both ways, rejected."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_it_goes_on_under_any_layout(case: Case, written: tuple[Path, tuple[floa
             assert torch.equal(piece.tensor, checkpoint.section(section).read(name, piece.box)), piece.name
         return train(step, case, 2)
 
-    for told in run_ranks(case.mesh, rank):
-        assert told == (right if case == WRITER else pytest.approx(right, rel=1e-9))
+    for losses in run_ranks(case.mesh, rank):
+        assert losses == (right if case == WRITER else pytest.approx(right, rel=1e-9))
 
 
 def test_optimizer_state_is_stored_of_adapters_alone(written: tuple[Path, tuple[float, float]]) -> None:
@@ -144,17 +144,17 @@ def test_commands_from_a_base_to_both_exports(tmp_path: Path, capsys: pytest.Cap
     for name, shape in first.section("model").shapes.items():
         whole = Box.whole(shape)
         assert torch.equal(last.section("model").read(name, whole), first.section("model").read(name, whole)), name
-    for words, told in (
+    for words, message in (
         (("--lora.alpha", "8"), "error: lora.alpha: differs from the checkpoint"),
         (("--lora.targets", "q"), "error: lora.targets: differs from the checkpoint"),
     ):
-        assert refused(["train", *short, *adapters, "--resume", out, *words], capsys).startswith(told)
-    for words, told in (
+        assert refused(["train", *short, *adapters, "--resume", out, *words], capsys).startswith(message)
+    for words, message in (
         (("--lora.rank", "2", "--lora.base", base, "--model.dim", "32"), "error: lora.base: "),
         (("--lora.base", base), "error: lora.rank: is 0, no adapters, but lora.base names their base model"),
         (("--lora.rank", "2", "--lora.base", str(tmp_path)), "error: lora.base: "),
     ):
-        assert refused(["train", *short, *words], capsys).startswith(told)
+        assert refused(["train", *short, *words], capsys).startswith(message)
     assert refused(["export", base, str(tmp_path / "none"), "--adapters", "True"], capsys).endswith(
         "has no adapters to write. Fix: export the model itself, or train with --lora.rank 8"
     )
@@ -172,7 +172,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--lora.rank", "-1"), "error: lora.rank: out of range (got -1"),
         (
@@ -192,14 +192,14 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_bad_input_is_told_in_one_line(
-    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_bad_input_is_reported_in_one_line(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert told in refused(["train", *JOB, "--out", str(tmp_path / "out"), *words], capsys)
+    assert message in refused(["train", *JOB, "--out", str(tmp_path / "out"), *words], capsys)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--model.name", "mnist"), "mnist has no attention or feed-forward projections that adapters can extend"),
         (
@@ -209,6 +209,6 @@ def test_bad_input_is_told_in_one_line(
     ],
 )
 def test_models_without_such_linears_are_refused(
-    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert told in refused(["train", "--lora.rank", "2", "--out", str(tmp_path / "out"), *words], capsys)
+    assert message in refused(["train", "--lora.rank", "2", "--out", str(tmp_path / "out"), *words], capsys)

@@ -1,4 +1,4 @@
-"""Models of transformers through weft and back: the same logits, the same bytes; a table that is broken shows."""
+"""Models of transformers imported and exported: the same logits, the same bytes; a broken mapping is detected."""
 
 from __future__ import annotations
 
@@ -173,15 +173,15 @@ def test_a_broken_mapping_is_found_by_the_logits_both_ways(tmp_path: Path, monke
     assert not exported.is_equal
 
 
-def test_the_commands_say_what_they_did_and_fail_where_the_models_differ(
+def test_the_commands_report_and_fail_if_the_models_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     folder = written("llama3", tmp_path / "theirs")
     run, ours = str(tmp_path / "run"), str(tmp_path / "ours")
     assert main(["import", str(folder), "--out", run]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert "parameters" in told[0]
-    assert told[1].startswith("largest logit difference to transformers: ")
+    message = capsys.readouterr().out.splitlines()
+    assert "parameters" in message[0]
+    assert message[1].startswith("largest logit difference to transformers: ")
     assert main(["export", run, ours, "--dtype", "float32", "--max_shard_bytes", "20000"]) == 0
     assert (Path(ours) / "model.safetensors.index.json").is_file()
     assert "largest logit difference" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Hugging Face folders that are refused: tensors missing, left over or of another shape, damaged files, broken tables."""
+"""Rejected Hugging Face folders: tensors missing, left over or of another shape, damaged files, broken rules."""
 
 from __future__ import annotations
 
@@ -92,22 +92,22 @@ WRONG: dict[str, tuple[ModelConfig, Callable[[dict[str, Tensor]], None], str]] =
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_folder_that_is_not_the_model_is_refused_by_tensor(tmp_path: Path, name: str):
-    cfg, change, told = WRONG[name]
+def test_a_folder_of_another_model_is_rejected_by_tensor(tmp_path: Path, name: str):
+    cfg, change, message = WRONG[name]
     folder = write(tmp_path / "hf", cfg, random_values(cfg))
     edit(folder, change)
-    with pytest.raises(CheckpointError, match=re.escape(told)):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         HfFolder(folder, cfg)
 
 
-def test_another_shape_than_config_makes_is_told(tmp_path: Path):
+def test_a_shape_that_differs_from_the_config_is_reported(tmp_path: Path):
     folder = write(tmp_path / "hf", LLAMA, random_values(LLAMA))
     edit_config(folder, intermediate_size=48)
     source = HfFolder(folder, config_of(folder))
-    told = re.escape(
+    message = re.escape(
         "model.layers.0.mlp.down_proj.weight: config.json makes another shape of it (got [32, 44]; need [32, 48])"
     )
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         source.check_shapes(shapes_of(config_of(folder)))
 
 
@@ -165,7 +165,7 @@ def damaged(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("missing shard", "00002-of-000.*missing shard"),
         ("truncated", "00002-of-000.*is cut short"),
@@ -178,8 +178,8 @@ def damaged(folder: Path, name: str) -> None:
         ("pickled", "holds no weights.*Fix: save it as safetensors"),
     ],
 )
-def test_damage_is_told_with_its_file(tmp_path: Path, name: str, told: str):
+def test_damage_is_reported_with_its_file(tmp_path: Path, name: str, message: str):
     folder = write(tmp_path / "hf", LLAMA, random_values(LLAMA), max_shard_bytes=5000)
     damaged(folder, name)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         HfFolder(folder, LLAMA)

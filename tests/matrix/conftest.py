@@ -1,4 +1,4 @@
-"""Owns `check` for the tests of the matrix, and the list of results that docs/support.md is written from."""
+"""Fixture `check` for the tests of the matrix, and the file of results that docs/support.md is written from."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def check(record_property: Callable[[str, object], None]) -> Callable[[Case], No
 @cache
 def _commit() -> str:
     """What is checked out; with a plus where files were changed."""
-    told = subprocess.run(
+    described = subprocess.run(
         ["git", "describe", "--always", "--dirty=+"],
         capture_output=True,
         text=True,
         check=False,
         cwd=Path(__file__).parent,
     )
-    return told.stdout.strip() or "no commit"
+    return described.stdout.strip() or "no commit"
 
 
 def pytest_runtest_logreport(report: Any) -> None:

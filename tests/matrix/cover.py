@@ -1,4 +1,4 @@
-"""Owns the covering rows: few layouts that hold every feasible combination of any three choices at least once.
+"""Covering rows: few layouts that contain every feasible combination of any three choices at least once.
 
 The full product of the choices below has some hundred million layouts. Faults of composed parallelism need two dimensions,
 seldom three, to meet; so every three choices that can meet do meet in some row of covering_rows.txt (a covering array of
@@ -88,7 +88,7 @@ def acts(row: Row) -> bool:
 
 
 def is_valid(row: Row) -> bool:
-    """Whether a row makes a layout that weft promises, as the door says."""
+    """Whether config validation accepts the row's layout."""
     return acts(row) and _fits(case_of(row))
 
 
@@ -138,7 +138,7 @@ def find_rows(strength: int, dice: random.Random, known: tuple[Row, ...] = ()) -
         wanted = dice.choice(list(left)) if len(left) < 4000 else next(iter(left))
         rows = list(itertools.islice(complete(wanted, dice, PATIENCE), TRIES))
         if not rows:
-            del left[wanted]  # infeasible: nothing that weft lets through holds it
+            del left[wanted]  # infeasible: no valid layout contains it
             continue
         best = max(rows, key=lambda row: sum(part in left for part in parts(row, strength)) / cost(row))
         for part in parts(best, strength):

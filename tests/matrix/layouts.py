@@ -1,4 +1,4 @@
-"""Owns the list of layouts that are held against one device, and how one of them is run."""
+"""Layouts that are compared with one device, and how one of them is run."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Case:
 
 
 def fits(case: Case) -> bool:
-    """Whether the layout is one that weft promises: the door lets it through."""
+    """Whether config validation accepts the layout."""
     return not run_checks(case.run, validate.CHECKS)
 
 

@@ -1,4 +1,4 @@
-"""Owns mixed precision on one device in plain torch, under any order of summation: what layouts in 16 bits are held against."""
+"""Mixed precision on one device in plain torch, under any order of summation: the reference of layouts in 16 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns docs/support.md: written from the results of `make matrix` and from what the door says, never by hand.
+"""Writes docs/support.md from the results of `make matrix` and from the messages of config validation.
 
 PYTHONPATH=. .venv/bin/python -m tests.matrix.support runs/matrix.jsonl
 """
@@ -22,7 +22,7 @@ from weft.models import FAMILIES
 from weft.schedule.catalog import SCHEDULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
-REFUSALS = "## Refused at the door"
+REFUSALS = "## Rejected layouts"
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _pairs(results: Sequence[Result]) -> Iterator[str]:
 
 
 def refusals() -> Iterator[str]:
-    """What the door says to layouts that cannot be, with the nearest that can."""
+    """Messages for impossible layouts, with the nearest possible ones."""
     yield REFUSALS
     yield ""
     yield "Everything else runs. One of each kind, as `weft train` answers before any rank starts; each way that a fix names was"
@@ -182,12 +182,12 @@ def refusals() -> Iterator[str]:
     yield "```"
     for words in REFUSED:
         yield f"$ weft train {words}"
-        yield from (f"error: {line}" for line in told(shlex.split(words)))
+        yield from (f"error: {line}" for line in messages(shlex.split(words)))
     yield "```"
     yield ""
 
 
-def told(words: Iterable[str]) -> list[str]:
+def messages(words: Iterable[str]) -> list[str]:
     """The faults of a config, one line each."""
     loaded = try_load(list(words), FAMILIES)
     return [str(fault) for fault in run_checks(loaded.run, validate.CHECKS, known=loaded.faults)]

@@ -1,4 +1,4 @@
-"""Owns the sweep of layouts that are held against one device: a grid over four axes, and rows that cover all dimensions."""
+"""The sweep of layouts that are compared with one device: a grid over four axes, covering rows, every family."""
 
 from __future__ import annotations
 

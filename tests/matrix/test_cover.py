@@ -1,4 +1,4 @@
-"""The covering rows hold every three choices that can meet; what is valid is what the door lets through."""
+"""The covering rows contain every feasible combination of three choices; a row is valid if config validation accepts it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rows() -> list[dict[str, object]]:
     return found
 
 
-def test_rows_are_layouts_that_the_door_lets_through() -> None:
+def test_rows_are_valid_layouts() -> None:
     assert all(map(fits, every_case()))
     assert {case_of(row) for row in rows()} == set(read_rows(LIST))
 

@@ -1,4 +1,4 @@
-"""The proof can fail: each way of training silently wrong numbers, put in on purpose, turns the comparison red.
+"""Each deliberate defect that trains silently wrong numbers makes the comparison with one device fail.
 
 Most of these shipped in systems that people trained with; docs/anchors of the kind are in each mutant's line.
 """
@@ -104,7 +104,7 @@ def norms_under_sequence_parallelism_are_not_summed_over_tp(patch: pytest.Monkey
 
 @mutant(Case("tp2"))
 def tensor_ranks_start_with_identical_shards(patch: pytest.MonkeyPatch) -> None:
-    """Half the capacity, and nobody notices from the loss."""
+    """Half the capacity; the loss does not show it."""
     right = init.init_params
 
     def same(params: Any, table: Any, *, shard: Any = None, **rest: Any) -> None:
@@ -132,7 +132,7 @@ def the_input_gradient_of_a_column_linear_is_not_reduced(patch: pytest.MonkeyPat
 
 
 class _Deaf:
-    """A comm whose all-reduce hears nobody."""
+    """A comm whose all-reduce returns its input."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
@@ -283,5 +283,5 @@ def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, patch = MUTANTS[name]
     check(case)
     patch(monkeypatch)
-    with pytest.raises((AssertionError, CommError), match="relative difference|arrived after its group was reduced"):
+    with pytest.raises((AssertionError, CommError), match=r"relative difference|arrived after its group was reduced"):
         check(case)

@@ -1,4 +1,4 @@
-"""docs/support.md: its refusals are what the door says, its counts what the results hold."""
+"""docs/support.md: its rejections are the messages of config validation, its counts are those of the results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.matrix.layouts import Case
-from tests.matrix.support import FEATURES, PAGE, REFUSALS, REFUSED, Result, page, read_results, refusals, told
+from tests.matrix.support import FEATURES, PAGE, REFUSALS, REFUSED, Result, messages, page, read_results, refusals
 from weft.config import validate
 from weft.config.load import try_load
 from weft.models import FAMILIES
@@ -23,7 +23,7 @@ def test_every_check_of_the_door_refuses_something_on_the_page() -> None:
     runs = [try_load(shlex.split(words), FAMILIES).run for words in REFUSED]
     idle = [check.find.__qualname__ for check in validate.CHECKS if not any(list(check.find(run)) for run in runs)]
     assert not idle, f"add a command to REFUSED for each of {idle}"
-    assert all(told(shlex.split(words)) for words in REFUSED)
+    assert all(messages(shlex.split(words)) for words in REFUSED)
 
 
 def test_the_last_result_of_a_layout_counts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What flows through a chain: batches, what blocks add, later targets."""
+"""Batches, extra results of blocks, and the targets of multi-token prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family's config refuses, and what it says then."""
+"""Configs of families: rejected fields and the messages."""
 
 import re
 
@@ -73,13 +73,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "fields", "key", "says"), REFUSED)
-def test_a_bad_field_is_refused_under_its_own_key_with_what_would_work(config, fields, key, says):
+def test_a_bad_field_is_rejected_under_its_key_with_values_that_work(config, fields, key, says):
     with pytest.raises(ValidationError, match=says) as refused:
         config(**fields)
     assert [error["loc"] for error in refused.value.errors()] == [(key,)]
 
 
-def test_all_faults_are_told_at_once():
+def test_all_faults_are_reported_at_once():
     with pytest.raises(ValidationError) as refused:
         Llama3(layers=-1, dim=130, ffn=0, vocab=0)
     assert [error["loc"] for error in refused.value.errors()] == [("layers",), ("heads",), ("vocab",), ("ffn",)]

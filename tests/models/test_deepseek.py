@@ -1,4 +1,4 @@
-"""DeepSeek: latent attention from the formula, YaRN, the second next token, the released shapes."""
+"""DeepSeek: latent attention from the formula, YaRN, multi-token prediction, the released shapes."""
 
 from __future__ import annotations
 

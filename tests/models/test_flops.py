@@ -1,4 +1,4 @@
-"""FLOPs that a pipeline is cut by, against torch's own counter on meta tensors."""
+"""FLOPs of each block against torch's counter on meta tensors."""
 
 from __future__ import annotations
 

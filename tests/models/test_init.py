@@ -1,4 +1,4 @@
-"""Starting values depend on seed, global name and full shape, and on nothing else."""
+"""Starting values depend on seed, global name and full shape only."""
 
 import math
 

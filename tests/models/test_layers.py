@@ -1,4 +1,4 @@
-"""Layers: what attention may see, what rotation means, what a loss counts, and that cut weights just work."""
+"""Layers against their formulas: attention masks, rotation, loss; sharded weights work unchanged."""
 
 import math
 

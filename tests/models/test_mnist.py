@@ -1,4 +1,4 @@
-"""The image classifiers are the networks they say they are, and learn, from bytes as from floats, at either size."""
+"""The image classifiers: shapes, bytes and floats as pixels, both architectures train."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Mixtures of experts against the formulas written out token by token, and what their seams promise to parallel code."""
+"""Mixtures of experts against the formulas written out token by token, and the contracts of their seams."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_balance_loss_does_not_depend_on_how_sequences_are_batched():
 
 
 def test_balance_losses_of_the_parts_of_cut_sequences_add_up_to_the_whole():
-    """What the seam promises to ranks that hold parts of each sequence: only counts have to be summed over them."""
+    """The seam's contract for sharded sequences: only counts are summed over ranks."""
     scores, batch = scores_and_batch()
     cuts = (slice(0, 1), slice(1, 4), slice(4, 6))
 

@@ -1,4 +1,4 @@
-"""Qwen3: normalised queries and keys, a head size of its own, the released shapes."""
+"""Qwen3: normalised queries and keys, independent head size, the released shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family and preset: found, importable without torch, of the published size, each parameter in one row."""
+"""Every family and preset: discovered, imported without torch, of the published size, each parameter in one row."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Owns the comparison with Hugging Face's models: the same weights must give the same logits and gradients, in float64.
+"""Compares weft's models with Hugging Face's: the same weights give the same logits and gradients, in float64.
 
 Tolerances are relative to the largest entry of each tensor.
 

@@ -1,4 +1,4 @@
-"""Greedy text is that of Hugging Face's `generate`, token for token, in float64; the weights are theirs, shaken."""
+"""Greedy text equals that of Hugging Face's `generate`, token for token, in float64, with its weights."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ def test_a_hugging_face_folder_writes_what_its_model_writes(tmp_path: Path, caps
     for mesh in ("", "tp2"):
         layout = ["--mesh", mesh, "--dtype", "float64", "--transport", "threads"]
         assert main(["generate", str(tmp_path), *words, *layout]) == 0, capsys.readouterr().err
-        told = json.loads(capsys.readouterr().out)
+        result = json.loads(capsys.readouterr().out)
         end = next((place for place, token in enumerate(right) if token == 2), NUM_TOKENS - 1)
-        assert told["tokens"] == right[: end + 1], "eos_token_id 2 of config.json ends a text"
+        assert result["tokens"] == right[: end + 1], "eos_token_id 2 of config.json ends a text"
