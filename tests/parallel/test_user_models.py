@@ -245,11 +245,11 @@ def whole_batch() -> Batch:
     return token_batch(tokens[:, :-1], tokens[:, 1:])
 
 
-def plan_of(layout: str) -> Plan:
+def plan_of(layout: str, mesh_text: str | None = None) -> Plan:
     text, sequence_parallel, zero = LAYOUTS[layout]
-    mesh = Mesh.parse(text)
+    mesh = Mesh.parse(mesh_text or text)
     names = ("embed", "layer0", "layer1", "head", "loss")
-    cuts = (names[:2], names[2:]) if text == "pp2" else (names,)
+    cuts = (names[:2], names[2:]) if mesh.degree("pp") == 2 else (names,)
     out = ("batch", "seq", D)
     return Plan(
         mesh=mesh,
@@ -281,9 +281,13 @@ def micro_batches(plan: Plan, comm: Comm) -> list[Batch]:
     return [local.rows(slice(start, start + plan.micro_size)) for start in starts]
 
 
-def compare(name: str, layout: str) -> float:
-    """Largest difference between the layout and one device, over the loss and all gradients."""
-    shape, plan = SHAPES[name], plan_of(layout)
+def compare(of: str | Shape, layout: str, *, mesh: str | None = None, **options: str) -> float:
+    """Largest difference between the layout and one device, over the loss and all gradients.
+
+    `mesh` and `options` replace those of the layout's plan.
+    """
+    shape = SHAPES[of] if isinstance(of, str) else of
+    plan = plan_of(layout, mesh).model_copy(update=options)
     loss, grads = on_one_device(shape)
     blocks = user_model(shape)  # not on the ranks: threads share the random state
 

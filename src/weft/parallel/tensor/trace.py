@@ -124,7 +124,7 @@ class ShardingTrace(TorchDispatchMode):
     """
 
     def __init__(self, *, degree: int, sequence_parallel: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.degree = degree
         self.sequence_parallel = sequence_parallel
         self.findings = Findings()
@@ -254,7 +254,10 @@ class TracedRow(nn.Module):
 
     def __init__(self, linear: nn.Linear, trace: ShardingTrace) -> None:
         super().__init__()
-        self.linear, self.trace = linear, trace
+        self.linear = linear
+        self.trace = trace
+        self.weight = linear.weight
+        self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         trace = self.trace

@@ -1,0 +1,349 @@
+"""What the sharding trace rejects, the entries that it lets linears share, and fused weights in checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from tests.parallel.test_user_models import (
+    ATTENTION,
+    ENDS,
+    FFN,
+    MLP,
+    SHAPES,
+    TOLERANCE,
+    D,
+    InlineMLP,
+    ParallelBlock,
+    Shape,
+    compare,
+    heads,
+    linear,
+    micro_batches,
+    plan_of,
+    user_model,
+)
+from weft.checkpoint.state import param_values
+from weft.comm.comm import Comm
+from weft.comm.observe import Counter
+from weft.core.model_config import AxisTable
+from weft.models.common.batch import Batch, forward
+from weft.models.common.experts import Dispatch, Experts
+from weft.models.common.init import named_parameters
+from weft.models.common.layers import Loss
+from weft.models.common.moe import Choice, MoE, Router
+from weft.testing import run_ranks
+
+PLAIN: AxisTable = {**ATTENTION, **MLP}
+
+
+class NormOverSharded(InlineMLP):
+    """A norm over all features between column and row."""
+
+    def mlp(self, y: Tensor) -> Tensor:
+        return self.down(F.rms_norm(self.up(y), (self.up(y).shape[-1],)))
+
+
+class SoftmaxOverSharded(InlineMLP):
+    def mlp(self, y: Tensor) -> Tensor:
+        return self.down(self.up(y).softmax(-1))
+
+
+class GateFromOutside(InlineMLP):
+    """A gate per token, computed from the residual stream, times sharded features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = linear(D, 1)
+
+    def mlp(self, y: Tensor) -> Tensor:
+        return self.down(self.up(y) * self.gate(y).sigmoid())
+
+
+class ScaleOnBothSides(InlineMLP):
+    """One scale inside a region and on the residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def mlp(self, y: Tensor) -> Tensor:
+        return self.scale * self.down(self.scale * self.up(y))
+
+
+class LocalHeadConstants(InlineMLP):
+    """A constant for each head, counted from the rank's own first head."""
+
+    def attention(self, y: Tensor, batch: Batch) -> Tensor:
+        q = heads(self.q(y))
+        slopes = torch.arange(q.shape[2], dtype=q.dtype, device=q.device).unsqueeze(-1)
+        return self.o(self.attend(q * slopes, heads(self.k(y)), heads(self.v(y)), batch).flatten(2))
+
+
+class HalfOfSharded(InlineMLP):
+    def mlp(self, y: Tensor) -> Tensor:
+        up = self.up(y)
+        return self.down(torch.cat((up[..., : FFN // 4], up[..., FFN // 4 :].relu()), dim=-1))
+
+
+class ProductByHand(InlineMLP):
+    """The row-parallel product without its module."""
+
+    def mlp(self, y: Tensor) -> Tensor:
+        return self.up(y) @ self.down.weight.t()
+
+
+class DoubledLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class OwnLinear(InlineMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = DoubledLinear(D, FFN)
+
+
+class MeanOverSequence(InlineMLP):
+    def mlp(self, y: Tensor) -> Tensor:
+        return super().mlp(y) + y.mean(1, keepdim=True)
+
+
+class ShiftedSequence(InlineMLP):
+    def mlp(self, y: Tensor) -> Tensor:
+        return super().mlp(y) + F.pad(y[:, :-1], (0, 0, 1, 0))
+
+
+REJECTED: dict[Callable[[], nn.Module], str] = {
+    NormOverSharded: "rms_norm over a sharded dim",
+    SoftmaxOverSharded: "softmax over a sharded dim",
+    GateFromOutside: "an activation from outside a tensor-parallel region meets a sharded one",
+    ScaleOnBothSides: "parameter layer0.scale is used both inside and outside tensor-parallel regions",
+    LocalHeadConstants: "mul of a sharded dim with a whole one of 2 entries",
+    HalfOfSharded: "slice of a sharded dim",
+    ProductByHand: "sums over a sharded dim outside a row-parallel nn.Linear",
+    OwnLinear: "DoubledLinear overrides Linear.forward",
+}
+
+
+def rejection(block: Callable[[], nn.Module], layout: str, axes: AxisTable = PLAIN) -> str:
+    """The message, which is one line."""
+    shape = Shape(block, {**axes, "layer*.gate.weight": ("one", "embed"), "layer*.scale": ()})
+    blocks = user_model(shape)
+
+    def rank(comm: Comm) -> None:
+        weft.parallelize(copy.deepcopy(blocks), plan_of(layout), comm, axes={**ENDS, **shape.axes})
+
+    with pytest.raises(weft.WeftError) as caught:
+        run_ranks(plan_of(layout).mesh.text, rank)
+    message, *rest = str(caught.value).splitlines()
+    assert all(line.startswith("raised by rank") for line in rest)
+    return message
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2, sequence parallel"])
+@pytest.mark.parametrize("block", REJECTED, ids=lambda block: block.__name__)
+def test_what_would_compute_other_numbers_on_shards_is_rejected(block: Callable[[], nn.Module], layout: str) -> None:
+    if block is ScaleOnBothSides and "sequence" in layout:  # both uses give partial gradients there
+        assert compare(Shape(block, {**PLAIN, "layer*.scale": ()}), layout) < TOLERANCE
+    elif block is GateFromOutside and "sequence" in layout:
+        assert "its forward fails on a rank's shards" in rejection(block, layout)
+    else:
+        assert REJECTED[block] in rejection(block, layout)
+
+
+@pytest.mark.parametrize(
+    ("block", "word"),
+    [(MeanOverSequence, "mean over a sharded dim"), (ShiftedSequence, "slice of a sharded dim")],
+)
+def test_sequence_parallelism_rejects_what_mixes_positions_outside_regions(
+    block: Callable[[], nn.Module], word: str
+) -> None:
+    assert word in rejection(block, "tp2, sequence parallel")
+
+
+class SmoothedLoss(Loss):
+    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), reduction="sum", label_smoothing=0.1)
+
+
+class DeclaredSmoothedLoss(SmoothedLoss):
+    @property
+    def requirements(self) -> frozenset[str]:
+        return frozenset({"cross_entropy", "label_smoothing"})
+
+
+class OwnLoss(nn.Module):
+    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (SmoothedLoss, "loss: SmoothedLoss overrides Loss.forward without declaring its requirements"),
+        (DeclaredSmoothedLoss, "loss: the vocabulary-parallel loss does not support label_smoothing"),
+        (OwnLoss, "log_softmax over a sharded dim"),
+    ],
+)
+def test_a_loss_that_the_vocabulary_parallel_one_does_not_compute_is_rejected(
+    loss: Callable[[], nn.Module], message: str
+) -> None:
+    blocks = user_model(SHAPES["inline MLP"])
+
+    def rank(comm: Comm) -> None:
+        chain = {**copy.deepcopy(blocks), "loss": loss()}
+        weft.parallelize(chain, plan_of("tp2"), comm, axes={**ENDS, **PLAIN})
+
+    with pytest.raises(weft.WeftError, match=message):
+        run_ranks("tp2", rank)
+
+
+def test_an_embedding_with_a_padding_index_is_rejected() -> None:
+    blocks = user_model(SHAPES["inline MLP"])
+    blocks["embed"].tok.padding_idx = 0
+
+    def rank(comm: Comm) -> None:
+        weft.parallelize(copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN})
+
+    with pytest.raises(weft.WeftError, match="supports none of padding_idx"):
+        run_ranks("tp2", rank)
+
+
+class CappedDispatch(Dispatch):
+    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module) -> Tensor:
+        return super().forward(x_ND, experts_NK[:, :1], weights_NK[:, :1], experts)
+
+
+class DeclaredCappedDispatch(CappedDispatch):
+    @property
+    def requirements(self) -> frozenset[str]:
+        return frozenset({"capacity"})
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "message"),
+    [
+        (CappedDispatch, "mixture: CappedDispatch overrides Dispatch.forward without declaring its requirements"),
+        (DeclaredCappedDispatch, "expert parallelism does not support capacity"),
+    ],
+)
+def test_a_dispatch_that_expert_parallelism_does_not_compute_is_rejected(
+    dispatch: Callable[[int], nn.Module], message: str
+) -> None:
+    def rank(comm: Comm) -> None:
+        choice = Choice(num_experts=4, top_k=2, scoring="softmax")
+        mixture = MoE(router=Router(D, choice), experts=Experts(D, FFN, num_experts=4))
+        mixture.dispatch = dispatch(4)
+        blocks = {**user_model(SHAPES["inline MLP"]), "layer1": mixture}
+        experts: AxisTable = {"*.experts.*": ("experts", "ffn", "embed"), "*.router.proj.weight": ("router", "embed")}
+        plan = plan_of("tp2").model_copy(update={"mesh": comm.mesh})
+        weft.parallelize(blocks, plan, comm, axes={**ENDS, **PLAIN, **experts})
+
+    with pytest.raises(weft.WeftError) as caught:
+        run_ranks("ep2", rank)
+    assert message.removeprefix("mixture: ") in str(caught.value)
+    assert str(caught.value).startswith("layer1.dispatch: ")
+
+
+def test_linears_that_read_the_same_tensor_share_one_entry() -> None:
+    """q, k, v and up of a parallel block: two sums forward (o, down), one sum of input gradients backward."""
+    blocks = user_model(Shape(ParallelBlock, PLAIN))
+    batch = micro_batches_of_one_device()
+
+    def rank(comm: Comm) -> dict[str, int]:
+        model = weft.parallelize(copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN})
+        counter = Counter()
+        comm.observers = (counter,)
+        x = torch.randn(2, 8, D, dtype=torch.float64, requires_grad=True)
+        model.stages[0]["layer0"](x, batch).sum().backward()
+        return {op: traffic.operations for (_, op), traffic in counter.traffic.items()}
+
+    assert run_ranks("tp2", rank) == [{"all_reduce": 3}] * 2
+
+
+def micro_batches_of_one_device() -> Batch:
+    (batch, *_) = run_ranks("", lambda comm: micro_batches(plan_of("tp2"), comm))[0]
+    return batch
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("name", ["inline MLP", "parallel block", "layer used twice"])
+def test_entries_are_right_under_recomputation(name: str, recompute: str) -> None:
+    for layout in ("tp2", "tp2, sequence parallel"):
+        assert compare(name, layout, recompute=recompute) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["inline MLP", "parallel block", "fused qkv", "layer used twice"])
+def test_entries_are_right_with_a_split_backward_and_several_micro_batches_in_flight(name: str) -> None:
+    for layout in ("tp2", "tp2, sequence parallel"):
+        assert compare(name, layout, mesh="pp2 tp2", schedule="zero_bubble") < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["fused qkv", "fused gate-up"])
+def test_boxes_that_a_checkpoint_gets_of_a_fused_weight_make_up_the_whole_one(name: str) -> None:
+    shape = SHAPES[name]
+    blocks = user_model(shape)
+    whole = {param_name: param.detach() for param_name, param in named_parameters(blocks).items()}
+
+    def rank(comm: Comm) -> list[tuple[str, object, Tensor]]:
+        model = weft.parallelize(copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **shape.axes})
+        items = [item for local in param_values(model) for item in local.write_items()]
+        return [(item.name.removeprefix("model/"), item.box, item.tensor.clone()) for item in items]
+
+    found = {param_name: torch.full_like(tensor, torch.nan) for param_name, tensor in whole.items()}
+    for items in run_ranks("tp2", rank):
+        for param_name, box, values in items:
+            found[param_name][box.slices] = values
+    for param_name, tensor in whole.items():
+        assert torch.equal(found[param_name], tensor), param_name
+
+
+def test_a_block_used_under_two_names_is_one_set_of_parameters() -> None:
+    """Before, its parameters were sharded twice."""
+    blocks = user_model(SHAPES["inline MLP"])
+    blocks["layer1"] = blocks["layer0"]
+    one_device = copy.deepcopy(blocks)
+    batch = micro_batches_of_one_device()
+    forward(one_device, batch).backward()
+    want = {name: param.grad for name, param in named_parameters(one_device).items()}
+
+    def rank(comm: Comm) -> float:
+        model = weft.parallelize(copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN})
+        assert not any(name.startswith("layer1") for name in model.params)
+        forward(model.stages[0], batch).backward()
+        differences = []
+        for name, param in model.params.items():
+            grad = param.grad
+            if model.shards[name].reduce_axes:
+                grad = comm.all_reduce(grad, "tp")
+            local = want[name][model.shards[name].box.slices]
+            differences.append((grad - local).abs().max().item())
+        return max(differences)
+
+    assert max(run_ranks("tp2", rank)) < TOLERANCE
+
+
+def test_attention_computed_in_place_is_followed_through_its_products() -> None:
+    class InPlace(InlineMLP):
+        def attention(self, y: Tensor, batch: Batch) -> Tensor:
+            q, k, v = (heads(linear(y)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return self.o(out.transpose(1, 2).flatten(2))
+
+    class ByHand(InlineMLP):
+        def attention(self, y: Tensor, batch: Batch) -> Tensor:
+            q, k, v = (heads(linear(y)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+            weights = (q @ k.transpose(-1, -2)).softmax(-1)
+            return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+    for block in (InPlace, ByHand):
+        for layout in ("tp2", "tp2, sequence parallel"):
+            assert compare(Shape(block, PLAIN), layout) < TOLERANCE
