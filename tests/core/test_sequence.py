@@ -49,8 +49,8 @@ def computed_pairs(blocks: SequenceBlocks) -> list[tuple[int, int]]:
 @given(degrees, chunks)
 def test_every_column_lies_on_one_rank(degree: int, chunk: int) -> None:
     length = 2 * degree * chunk
-    held = [columns(length, degree, index) for index in range(degree)]
-    assert sorted(column for own in held for column in own) == list(range(length))
+    own_columns = [columns(length, degree, index) for index in range(degree)]
+    assert sorted(column for own in own_columns for column in own) == list(range(length))
 
 
 @given(degrees, chunks, masks)

@@ -1,4 +1,4 @@
-"""Owns runs on the disk for the tests of the command: a folder with run.toml and one checkpoint, nothing trained."""
+"""Runs on disk for the tests of the command: a folder with run.toml and one untrained checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def write_checkpoint(out: Path, run: Run) -> Path:
     blocks = plain_model(FAMILIES[run.model.name], run.model, seed=run.seed, dtype=torch.float32)
     source = stored(run.model, blocks)
     held = [
-        WriteItem(f"model/{name}", shape, Box.whole(shape), source.tensors[name]) for name, shape in source.shapes.items()
+        WriteItem(f"model/{name}", shape, Box.whole(shape), source.tensors[name])
+        for name, shape in source.shapes.items()
     ]
     final = checkpoint_path(out, STEP)
     start_write(temporary_path(final), 0, held).wait()

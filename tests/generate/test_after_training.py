@@ -27,7 +27,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("family", "mesh", "options"), [*((family, "", {}) for family in CONFIGS), *LAYOUTS])
-def test_a_model_that_was_laid_out_for_training_generates_the_plain_models_text(family, mesh, options):
+def test_a_model_on_its_training_layout_generates_the_plain_models_text(family, mesh, options):
     config = config_of(family)
     source = stored(config, plain(config))
     plan = plan_of(config, mesh).model_copy(update={"seq_len": 8, **options})

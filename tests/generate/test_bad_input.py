@@ -1,4 +1,4 @@
-"""What cannot work is said in one line before torch is imported, exit code 2."""
+"""Invalid requests are rejected in one line before torch is imported, exit code 2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.cli import main
 from weft.errors import EXIT_USER
 
 LIMIT_S = 2.0
-"""Of computing: how long that takes on a machine that is busy says nothing."""
+"""Of CPU time: elapsed time depends on the load of the machine."""
 RUN = "{tmp}/llama3"
 ASK = (RUN, "--prompt", "x")
 TABLE = {
@@ -78,14 +78,14 @@ def tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_one_line_and_exit_code_2(name: str, tmp: Path, capsys: pytest.CaptureFixture[str]):
-    words, told = TABLE[name]
+    words, message = TABLE[name]
     code = main(["generate", *(word.format(tmp=tmp) for word in words)])
     out, err = capsys.readouterr()
-    assert told.format(tmp=tmp) in err
+    assert message.format(tmp=tmp) in err
     assert (code, out, err.count("\n")) == (EXIT_USER, "", 1)
 
 
-def test_every_fault_is_told_before_torch_is_imported(tmp: Path):
+def test_all_faults_are_reported_before_torch_is_imported(tmp: Path):
     script = "import sys; from weft.cli import main; code = main(); sys.exit(9 if 'torch' in sys.modules else code)"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     words = ["generate", str(tmp / "llama3"), "--mesh", "dp2 tp3"]
@@ -100,11 +100,11 @@ def test_another_number_of_ranks_than_the_mesh_has(tmp: Path, capsys: pytest.Cap
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["generate", str(tmp / "llama3"), "--prompt", "x", "--mesh", "tp2"]) == EXIT_USER
-    told = "error: mesh: differs from the world size (got 4 ranks started; need 2 for 'tp2'). Fix: start 2 ranks, or choose"
-    assert told in capsys.readouterr().err
+    message = "error: mesh: differs from the world size (got 4 ranks started; need 2 for 'tp2'). Fix: start 2 ranks, or choose"
+    assert message in capsys.readouterr().err
 
 
-def test_nothing_has_to_be_written_anywhere(tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_no_file_is_written(tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.chdir("/proc")
     assert main(["generate", str(tmp / "llama3"), "--prompt", "x", "--tokens", "1", "--transport", "threads"]) == 0
     assert capsys.readouterr().out.startswith("x")

@@ -1,4 +1,4 @@
-"""Text written with a cache is the text of a model that reads everything anew for each token, on one rank and on many."""
+"""Text generated with a cache equals that of the model without one, on one rank and on many."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ LAYOUTS += [(family, "pp2 tp2") for family in CONFIGS if family not in dict(LAYO
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("family", CONFIGS)
-def test_cached_equals_reading_everything_anew(family: str, rows: str):
+def test_cached_decoding_equals_uncached(family: str, rows: str):
     check(family, "", ROWS[rows])
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_text_may_be_read_in_parts_of_any_length(family: str):
+def test_a_prompt_read_in_parts_equals_one_read(family: str):
     parts = [[(1, 2, 3), (9,)], [(4, 5), (3, 50, 3)], [(6,), (8,)]]
 
     def in_parts(decoder: Decoder) -> Tensor | None:
@@ -53,23 +53,23 @@ def test_a_text_may_be_read_in_parts_of_any_length(family: str):
 
 
 @pytest.mark.parametrize(("family", "mesh"), LAYOUTS)
-def test_every_layout_writes_what_one_device_writes(family: str, mesh: str):
+def test_every_layout_generates_the_tokens_of_one_device(family: str, mesh: str):
     check(family, mesh, Generation(num_tokens=5, sampling=DRAWN))
 
 
-def test_one_row_on_two_expert_ranks_leaves_one_of_them_empty():
+def test_one_row_on_two_expert_ranks():
     check("qwen3-moe", "ep2", Generation(prompts=((4, 5, 6),), num_tokens=4))
     check("deepseek", "pp2 ep2", Generation(prompts=((4, 5, 6),), num_tokens=4))
 
 
-def test_cells_are_added_as_a_text_grows(monkeypatch: pytest.MonkeyPatch):
+def test_cache_grows_with_the_text(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache, "BLOCK", 4)
     check("llama3", "", Generation(num_tokens=12))
     check("llama3", "", Generation(prompts=PROMPTS[:1], num_tokens=12))
 
 
 @pytest.mark.parametrize(("family", "mesh"), [("llama3", ""), ("qwen3-moe", "ep2"), ("gpt2", "pp2 tp2")])
-def test_rows_end_one_by_one_and_the_others_go_on(family: str, mesh: str):
+def test_finished_rows_leave_the_batch(family: str, mesh: str):
     config, lengths = config_of(family), (2, 6, 1, 4)
     texts, _ = Generation(num_tokens=max(lengths), sampling=DRAWN).reference(config)
 
@@ -77,8 +77,8 @@ def test_rows_end_one_by_one_and_the_others_go_on(family: str, mesh: str):
         rows = [TextRow(prompt, sample=number) for number, prompt in enumerate(PROMPTS)]
         choose = partial(drawn_by, DRAWN)
         alive = [
-            [row.sample for row in grown]
-            for grown in decode(
+            [row.sample for row in extended]
+            for extended in decode(
                 decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == lengths[row.sample]
             )
         ]
@@ -89,7 +89,7 @@ def test_rows_end_one_by_one_and_the_others_go_on(family: str, mesh: str):
         assert ours == [text[:length] for text, length in zip(texts, lengths, strict=True)]
 
 
-def test_memory_is_what_the_cells_hold():
+def test_cache_memory_is_that_of_its_cells():
     config = config_of("llama3")
 
     def act(decoder: Decoder) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""`weft generate`: what reaches the screen, from runs and checkpoints, on several layouts."""
+"""`weft generate`: its output, from runs and checkpoints, on several layouts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def written(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a command says on stdout."""
+def stdout_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Output of a command."""
     code = main(["generate", *map(str, words)])
     out, err = capsys.readouterr()
     assert code == EXIT_OK, err
@@ -39,29 +39,29 @@ def written(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def objects(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, object]]:
-    return [json.loads(line) for line in written(capsys, *words, *FAST, "--json").splitlines()]
+    return [json.loads(line) for line in stdout_of(capsys, *words, *FAST, "--json").splitlines()]
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("llama3", "pp2 tp2"), ("qwen3-moe", "ep2"), ("deepseek", "ep2 tp2")])
-def test_every_layout_writes_the_same(folder: Path, capsys: pytest.CaptureFixture[str], name: str, mesh: str):
+def test_every_layout_prints_the_same(folder: Path, capsys: pytest.CaptureFixture[str], name: str, mesh: str):
     asked = (folder / name, "--prompt", "def ", "--samples", "3")
     assert objects(capsys, *asked, "--mesh", mesh) == objects(capsys, *asked)
 
 
-def test_processes_write_what_threads_write(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_processes_generate_what_threads_generate(folder: Path, capsys: pytest.CaptureFixture[str]):
     asked = (folder / "llama3", "--prompt", "def ", *FAST)
     words = [*map(str, asked), "--mesh", "tp2", "--transport", "process"]
     done = subprocess.run([sys.executable, "-m", "weft", "generate", *words], capture_output=True, timeout=90)
-    assert done.stdout.decode(errors="replace") == written(capsys, *asked), done.stderr
+    assert done.stdout.decode(errors="replace") == stdout_of(capsys, *asked), done.stderr
     assert b"8 tokens; 4 tokens of prompt read in" in done.stderr
 
 
-def test_a_checkpoint_is_as_good_as_its_run(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_checkpoint_generates_what_its_run_generates(folder: Path, capsys: pytest.CaptureFixture[str]):
     run, prompt = folder / "llama3", ("--prompt", "x")
     assert objects(capsys, run / "ckpt" / "step-000003", *prompt) == objects(capsys, run, *prompt)
 
 
-def test_an_object_says_all_of_its_text(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_json_object_holds_the_text_and_its_facts(folder: Path, capsys: pytest.CaptureFixture[str]):
     first, second = objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2")
     assert (first["prompt"], first["sample"], second["sample"], first["end"]) == ("a", 0, 1, "length")
     assert bytes(first["tokens"]).decode(errors="replace") == first["text"]  # type: ignore[arg-type]
@@ -80,20 +80,20 @@ def test_a_text_depends_on_its_own_prompt_and_sample_alone(
     assert together[:2] == alone
 
 
-def test_plain_text_is_the_prompt_and_what_follows(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_text_output_is_prompt_and_continuation(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "prompt.txt").write_text("def f(x):\n    ")
-    (told,) = objects(capsys, folder / "llama3", "--prompt_file", tmp_path / "prompt.txt")
-    out = written(capsys, folder / "llama3", "--prompt_file", tmp_path / "prompt.txt", *FAST)
-    assert out == f"def f(x):\n    {told['text']}\n"
+    (found,) = objects(capsys, folder / "llama3", "--prompt_file", tmp_path / "prompt.txt")
+    out = stdout_of(capsys, folder / "llama3", "--prompt_file", tmp_path / "prompt.txt", *FAST)
+    assert out == f"def f(x):\n    {found['text']}\n"
 
 
 def test_several_texts_are_numbered(folder: Path, capsys: pytest.CaptureFixture[str]):
     one, other = (each["text"] for each in objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2"))
-    out = written(capsys, folder / "llama3", "--prompt", "a", "--samples", "2", *FAST)
+    out = stdout_of(capsys, folder / "llama3", "--prompt", "a", "--samples", "2", *FAST)
     assert out == f"--- 1 of 2\na{one}\n\n--- 2 of 2\na{other}\n"
 
 
-def test_greedy_texts_of_one_prompt_are_alike(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_greedy_texts_of_one_prompt_are_equal(folder: Path, capsys: pytest.CaptureFixture[str]):
     one, other = objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2", "--temperature", "0")
     assert one["tokens"] == other["tokens"]
 
@@ -102,12 +102,12 @@ def test_a_text_ends_before_its_stop_text(folder: Path, capsys: pytest.CaptureFi
     (whole,) = objects(capsys, folder / "llama3", "--prompt", "a")
     at = next(place for place, token in enumerate(whole["tokens"]) if token < 128 and place)  # type: ignore[arg-type]
     stop = chr(whole["tokens"][at])  # type: ignore[index]
-    (told,) = objects(capsys, folder / "llama3", "--prompt", "a", "--stop", stop)
-    assert (told["end"], told["tokens"]) == ("stop", whole["tokens"][: at + 1])  # type: ignore[index]
-    assert told["text"] == str(whole["text"]).partition(stop)[0]
+    (found,) = objects(capsys, folder / "llama3", "--prompt", "a", "--stop", stop)
+    assert (found["end"], found["tokens"]) == ("stop", whole["tokens"][: at + 1])  # type: ignore[index]
+    assert found["text"] == str(whole["text"]).partition(stop)[0]
 
 
-def test_the_end_of_learned_positions_is_said(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_end_of_learned_positions_is_noted(folder: Path, capsys: pytest.CaptureFixture[str]):
     code = main(["generate", str(folder / "gpt2"), "--prompt", "a" * 10, *FAST, "--json"])
     out, err = capsys.readouterr()
     assert code == EXIT_OK
@@ -116,12 +116,12 @@ def test_the_end_of_learned_positions_is_said(folder: Path, capsys: pytest.Captu
     assert "note: 1 of 1 texts end with the model's last position, 16" in err
 
 
-def test_rotary_models_go_on_behind_the_length_they_were_trained_on(folder: Path, capsys: pytest.CaptureFixture[str]):
-    (told,) = objects(capsys, folder / "llama3", "--prompt", "a" * 200)
-    assert told["end"] == "length"
+def test_rotary_models_generate_beyond_their_training_length(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (found,) = objects(capsys, folder / "llama3", "--prompt", "a" * 200)
+    assert found["end"] == "length"
 
 
-def test_a_run_writes_in_the_type_it_computes_in_and_without_what_only_training_reads(tmp_path: Path):
+def test_generation_uses_the_compute_dtype_and_no_training_blocks(tmp_path: Path):
     words = ("--model.name", "deepseek", "--model.mtp_depth", "1", "--precision.compute", "bfloat16")
     write_checkpoint(tmp_path / "run", write_run(tmp_path / "run", *words))
     job = make_job(Request(prompt="x"), find_model(str(tmp_path / "run")))

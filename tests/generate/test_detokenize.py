@@ -1,4 +1,4 @@
-"""Text comes piece by piece: joined it is the whole, no character is cut, nothing of the stop text is said."""
+"""Streaming detokenization: the pieces joined are the whole text, in whole characters, without any of the stop text."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Halves:
 
 
 def pieces_of(tokenizer: object, tokens: Iterable[int]) -> list[str]:
-    spelling = StreamDetokenizer(tokenizer)  # type: ignore[arg-type]
-    return [*[spelling.add(token) for token in tokens], spelling.flush()]
+    detokenizer = StreamDetokenizer(tokenizer)  # type: ignore[arg-type]
+    return [*[detokenizer.add(token) for token in tokens], detokenizer.flush()]
 
 
 @given(st.text())
 @example("h\N{LATIN SMALL LETTER E WITH ACUTE} \N{SNOWMAN} \N{GRINNING FACE}")
-def test_characters_come_whole(text: str):
+def test_characters_are_never_split(text: str):
     data = text.encode("utf-8", "replace")
     pieces = pieces_of(BYTES, data)
     assert "".join(pieces) == data.decode()
@@ -46,12 +46,12 @@ def test_characters_come_whole(text: str):
 
 @given(st.binary())
 @example(b"\xff\xff\xe2\x98")
-def test_bytes_that_are_no_text_come_as_they_decode_in_one(data: bytes):
+def test_invalid_bytes_stream_as_they_decode_at_once(data: bytes):
     assert "".join(pieces_of(BYTES, data)) == data.decode(errors="replace")
 
 
 @given(st.binary().filter(lambda data: len(data) % 2 == 0))
-def test_tokens_of_several_bytes_decode_as_in_one(data: bytes):
+def test_tokens_of_several_bytes_stream_as_they_decode_at_once(data: bytes):
     tokens = [int.from_bytes(data[place : place + 2], "big") for place in range(0, len(data), 2)]
     assert "".join(pieces_of(Halves(), tokens)) == data.decode(errors="replace")
 
@@ -61,31 +61,31 @@ def test_a_tokenizer_that_drops_a_leading_space_drops_it_once(tokens: list[int])
     assert "".join(pieces_of(Words(), tokens)) == Words().decode(tokens)
 
 
-def test_every_piece_comes_as_soon_as_it_is_whole():
+def test_each_piece_is_returned_as_soon_as_it_is_final():
     assert pieces_of(BYTES, "a\N{SNOWMAN}b".encode()) == ["a", "", "", "\N{SNOWMAN}", "b", ""]
 
 
 @given(st.text("ab\N{SNOWMAN}", max_size=12), st.text("ab\N{SNOWMAN}", min_size=1, max_size=3))
 @example("aab", "ab")
-def test_a_text_ends_before_its_stop_text_and_never_says_a_part_of_it(text: str, stop: str):
-    writing, said = GeneratedText(BYTES, stop=stop), ""
+def test_no_part_of_the_stop_text_is_returned(text: str, stop: str):
+    generated, before = GeneratedText(BYTES, stop=stop), ""
     for token in text.encode():
-        writing.add(token)
-        assert writing.text.startswith(said), "what is said stays said"
-        said = writing.text
-        if writing.finish_reason:
+        generated.add(token)
+        assert generated.text.startswith(before), "text that was returned does not change"
+        before = generated.text
+        if generated.finish_reason:
             break
-    writing.finish("length")
+    generated.finish("length")
     before, found, _ = text.partition(stop)
-    assert (writing.text, writing.finish_reason) == (before, "stop" if found else "length")
-    assert stop not in writing.text
+    assert (generated.text, generated.finish_reason) == (before, "stop" if found else "length")
+    assert stop not in generated.text
 
 
-def test_the_token_that_ends_a_text_is_no_part_of_it():
-    writing = GeneratedText(BYTES, end_tokens=frozenset({0}))
+def test_the_end_token_is_no_part_of_the_text():
+    generated = GeneratedText(BYTES, end_tokens=frozenset({0}))
     for token in b"ab\x00":
-        writing.add(token)
-    assert (writing.text, writing.finish_reason) == ("ab", "end of text")
+        generated.add(token)
+    assert (generated.text, generated.finish_reason) == ("ab", "end of text")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Counted(Memory):
 
 
 @pytest.mark.parametrize(("family", "mesh"), [("qwen3", "pp2 tp2"), ("deepseek", "ep2 tp2"), ("gpt2", "tp4")])
-def test_every_rank_reads_its_pieces_and_no_more(family: str, mesh: str):
+def test_every_rank_reads_its_own_shards_only(family: str, mesh: str):
     config = config_of(family)
     source = stored(config, plain(config))
 
@@ -45,7 +45,7 @@ def test_every_rank_reads_its_pieces_and_no_more(family: str, mesh: str):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda tensors: tensors.pop("layer1.attn.o.weight"), "layer1.attn.o.weight: is not in the checkpoint"),
         (
@@ -54,10 +54,10 @@ def test_every_rank_reads_its_pieces_and_no_more(family: str, mesh: str):
         ),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(change, told: str):
+def test_an_unfit_tensor_is_named(change, message: str):
     config = config_of("llama3")
     tensors = dict(stored(config, plain(config)).tensors)
     change(tensors)
     plan = plan_of(config, "tp2")
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         run_ranks("tp2", lambda comm: load_model(FAMILIES["llama3"], config, Memory(tensors), plan=plan, comm=comm))

@@ -1,4 +1,4 @@
-"""The comparison can fail: each way in which a cache goes wrong, put in on purpose, changes what is written or its logits."""
+"""Mutants of the cache: each way to get it wrong, put in on purpose, changes the tokens or their logits."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def logits_are_those_behind_the_longest_prompt(patch: pytest.MonkeyPatch) -> Non
 
 @mutant("llama3")
 def cells_are_lost_where_the_cache_grows(patch: pytest.MonkeyPatch) -> None:
-    """A new block comes, and the old ones are not copied."""
+    """A new block is allocated, and the old ones are not copied."""
     patch.setattr(cache, "BLOCK", 4)
     right = cache._grow
     patch.setattr(
@@ -169,7 +169,7 @@ def ranks_draw_at_different_places(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_mutant_is_caught_by_the_comparison(name: str, monkeypatch: pytest.MonkeyPatch):
     family, mesh, change = MUTANTS[name]
     config = config_of(family)
     texts, logits = UNEVEN.reference(config)

@@ -34,7 +34,7 @@ def shares(sampling: Sampling) -> Tensor:
         (Sampling(temperature=2.0, top_k=4, top_p=0.6), (1, 4)),
     ],
 )
-def test_tokens_come_by_their_probability_among_those_that_may(sampling: Sampling, allowed: tuple[int, ...]):
+def test_tokens_are_sampled_by_probability_among_the_candidates(sampling: Sampling, allowed: tuple[int, ...]):
     barred = torch.full_like(LOGITS, -math.inf)
     right = (LOGITS / sampling.temperature).where(torch.isin(torch.arange(6), torch.tensor(allowed)), barred).softmax(0)
     seen = shares(sampling)
@@ -43,7 +43,7 @@ def test_tokens_come_by_their_probability_among_those_that_may(sampling: Samplin
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 1000), st.integers(0, 10**6))
-def test_draws_are_numbers_of_their_place_alone(seed: int, sample: int, position: int):
+def test_uniform_numbers_depend_on_seed_sample_and_position_alone(seed: int, sample: int, position: int):
     number = uniform(seed, TokenPosition(sample, position))
     assert 0 <= number < 1
     assert number == uniform(seed, TokenPosition(sample, position))
@@ -56,7 +56,7 @@ def test_temperature_zero_takes_the_likeliest():
 
 
 @given(st.lists(st.floats(-50, 50), min_size=1, max_size=9), st.integers(1, 12), st.floats(0.01, 1), st.integers(0, 99))
-def test_some_token_is_always_drawn(logits: list[float], top_k: int, top_p: float, position: int):
+def test_a_candidate_is_always_sampled(logits: list[float], top_k: int, top_p: float, position: int):
     values = torch.tensor(logits)
     token = sample_token(values, Sampling(temperature=0.7, top_k=top_k, top_p=top_p), TokenPosition(0, position))
     assert 0 <= token < len(logits)

@@ -212,7 +212,7 @@ def test_a_window_computes_no_block_that_it_hides(
 
 @pytest.mark.parametrize("variant", ["ring", "allgather"])
 def test_documents_skip_the_blocks_of_other_documents(variant: Context, counter: ScoreCounter) -> None:
-    """Four documents of two chunks each: a chunk meets itself and at most one more, not the other six."""
+    """Four documents of two chunks each: a chunk is computed with itself and at most one more, not with the other six."""
     documents = torch.arange(LENGTH).div(6, rounding_mode="floor").expand(B, -1)
     whole = problem(Features())
     batch = replace(whole.batch, documents=documents)

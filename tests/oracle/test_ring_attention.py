@@ -110,7 +110,7 @@ def test_ring_attention_is_one_fused_attention(degree: int, causal: bool, packed
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("degree", [2, 3, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_seam_crosses_cp_by_each_variant(variant: Context, degree: int, packed: bool) -> None:
+def test_each_variant_equals_attention_on_one_device(variant: Context, degree: int, packed: bool) -> None:
     case = whole(6 * degree, heads=24, kv_heads=12, packed=packed)
     batch = token_batch(torch.zeros(B, 6 * degree, dtype=torch.int64), torch.zeros(B, 6 * degree, dtype=torch.int64))
     batch = Batch(**{**vars(batch), "documents": case.documents})
@@ -166,7 +166,7 @@ def ring_of_three(comm: Comm) -> float:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "causal", "said"),
+    ("shapes", "causal", "message"),
     [
         (((2, 4, 4, 8), (2, 6, 4, 8), (2, 6, 4, 8)), True, "columns differ"),
         (((2, 4, 4, 8), (2, 4, 3, 8), (2, 4, 3, 8)), True, "heads do not fit together"),
@@ -175,12 +175,12 @@ def ring_of_three(comm: Comm) -> float:
         (((2, 3, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8)), False, ""),
     ],
 )
-def test_shapes_that_do_not_fit_are_told(shapes: tuple[tuple[int, ...], ...], causal: bool, said: str) -> None:
+def test_shapes_that_do_not_fit_are_rejected(shapes: tuple[tuple[int, ...], ...], causal: bool, message: str) -> None:
     def rank(comm: Comm) -> None:
         weft.ring_attention(*(torch.zeros(shape) for shape in shapes), comm, causal=causal)
 
-    if not said:
+    if not message:
         run_ranks("cp2", rank)
         return
-    with pytest.raises(weft.WeftError, match=said):
+    with pytest.raises(weft.WeftError, match=message):
         run_ranks("cp2", rank)

@@ -1,4 +1,4 @@
-"""A model with windows, soft-cap, sinks and biased heads trains on every layout as on one device, parameters of heads included."""
+"""A model with windows, soft-cap, sinks and one bias per head trains on every layout as on one device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WindowedFamily:
     Config: Any = LLAMA.Config
 
     @property
-    def AXES(self) -> dict[str, tuple[Any, ...]]:  # noqa: N802
+    def AXES(self) -> dict[str, tuple[Any, ...]]:
         return {**LLAMA.AXES, "layer*.attn.attend.sinks": ("heads",), "layer*.attn.attend.head_bias": ("heads",)}
 
     def ties(self, cfg: ModelConfig) -> dict[str, str]:

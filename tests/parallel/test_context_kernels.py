@@ -1,4 +1,4 @@
-"""Attention of one block: each fused kernel == the whole square of scores, forward and backward."""
+"""Attention of one block: each fused kernel == the plain one with all scores, forward and backward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kernel_grads(kernel: Kernel, scores: Scores, kv_heads: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize(("kind", "kv_heads"), list(product(["full", "causal", "mask"], [4, 2, 1])))
-def test_the_cpu_kernel_computes_what_the_whole_square_computes(kind: str, kv_heads: int) -> None:
+def test_the_cpu_kernel_equals_the_plain_one(kind: str, kv_heads: int) -> None:
     scores = Scores(0.3, causal=kind == "causal", mask=MASK if kind == "mask" else None)
     fused, plain = (kernel_grads(kernel, scores, kv_heads, torch.float64) for kernel in (kernels.CPU, kernels.PLAIN))
     for mine, right in zip(fused, plain, strict=True):
@@ -63,7 +63,7 @@ def test_cuda_kernels_are_called_as_torch_declares_them(kernel: Kernel, kind: st
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "kv_heads"), list(product(["full", "causal", "mask"], [4, 2, 1])))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cuda_kernels_compute_what_the_whole_square_computes(dtype: torch.dtype, kind: str, kv_heads: int) -> None:
+def test_cuda_kernels_equal_the_plain_one(dtype: torch.dtype, kind: str, kv_heads: int) -> None:
     """Within a few roundings of the type (of TF32 in float32), of values up to 4."""
     generator = torch.Generator("cuda").manual_seed(3)
     q, k, v, grad = (

@@ -103,7 +103,7 @@ def test_positions_that_a_block_counts_itself_are_rejected(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_blocks_that_mix_through_the_seam_pass_and_are_left_as_they_were(dtype: torch.dtype) -> None:
+def test_blocks_that_mix_through_attend_pass_unchanged(dtype: torch.dtype) -> None:
     blocks = {"layer0": SeamAttention().to(dtype), "layer1": GatedMLP().to(dtype)}
     implementation = blocks["layer0"].attend.implementation
     before = [param.clone() for param in blocks["layer0"].parameters()]
@@ -114,7 +114,7 @@ def test_blocks_that_mix_through_the_seam_pass_and_are_left_as_they_were(dtype: 
 
 
 @pytest.mark.parametrize("family", sorted(name for name, known in FAMILIES.items() if known.Config.kind == "tokens"))
-def test_no_family_of_wefts_own_is_mistaken(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not checked in use; here they are."""
     monkeypatch.setattr(probe, "_is_tested", lambda module: False)
     with torch.device("meta"):
@@ -129,7 +129,8 @@ def test_a_block_that_takes_no_short_sequences_is_named() -> None:
             return x.view(2, 64, DIM)
 
     with pytest.raises(
-        weft.WeftError, match=r"layer0: the check for context parallelism cannot run it on 2 sequences of 8 tokens: shape"
+        weft.WeftError,
+        match=r"layer0: the check for context parallelism cannot run it on 2 sequences of 8 tokens: shape",
     ):
         check_blocks({"layer0": Fixed()}, hidden_shape=(DIM,))
 

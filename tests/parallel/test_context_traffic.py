@@ -59,7 +59,7 @@ FORMULAS: dict[Context, tuple[Callable[[int], int], Callable[[int], int]]] = {
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bytes_that_a_rank_sends_are_those_of_the_formula(variant: Context, degree: int) -> None:
+def test_sent_bytes_equal_the_formula(variant: Context, degree: int) -> None:
     """Ring: (c-1) x 2(s/c) b kv forward and twice that backward; Ulysses (c-1)/c (s/c) b (2h + 2kv) either way."""
     expected = tuple(8 * formula(degree) for formula in FORMULAS[variant])
     for forward, backward in run_ranks(f"cp{degree}", lambda comm: traffic(comm, variant, torch.float64)):
@@ -81,8 +81,8 @@ def test_a_dry_run_on_meta_tensors_counts_the_same_bytes(variant: Context) -> No
     assert (forward.total().sent_bytes, backward.total().sent_bytes) == expected
 
 
-class Diary:
-    """Observer that keeps what happened to whom, in order."""
+class OperationLog:
+    """Observer that records the operations of each rank, in order."""
 
     def __init__(self) -> None:
         self.lines: dict[int, list[str]] = {}
@@ -98,15 +98,15 @@ class Diary:
 
 
 @pytest.mark.parametrize("variant", ["ring", "allgather"])
-def test_keys_and_values_travel_while_the_block_in_hand_is_attended_to(
+def test_transfers_overlap_the_computation_of_a_block(
     variant: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    diary = Diary()
+    log = OperationLog()
     for name in ("attend", "attend_backward"):
         right = getattr(kernels, name)
 
         def noted(*given: object, name: str = name, right: Callable[..., object] = right) -> object:
-            diary.note(name)
+            log.note(name)
             return right(*given)
 
         monkeypatch.setattr(kernels, name, noted)
@@ -114,9 +114,9 @@ def test_keys_and_values_travel_while_the_block_in_hand_is_attended_to(
     def rank(comm: Comm) -> list[str]:
         q, k, v = own_part(comm, torch.float32)
         nothing = torch.zeros(B, S // 3, dtype=torch.int64)
-        comm.observers = (diary,)
+        comm.observers = (log,)
         attend_across(variant, comm)(q, k, v, Batch(nothing, nothing, nothing)).sum().backward()
-        return diary.lines[threading.get_ident()]
+        return log.lines[threading.get_ident()]
 
     for lines in run_ranks("cp3", rank):
         words = " ".join(lines).replace("start recv start send", "hop").replace("start send start recv", "hop")
@@ -136,8 +136,8 @@ TURNS = {
 }
 
 
-class Scribe:
-    """A comm that writes down in which order a rank starts its messages."""
+class MessageRecorder:
+    """A comm that records in which order a rank starts its messages."""
 
     def __init__(self, index: int, degree: int) -> None:
         self.place, self.size = index, degree
@@ -159,19 +159,19 @@ class Scribe:
 
 
 @pytest.mark.parametrize(("degree", "step"), [(degree, step) for degree in range(3, 10) for step in range(1, degree)])
-def test_hops_cannot_deadlock_where_every_message_blocks_until_its_partner_comes(degree: int, step: int) -> None:
+def test_hops_cannot_deadlock_with_blocking_messages(degree: int, step: int) -> None:
     """One line a pair, no tags, sends and receives one after the other on each rank; two ranks exchange in one operation."""
     rows = []
     for index in range(degree):
-        scribe = Scribe(index, degree)
+        recorder = MessageRecorder(index, degree)
         sent = KeyValue.of(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
         for _ in range(3):
-            Hop(RingExchange(scribe, "cp"), sent, step=step)  # type: ignore[arg-type]
-        rows.append(scribe.messages)
+            Hop(RingExchange(recorder, "cp"), sent, step=step)  # type: ignore[arg-type]
+        rows.append(recorder.messages)
     while any(rows):
         heads = [row[0] for row in rows if row]
-        met = next((message for message in heads if heads.count(message) == 2), None)
-        assert met is not None, f"nobody meets: {heads}"
+        matched = next((message for message in heads if heads.count(message) == 2), None)
+        assert matched is not None, f"deadlock: {heads}"
         for row in rows:
-            if row and row[0] == met:
+            if row and row[0] == matched:
                 row.pop(0)

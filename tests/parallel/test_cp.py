@@ -1,4 +1,4 @@
-"""Context parallelism: layouts with cp == one device; the split_text of a batch, the swapped seam, sampling, proof of a config."""
+"""Context parallelism: layouts with cp == one device, the sharding of a batch, undeclared attention rejected."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class DeclaredWindowAttend(WindowAttend):
 
 @pytest.mark.parametrize("context", ["ring", "allgather", "ulysses"])
 def test_a_subclass_of_attend_without_a_declaration_is_rejected(context: Context) -> None:
-    """Before, ring and all-gather replaced it by full causal attention: other numbers, and nothing said so."""
+    """Before, ring and all-gather replaced it by full causal attention: other numbers, without a message."""
 
     def rank(comm: Comm) -> None:
         case = Case("cp2", context=context)
