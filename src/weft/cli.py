@@ -143,7 +143,11 @@ def schedule(words: Sequence[str]) -> int:
 class ProveOptions(ConfigSection):
     """What `weft prove` compares, besides a run folder or the keys of a run."""
 
-    first: int = Field(3, ge=1, description="steps to compare, from the first")
+    first: int = Field(
+        3,
+        ge=1,
+        description="steps to compare, from the first",
+    )
 
 
 def prove(words: Sequence[str]) -> int:

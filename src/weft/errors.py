@@ -119,7 +119,14 @@ class RankError(WeftError):
     `kind` is "user" when that error was a UserError, so that the exit code can follow.
     """
 
-    def __init__(self, rank: int, where: str, message: str, *, kind: Literal["user", "failure"] = "failure") -> None:
+    def __init__(
+        self,
+        rank: int,
+        where: str,
+        message: str,
+        *,
+        kind: Literal["user", "failure"] = "failure",
+    ) -> None:
         self.rank, self.where, self.message, self.kind = rank, where, message, kind
         super().__init__(f"rank {rank} ({where}): {message}")
 
@@ -127,12 +134,27 @@ class RankError(WeftError):
         return _rank_error, (self.rank, self.where, self.message, self.kind)
 
 
-def _rank_error(rank: int, where: str, message: str, kind: Literal["user", "failure"]) -> RankError:
-    return RankError(rank, where, message, kind=kind)
+def _rank_error(
+    rank: int,
+    where: str,
+    message: str,
+    kind: Literal["user", "failure"],
+) -> RankError:
+    return RankError(
+        rank,
+        where,
+        message,
+        kind=kind,
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?` for the nearest known word, else the list of known words."""
     choices = sorted(known)
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(
+        word,
+        choices,
+        n=1,
+        cutoff=0.6,
+    )
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"

@@ -39,7 +39,11 @@ def wants_help(words: Sequence[str]) -> bool:
     return any(word in HELP for word in words)
 
 
-def show_help(defaults: BaseModel, usage: str, description: str) -> int:
+def show_help(
+    defaults: BaseModel,
+    usage: str,
+    description: str,
+) -> int:
     """Print the keys of a section with descriptions and defaults."""
     try:
         tyro.cli(

@@ -43,7 +43,12 @@ class Check:
         return any(_overlap(key, read) for key in keys for read in self.reads)
 
 
-def run_checks(run: Run, checks: Iterable[Check], *, known: Collection[Fault] = ()) -> tuple[Fault, ...]:
+def run_checks(
+    run: Run,
+    checks: Iterable[Check],
+    *,
+    known: Collection[Fault] = (),
+) -> tuple[Fault, ...]:
     """`known` and the faults that the checks find, each once; checks that read a key of a known fault are skipped.
 
     The fix of a fault names suggestions that were tried: with each of them this fault is gone and, where possible, no check
@@ -61,7 +66,11 @@ def run_checks(run: Run, checks: Iterable[Check], *, known: Collection[Fault] = 
     return tuple(dict.fromkeys(found))
 
 
-def _tested_fix(run: Run, check: Check, others: Sequence[Check]) -> str:
+def _tested_fix(
+    run: Run,
+    check: Check,
+    others: Sequence[Check],
+) -> str:
     """The nearest suggestions as flags, `--mesh "dp2 tp2" or --mesh dp4`; empty where none removes the fault."""
     if check.suggest is None:
         return ""

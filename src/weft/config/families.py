@@ -61,7 +61,11 @@ def default_model(families: Families) -> ModelChoice:
     return ModelChoice(_family_of(DEFAULT_PRESET, families), DEFAULT_PRESET)
 
 
-def choose_model(file: Flat, flags: Flat, families: Families) -> ModelChoice:
+def choose_model(
+    file: Flat,
+    flags: Flat,
+    families: Families,
+) -> ModelChoice:
     """The model that the file names, then the flags.
 
     Raises:
@@ -74,25 +78,49 @@ def choose_model(file: Flat, flags: Flat, families: Families) -> ModelChoice:
     return ModelChoice(chosen.name, chosen.preset, keeps_file=keeps_file)
 
 
-def _after(before: ModelChoice, layer: Flat, families: Families) -> ModelChoice:
+def _after(
+    before: ModelChoice,
+    layer: Flat,
+    families: Families,
+) -> ModelChoice:
     """The choice after one more layer of keys."""
     name, preset = layer.get("model.name"), layer.get("model.preset")
     if name is not None and name not in families:
-        raise ConfigError(Fault("model.name", "unknown model", repr(name), fix=_nearest_model(str(name), families)))
+        raise ConfigError(
+            Fault(
+                "model.name",
+                "unknown model",
+                got=repr(name),
+                fix=_nearest_model(str(name), families),
+            )
+        )
     if preset is None:
         same_family = name in (None, before.name)
         return before if same_family else ModelChoice(name, _preset_of_defaults(families[name]))
     family = _family_of(preset, families)
     if name not in (None, family):
         fix = f"use {family!r}, or one of {', '.join(families[name].PRESETS)}"
-        raise ConfigError(Fault("model.preset", f"is a preset of {family!r}", repr(preset), f"one of {name!r}", fix))
+        raise ConfigError(
+            Fault(
+                "model.preset",
+                f"is a preset of {family!r}",
+                got=repr(preset),
+                need=f"one of {name!r}",
+                fix=fix,
+            )
+        )
     return ModelChoice(family, preset)
 
 
 def _nearest_model(name: str, families: Families) -> str:
     """The family that an unknown name may mean, or presets where it is nearer to these: `llama-7b`."""
     presets = [preset for family in families.values() for preset in family.PRESETS]
-    (nearest, *_) = difflib.get_close_matches(name, [*families, *presets], n=1, cutoff=0.6) or [""]
+    (nearest, *_) = difflib.get_close_matches(
+        name,
+        [*families, *presets],
+        n=1,
+        cutoff=0.6,
+    ) or [""]
     if nearest in presets:
         return f"did you mean --model.preset {_nearest_presets(name, presets)}?"
     return did_you_mean(name, families)
@@ -100,7 +128,12 @@ def _nearest_model(name: str, families: Families) -> str:
 
 def _nearest_presets(text: str, presets: Iterable[str]) -> str:
     """Up to three presets of similar names, `llama3-70b or llama3-8b`; empty where none is similar."""
-    near = difflib.get_close_matches(text, sorted(presets), n=MAX_PRESETS, cutoff=0.6)
+    near = difflib.get_close_matches(
+        text,
+        sorted(presets),
+        n=MAX_PRESETS,
+        cutoff=0.6,
+    )
     return " or ".join(near)
 
 
@@ -113,7 +146,14 @@ def _family_of(preset: Any, families: Families) -> str:
     if preset not in owners:
         near = _nearest_presets(str(preset), owners)
         fix = f"did you mean {near}?" if near else did_you_mean(str(preset), owners)
-        raise ConfigError(Fault("model.preset", "unknown preset", repr(preset), fix=fix))
+        raise ConfigError(
+            Fault(
+                "model.preset",
+                "unknown preset",
+                got=repr(preset),
+                fix=fix,
+            )
+        )
     return owners[preset]
 
 
@@ -140,6 +180,14 @@ def preset_fields(chosen: ModelChoice, families: Families) -> Flat:
 def run_type(name: str, config: type[ModelConfig]) -> type[Run]:
     """`Run` with the family's own fields in its `model` section; equal arguments give the same type."""
     name_field: Any = (str, Field(name, description="model family"))
-    model = create_model(f"{name.title()}Model", __base__=(config, ModelSection), name=name_field)
+    model = create_model(
+        f"{name.title()}Model",
+        __base__=(config, ModelSection),
+        name=name_field,
+    )
     section: Any = (model, Field(default_factory=model, description=f"the model: {name}"))
-    return create_model("Run", __base__=Run, model=section)
+    return create_model(
+        "Run",
+        __base__=Run,
+        model=section,
+    )

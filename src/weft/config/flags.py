@@ -133,7 +133,11 @@ def parse(words: Sequence[str], field: FieldInfo) -> Any:
     plain_words = [_plain_word(word, field.annotation) for word in words]
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # tyro's own report of the fault; ours is one line
-            return tyro.cli(field.annotation, args=plain_words, console_outputs=False)  # type: ignore[arg-type]
+            return tyro.cli(
+                field.annotation,
+                args=plain_words,
+                console_outputs=False,
+            )  # type: ignore[arg-type]
     except SystemExit:
         raise ValueError(f"cannot read {' '.join(words)!r}") from None
 
@@ -152,7 +156,11 @@ def _plain_word(word: str, annotation: Any) -> str:
     return str(whole_number(number, annotation)) if is_decimal_text and number.is_integer() else word
 
 
-def _unreadable(name: str, words: tuple[str, ...], field: FieldInfo) -> Fault:
+def _unreadable(
+    name: str,
+    words: tuple[str, ...],
+    field: FieldInfo,
+) -> Fault:
     what, got = "has no value", "nothing after the flag"
     if words:
         what, got = "wrong type", repr(" ".join(words))

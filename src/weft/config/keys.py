@@ -199,7 +199,11 @@ def _key_at(location: tuple[int | str, ...], known: Mapping[str, FieldInfo]) -> 
     return ".".join(str(part) for part in location) or "config"
 
 
-def _fault_of(key: str, item: Any, field: FieldInfo | None) -> Fault:
+def _fault_of(
+    key: str,
+    item: Any,
+    field: FieldInfo | None,
+) -> Fault:
     kind, value = item["type"], item["input"]
     if field is None or kind in ("value_error", "assertion_error"):
         message = item["msg"].removeprefix("Value error, ")

@@ -98,18 +98,36 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
     folder_name = str(first.get(FROM_HF, file.get(FROM_HF)))
     if HUB_NAME.fullmatch(folder_name) and not Path(folder_name).exists():
         folder_faults = tuple(replace(fault, fix=_download(folder_name)) for fault in folder_faults)
-    model, choice_faults = _choose_model(file, first, folder, families)
+    model, choice_faults = _choose_model(
+        file,
+        first,
+        folder,
+        families,
+    )
     if folder_faults or choice_faults:
         words, folder = flags.without(words, "model."), NO_FOLDER
     if folder_faults or choice_faults or not model.keeps_file:
         file = {key: value for key, value in file.items() if not key.startswith("model.")}
-    return _Sources(file, words, folder, model, (*file_faults, *folder_faults, *choice_faults))
+    return _Sources(
+        file,
+        words,
+        folder,
+        model,
+        (*file_faults, *folder_faults, *choice_faults),
+    )
 
 
 def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
     if len(paths) > 1:
         fix = "give one; text with spaces needs quotes, and keys begin with two dashes"
-        return {}, (Fault("config", "more than one config file", " ".join(paths), fix=fix),)
+        return {}, (
+            Fault(
+                "config",
+                "more than one config file",
+                got=" ".join(paths),
+                fix=fix,
+            ),
+        )
     try:
         return (toml.read(paths[0]) if paths else {}), ()
     except ConfigError as error:
@@ -123,7 +141,10 @@ def _download(hub_name: str) -> str:
 
 
 def _choose_model(
-    file: Flat, first: Flat, folder: FolderModel, families: Families
+    file: Flat,
+    first: Flat,
+    folder: FolderModel,
+    families: Families,
 ) -> tuple[ModelChoice, tuple[Fault, ...]]:
     if folder.family is not None:
         return ModelChoice(folder.family, None, keeps_file=folder.keeps_file), ()
@@ -133,7 +154,11 @@ def _choose_model(
         return default_model(families), error.faults
 
 
-def _defaults(model: ModelChoice, asked: Flat, families: Families) -> Flat:
+def _defaults(
+    model: ModelChoice,
+    asked: Flat,
+    families: Families,
+) -> Flat:
     """Defaults that follow from the model or from other keys."""
     values: Flat = {"data.source": DEFAULT_SOURCE[families[model.name].Config.kind]}
     schedule = SCHEDULES.get(str(asked.get("pipeline.schedule")))
@@ -159,7 +184,14 @@ def _check_mesh(run: Run) -> tuple[Run, tuple[Fault, ...]]:
     try:
         size = Mesh.parse(run.mesh).size
         if size > MAX_RANKS:
-            faults = (Fault("mesh", "is too large", f"{size} ranks", f"at most {MAX_RANKS}"),)
+            faults = (
+                Fault(
+                    "mesh",
+                    "is too large",
+                    got=f"{size} ranks",
+                    need=f"at most {MAX_RANKS}",
+                ),
+            )
     except MeshError as error:
         faults = error.faults
     return (run.model_copy(update={"mesh": ""}) if faults else run), faults
@@ -173,5 +205,13 @@ def _limit_model(run: Run) -> tuple[Run, tuple[Fault, ...]]:
         limit = MAX_LAYERS if name == "layers" else MAX_SIZE
         if isinstance(value, int) and value > limit:
             fix = f"for example --model.{name} {getattr(default, name)}"
-            faults.append(Fault(f"model.{name}", "out of range", str(value), f"at most {limit}", fix))
+            faults.append(
+                Fault(
+                    f"model.{name}",
+                    "out of range",
+                    got=str(value),
+                    need=f"at most {limit}",
+                    fix=fix,
+                )
+            )
     return (run.model_copy(update={"model": default}) if faults else run), tuple(faults)

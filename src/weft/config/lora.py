@@ -47,12 +47,23 @@ def targets_exist(run: Run) -> Iterable[Fault]:
         return
     if not linears:
         what = f"{run.model.name} has no attention or feed-forward projections that adapters can extend"
-        yield Fault("lora.rank", what, str(run.lora.rank), "a language model", "--lora.rank 0")
+        yield Fault(
+            "lora.rank",
+            what,
+            got=str(run.lora.rank),
+            need="a language model",
+            fix="--lora.rank 0",
+        )
         return
     for target in run.lora.targets:
         if not any(matches(target, linear) for linear in linears):
             what = f"no linear of {run.model.name} has this name"
-            yield Fault("lora.targets", what, repr(target), fix=_nearest_target(target, run))
+            yield Fault(
+                "lora.targets",
+                what,
+                got=repr(target),
+                fix=_nearest_target(target, run),
+            )
 
 
 def _nearest_target(target: str, run: Run) -> str:

@@ -28,8 +28,17 @@ class Run(ConfigSection):
     """One run, whole: everything that decides what is computed and where."""
 
     mesh: str = Field("", description='axes with degrees, outermost first: "pp2 dp2 tp2"; empty: one rank')
-    seed: int = Field(1, ge=0, lt=2**63, description="seed of initial weights, data order and random draws")
-    steps: int = Field(200, ge=1, description="optimizer steps to train")
+    seed: int = Field(
+        1,
+        ge=0,
+        lt=2**63,
+        description="seed of initial weights, data order and random draws",
+    )
+    steps: int = Field(
+        200,
+        ge=1,
+        description="optimizer steps to train",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="where ranks compute; auto: cuda if there is one"
     )
@@ -40,7 +49,11 @@ class Run(ConfigSection):
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None, description="TCP port for the rendezvous of local ranks; None: a free one"
     )
-    sample: int = Field(0, ge=0, description="tokens to generate after the last step; 0: none")
+    sample: int = Field(
+        0,
+        ge=0,
+        description="tokens to generate after the last step; 0: none",
+    )
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
     resume: str | None = Field(
         None,

@@ -16,7 +16,13 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 class ConfigSection(BaseModel):
     """A section of the config: values never change, unknown keys and wrong types are faults."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
 
 
 class ModelSection(ModelConfig):
@@ -46,43 +52,95 @@ class DataConfig(ConfigSection):
     tokenizer: str = Field("bytes", description="bytes, or a tokenizer.json; a prepared folder has its own")
     text_field: str = Field("text", description="field of JSONL lines, column of parquet files that holds the text")
     token_dtype: Literal["uint16", "uint32"] = Field("uint16", description="type of the numbers in .bin token files")
-    seq_len: int = Field(128, ge=1, le=2**24, description="length of one sequence, tokens")
+    seq_len: int = Field(
+        128,
+        ge=1,
+        le=2**24,
+        description="length of one sequence, tokens",
+    )
     packing: Literal["stream", "documents"] = Field(
         "stream", description="sequences of the plain stream, or attention and targets that stay within a document"
     )
     long: Literal["split", "error"] = Field("split", description="documents: what to do with one longer than seq_len")
-    prefetch: int = Field(2, ge=0, le=64, description="steps that are read ahead; 0: none")
+    prefetch: int = Field(
+        2,
+        ge=0,
+        le=64,
+        description="steps that are read ahead; 0: none",
+    )
 
 
 class EvalConfig(ConfigSection):
     """Evaluation on text that is not trained on."""
 
-    every: int = Field(0, ge=0, description="steps between evaluations, and one after the last step; 0: none")
-    batches: int = Field(0, ge=0, description="batches of global_size sequences an evaluation; 0: the whole source")
+    every: int = Field(
+        0,
+        ge=0,
+        description="steps between evaluations, and one after the last step; 0: none",
+    )
+    batches: int = Field(
+        0,
+        ge=0,
+        description="batches of global_size sequences an evaluation; 0: the whole source",
+    )
     source: str | None = Field(None, description="what to evaluate on; None: valid.bin of the prepared data.source")
 
 
 class BatchConfig(ConfigSection):
     """Batch sizes."""
 
-    global_size: int = Field(16, ge=1, le=2**24, description="sequences a step, over all ranks")
-    micro_size: int = Field(2, ge=1, le=2**24, description="sequences a micro-batch, on one data rank")
+    global_size: int = Field(
+        16,
+        ge=1,
+        le=2**24,
+        description="sequences a step, over all ranks",
+    )
+    micro_size: int = Field(
+        2,
+        ge=1,
+        le=2**24,
+        description="sequences a micro-batch, on one data rank",
+    )
 
 
 class OptimConfig(ConfigSection):
     """Optimizer and learning rate schedule."""
 
     name: Literal["adamw", "sgd"] = Field("adamw", description="optimizer")
-    lr: float = Field(3e-3, gt=0, description="peak learning rate, per step")
-    min_lr: float = Field(3e-4, ge=0, description="learning rate at the end of the decay, per step")
-    warmup: int = Field(20, ge=0, description="steps of linear warm-up")
+    lr: float = Field(
+        3e-3,
+        gt=0,
+        description="peak learning rate, per step",
+    )
+    min_lr: float = Field(
+        3e-4,
+        ge=0,
+        description="learning rate at the end of the decay, per step",
+    )
+    warmup: int = Field(
+        20,
+        ge=0,
+        description="steps of linear warm-up",
+    )
     decay: Literal["constant", "linear", "cosine", "wsd"] = Field("cosine", description="rate after the warm-up")
     cooldown: Share = Field(0.2, description="share of all steps in the final decay of wsd, 0 to 1")
-    weight_decay: float = Field(0.1, ge=0, description="weight decay of matrices, per unit of learning rate")
+    weight_decay: float = Field(
+        0.1,
+        ge=0,
+        description="weight decay of matrices, per unit of learning rate",
+    )
     betas: tuple[Share, Share] = Field((0.9, 0.95), description="adamw: memory of both moments, 0 to 1")
-    eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
+    eps: float = Field(
+        1e-8,
+        gt=0,
+        description="adamw: added to the root of the second moment",
+    )
     momentum: Share = Field(0.9, description="sgd: memory of the gradient, 0 to 1")
-    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    clip: float = Field(
+        1.0,
+        ge=0,
+        description="largest global gradient norm; 0: no clipping",
+    )
 
 
 class ParallelConfig(ConfigSection):
@@ -104,7 +162,12 @@ class PipelineConfig(ConfigSection):
     """Pipeline schedule and stages."""
 
     schedule: str = Field("1f1b", description=f"order of the actions: {', '.join(SCHEDULES)}, or a file with a table")
-    chunks: int = Field(1, ge=1, le=256, description="model chunks a pipeline rank (stages = pp x chunks)")
+    chunks: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="model chunks a pipeline rank (stages = pp x chunks)",
+    )
     split: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (), description="layers of every stage, first to last; empty: balanced by FLOPs"
     )
@@ -121,8 +184,17 @@ class PrecisionConfig(ConfigSection):
 class LoraConfig(ConfigSection):
     """Low-rank adapters of linears; all other parameters are frozen."""
 
-    rank: int = Field(0, ge=0, le=2**16, description="width of every adapter; 0: none, the whole model is trained")
-    alpha: float = Field(16.0, gt=0, description="the output of an adapter is scaled by alpha / rank")
+    rank: int = Field(
+        0,
+        ge=0,
+        le=2**16,
+        description="width of every adapter; 0: none, the whole model is trained",
+    )
+    alpha: float = Field(
+        16.0,
+        gt=0,
+        description="the output of an adapter is scaled by alpha / rank",
+    )
     targets: tuple[str, ...] = Field(
         (),
         description="linears with adapters, by name or pattern: q v, or layer1.attn.*; nothing: all of attention and MLPs",
@@ -135,6 +207,14 @@ class LoraConfig(ConfigSection):
 class SaveConfig(ConfigSection):
     """Checkpoints."""
 
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0: none before the end")
+    every: int = Field(
+        0,
+        ge=0,
+        description="steps between checkpoints; 0: none before the end",
+    )
     at_end: bool = Field(True, description="save after the last step; a run that is asked to stop is always saved")
-    keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
+    keep: int = Field(
+        2,
+        ge=1,
+        description="newest checkpoints that are kept",
+    )

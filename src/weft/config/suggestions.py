@@ -19,7 +19,11 @@ DEFAULT_SCHEDULE = "1f1b"
 """The schedule that takes every number of micro-batches."""
 
 
-def degrees_of_axis(run: Run, axis: str, degrees: Iterable[int]) -> Iterator[Suggestion]:
+def degrees_of_axis(
+    run: Run,
+    axis: str,
+    degrees: Iterable[int],
+) -> Iterator[Suggestion]:
     """Other degrees of `axis`, nearest first: with as many ranks, the rest on the data axis, or with fewer ranks."""
     mesh, data = run.device_mesh, data_axis()
     now = mesh.degree(axis)
@@ -75,7 +79,11 @@ def _global_sizes(run: Run, steps: Iterable[int]) -> Iterator[Suggestion]:
                 yield {"batch.global_size": size}
 
 
-def nearest_multiples(value: int, unit: int, number: int) -> tuple[int, ...]:
+def nearest_multiples(
+    value: int,
+    unit: int,
+    number: int,
+) -> tuple[int, ...]:
     """The multiples of `unit` that are `number` further than the nearest on either side, the nearer first.
 
     >>> nearest_multiples(30, 8, 0), nearest_multiples(32, 8, 1)

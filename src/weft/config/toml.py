@@ -29,14 +29,35 @@ def read(path: str) -> Flat:
         return flatten(tomllib.loads(content.decode()))
     except FileNotFoundError:
         fix = "check the path; keys are set with two dashes: --optim.lr 0.001"
-        fault = Fault("config", "no such file", got=repr(path), need="a TOML file", fix=fix)
+        fault = Fault(
+            "config",
+            "no such file",
+            got=repr(path),
+            need="a TOML file",
+            fix=fix,
+        )
     except OSError as error:
-        fault = Fault("config", "cannot read the file", got=repr(path), need=str(error.strerror))
+        fault = Fault(
+            "config",
+            "cannot read the file",
+            got=repr(path),
+            need=str(error.strerror),
+        )
     except UnicodeDecodeError as error:
         what = f"{path} is not UTF-8 text at byte {error.start}"
-        fault = Fault("config", what, need="a TOML file", fix="save it as UTF-8")
+        fault = Fault(
+            "config",
+            what,
+            need="a TOML file",
+            fix="save it as UTF-8",
+        )
     except tomllib.TOMLDecodeError as error:
-        fault = Fault("config", f"{path} is not TOML", got=str(error), fix=_syntax_hint(str(error)))
+        fault = Fault(
+            "config",
+            f"{path} is not TOML",
+            got=str(error),
+            fix=_syntax_hint(str(error)),
+        )
     raise ConfigError(fault)
 
 
@@ -44,7 +65,14 @@ def _read_bytes(path: str) -> bytes:
     with Path(path).open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise ConfigError(Fault("config", f"{path} is not a config", f"over {MAX_BYTES} bytes", "a TOML file"))
+        raise ConfigError(
+            Fault(
+                "config",
+                f"{path} is not a config",
+                got=f"over {MAX_BYTES} bytes",
+                need="a TOML file",
+            )
+        )
     return content
 
 

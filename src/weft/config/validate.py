@@ -99,10 +99,20 @@ def batch_divides(run: Run) -> Iterable[Fault]:
     if global_size % unit:
         data_ranks = "1 data rank" if ranks == 1 else f"{ranks} data ranks"
         need = f"a multiple of {unit} = {data_ranks} x micro_size {micro_size}"
-        yield Fault("batch.global_size", "does not divide into micro-batches", str(global_size), need)
+        yield Fault(
+            "batch.global_size",
+            "does not divide into micro-batches",
+            got=str(global_size),
+            need=need,
+        )
     elif global_size // unit > MOST_MICROBATCHES:
         got = f"{global_size // unit} on each of {ranks} data ranks"
-        yield Fault("batch.micro_size", "makes too many micro-batches", got, f"at most {MOST_MICROBATCHES}")
+        yield Fault(
+            "batch.micro_size",
+            "makes too many micro-batches",
+            got=got,
+            need=f"at most {MOST_MICROBATCHES}",
+        )
 
 
 def layers_make_stages(run: Run) -> Iterable[Fault]:
@@ -112,7 +122,13 @@ def layers_make_stages(run: Run) -> Iterable[Fault]:
     if split and len(split) != run.num_stages:
         need = f"{run.num_stages} = {pipeline_axis()}{run.pipeline_size} x {run.pipeline.chunks} chunks"
         got = f"{len(split)}: {as_words(split)}"
-        yield Fault("pipeline.split", "names another number of stages", got, need, "leave pipeline.split out")
+        yield Fault(
+            "pipeline.split",
+            "names another number of stages",
+            got=got,
+            need=need,
+            fix="leave pipeline.split out",
+        )
         return
     try:
         if split:
@@ -140,7 +156,14 @@ def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
         return error.faults
     except (OSError, UnicodeDecodeError) as error:
         fix = did_you_mean(name, SCHEDULES)
-        return (Fault("pipeline.schedule", "cannot read a table there", f"{name!r}: {error}", fix=fix),)
+        return (
+            Fault(
+                "pipeline.schedule",
+                "cannot read a table there",
+                got=f"{name!r}: {error}",
+                fix=fix,
+            ),
+        )
     faults = schedule.faults(
         ranks=run.pipeline_size,
         chunks=run.pipeline.chunks,
@@ -167,14 +190,24 @@ def sequence_divides(run: Run) -> Iterable[Fault]:
             axes.append(f"{axis}{mesh.degree(axis)}")
             reasons.append(f"{axes[-1]} under parallel.sequence")
     need = f"a multiple of {unit}: {', '.join(reasons)}"
-    yield Fault("data.seq_len", f"does not divide by {' x '.join(axes)}", str(length), need)
+    yield Fault(
+        "data.seq_len",
+        f"does not divide by {' x '.join(axes)}",
+        got=str(length),
+        need=need,
+    )
 
 
 def sequence_parallel_has_sequences(run: Run) -> Iterable[Fault]:
     """Sequence parallelism shards activations of sequences."""
     if run.parallel.sequence and run.model.kind != "tokens":
         what = f"shards activations along the sequence, and {run.model.name} reads {run.model.kind}"
-        yield Fault("parallel.sequence", what, "True", "False")
+        yield Fault(
+            "parallel.sequence",
+            what,
+            got="True",
+            need="False",
+        )
 
 
 def sequence_fits_model(run: Run) -> Iterable[Fault]:
@@ -191,13 +224,23 @@ def vocabulary_holds_bytes(run: Run) -> Iterable[Fault]:
     size = run.model.axis_sizes().get("vocab", NUM_BYTES)
     if size < NUM_BYTES:
         need, fix = f"at least {NUM_BYTES} for bytes", f"--model.vocab {NUM_BYTES}"
-        yield Fault("model.vocab", "is smaller than the tokenizer's", str(size), need, fix)
+        yield Fault(
+            "model.vocab",
+            "is smaller than the tokenizer's",
+            got=str(size),
+            need=need,
+            fix=fix,
+        )
 
 
 def number_types_fit(run: Run) -> Iterable[Fault]:
     """Parameters and gradient sums are at least as precise as the computation."""
     types = run.precision
-    return dtype_faults(params=types.params, compute=types.compute, reduce=types.reduce)
+    return dtype_faults(
+        params=types.params,
+        compute=types.compute,
+        reduce=types.reduce,
+    )
 
 
 def divisors(*numbers: int) -> tuple[int, ...]:

@@ -50,11 +50,20 @@ class Box:
 
     def within(self, other: Box) -> tuple[slice, ...]:
         """Index of this box in an array that holds just `other`."""
-        bounds = zip(self.lo, self.hi, other.lo, strict=True)
+        bounds = zip(
+            self.lo,
+            self.hi,
+            other.lo,
+            strict=True,
+        )
         return tuple(slice(lo - origin, hi - origin) for lo, hi, origin in bounds)
 
 
-def boxes_of_range(box: Box, start: int, stop: int) -> tuple[Box, ...]:
+def boxes_of_range(
+    box: Box,
+    start: int,
+    stop: int,
+) -> tuple[Box, ...]:
     """Entries `start` to `stop` of a box in row-major order, as few boxes: 2 x dims - 1 at most.
 
     >>> boxes_of_range(Box((0, 0), (3, 4)), 2, 9)
@@ -69,24 +78,53 @@ def boxes_of_range(box: Box, start: int, stop: int) -> tuple[Box, ...]:
     first_row, head = divmod(start, row_size)
     last_row, tail = divmod(stop, row_size)
     if first_row == last_row:
-        return _stack(box, first_row, first_row + 1, boxes_of_range(row, head, tail))
+        return _stack(
+            box,
+            first_row,
+            first_row + 1,
+            boxes_of_range(row, head, tail),
+        )
     found: list[Box] = []
     if head:
-        found += _stack(box, first_row, first_row + 1, boxes_of_range(row, head, row_size))
+        found += _stack(
+            box,
+            first_row,
+            first_row + 1,
+            boxes_of_range(row, head, row_size),
+        )
         first_row += 1
     if first_row < last_row:
-        found += _stack(box, first_row, last_row, (row,))
-    found += _stack(box, last_row, last_row + 1, boxes_of_range(row, 0, tail))
+        found += _stack(
+            box,
+            first_row,
+            last_row,
+            (row,),
+        )
+    found += _stack(
+        box,
+        last_row,
+        last_row + 1,
+        boxes_of_range(row, 0, tail),
+    )
     return tuple(found)
 
 
-def _stack(box: Box, lo: int, hi: int, pieces: tuple[Box, ...]) -> tuple[Box, ...]:
+def _stack(
+    box: Box,
+    lo: int,
+    hi: int,
+    pieces: tuple[Box, ...],
+) -> tuple[Box, ...]:
     """The pieces of one row, over rows `lo` to `hi` of a box."""
     first = box.lo[0]
     return tuple(Box((first + lo, *piece.lo), (first + hi, *piece.hi)) for piece in pieces)
 
 
-def span(length: int, parts: int, index: int) -> tuple[int, int]:
+def span(
+    length: int,
+    parts: int,
+    index: int,
+) -> tuple[int, int]:
     """Bounds of part `index` of `length` entries in `parts` parts whose lengths differ by at most one, longer ones first.
 
     >>> [span(10, 4, i) for i in range(4)]
@@ -104,13 +142,24 @@ def span_sizes(length: int, parts: int) -> tuple[int, ...]:
     return tuple(hi - lo for lo, hi in spans)
 
 
-def sharding_axes(axes: tuple[str, ...], rule: Rule, mesh: Mesh) -> tuple[str, ...]:
+def sharding_axes(
+    axes: tuple[str, ...],
+    rule: Rule,
+    mesh: Mesh,
+) -> tuple[str, ...]:
     """Mesh axes (of degree > 1) that shard a tensor with these logical axes, in the tensor's dim order."""
     mesh_axes = [rule[axis] for axis in axes if axis in rule]
     return tuple(axis for axis in mesh_axes if mesh.degree(axis) > 1)
 
 
-def box_of(shape: tuple[int, ...], axes: tuple[str, ...], *, rule: Rule, mesh: Mesh, rank: int) -> Box:
+def box_of(
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    *,
+    rule: Rule,
+    mesh: Mesh,
+    rank: int,
+) -> Box:
     """The shard of a tensor that `rank` holds: each dim whose logical axis is in `rule` is sharded over that mesh axis."""
     lo: list[int] = []
     hi: list[int] = []
@@ -124,7 +173,13 @@ def box_of(shape: tuple[int, ...], axes: tuple[str, ...], *, rule: Rule, mesh: M
     return Box(tuple(lo), tuple(hi))
 
 
-def boxes(shape: tuple[int, ...], axes: tuple[str, ...], *, rule: Rule, mesh: Mesh) -> tuple[Box, ...]:
+def boxes(
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    *,
+    rule: Rule,
+    mesh: Mesh,
+) -> tuple[Box, ...]:
     """All different shards of a tensor: together they cover every entry exactly once."""
     spans_of_dims: list[list[tuple[int, int]]] = []
     for length, axis in zip(shape, axes, strict=True):
@@ -138,7 +193,12 @@ def boxes(shape: tuple[int, ...], axes: tuple[str, ...], *, rule: Rule, mesh: Me
     return tuple(found)
 
 
-def gradient_axes(mesh: Mesh, *, varies: Collection[str], cut: Collection[str]) -> tuple[str, ...]:
+def gradient_axes(
+    mesh: Mesh,
+    *,
+    varies: Collection[str],
+    cut: Collection[str],
+) -> tuple[str, ...]:
     """Mesh axes over which a gradient is summed: those along which it varies, minus those that shard the parameter.
 
     The one gradient rule: it holds for data, context and expert parallelism, for norms under sequence parallelism and for

@@ -124,7 +124,12 @@ class Mesh:
             if is_first:
                 yield self.group(rank, axis)
 
-    def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
+    def neighbour(
+        self,
+        rank: int,
+        axis: str,
+        step: int = 1,
+    ) -> int:
         """Rank `step` places further along `axis`, which is a ring."""
         coord = self.coord(rank)
         if axis not in coord:
@@ -163,19 +168,43 @@ class Mesh:
         return tuple(name for name, _ in self.axes if name in wanted)
 
 
-def _read_axis(word: str, degrees: dict[str, int], text: str) -> Fault | None:
+def _read_axis(
+    word: str,
+    degrees: dict[str, int],
+    text: str,
+) -> Fault | None:
     """Add the axis that `word` names to `degrees`, or say what is wrong with it."""
     match = re.fullmatch(r"([A-Za-z]+)(\d+)", word)
     if match is None:
         need, fix = "axis names with degrees", 'write it like "pp2 dp2 tp2"'
-        return Fault("mesh", f"cannot read {word!r}", need=need, fix=fix)
+        return Fault(
+            "mesh",
+            f"cannot read {word!r}",
+            need=need,
+            fix=fix,
+        )
     name, degree = match[1], int(match[2])
     if name not in all_axes():
-        return Fault("mesh", f"unknown axis {name!r}", got=repr(text), fix=did_you_mean(name, all_axes()))
+        return Fault(
+            "mesh",
+            f"unknown axis {name!r}",
+            got=repr(text),
+            fix=did_you_mean(name, all_axes()),
+        )
     if name in degrees:
-        return Fault("mesh", f"axis {name!r} appears twice", got=repr(text), fix=f"keep one {name!r}")
+        return Fault(
+            "mesh",
+            f"axis {name!r} appears twice",
+            got=repr(text),
+            fix=f"keep one {name!r}",
+        )
     if degree < 1:
-        return Fault("mesh", f"axis {name!r} has degree {degree}", need="at least 1", fix=f"drop {word!r}")
+        return Fault(
+            "mesh",
+            f"axis {name!r} has degree {degree}",
+            need="at least 1",
+            fix=f"drop {word!r}",
+        )
     degrees[name] = degree
     return None
 

@@ -49,7 +49,12 @@ class ModelConfig(BaseModel):
     """Base of every family's Config. The defaults of its fields are the family's tiny preset."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        protected_namespaces=(),
     )
 
     family: ClassVar[str]
@@ -77,12 +82,22 @@ class ModelConfig(BaseModel):
         return {}
 
 
-def attention_linears(dim: int, *, q_width: int, kv_width: int) -> LinearShapes:
+def attention_linears(
+    dim: int,
+    *,
+    q_width: int,
+    kv_width: int,
+) -> LinearShapes:
     """The projections of attention with grouped heads, by their name in a layer."""
     return {"attn.q": (q_width, dim), "attn.k": (kv_width, dim), "attn.v": (kv_width, dim), "attn.o": (dim, q_width)}
 
 
-def gated_linears(dim: int, ffn: int, *, inside: str = "mlp") -> LinearShapes:
+def gated_linears(
+    dim: int,
+    ffn: int,
+    *,
+    inside: str = "mlp",
+) -> LinearShapes:
     """The projections of a gated feed-forward part, by their name in a layer."""
     return {f"{inside}.gate": (ffn, dim), f"{inside}.up": (ffn, dim), f"{inside}.down": (dim, ffn)}
 
@@ -96,7 +111,12 @@ def in_layers(names: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
     return found
 
 
-def match_row(name: str, table: Mapping[str, T], *, title: str) -> T:
+def match_row(
+    name: str,
+    table: Mapping[str, T],
+    *,
+    title: str,
+) -> T:
     """The one row of `table` whose pattern matches the global parameter name.
 
     Raises:
@@ -121,7 +141,13 @@ def logical_axes(name: str, table: AxisTable) -> tuple[DimAxis, ...]:
     return match_row(name, table, title="AXES")
 
 
-def check_divides(value: int, parts: int, *, value_name: str, parts_name: str) -> None:
+def check_divides(
+    value: int,
+    parts: int,
+    *,
+    value_name: str,
+    parts_name: str,
+) -> None:
     """Reject a `value` that does not divide into `parts`, with the nearest values that do.
 
     Raises:

@@ -26,7 +26,12 @@ REPRESENTS: dict[Dtype, tuple[Dtype, ...]] = {
 # the numbers of an optimizer cannot be scaled so, hence `params` is never float16.
 
 
-def dtype_faults(*, params: Dtype, compute: Dtype, reduce: Dtype) -> Iterator[Fault]:
+def dtype_faults(
+    *,
+    params: Dtype,
+    compute: Dtype,
+    reduce: Dtype,
+) -> Iterator[Fault]:
     """What is wrong with three types together; see Note [Which types go together]."""
     wide: Dtype = "float64" if compute == "float64" else "float32"
     need = " or ".join(parameter_types(compute))
@@ -35,15 +40,33 @@ def dtype_faults(*, params: Dtype, compute: Dtype, reduce: Dtype) -> Iterator[Fa
         what = "float16 has no numbers as small as an optimizer's: 1e-8 is 0 in it"
         if compute == "float16":
             fix += "; compute may stay float16"
-        yield Fault("precision.params", what, params, need, fix)
+        yield Fault(
+            "precision.params",
+            what,
+            got=params,
+            need=need,
+            fix=fix,
+        )
     elif compute not in REPRESENTS[params]:
         what = f"does not represent every number of the {compute} that is computed in"
-        yield Fault("precision.params", what, params, need, fix)
+        yield Fault(
+            "precision.params",
+            what,
+            got=params,
+            need=need,
+            fix=fix,
+        )
     if compute not in REPRESENTS[reduce]:
         what = f"would drop digits of gradients, which are {compute}"
         if compute == "float16":
             need += " or float16"
-        yield Fault("precision.reduce", what, reduce, need, f"--precision.reduce {wide}")
+        yield Fault(
+            "precision.reduce",
+            what,
+            got=reduce,
+            need=need,
+            fix=f"--precision.reduce {wide}",
+        )
 
 
 def parameter_types(compute: Dtype) -> tuple[Dtype, ...]:

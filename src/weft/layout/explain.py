@@ -28,7 +28,11 @@ def _clipped(line: str) -> str:
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
 
 
-def _count(number: int, noun: str, plural: str = "") -> str:
+def _count(
+    number: int,
+    noun: str,
+    plural: str = "",
+) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 

@@ -97,7 +97,11 @@ class Plan(BaseModel):
     @property
     def options(self) -> LayoutOptions:
         """What the layout says besides the mesh, as dimensions read it."""
-        return LayoutOptions(sequence_parallel=self.sequence_parallel, context=self.context, zero=self.zero)
+        return LayoutOptions(
+            sequence_parallel=self.sequence_parallel,
+            context=self.context,
+            zero=self.zero,
+        )
 
     @property
     def pipeline_size(self) -> int:
@@ -148,7 +152,11 @@ class Plan(BaseModel):
 
     def to_json(self) -> str:
         """Canonical JSON: equal plans give equal text."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1)
+        return json.dumps(
+            self.model_dump(mode="json"),
+            sort_keys=True,
+            indent=1,
+        )
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -162,7 +170,10 @@ class Plan(BaseModel):
 
 
 def make_stages(
-    blocks: Sequence[BlockSpec], num_stages: int, *, split: Sequence[int] | None = None
+    blocks: Sequence[BlockSpec],
+    num_stages: int,
+    *,
+    split: Sequence[int] | None = None,
 ) -> tuple[Stage, ...]:
     """Split `blocks` into stages: by cost, or by the layer counts of `split`.
 
@@ -174,7 +185,13 @@ def make_stages(
     stages = []
     for names in names_of_stages:
         flops = sum(specs[name].flops for name in names)
-        stages.append(Stage(blocks=names, out=specs[names[-1]].out, flops=flops))
+        stages.append(
+            Stage(
+                blocks=names,
+                out=specs[names[-1]].out,
+                flops=flops,
+            )
+        )
     return tuple(stages)
 
 
@@ -185,13 +202,26 @@ def canonical_json(architecture: Mapping[str, Any]) -> str:
 
 def _faults(plan: Plan) -> Iterator[Fault]:
     ranks = plan.pipeline_size
-    yield from find(plan.schedule).faults(ranks=ranks, chunks=plan.chunks, microbatches=plan.microbatches)
+    yield from find(plan.schedule).faults(
+        ranks=ranks,
+        chunks=plan.chunks,
+        microbatches=plan.microbatches,
+    )
     yield from _stage_faults(plan)
     unit = length_unit(plan.mesh, sequence_parallel=plan.sequence_parallel)
     if plan.seq_len % unit:
         what = "does not divide over the ranks that share a sequence"
-        yield Fault("seq_len", what, str(plan.seq_len), f"a multiple of {unit}")
-    yield from dtype_faults(params=plan.params, compute=plan.compute, reduce=plan.reduce)
+        yield Fault(
+            "seq_len",
+            what,
+            got=str(plan.seq_len),
+            need=f"a multiple of {unit}",
+        )
+    yield from dtype_faults(
+        params=plan.params,
+        compute=plan.compute,
+        reduce=plan.reduce,
+    )
     unknown = [axis for _, axis in plan.rule if axis not in all_axes()]
     if unknown:
         what = f"shards over axes that no mesh has: {', '.join(unknown)}"
@@ -203,7 +233,12 @@ def _stage_faults(plan: Plan) -> Iterator[Fault]:
     num_stages = plan.pipeline_size * plan.chunks
     if len(plan.stages) != num_stages:
         need = f"{num_stages} = {pipeline_axis()}{plan.pipeline_size} x {plan.chunks} chunks"
-        yield Fault("stages", "the schedule has another number of stages", str(len(plan.stages)), need)
+        yield Fault(
+            "stages",
+            "the schedule has another number of stages",
+            got=str(len(plan.stages)),
+            need=need,
+        )
     counts = Counter(name for stage in plan.stages for name in stage.blocks)
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
