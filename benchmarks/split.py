@@ -16,7 +16,7 @@ import torch
 
 from weft.models import FAMILIES
 from weft.models.common.batch import chain, token_batch
-from weft.parallel.pipeline.split_backward import SplitBackward
+from weft.parallel.autograd.split_backward import SplitBackward
 from weft.run.rank_setup import keep_freed_memory
 
 SIZES = ((128, 352, 128), (256, 704, 256), (512, 1408, 256), (1024, 2816, 256))

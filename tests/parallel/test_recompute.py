@@ -20,7 +20,7 @@ from weft.comm.observe import Counter
 from weft.layout.plan import Recompute
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_batch
-from weft.parallel.pipeline.split_backward import SplitBackward
+from weft.parallel.autograd.split_backward import SplitBackward
 from weft.parallel.recompute.blocks import FullRecompute, recompute_block
 from weft.parallel.recompute.selective import SelectiveRecompute
 from weft.prove.layout import micro_batches

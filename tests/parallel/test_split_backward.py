@@ -19,7 +19,7 @@ from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, chain, token_batch, with_later_targets
-from weft.parallel.pipeline.split_backward import PRODUCTS, SplitBackward
+from weft.parallel.autograd.split_backward import PRODUCTS, SplitBackward
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.testing import run_ranks
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import Field, create_model
 
-from weft.config.hf.mapping import HFMapping
+from weft.config.hf.mapping import ConfigFamily, Families
 from weft.config.keys import Flat
 from weft.config.run import Run
 from weft.config.schema import ModelSection
@@ -20,25 +20,6 @@ from weft.errors import ConfigError, Fault, did_you_mean
 DEFAULT_PRESET = "llama3-tiny"
 MAX_PRESETS = 3
 """Presets that a fault names."""
-
-
-class ConfigFamily(Protocol):
-    """The config side of a model family; `weft.models.Family` extends it by the model side."""
-
-    @property
-    def Config(self) -> type[ModelConfig]:  # noqa: N802 (a class: the family's own type)
-        """Type of the family's fields."""
-
-    @property
-    def PRESETS(self) -> Mapping[str, ModelConfig]:  # noqa: N802 (a constant of the module)
-        """Named sizes."""
-
-    @property
-    def hf(self) -> HFMapping | None:
-        """Hugging Face's format; None: transformers has no such family."""
-
-
-Families = Mapping[str, ConfigFamily]
 
 
 @dataclass(frozen=True)
@@ -84,7 +65,8 @@ def _after(
     families: Families,
 ) -> ModelChoice:
     """The choice after one more layer of keys."""
-    name, preset = layer.get("model.name"), layer.get("model.preset")
+    name: Any = layer.get("model.name")
+    preset = layer.get("model.preset")
     if name is not None and name not in families:
         raise ConfigError(
             Fault(

@@ -133,11 +133,8 @@ def parse(words: Sequence[str], field: FieldInfo) -> Any:
     plain_words = [_plain_word(word, field.annotation) for word in words]
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # tyro's own report of the fault; ours is one line
-            return tyro.cli(
-                field.annotation,
-                args=plain_words,
-                console_outputs=False,
-            )  # type: ignore[arg-type]
+            annotation: Any = field.annotation
+            return tyro.cli(annotation, args=plain_words, console_outputs=False)
     except SystemExit:
         raise ValueError(f"cannot read {' '.join(words)!r}") from None
 

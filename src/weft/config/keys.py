@@ -55,8 +55,9 @@ def keys_of(config: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """The type of the section that a field is; None for a plain value."""
     annotation = field.annotation
-    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-    return annotation if is_section else None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> Flat:

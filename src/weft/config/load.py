@@ -10,9 +10,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from weft.config import flags, toml
-from weft.config.families import Families, ModelChoice, choose_model, default_model, preset_fields, run_type
+from weft.config.families import ModelChoice, choose_model, default_model, preset_fields, run_type
 from weft.config.hf.from_hf import KEY as FROM_HF
 from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, select_folder
+from weft.config.hf.mapping import Families
 from weft.config.keys import Flat, faults_of, keys_of, nest, unknown_key, whole_number
 from weft.config.run import Run
 from weft.core.mesh import Mesh

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weft.config.families import ConfigFamily
-from weft.config.hf.mapping import HFMapping
+from weft.config.hf.mapping import ConfigFamily, HFMapping
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from weft.config.families import Families
+from weft.config.hf.mapping import Families
 from weft.config.hf.read_config import DescribedModel, describe_folder
 from weft.config.keys import Flat
 from weft.errors import CheckpointError, Fault

@@ -262,6 +262,25 @@ class HFMapping:
     weights: WeightMapping
 
 
+class ConfigFamily(Protocol):
+    """The config side of a model family; `weft.models.Family` extends it by the model side."""
+
+    @property
+    def Config(self) -> type[ModelConfig]:  # noqa: N802 (a class: the family's own type)
+        """Type of the family's fields."""
+
+    @property
+    def PRESETS(self) -> Mapping[str, ModelConfig]:  # noqa: N802 (a constant of the module)
+        """Named sizes."""
+
+    @property
+    def hf(self) -> HFMapping | None:
+        """Hugging Face's format; None: transformers has no such family."""
+
+
+Families = Mapping[str, ConfigFamily]
+
+
 def name_rules(
     param_prefix: str,
     tensor_prefix: str,

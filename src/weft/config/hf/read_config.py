@@ -8,8 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.config.families import ConfigFamily, Families
-from weft.config.hf.mapping import FIXED_EVERYWHERE, IGNORED, REQUIRED, ConfigMapping, Fixed, HFMapping, Json, Key
+from weft.config.hf.mapping import (
+    FIXED_EVERYWHERE,
+    IGNORED,
+    REQUIRED,
+    ConfigFamily,
+    ConfigMapping,
+    Families,
+    Fixed,
+    HFMapping,
+    Json,
+    Key,
+)
 from weft.config.hf.safetensors_files import list_tensors, read_json
 from weft.config.keys import Flat
 from weft.errors import CheckpointError, Fault

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from weft.config.families import Families
-from weft.config.hf.mapping import IGNORED, HFMapping, Json
+from weft.config.hf.mapping import IGNORED, Families, HFMapping, Json
 from weft.config.hf.read_config import hf_mappings
 from weft.core.model_config import ModelConfig
 from weft.errors import Fault

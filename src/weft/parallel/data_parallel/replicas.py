@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
-from weft.parallel.model.tree import map_leaves, tensors_in
+from weft.parallel.autograd.tree import map_leaves, tensors_in
 
 
 class DataParallel(nn.Module):

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from weft.comm.transport import Work
 from weft.models.common.batch import Batch, chain
+from weft.parallel.autograd.split_backward import SplitBackward
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.pipeline.split_backward import SplitBackward
 from weft.parallel.pp import AXIS as PP
 from weft.schedule.actions import Act, Table
 from weft.schedule.lower import Instruction, Recv, Send, lower

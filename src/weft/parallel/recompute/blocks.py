@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from weft.layout.plan import Recompute
 from weft.models.common.batch import Batch
-from weft.parallel.pipeline.split_backward import active_split_backward
+from weft.parallel.autograd.split_backward import active_split_backward
 from weft.parallel.recompute.selective import SelectiveRecompute
 
 NEVER_RECOMPUTED = ("embed", "head", "loss")

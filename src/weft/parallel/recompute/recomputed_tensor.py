@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft.parallel.model.tree import map_leaves, tensors_in
+from weft.parallel.autograd.tree import map_leaves, tensors_in
 
 
 class SavedTensorSlot:

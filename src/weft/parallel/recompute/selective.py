@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from weft.parallel.model.tree import map_leaves, tensors_in
+from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.recompute.recomputed_tensor import (
     CallArgument,
     RecomputedTensor,

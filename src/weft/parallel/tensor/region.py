@@ -36,7 +36,7 @@ from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.core.mesh import Axis
-from weft.parallel.pipeline.split_backward import active_split_backward
+from weft.parallel.autograd.split_backward import active_split_backward
 
 SEQ_DIM = 1
 """Dim of the sequence in x_BSD."""

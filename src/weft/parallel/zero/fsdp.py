@@ -13,8 +13,8 @@ from weft.comm.adopt import comm_or_world
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis, axis_names
 from weft.errors import DataError, Fault, PlanError
+from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP
-from weft.parallel.model.tree import map_leaves
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
 from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy

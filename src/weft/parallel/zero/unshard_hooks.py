@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.parallel.model.tree import tensors_in
+from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.zero.param_group import ParamGroup
 
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from weft.parallel.model.tree import map_leaves, tensors_in
+from weft.parallel.autograd.tree import map_leaves, tensors_in
 
 PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     {
