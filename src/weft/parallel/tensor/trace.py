@@ -41,8 +41,8 @@ from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend, AttentionSpec, overrides_forward
 from weft.models.common.batch import Batch, Extra
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
+from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.model.chain import META, replace_module
-from weft.parallel.model.tree import map_leaves, tensors_in
 from weft.parallel.tensor.propagate import (
     Dims,
     Factor,
