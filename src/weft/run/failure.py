@@ -62,13 +62,17 @@ class ErrorContext:
 
     def to_error(self, failure: RankFailure) -> RankError:
         """The error that the user sees. The traceback is written to the run folder, or shown if WEFT_TRACEBACK is set."""
-        text = failure.text
+        lines = [failure.text]
         if failure.trace and os.environ.get(TRACE_VARIABLE):
-            text = f"{text}\n{failure.trace.rstrip()}"
+            lines.append(failure.trace.rstrip())
         elif failure.trace and failure.kind != "user":
-            text = f"{text}\n  traceback: {self._save_trace(failure)}"
-        where = self.mesh.coord_text(failure.rank) if self.mesh else "no mesh"
-        return RankError(failure.rank, where, text, kind="user" if failure.kind == "user" else "failure")
+            lines.append(f"  traceback: {self._save_trace(failure)}")
+        return RankError(
+            failure.rank,
+            self.mesh.coord_text(failure.rank) if self.mesh else "no mesh",
+            "\n".join(lines),
+            kind="user" if failure.kind == "user" else "failure",
+        )
 
     def _save_trace(self, failure: RankFailure) -> str:
         """Write the traceback to the run folder; its path, or how to see the traceback."""
@@ -81,15 +85,28 @@ class ErrorContext:
 
 def describe_error(error: BaseException, *, rank: int, at_s: float) -> RankFailure:
     """The record of an exception that `rank` raised."""
-    message = str(error)
-    trace = "".join(traceback.format_exception(error))[-MAX_TRACE:]
+    kind = _kind_of(error)
+    text = str(error)
+    if kind != "user":
+        name = type(error).__name__
+        text = f"{name}: {text}" if text else name
+    text = text[:MAX_TEXT]
+    if kind != "user":
+        text += _location(error)
+    trace = "".join(traceback.format_exception(error))
+    return RankFailure(rank, kind, at_s, text, trace[-MAX_TRACE:])
+
+
+def _kind_of(error: BaseException) -> Kind:
     if isinstance(error, UserError):
-        return RankFailure(rank, "user", at_s, message[:MAX_TEXT], trace)
-    about_communication = isinstance(error, (CommError, ConnectionError)) and not isinstance(error, MismatchError)
-    kind: Kind = "secondary" if about_communication or SECONDARY.search(message) else "error"
-    name = type(error).__name__
-    text = f"{name}: {message}" if message else name
-    return RankFailure(rank, kind, at_s, text[:MAX_TEXT] + _location(error), trace)
+        return "user"
+    if isinstance(error, MismatchError):
+        return "error"
+    if isinstance(error, (CommError, ConnectionError)):
+        return "secondary"
+    if SECONDARY.search(str(error)):
+        return "secondary"
+    return "error"
 
 
 def _location(error: BaseException) -> str:
@@ -104,10 +121,12 @@ def _location(error: BaseException) -> str:
 def describe_exit(code: int, *, rank: int, at_s: float, trace: str = "") -> RankFailure:
     """The record of a process that ended with `code` (a signal's number negated) and sent no report."""
     if code >= 0:
-        return RankFailure(rank, "error", at_s, f"process exited with code {code} and no error report", trace)
-    name = signal.Signals(-code).name
-    guess = " (out of memory?)" if name == "SIGKILL" else ""
-    return RankFailure(rank, "error", at_s, f"process was killed by {name}{guess}", trace)
+        text = f"process exited with code {code} and no error report"
+    else:
+        text = f"process was killed by {signal.Signals(-code).name}"
+    if code == -signal.SIGKILL:
+        text += " (out of memory?)"
+    return RankFailure(rank, "error", at_s, text, trace)
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:

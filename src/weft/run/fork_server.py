@@ -188,10 +188,15 @@ def _run_job(job: Job, worker: WorkerProcess) -> None:
 
 
 def _call(job: Job, rank: int) -> object:
-    store = f"file://{job.folder}/store"
-    transport = ProcessTransport(rank, job.mesh.size, store, timeout_s=job.comm_timeout_s)
+    transport = ProcessTransport(
+        rank,
+        job.mesh.size,
+        f"file://{job.folder}/store",
+        timeout_s=job.comm_timeout_s,
+    )
+    comm = Comm(job.mesh, rank, transport)
     fn = cloudpickle.loads(job.fn)
-    return fn(Comm(job.mesh, rank, transport))
+    return fn(comm)
 
 
 def _pickle_exception(error: BaseException) -> bytes:

@@ -86,11 +86,15 @@ def _join(threads: Sequence[threading.Thread], *, timeout_s: float, has_failed: 
     deadline = time.monotonic() + timeout_s
     saw_failure = False
     for thread in threads:
-        while thread.is_alive() and time.monotonic() < deadline:
+        while thread.is_alive():
+            left_s = deadline - time.monotonic()
             if has_failed() and not saw_failure:
                 saw_failure = True
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-            thread.join(min(POLL_S, max(0.0, deadline - time.monotonic())))
+                left_s = min(left_s, GRACE_S)
+                deadline = time.monotonic() + left_s
+            if left_s <= 0:
+                return
+            thread.join(min(POLL_S, left_s))
 
 
 def _stack_of(thread: threading.Thread) -> str:

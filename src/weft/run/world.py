@@ -57,8 +57,11 @@ def detect(env: Env) -> World | None:
         LaunchError: variables are missing, are not numbers, or contradict each other.
     """
     world = _torchrun_world(env) or _slurm_world(env)
-    if world is not None and not 0 <= world.rank < world.size:
-        raise LaunchError(Fault("rank", "is outside the world", got=f"rank {world.rank} of {world.size}"))
+    if world is None:
+        return None
+    if world.rank not in range(world.size):
+        fault = Fault("rank", "is outside the world", got=f"rank {world.rank} of {world.size}")
+        raise LaunchError(fault)
     return world
 
 
@@ -147,8 +150,13 @@ def expand_hosts(text: str) -> tuple[str, ...]:
 def _hosts_of_word(word: str, text: str) -> Iterator[str]:
     choices: list[list[str]] = []
     for ranges, plain in HOST_PART.findall(word):
-        choices.append([plain] if plain else list(_numbers_of_ranges(ranges, text)))
-    return map("".join, itertools.product(*choices))
+        if plain:
+            choices.append([plain])
+        else:
+            numbers = _numbers_of_ranges(ranges, text)
+            choices.append(list(numbers))
+    for parts in itertools.product(*choices):
+        yield "".join(parts)
 
 
 def _numbers_of_ranges(ranges: str, text: str) -> Iterator[str]:

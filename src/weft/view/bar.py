@@ -47,9 +47,11 @@ class ByteProgress:
             self._print_line(what, done, total)
 
     def _update_bar(self, bars: Progress, what: str, done: int, total: int) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = bars.add_task(what, total=total)
-        bars.update(self._tasks[what], completed=done)
+        task = self._tasks.get(what)
+        if task is None:
+            task = bars.add_task(what, total=total)
+            self._tasks[what] = task
+        bars.update(task, completed=done)
 
     def _print_line(self, what: str, done: int, total: int) -> None:
         tenths = NUM_LINES * done // total

@@ -99,9 +99,12 @@ class LiveRegion:
     def draw(self, lines: Sequence[Text]) -> None:
         """Replace the region by `lines`, as many as there is room for."""
         width, height = self.console.size
-        shown = [_clip(line, width - 1) for line in lines[: max(height - 1, 1)]]
-        self._write(self._erase_code(width) + self._render(*shown))
-        self._widths = tuple(line.cell_len for line in shown)
+        num_shown = max(height - 1, 1)
+        clipped = [_clip(line, width - 1) for line in lines[:num_shown]]
+        erase = self._erase_code(width)
+        frame = self._render(*clipped)
+        self._write(erase + frame)
+        self._widths = tuple(line.cell_len for line in clipped)
 
     def print_above(self, *renderables: RenderableType) -> None:
         """Erase the region and print permanently; the next `draw` restores the region below."""
@@ -177,15 +180,24 @@ def progress_lines(progress: Progress, glyphs: Glyphs, *, width: int) -> list[Te
 
 
 def _bar_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
-    total = progress.num_steps
-    share = min(progress.num_done / total, 1.0) if total else 0.0
-    line = _line("step", (f"{step_count(progress)}  ", "bold"))
+    share = _share_done(progress)
+    steps = step_count(progress)
+    line = _line("step", (f"{steps}  ", "bold"))
     status = Text(f" {share:4.0%}   {_status(progress)}", "dim")
-    bar_width = max(width - 2 - line.cell_len - status.cell_len, 0)
+    room = width - 2 - line.cell_len - status.cell_len
+    bar_width = max(room, 0)
     num_full = round(share * bar_width)
+    num_empty = bar_width - num_full
     line.append(glyphs.full * num_full, "green")
-    line.append(glyphs.empty * (bar_width - num_full), "grey37")
+    line.append(glyphs.empty * num_empty, "grey37")
     return line.append(status)
+
+
+def _share_done(progress: Progress) -> float:
+    if not progress.num_steps:
+        return 0.0
+    share = progress.num_done / progress.num_steps
+    return min(share, 1.0)
 
 
 def _status(progress: Progress) -> str:
@@ -196,21 +208,37 @@ def _status(progress: Progress) -> str:
 def _loss_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
     loss = float(progress.step["loss"])
     style = "bold" if math.isfinite(loss) else "bold red"
-    line = _line("loss", (f"{loss:.4f}", style), (" nats  ", "dim"))
+    line = _line(
+        "loss",
+        (f"{loss:.4f}", style),
+        (" nats  ", "dim"),
+    )
     room = max(width - line.cell_len - 2, 0)
-    return line.append(sparkline(progress.losses, room, blocks=glyphs.blocks), "cyan")
+    curve = sparkline(progress.losses, room, blocks=glyphs.blocks)
+    return line.append(curve, "cyan")
 
 
 def _gradient_line(progress: Progress) -> Text:
-    norm = f"{float(progress.step['grad_norm']):.3f}"
-    lr = f"{progress.step['lr']:.2e}"
-    return _line("gradient", ("norm ", "dim"), f"{norm:<10}", ("lr ", "dim"), lr)
+    norm = float(progress.step["grad_norm"])
+    lr = progress.step["lr"]
+    return _line(
+        "gradient",
+        ("norm ", "dim"),
+        f"{norm:.3f}".ljust(10),
+        ("lr ", "dim"),
+        f"{lr:.2e}",
+    )
 
 
 def _speed_line(progress: Progress) -> Text:
-    tokens_per_s = f"{progress.step['tokens_per_s']:,.0f}"
-    step_time = short_time(progress.step_s)
-    return _line("speed", tokens_per_s, (" tokens/s, ", "dim"), step_time, (" a step", "dim"))
+    tokens_per_s = progress.step["tokens_per_s"]
+    return _line(
+        "speed",
+        f"{tokens_per_s:,.0f}",
+        (" tokens/s, ", "dim"),
+        short_time(progress.step_s),
+        (" a step", "dim"),
+    )
 
 
 def _line(label: str, *parts: str | tuple[str, str]) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -52,8 +53,10 @@ class Progress:
         if len(self.losses) == 1:
             self.recent_s.clear()  # the first step warms caches: its time is not typical
         self.step = event
-        self.losses.append(float(event.get("loss", "nan")))
-        self.recent_s.append(float(event.get("step_s", "nan")))
+        loss = event.get("loss", math.nan)
+        step_s = event.get("step_s", math.nan)
+        self.losses.append(float(loss))
+        self.recent_s.append(float(step_s))
 
     @property
     def num_steps(self) -> int:
@@ -71,7 +74,7 @@ class Progress:
     def step_s(self) -> float:
         """Mean time of the recent steps, seconds; NaN before the first."""
         if not self.recent_s:
-            return float("nan")
+            return math.nan
         return sum(self.recent_s) / len(self.recent_s)
 
     @property
@@ -148,8 +151,11 @@ def run_summary(run: Event) -> list[tuple[str, str]]:
     """Label and text of each row that the run event has values for."""
     rows: list[tuple[str, str]] = []
     for row in SUMMARY:
-        if run.get(row.key) not in (None, ""):
-            rows.append((row.label, row.text(run)))
+        value = run.get(row.key)
+        if value is None or value == "":
+            continue
+        text = row.text(run)
+        rows.append((row.label, text))
     return rows
 
 
@@ -175,27 +181,33 @@ def event_text(event: Event) -> str:
 
 
 def _eval_text(event: Event) -> str:
-    loss = event.get("loss", float("nan"))
-    perplexity = event.get("perplexity", float("nan"))
+    step = event.get("step")
+    loss = event.get("loss", math.nan)
+    perplexity = event.get("perplexity", math.nan)
     num_tokens = event.get("tokens", 0)
     result = f"loss {loss:.4f} nats, perplexity {perplexity:,.2f}, {num_tokens:,} tokens"
-    return f"evaluated after step {event.get('step')}: {result}"
+    return f"evaluated after step {step}: {result}"
 
 
 def _save_text(event: Event) -> str:
+    step = event.get("step")
+    path = event.get("path")
     size = memory(event["bytes"])
     stall = short_time(event["stall_s"])
     write = short_time(event["write_s"])
-    return f"saved step {event.get('step')}: {event.get('path')}, {size}, training stalled {stall}, written in {write}"
+    return f"saved step {step}: {path}, {size}, training stalled {stall}, written in {write}"
 
 
 def _save_failed_text(event: Event) -> str:
     need = memory(event["need_bytes"])
     free = memory(event["free_bytes"])
-    reason = f"{need} needed, {free} free; {event['why']}"
+    why = event["why"]
+    step = event.get("step")
+    warning = f"warning: step {step} is not saved ({need} needed, {free} free; {why})"
     newest = event.get("newest")
-    remaining = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
-    return f"warning: step {event.get('step')} is not saved ({reason}). Training continues; {remaining}"
+    if newest:
+        return f"{warning}. Training continues; the newest checkpoint is {newest}"
+    return f"{warning}. Training continues; there is no checkpoint"
 
 
 def _resume_text(event: Event) -> str:
@@ -213,7 +225,9 @@ def stage_memory(sizes: tuple[float, ...]) -> str:
     """`312 MiB`, or a size for each stage: `stage 0 312 MiB, 1 298 MiB`."""
     if len(sizes) == 1:
         return memory(sizes[0])
-    stages = [f"{stage} {memory(size)}" for stage, size in enumerate(sizes)]
+    stages: list[str] = []
+    for stage, size in enumerate(sizes):
+        stages.append(f"{stage} {memory(size)}")
     return "stage " + ", ".join(stages)
 
 

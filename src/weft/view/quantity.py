@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*%#"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A unit, and the size of one of it."""
+
+    unit: str
+    size: float
+
+
+COUNT_SCALES = (
+    Scale("T", 1e12),
+    Scale("B", 1e9),
+    Scale("M", 1e6),
+    Scale("k", 1e3),
+)
+MEMORY_SCALES = (
+    Scale("GiB", 2**30),
+    Scale("MiB", 2**20),
+    Scale("KiB", 2**10),
+    Scale("B", 1),
+)
 
 
 def count(number: float) -> str:
     """`312`, `9,876`, `10.6 M`, `405 B`."""
     if abs(number) < 1e5:
         return f"{number:,.0f}"
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if abs(number) >= size * 0.9995:
-            return f"{number / size:.3g} {letter}"
-    return f"{number / 1e3:.3g} k"
+    for scale in COUNT_SCALES:
+        amount = number / scale.size
+        if abs(amount) >= 0.9995:
+            break
+    return f"{amount:.3g} {scale.unit}"
 
 
 def memory(size_bytes: float) -> str:
     """`312 MiB`, `1.25 GiB`."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        amount = size_bytes / 2**power
+    for scale in MEMORY_SCALES:
+        amount = size_bytes / scale.size
         if amount >= 1:
-            digits = 2 if unit == "GiB" and amount < 10 else 0
-            return f"{amount:.{digits}f} {unit}"
-    return f"{size_bytes:.0f} B"
+            break
+    is_small_gib = scale.unit == "GiB" and amount < 10
+    digits = 2 if is_small_gib else 0
+    return f"{amount:.{digits}f} {scale.unit}"
 
 
 def short_time(seconds: float) -> str:
