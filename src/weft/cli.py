@@ -111,7 +111,7 @@ def train(words: Sequence[str]) -> int:
     run = load_checked_run(words, (*data_checks.CHECKS, *preflight.CHECKS, *resume.CHECKS))
     if not run.out:
         run = run.model_copy(update={"out": str(preflight.new_run_folder(run, datetime.now()))})
-    print_messages(f"note: {note}" for note in preflight.notes(run))
+    print_messages(f"note: {note}" for note in preflight.training_notes(run))
     set_openmp_policy()
     from weft.commands.train import train as train_run
     from weft.generate.main import sample_trained  # late: they import torch, after all checks

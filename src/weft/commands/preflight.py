@@ -16,6 +16,7 @@ from pathlib import Path
 from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.resume import AUTO, check_model, find_checkpoint, starts_new
 from weft.config.checks import Check
+from weft.config.finetuning import defaults_note
 from weft.config.run import Run
 from weft.errors import CheckpointError, Fault, LaunchError
 from weft.hf.match import match_folder
@@ -193,17 +194,27 @@ def lora_base_faults(run: Run) -> Iterable[Fault]:
 
 
 def notes(run: Run) -> tuple[str, ...]:
-    """Warnings that do not prevent the run."""
-    found = []
+    """Remarks on the environment that do not prevent the run."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     size = run.device_mesh.size
     if run.device == "cpu" and not is_joining(os.environ) and size > num_cores:
-        found.append(f"{size} ranks share {num_cores} cores: correct, but slower than {num_cores} ranks")
-    if run.lora.rank and run.model.from_hf is None and run.lora.base is None and starts_new(run):
+        return (f"{size} ranks share {num_cores} cores: correct, but slower than {num_cores} ranks",)
+    return ()
+
+
+def training_notes(run: Run) -> tuple[str, ...]:
+    """`notes`, and remarks on what a new run trains."""
+    found = list(notes(run))
+    if not starts_new(run):
+        return tuple(found)
+    if run.lora.rank and run.model.from_hf is None and run.lora.base is None:
         found.append(
             "warning: the base model of the LoRA adapters has random weights; "
             "set --model.from_hf or --lora.base to a trained model"
         )
+    defaults = defaults_note(run)
+    if defaults is not None:
+        found.append(defaults)
     return tuple(found)
 
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from weft.config import flags, toml
 from weft.config.families import ModelChoice, choose_model, default_model, preset_fields, run_type
+from weft.config.finetuning import finetuning_defaults
 from weft.config.hf.from_hf import KEY as FROM_HF
 from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, select_folder
 from weft.config.hf.mapping import Families
@@ -78,6 +79,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
     values: Flat = {
         **_defaults(sources.model, asked, families),
         **sources.folder.defaults,
+        **finetuning_defaults(asked, sources.folder.defaults),
         **asked,
         **sources.folder.decided,
         "model.name": sources.model.name,
