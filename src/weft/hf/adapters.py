@@ -48,8 +48,11 @@ class MergedSource:
     def __init__(self, source: Source, lora: LoraConfig) -> None:
         self._source = source
         self._scale = lora.alpha / lora.rank
-        linears = (adapted_linear(name) for name in source.shapes)
-        self.adapted = frozenset(linear for linear in linears if linear is not None)
+        self.adapted = set()
+        for name in source.shapes:
+            linear = adapted_linear(name)
+            if linear is not None:
+                self.adapted.add(linear)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -73,16 +76,19 @@ class MergedSource:
             start = max(band_start, first_row)
             stop = min(band_start + BAND, last_row)
             band = self._product_rows(linear, a, band_start)
-            delta = band[start - band_start : stop - band_start, box.slices[1]]
+            band_rows = slice(start - band_start, stop - band_start)
+            delta = band[band_rows, box.slices[1]]
             rows = slice(start - first_row, stop - first_row)
             weight[rows] = add_product(weight[rows], delta, scale=self._scale)
         return weight
 
     def _product_rows(self, linear: str, a: Tensor, start: int) -> Tensor:
         """One band of whole rows of B A."""
-        height, rank = self._source.shapes[linear + LORA_B]
+        name = linear + LORA_B
+        height, rank = self._source.shapes[name]
         stop = min(start + BAND, height)
-        b = self._source.read(linear + LORA_B, Box((start, 0), (stop, rank)))
+        band = Box((start, 0), (stop, rank))
+        b = self._source.read(name, band)
         wide = torch.promote_types(b.dtype, torch.float32)
         return b.to(wide) @ a.to(wide)
 
@@ -135,11 +141,16 @@ def combined_factors(target: AdapterTarget, source: Source) -> tuple[Tensor, Ten
     if target.num_parts == 1:
         return a_factors[0], b_factors[0]
     height, rank = b_factors[0].shape
-    combined_b = b_factors[0].new_zeros(target.num_parts * height, len(b_factors) * rank)
-    for column, (part, b) in enumerate(zip(target.parts, b_factors, strict=True)):
-        rows = slice(part * height, (part + 1) * height)
-        columns = slice(column * rank, (column + 1) * rank)
+    combined_height = target.num_parts * height
+    combined_rank = len(b_factors) * rank
+    combined_b = b_factors[0].new_zeros(combined_height, combined_rank)
+    first_column = 0
+    for part, b in zip(target.parts, b_factors, strict=True):
+        first_row = part * height
+        rows = slice(first_row, first_row + height)
+        columns = slice(first_column, first_column + rank)
         combined_b[rows, columns] = b
+        first_column += rank
     return torch.cat(a_factors), combined_b
 
 

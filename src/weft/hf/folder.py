@@ -93,9 +93,11 @@ class HfFolder:
         for alias, source in self.aliases.items():
             owner = self.ties[alias]
             if not self._equals(source, owner):
-                tensor, owner_tensor = source.rule.tensor, self.sources[owner].rule.tensor
+                tensor = source.rule.tensor
+                owner_tensor = self.sources[owner].rule.tensor
                 what = f"{tensor} differs from {owner_tensor}, and the model ties them"
-                raise CheckpointError(Fault(str(self.folder), what, fix="set tie_word_embeddings as the weights are"))
+                fix = "set tie_word_embeddings as the weights are"
+                raise CheckpointError(Fault(str(self.folder), what, fix=fix))
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the files hold the parameters of a model with these whole shapes.
@@ -110,8 +112,11 @@ class HfFolder:
             if name in stored and stored[name] != shape:
                 what = f"{self.sources[name].rule.tensor}: config.json makes another shape of it"
                 faults.append(Fault(where, what, str(list(stored[name])), str(list(shape))))
-        faults += [Fault(where, f"nothing holds {name}") for name in shapes if name not in stored]
-        faults += [Fault(where, f"{name} is no parameter") for name in stored if name not in shapes]
+            elif name not in stored:
+                faults.append(Fault(where, f"nothing holds {name}"))
+        for name in stored:
+            if name not in shapes:
+                faults.append(Fault(where, f"{name} is no parameter"))
         if faults:
             raise CheckpointError(*faults)
 
@@ -119,7 +124,11 @@ class HfFolder:
         shape = self.sources[owner].shape
         if source.shape != shape:
             return False
-        return all(torch.equal(self._assemble(source, box), self.read(owner, box)) for box in slabs(shape))
+        for box in slabs(shape):
+            alias_values = self._assemble(source, box)
+            if not torch.equal(alias_values, self.read(owner, box)):
+                return False
+        return True
 
     def _assemble(self, source: ParamSource, box: Box) -> Tensor:
         """A box of a parameter, copied from its tensors."""

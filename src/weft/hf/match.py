@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from weft.config.hf.mapping import EXPERT, HFMapping, WeightMapping, WeightRule
+from weft.config.hf.mapping import EXPERT, HFMapping, Slice, WeightMapping, WeightRule
 from weft.config.hf.read_config import hf_mappings
 from weft.config.hf.safetensors_files import DTYPES, TensorEntry, list_some, list_tensors
 from weft.core.model_config import ModelConfig
@@ -51,9 +51,13 @@ def match_folder(folder: Path, cfg: ModelConfig) -> MatchedFolder:
     Raises:
         CheckpointError: tensors that are missing, left over or do not fit, files that are missing or damaged.
     """
-    mapping = mapping_of(cfg.family)
-    ties = FAMILIES[cfg.family].ties(cfg)
-    return match_tensors(mapping.weights, cfg, list_tensors(folder), ties=ties, folder=str(folder))
+    return match_tensors(
+        mapping_of(cfg.family).weights,
+        cfg,
+        list_tensors(folder),
+        ties=FAMILIES[cfg.family].ties(cfg),
+        folder=str(folder),
+    )
 
 
 def match_tensors(
@@ -129,7 +133,10 @@ class _Matching:
     def _tensor_names(self, rule: WeightRule) -> tuple[str, ...]:
         if EXPERT not in rule.tensor:
             return (rule.tensor,)
-        return tuple(rule.tensor.replace(EXPERT, str(expert)) for expert in range(self.cfg.experts))
+        names = []
+        for expert in range(self.cfg.experts):
+            names.append(rule.tensor.replace(EXPERT, str(expert)))
+        return tuple(names)
 
 
 def add_prefix(entries: Mapping[str, TensorEntry], mapping: WeightMapping) -> dict[str, TensorEntry]:
@@ -140,7 +147,8 @@ def add_prefix(entries: Mapping[str, TensorEntry], mapping: WeightMapping) -> di
     unprefixed = {rule.tensor for rule in mapping.rules if not rule.tensor.startswith(prefix)}
     found = {}
     for name, entry in entries.items():
-        found[name if name in unprefixed else prefix + name] = entry
+        rule_name = name if name in unprefixed else prefix + name
+        found[rule_name] = entry
     return found
 
 
@@ -163,20 +171,29 @@ def _misfit(rule: WeightRule, entries: list[TensorEntry], names: tuple[str, ...]
     """Why these tensors cannot be the parameter of the rule."""
     first = entries[0]
     for entry, name in zip(entries, names, strict=True):
+        where = str(entry.file)
         if entry.dtype not in DTYPES:
+            what = f"{name} is of a type that parameters cannot have"
             fix = "quantized weights have to be turned into bfloat16 first"
-            return Fault(str(entry.file), f"{name} is of a type that parameters cannot have", entry.dtype, fix=fix)
+            return Fault(where, what, entry.dtype, fix=fix)
         if entry.shape != first.shape or entry.dtype != first.dtype:
             got = f"{entry.dtype} {list(entry.shape)}"
             need = f"{first.dtype} {list(first.shape)}"
-            return Fault(str(entry.file), f"{name} differs from {names[0]}", got, need)
-    shape = str(list(first.shape))
+            return Fault(where, f"{name} differs from {names[0]}", got, need)
+    where = str(first.file)
+    got = str(list(first.shape))
     if rule.transposed and len(first.shape) != 2:
-        return Fault(str(first.file), f"{names[0]} is no matrix", shape)
-    part = rule.slice
-    if part and (len(first.shape) <= part.dim or first.shape[part.dim] % part.count):
-        return Fault(str(first.file), f"{names[0]} does not divide by {part.count}", shape)
+        return Fault(where, f"{names[0]} is no matrix", got)
+    if rule.slice is not None and not _divides(first.shape, rule.slice):
+        return Fault(where, f"{names[0]} does not divide by {rule.slice.count}", got)
     return None
+
+
+def _divides(shape: tuple[int, ...], part: Slice) -> bool:
+    """Whether a tensor of this shape has equal parts along the dim of the slice."""
+    if part.dim >= len(shape):
+        return False
+    return shape[part.dim] % part.count == 0
 
 
 def _slice_faults(sources: Iterable[ParamSource], folder: str) -> Iterator[Fault]:
@@ -186,9 +203,10 @@ def _slice_faults(sources: Iterable[ParamSource], folder: str) -> Iterator[Fault
         for tensor in source.tensors:
             users.setdefault(tensor, []).append(source.rule)
     for tensor, rules in users.items():
-        slices = [rule.slice for rule in rules]
-        count = slices[0].count if slices[0] else 1
-        indices = sorted(part.index if part else 0 for part in slices)
+        whole = Slice(0, 1, dim=0)
+        slices = [rule.slice or whole for rule in rules]
+        count = slices[0].count
+        indices = sorted(part.index for part in slices)
         if indices != list(range(count)):
             params = ", ".join(rule.param for rule in rules)
             yield Fault(folder, f"{tensor} is not used exactly once", params, f"{count} parts")

@@ -85,11 +85,14 @@ class Placement:
 
     def to_param(self, box: Box) -> Box:
         """A box of the HF tensor inside `region` -> the same entries in the parameter."""
-        start = tuple(-lo for lo in self.region.lo)
-        inner = _transpose(shift(box, start), self.transposed)
+        to_origin = tuple(-lo for lo in self.region.lo)
+        in_region = shift(box, to_origin)
+        inner = _transpose(in_region, self.transposed)
         if self.expert is None:
             return inner
-        return Box((self.expert, *inner.lo), (self.expert + 1, *inner.hi))
+        lo = (self.expert, *inner.lo)
+        hi = (self.expert + 1, *inner.hi)
+        return Box(lo, hi)
 
 
 @dataclass(frozen=True)
@@ -119,13 +122,22 @@ class ParamSource:
         """The HF tensors' entries that make up a box of the parameter."""
         if not self.is_stacked:
             placement = self.placements[0]
-            yield Copy(placement.tensor, placement.to_tensor(box), placement.transposed, ())
+            yield Copy(
+                source=placement.tensor,
+                box=placement.to_tensor(box),
+                transposed=placement.transposed,
+                at=(),
+            )
             return
         inner = Box(box.lo[1:], box.hi[1:])
-        for row, expert in enumerate(range(box.lo[0], box.hi[0])):
-            placement = self.placements[expert]
-            at = (slice(row, row + 1),)
-            yield Copy(placement.tensor, placement.to_tensor(inner), placement.transposed, at)
+        first, last = box.lo[0], box.hi[0]
+        for row, placement in enumerate(self.placements[first:last]):
+            yield Copy(
+                source=placement.tensor,
+                box=placement.to_tensor(inner),
+                transposed=placement.transposed,
+                at=(slice(row, row + 1),),
+            )
 
 
 @dataclass(frozen=True)
@@ -248,10 +260,14 @@ def _tensor_shape(matrix_shape: Shape, rule: WeightRule) -> Shape:
 
 def shift(box: Box, offset: Shape) -> Box:
     """The box moved by so many entries in each dim."""
-    lo = tuple(start + move for start, move in zip(box.lo, offset, strict=True))
-    hi = tuple(stop + move for stop, move in zip(box.hi, offset, strict=True))
-    return Box(lo, hi)
+    lo, hi = [], []
+    for start, stop, move in zip(box.lo, box.hi, offset, strict=True):
+        lo.append(start + move)
+        hi.append(stop + move)
+    return Box(tuple(lo), tuple(hi))
 
 
 def _transpose(box: Box, transposed: bool) -> Box:
-    return Box(box.lo[::-1], box.hi[::-1]) if transposed else box
+    if not transposed:
+        return box
+    return Box(box.lo[::-1], box.hi[::-1])

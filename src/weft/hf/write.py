@@ -68,10 +68,11 @@ def _file_dtype(tensor: HFTensor, stored: torch.dtype, asked: torch.dtype | None
 
 def main_dtype(typed: Sequence[TypedTensor]) -> str:
     """torch's name of the type that most bytes have."""
-    sizes: Counter[str] = Counter()
+    sizes: Counter[torch.dtype] = Counter()
     for tensor in typed:
-        sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.num_bytes
-    return sizes.most_common(1)[0][0]
+        sizes[tensor.dtype] += tensor.num_bytes
+    most_common, _ = sizes.most_common(1)[0]
+    return str(most_common).removeprefix("torch.")
 
 
 def split_files(typed: Sequence[TypedTensor], *, max_bytes: int) -> list[list[TypedTensor]]:
@@ -141,8 +142,10 @@ def _write_file(file: BinaryIO, tensors: Sequence[TypedTensor], source: Source) 
     file.write(_header(ordered))
     for each in ordered:
         for box in slabs(each.tensor.shape):
-            slab = assemble(each.tensor, source, box).to(each.dtype).contiguous()
-            file.write(slab.view(-1).view(torch.uint8).numpy().data)
+            slab = assemble(each.tensor, source, box)
+            typed = slab.to(each.dtype).contiguous()
+            raw = typed.view(-1).view(torch.uint8)
+            file.write(raw.numpy().data)
 
 
 def _header(tensors: Sequence[TypedTensor]) -> bytes:
@@ -163,11 +166,14 @@ def _header(tensors: Sequence[TypedTensor]) -> bytes:
 
 def assemble(tensor: HFTensor, source: Source, box: Box) -> Tensor:
     """A box of an HF tensor, copied from the parameters, in their stored type."""
-    assembled = torch.empty(box.shape, dtype=source.dtype(tensor.placements[0].param))
+    first = tensor.placements[0]
+    assembled = torch.empty(box.shape, dtype=source.dtype(first.param))
     for copy in tensor.copies(box):
         values = source.read(copy.source, copy.box)
-        values = values.T if copy.transposed else values
-        assembled[copy.at] = values.reshape(assembled[copy.at].shape)
+        if copy.transposed:
+            values = values.T
+        target = assembled[copy.at]
+        target.copy_(values.reshape(target.shape))
     return assembled
 
 

@@ -69,8 +69,13 @@ def contradictions(model: FolderModel, asked: Mapping[str, object]) -> Iterator[
     for key, value in model.decided.items():
         given = asked.get(key, value)
         if given != value:
-            need = "nothing" if value is None else str(value)
-            yield Fault(key, f"contradicts {model.folder}", str(given), need, f"leave {key} out")
+            yield Fault(
+                key,
+                f"contradicts {model.folder}",
+                got=str(given),
+                need="nothing" if value is None else str(value),
+                fix=f"leave {key} out",
+            )
 
 
 def _folder_model(folder: str, found: DescribedModel, *, keeps_file: bool) -> FolderModel:

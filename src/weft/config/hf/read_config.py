@@ -74,16 +74,27 @@ def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFa
     Raises:
         CheckpointError: an architecture that no family has, with those that exist.
     """
-    named = config.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else None
+    model_type = config.get("model_type")
+    architecture = _architecture(config)
     mappings = hf_mappings(families)
     for name, mapping in mappings.items():
-        matches_type = architecture is None and mapping.model_type == config.get("model_type")
-        if architecture == mapping.architecture or matches_type:
+        if architecture is None:
+            is_match = mapping.model_type == model_type
+        else:
+            is_match = mapping.architecture == architecture
+        if is_match:
             return families[name], mapping
-    got = repr(architecture or config.get("model_type"))
+    got = repr(architecture or model_type)
     known = sorted(mapping.architecture for mapping in mappings.values())
     raise CheckpointError(Fault(key, "unknown architecture", got, f"one of {', '.join(known)}"))
+
+
+def _architecture(config: Json) -> Any:
+    """The first of `architectures`; None where there is none."""
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        return None
+    return names[0]
 
 
 def config_faults(config: Json, mapping: ConfigMapping, *, key: str) -> Iterator[Fault]:
@@ -119,7 +130,11 @@ def _probe_tensors(folder: Path, config: Json, mapping: ConfigMapping) -> Flat:
     if not mapping.probes:
         return {}
     names = list_tensors(folder)
-    return {field: int(name.format_map(config) in names) for field, name in mapping.probes.items()}
+    found: Flat = {}
+    for field, pattern in mapping.probes.items():
+        is_present = pattern.format_map(config) in names
+        found[field] = int(is_present)
+    return found
 
 
 def _key_faults(row: Key, config: Json, *, key: str) -> Iterator[Fault]:
@@ -135,7 +150,8 @@ def _fixed_faults(rule: Fixed, config: Json, *, key: str) -> Iterator[Fault]:
     allowed = rule.allowed(config)
     if value is None or value in allowed:
         return
-    need = " or ".join(json.dumps(each) for each in allowed) or "nothing"
+    words = [json.dumps(each) for each in allowed]
+    need = " or ".join(words) or "nothing"
     yield Fault(key, f"{rule.hf_key}: not what weft computes", _short(value), need)
 
 

@@ -162,9 +162,13 @@ def _yarn_faults(found: Mapping[str, Any], config: Json, *, key: str) -> Iterato
 
 def _yarn_scaling(found: Mapping[str, Any], *, factor: float) -> dict[str, Any]:
     """YaRN's settings; `factor` is used where config.json has none."""
-    scaling = {name: found.get(name) or default for name, default in YARN_DEFAULTS.items()}
+    scaling = {}
+    for name, default in YARN_DEFAULTS.items():
+        scaling[name] = found.get(name) or default
     scaling["factor"] = found.get("factor") or factor
-    has_both = bool(found.get("mscale") and found.get("mscale_all_dim"))
-    scaling["mscale"] = found["mscale"] if has_both else 1.0
-    scaling["mscale_all_dim"] = found["mscale_all_dim"] if has_both else 0.0
+    scaling["mscale"] = 1.0
+    scaling["mscale_all_dim"] = 0.0
+    if found.get("mscale") and found.get("mscale_all_dim"):
+        scaling["mscale"] = found["mscale"]
+        scaling["mscale_all_dim"] = found["mscale_all_dim"]
     return scaling
