@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.small_models import TEXT_FAMILIES, small_config, small_fields
 from weft.core.model_config import check_divides
 from weft.models import FAMILIES, PRESETS
 from weft.models.deepseek.config import Config as Deepseek
@@ -111,3 +112,39 @@ def test_every_value_that_a_divisibility_fault_proposes_would_work(value: int, p
     assert all(int(proposed) % parts == 0 for proposed in values.split(" or "))
     assert all(value % int(proposed) == 0 for proposed in divisors.split(", "))
     return None
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_every_family_ships_a_tiny_preset_of_its_defaults(family: str):
+    assert PRESETS[f"{family}-tiny"] == FAMILIES[family].Config()
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_every_family_rejects_sizes_below_one_under_their_own_key(family: str):
+    fields = small_fields(family)
+    for name in ("layers", "dim", "heads", "vocab"):
+        with pytest.raises(ValidationError) as rejected:
+            FAMILIES[family].Config(**{**fields, name: 0})
+        assert (name,) in [error["loc"] for error in rejected.value.errors()]
+
+
+@pytest.mark.parametrize("family", [name for name in TEXT_FAMILIES if "kv_heads" in FAMILIES[name].Config.model_fields])
+def test_every_family_rejects_key_value_heads_that_do_not_divide_heads(family: str):
+    with pytest.raises(ValidationError, match="heads 4 does not divide by kv_heads 3"):
+        FAMILIES[family].Config(**small_fields(family, kv_heads=3))
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_every_family_counts_the_units_of_each_axis_that_can_be_sharded(family: str):
+    """An axis of AXES without units is never sharded; one with units is in AXES."""
+    cfg = small_config(family)
+    axes = {axis for row in FAMILIES[family].AXES.values() for axis in row}
+    assert set(cfg.axis_sizes()) <= axes
+    assert all(size >= 1 for size in cfg.axis_sizes().values())
+
+
+def test_a_window_hides_keys_from_some_layers_only():
+    gemma3 = small_config("gemma3")
+    assert [gemma3.window_of(layer) for layer in range(4)] == [5, None, 5, None]
+    assert small_config("mistral").window_of(0) == 5
+    assert small_config("mistral", window=0).window_of(0) is None
