@@ -36,7 +36,13 @@ class DataParallel(nn.Module):
     def __init__(self, module: nn.Module, devices: Sequence[torch.device | str], dim: int = 0) -> None:
         super().__init__()
         if not devices:
-            raise PlanError(Fault("DataParallel", "needs a device", fix='devices=["cpu"], or the GPUs of this machine'))
+            raise PlanError(
+                Fault(
+                    "DataParallel",
+                    "needs a device",
+                    fix='devices=["cpu"], or the GPUs of this machine',
+                )
+            )
         self.devices = tuple(torch.device(device) for device in devices)
         self.dim = dim
         self.module = module.to(self.devices[0])
@@ -87,7 +93,12 @@ class _ReplicaCall(threading.Thread):
         on_device = torch.cuda.device(self.device) if is_cuda else nullcontext()
         inference = torch.inference_mode(self.is_inference)
         try:
-            with on_device, inference, torch.set_grad_enabled(self.is_grad_enabled), self.autocast:
+            with (
+                on_device,
+                inference,
+                torch.set_grad_enabled(self.is_grad_enabled),
+                self.autocast,
+            ):
                 self._result = self.module(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - raised again by `result`
             self._error = error
@@ -187,7 +198,13 @@ def _scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> list[Any
     lengths = {tensor.shape[dim] for tensor in tensors}
     if len(lengths) > 1:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(inputs))
-        raise PlanError(Fault("DataParallel", f"inputs differ in their number of samples, dim {dim}", got=shapes))
+        raise PlanError(
+            Fault(
+                "DataParallel",
+                f"inputs differ in their number of samples, dim {dim}",
+                got=shapes,
+            )
+        )
     num_parts = max(1, min(len(devices), *lengths)) if lengths else 1
     return [_part(inputs, number, num_parts=num_parts, device=devices[number], dim=dim) for number in range(num_parts)]
 

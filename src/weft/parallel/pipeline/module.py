@@ -185,6 +185,11 @@ def _boundary_dtype(stages: Sequence[Stage], outputs: Sequence[_Output]) -> str:
             )
         if dtype != found[0]:
             raise PlanError(
-                Fault(f"blocks[{block}]", "stages differ in the dtype of their outputs", got=name, need=names[0])
+                Fault(
+                    f"blocks[{block}]",
+                    "stages differ in the dtype of their outputs",
+                    got=name,
+                    need=names[0],
+                )
             )
     return names[0]

@@ -221,7 +221,8 @@ class Player:
         split.backward_weights()
 
     def _notify_last_backward(self, act: Act) -> None:
-        if self.last_backward[act.stage] == act:
+        is_last = self.last_backward[act.stage] == act
+        if is_last:
             self.before_last_backward(act.stage)
 
     def _send(self, state: StepState, send: Send) -> None:

@@ -106,8 +106,8 @@ class FlatLayout:
         """Shard `index` of the flat tensor of `tensors`, without allocating the flat tensor."""
         shard = torch.zeros(self.shard_length, dtype=dtype, device=device)
         for span in self.spans:
-            overlap = self.overlap(span, index)
             entries = tensors[span.name].detach().reshape(-1)
+            overlap = self.overlap(span, index)
             shard[overlap.in_shard] = entries[overlap.in_param]
         return shard
 
@@ -115,7 +115,8 @@ class FlatLayout:
         """The flat tensor of `tensors`; the padding is 0."""
         flat = torch.zeros(self.length, dtype=dtype, device=device)
         for span in self.spans:
-            flat[span.start : span.stop] = tensors[span.name].detach().reshape(-1)
+            entries = tensors[span.name].detach()
+            flat[span.start : span.stop] = entries.reshape(-1)
         return flat
 
 
@@ -152,5 +153,6 @@ class FlatParams:
 
     def alias(self) -> Tensor:
         """The same memory as a tensor with a version counter of its own."""
+        alias = self.flat.new_empty(0)
         storage = self.flat.untyped_storage()
-        return self.flat.new_empty(0).set_(storage, 0, self.flat.shape, self.flat.stride())
+        return alias.set_(storage, 0, self.flat.shape, self.flat.stride())

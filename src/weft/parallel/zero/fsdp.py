@@ -198,10 +198,12 @@ class FullyShardedDataParallel(nn.Module):
 
         torch.nn.utils.clip_grad_norm_ would take the norm of this rank's entries.
         """
-        gradients = [shard.grad for shard in self._shard_of.values() if shard.grad is not None]
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        for gradient in gradients:
-            total += gradient.double().square().sum()
+        gradients = []
+        for shard in self._shard_of.values():
+            if shard.grad is not None:
+                gradients.append(shard.grad)
+                total += shard.grad.double().square().sum()
         norm = self.comm.all_reduce(total, self.axis).sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
@@ -212,7 +214,11 @@ class FullyShardedDataParallel(nn.Module):
         """The state dict that the module would have unwrapped, on every rank; a collective over all ranks."""
         values = self._reducer.full_parameters()
         values.update(self.module.named_buffers())
-        return {key: values[name].detach().clone() for key, name in self._state_names.items()}
+        state = {}
+        for key, name in self._state_names.items():
+            value = values[name].detach()
+            state[key] = value.clone()
+        return state
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -243,8 +249,14 @@ class FullyShardedDataParallel(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Moves and casts are refused: the shards are views into flat memory."""
         tensors = (*self.parameters(), *self.buffers())
-        if any(fn(tensor) is not tensor for tensor in tensors):
-            raise PlanError(Fault("FullyShardedDataParallel", "its module cannot be moved or cast once it is wrapped"))
+        is_unchanged = all(fn(tensor) is tensor for tensor in tensors)
+        if not is_unchanged:
+            raise PlanError(
+                Fault(
+                    "FullyShardedDataParallel",
+                    "its module cannot be moved or cast once it is wrapped",
+                )
+            )
         return self
 
 

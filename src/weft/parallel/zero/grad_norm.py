@@ -47,15 +47,17 @@ def squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor:
     names = list(reducer.sharded_params)
     if not names:
         return torch.zeros((), dtype=torch.float64, device=model.comm.device)
-    gradients = [_gradient(reducer, name) for name in names]
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(gradients, dtype=dtype)).double()
-    weights = []
+    gradients = []
+    is_counted = []
     for name in names:
-        is_counted = is_first_holder(model, name, sharded_over=reducer.shard_axes[name])
-        weights.append(1.0 if is_counted else 0.0)
-    weight = torch.tensor(weights, dtype=torch.float64, device=norms.device)
-    return (norms.square() * weight).sum()
+        gradients.append(_gradient(reducer, name))
+        axes = reducer.shard_axes[name]
+        is_counted.append(is_first_holder(model, name, sharded_over=axes))
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch._foreach_norm(gradients, dtype=dtype)
+    squares = torch.stack(norms).double().square()
+    weights = torch.tensor(is_counted, dtype=torch.float64, device=squares.device)
+    return (squares * weights).sum()
 
 
 def is_first_holder(model: ParallelModel, name: str, *, sharded_over: tuple[str, ...] = ()) -> bool:
@@ -69,9 +71,12 @@ def is_first_holder(model: ParallelModel, name: str, *, sharded_over: tuple[str,
 
 
 def _is_first_replica(param_shard: ParamShard, comm: Comm, sharded_over: tuple[str, ...]) -> bool:
-    different = (PP, *param_shard.shard_axes, *sharded_over)
-    replicated = [axis for axis, _ in comm.mesh.axes if axis not in different]
-    return all(comm.index(axis) == 0 for axis in replicated)
+    other_entries = (PP, *param_shard.shard_axes, *sharded_over)
+    for axis, _ in comm.mesh.axes:
+        is_replicated = axis not in other_entries
+        if is_replicated and comm.index(axis) > 0:
+            return False
+    return True
 
 
 def clip(reducer: GradientReducer, norm: Tensor, *, most: float, scale: float = 1.0) -> None:

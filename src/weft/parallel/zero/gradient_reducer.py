@@ -21,7 +21,7 @@ Note [Reduction order]
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -49,6 +49,7 @@ class GradientReducer:
         frozen_shards: this rank's entries of frozen parameters that no rank holds unsharded between steps.
         shard_axes: mesh axes over which the entries of each parameter are sharded.
         shard_ranges: which entries of this rank's part of a parameter, counted row by row, lie in its tensor: (start, stop).
+        trained_groups: those of `groups` with gradients.
         arrived: parameters that have had a gradient since the last `finish`.
     """
 
@@ -63,6 +64,7 @@ class GradientReducer:
         ungrouped: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.groups = tuple(groups)
+        self.trained_groups = tuple(group for group in groups if group.is_trained)
         self.comm = comm
         self.reduces_every_backward = reduces_every_backward
         self.split_stages = split_stages
@@ -76,13 +78,14 @@ class GradientReducer:
         self._stages_to_sync: set[int] = set()
         self._touched: dict[int, ParamGroup] = {}
         self._complete: set[int] = set()
-        self._waiting: dict[int, deque[ParamGroup]] = defaultdict(deque)
+        self._waiting: dict[int, deque[ParamGroup]] = {}
+        self._stages = sorted({group.stage for group in self.trained_groups})
+        self._is_reduced_once = any(group.policy.keeps_unsharded_grad for group in self.trained_groups)
         for group in self.groups:
             self._register_shards(group)
-            if group.is_trained:
-                self._register_hooks(group)
-        self._is_reduced_once = any(group.policy.keeps_unsharded_grad for group in self.trained_groups)
-        self._requeue(group.stage for group in self.trained_groups)
+        for group in self.trained_groups:
+            self._register_hooks(group)
+        self._requeue(self._stages)
 
     def _register_shards(self, group: ParamGroup) -> None:
         if group.is_trained:
@@ -105,11 +108,6 @@ class GradientReducer:
 
         for name, param in group.params.items():
             param.register_post_accumulate_grad_hook(hook_of(name))
-
-    @property
-    def trained_groups(self) -> tuple[ParamGroup, ...]:
-        """Groups with gradients."""
-        return tuple(group for group in self.groups if group.is_trained)
 
     @property
     def has_unfinished_reduction(self) -> bool:
@@ -160,9 +158,12 @@ class GradientReducer:
 
     def _requeue(self, stages: Iterable[int]) -> None:
         """Expect a reduction of every group of these stages, last group first."""
-        for stage in set(stages):
-            of_stage = [group for group in self.trained_groups if group.stage == stage]
-            self._waiting[stage] = deque(reversed(of_stage))
+        for stage in stages:
+            waiting: deque[ParamGroup] = deque()
+            for group in self.trained_groups:
+                if group.stage == stage:
+                    waiting.appendleft(group)
+            self._waiting[stage] = waiting
 
     def _on_backward_end(self) -> None:
         """Expect all gradients anew: those that have not come will not, except in the second part of a split backward.
@@ -209,7 +210,7 @@ class GradientReducer:
         self.arrived.clear()
         self._complete.clear()
         self._stages_to_sync.clear()
-        self._requeue(group.stage for group in self.trained_groups)
+        self._requeue(self._stages)
 
     def used_on_any_rank(self, axis: Axis) -> frozenset[str]:
         """Parameters that have had a gradient since the last `finish`, on at least one rank of `axis`; before `finish`.
@@ -217,12 +218,19 @@ class GradientReducer:
         Every rank calls it after `start_remaining`: one all-reduce of an integer for each parameter, as torch's
         DistributedDataParallel does to find unused parameters.
         """
-        names = [name for group in self.trained_groups for name in group.params]
+        names: list[str] = []
+        for group in self.trained_groups:
+            names.extend(group.params)
         if self.comm.degree(axis) == 1 or not names:
             return frozenset(self.arrived)
-        flags = torch.tensor([name in self.arrived for name in names], dtype=torch.int32, device=self.comm.device)
-        counts = self.comm.all_reduce_(flags, axis).tolist()
-        return frozenset(name for name, count in zip(names, counts, strict=True) if count > 0)
+        flags = [name in self.arrived for name in names]
+        num_ranks = torch.tensor(flags, dtype=torch.int32, device=self.comm.device)
+        self.comm.all_reduce_(num_ranks, axis)
+        used = set()
+        for name, count in zip(names, num_ranks.tolist(), strict=True):
+            if count > 0:
+                used.add(name)
+        return frozenset(used)
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply every reduced gradient by `factor` (a number, or a scalar tensor of high precision)."""

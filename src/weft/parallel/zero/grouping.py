@@ -106,8 +106,14 @@ def bucket_reducer(
 
 def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGroup]:
     """Trained parameters in buckets; frozen ones in a group of their own where they are cast to the compute dtype."""
-    frozen = {name: model.params[name] for name in model.params if name in model.frozen}
-    trained = {name: param for name, param in model.params.items() if param.requires_grad}
+    frozen_names = model.frozen
+    frozen = {}
+    trained = {}
+    for name, param in model.params.items():
+        if param.requires_grad:
+            trained[name] = param
+        elif name in frozen_names:
+            frozen[name] = param
     reduce_axes = {name: shard.reduce_axes for name, shard in model.shards.items()}
     buckets = _buckets(
         trained,
@@ -194,7 +200,12 @@ def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGro
 
 def _shared_params(model: ParallelModel) -> frozenset[str]:
     """Parameters that more than one stage of this rank uses."""
-    uses: Counter[int] = Counter()
+    num_stages: Counter[int] = Counter()
     for stage in model.stages.values():
-        uses.update(id(param) for param in stage.parameters())
-    return frozenset(name for name, param in model.params.items() if uses[id(param)] > 1)
+        ids = [id(param) for param in stage.parameters()]
+        num_stages.update(ids)
+    shared = set()
+    for name, param in model.params.items():
+        if num_stages[id(param)] > 1:
+            shared.add(name)
+    return frozenset(shared)

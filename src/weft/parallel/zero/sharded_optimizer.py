@@ -78,12 +78,13 @@ class ShardedOptimizer(Optimizer):
         for param in params:
             if not param.requires_grad:
                 continue
-            if runs and (runs[-1][0].dtype, runs[-1][0].device) == (param.dtype, param.device):
+            if runs and _are_alike(runs[-1][0], param):
                 runs[-1].append(param)
             else:
                 runs.append([param])
-        degree, index = self.comm.degree(self.axis), self.comm.index(self.axis)
-        return [_FlatGroup(run, num_shards=degree, index=index) for run in runs]
+        num_shards = self.comm.degree(self.axis)
+        index = self.comm.index(self.axis)
+        return [_FlatGroup(run, num_shards=num_shards, index=index) for run in runs]
 
     def _copy_settings_from_inner(self) -> None:
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -151,7 +152,12 @@ class ShardedOptimizer(Optimizer):
         num_given = sum(len(group["params"]) for group in groups)
         if num_given != len(params):
             raise DataError(
-                Fault("state", "has another number of parameters", got=str(num_given), need=str(len(params)))
+                Fault(
+                    "state",
+                    "has another number of parameters",
+                    got=str(num_given),
+                    need=str(len(params)),
+                )
             )
         states = {id(param): state_dict["state"].get(number, {}) for number, param in enumerate(params)}
         for flat_group in self._flat_groups:
@@ -271,6 +277,10 @@ def elementwise_state_keys(
     return frozenset(keys)
 
 
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device
+
+
 def _not_elementwise(got: str) -> Fault:
     return Fault(
         "optimizer",
@@ -286,4 +296,7 @@ def _copy(value: Any) -> Any:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a parameter group, without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    settings = dict(group)
+    del settings["params"]
+    settings.pop("param_names", None)
+    return settings
