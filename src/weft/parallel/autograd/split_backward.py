@@ -36,7 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+)
 
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 
@@ -51,7 +54,16 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
 )  # fmt: skip
 """Functions that return one tensor and whose weight gradient is expensive, or larger than what it is made of: deferred to W."""
 
-IN_PLACE = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
+IN_PLACE = frozenset(
+    {
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ipow__",
+    }
+)
 """Functions that write into their first argument and whose name does not end in one underscore."""
 
 
@@ -134,11 +146,15 @@ class SplitBackward(TorchFunctionMode):
 
     def _writes_weight(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         """Whether `func` writes into a tensor that was made of weights."""
-        if not args or id(args[0]) not in self._weights:
+        if not args:
+            return False
+        target = args[0]
+        if id(target) not in self._weights:
             return False
         name = getattr(func, "__name__", "")
-        has_underscore = name.endswith("_") and not name.endswith("__")
-        return has_underscore or name in IN_PLACE
+        if name in IN_PLACE:
+            return True
+        return name.endswith("_") and not name.endswith("__")
 
     def _classify(self, touched: Iterable[Tensor], *, is_weight: bool) -> None:
         """Count tensors made of weights among the weights, and no longer once an activation was written into them."""
@@ -158,7 +174,12 @@ class SplitBackward(TorchFunctionMode):
             self._proxies[id(tensor)] = _outer_output(inner, tensor, self._grad_root)
         return self._proxies[id(tensor)]
 
-    def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _product(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor:
         """Run a product on inputs cut off from the outer graph, with one node in the outer graph in its place."""
         outer_inputs: list[Tensor] = []
         inner_inputs: list[GradientEdge] = []
@@ -174,7 +195,11 @@ class SplitBackward(TorchFunctionMode):
         inner_args = map_leaves(args, Tensor, cut)
         inner_kwargs = map_leaves(kwargs, Tensor, cut)
         out: Tensor = func(*inner_args, **inner_kwargs)
-        inner = _InnerGraph(self._pending_wgrads, get_gradient_edge(out), inputs=tuple(inner_inputs))
+        inner = _InnerGraph(
+            self._pending_wgrads,
+            get_gradient_edge(out),
+            inputs=tuple(inner_inputs),
+        )
         return _outer_output(inner, out, self._grad_root, *outer_inputs)
 
 
@@ -234,7 +259,13 @@ class _OuterNode(torch.autograd.Function):
     """The node of the outer graph in place of an inner graph: input gradients now, weight gradients in W."""
 
     @staticmethod
-    def forward(ctx: Any, inner: _InnerGraph, out: Tensor, grad_root: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        inner: _InnerGraph,
+        out: Tensor,
+        grad_root: Tensor,
+        *inputs: Tensor,
+    ) -> Tensor:
         ctx.inner = inner
         return out.detach()  # not a view to autograd, so that it may be written into
 

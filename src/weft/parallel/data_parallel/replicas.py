@@ -33,7 +33,12 @@ class DataParallel(nn.Module):
         dim: dimension of the samples in inputs and outputs. Outputs of no dimensions are stacked, one for each device.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[torch.device | str], dim: int = 0) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device | str],
+        dim: int = 0,
+    ) -> None:
         super().__init__()
         if not devices:
             raise PlanError(
@@ -175,11 +180,16 @@ class _ReplicaMaker:
         replica: nn.Module = module._replicate_for_data_parallel()
         self.replicas[id(module)] = replica
         for name, param in module._parameters.items():
-            setattr(replica, name, None if param is None else self._copy_of(param))
+            copied = None if param is None else self._copy_of(param)
+            setattr(replica, name, copied)
         for name, buffer in module._buffers.items():
-            replica._buffers[name] = None if buffer is None else buffer.to(self.device, copy=True)
+            if buffer is not None:
+                buffer = buffer.to(self.device, copy=True)
+            replica._buffers[name] = buffer
         for name, child in module._modules.items():
-            replica._modules[name] = None if child is None else self.replicate(child)
+            if child is not None:
+                child = self.replicate(child)
+            replica._modules[name] = child
         return replica
 
     def _copy_of(self, param: Tensor) -> Tensor:
@@ -206,10 +216,27 @@ def _scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> list[Any
             )
         )
     num_parts = max(1, min(len(devices), *lengths)) if lengths else 1
-    return [_part(inputs, number, num_parts=num_parts, device=devices[number], dim=dim) for number in range(num_parts)]
+    parts = []
+    for number in range(num_parts):
+        part = _part(
+            inputs,
+            number,
+            num_parts=num_parts,
+            device=devices[number],
+            dim=dim,
+        )
+        parts.append(part)
+    return parts
 
 
-def _part(inputs: Any, number: int, *, num_parts: int, device: torch.device, dim: int) -> Any:
+def _part(
+    inputs: Any,
+    number: int,
+    *,
+    num_parts: int,
+    device: torch.device,
+    dim: int,
+) -> Any:
     """Part `number` of the arguments, on its device."""
 
     def split(tensor: Tensor) -> Tensor:

@@ -89,7 +89,10 @@ class PipelineParallel(nn.Module):
             reduce_axes={name: shard.reduce_axes for name, shard in self.model.shards.items()},
             stage_of=self.model.stage_of,
         )
-        self._player = Player(self.model, before_last_backward=self._reducer.set_requires_gradient_sync)
+        self._player = Player(
+            self.model,
+            before_last_backward=self._reducer.set_requires_gradient_sync,
+        )
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Gradients of the mean loss over `inputs` (of all data ranks); returns that loss, on every rank.

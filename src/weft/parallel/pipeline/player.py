@@ -106,7 +106,12 @@ class StepState:
 
     def check_empty(self) -> None:
         """Every tensor has been used."""
-        left = (*self.activations, *self.pending_wgrads, *self.outputs, *self.recvs)
+        left = (
+            *self.activations,
+            *self.pending_wgrads,
+            *self.outputs,
+            *self.recvs,
+        )
         assert not left, f"the schedule left {left[:3]} unused"
 
 
@@ -190,14 +195,17 @@ class Player:
         extra_losses = () if out.loss is None else (out.loss,)
         state.activations[key] = _Saved(x, (out.x, *extra_losses), split)
         for name, load in out.loads.items():
-            state.loads[name] = state.loads.get(name, 0) + load
+            total = state.loads.get(name, 0)
+            state.loads[name] = total + load
+        is_last_stage = act.stage == self.table.num_stages - 1
         losses = extra_losses
-        if act.stage == self.table.num_stages - 1:
+        if is_last_stage:
             losses = (out.x, *extra_losses)
         else:
             state.outputs[act] = out.x.detach()
         for loss in losses:
-            state.loss += loss.detach().double()
+            value = loss.detach()
+            state.loss += value.double()
 
     def _backward(self, state: StepState, act: Act) -> None:
         """B; or I, where the forward was split: then weight gradients stay pending."""

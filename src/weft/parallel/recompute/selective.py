@@ -106,7 +106,12 @@ class SelectiveRecompute(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._run_cheap(func, args, kwargs)
 
-    def _run_cheap(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_cheap(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Call `func`, with slots in place of what autograd saves of it."""
         inputs = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}
         recomputed = RecomputedTensor(
@@ -125,17 +130,27 @@ class SelectiveRecompute(TorchFunctionMode):
             self._results[memory_of(result)] = _CheapResult(recomputed, result, result._version)
         return result
 
-    def _is_cheap(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_cheap(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
         if func in SAVE_INPUTS:
             is_in_place = kwargs.get("inplace") or (func is F.silu and True in args[1:])
             return not is_in_place
         if func not in SAVE_NOTHING or "out" in kwargs:
             return False
-        with_gradients = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        with_gradients = []
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.requires_grad:
+                with_gradients.append(tensor)
         if func in ELEMENTWISE_PRODUCTS and len(with_gradients) == 2:
             return True
-        are_recomputed = all(self._result_view(tensor) is not None for tensor in with_gradients)
-        return bool(with_gradients) and are_recomputed
+        for tensor in with_gradients:
+            if self._result_view(tensor) is None:
+                return False
+        return bool(with_gradients)
 
     def _call_argument(self, tensor: Tensor) -> CallArgument:
         source = self._result_view(tensor) or SavedTensor.of(tensor)

@@ -111,7 +111,13 @@ class FlatLayout:
             shard[overlap.in_shard] = entries[overlap.in_param]
         return shard
 
-    def pack(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def pack(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
         """The flat tensor of `tensors`; the padding is 0."""
         flat = torch.zeros(self.length, dtype=dtype, device=device)
         for span in self.spans:
@@ -130,7 +136,13 @@ class FlatParams:
         report the saved tensors as modified in place.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], layout: FlatLayout, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        layout: FlatLayout,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
         device = next(iter(params.values())).device
         self.flat = layout.pack(params, dtype=dtype, device=device)
         self._num_bytes = self.flat.untyped_storage().nbytes()

@@ -18,7 +18,11 @@ from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
 from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
-from weft.parallel.zero.unshard_hooks import BlockGroups, groups_of, register_unshard_hooks
+from weft.parallel.zero.unshard_hooks import (
+    BlockGroups,
+    groups_of,
+    register_unshard_hooks,
+)
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules whose children are blocks."""
@@ -89,7 +93,8 @@ class FullyShardedDataParallel(nn.Module):
         for block in chain[:-1]:
             block.register_forward_pre_hook(self._cast_block_inputs, with_kwargs=True)
         self._shard_of = _shards_by_name(groups)
-        _register_shards(module, {key: self._shard_of[name] for key, name in self._name_of.items()})
+        shard_of_param = {key: self._shard_of[name] for key, name in self._name_of.items()}
+        _register_shards(module, shard_of_param)
         self._is_stale = False
         self._requires_gradient_sync = True
 
@@ -114,13 +119,17 @@ class FullyShardedDataParallel(nn.Module):
             init_block(block, chain, self.comm, self.axis, initialised=grouped)
             alike: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
             for param in own_params(block, chain):
-                if id(param) not in grouped:
-                    members = alike.setdefault((param.dtype, param.requires_grad), {})
-                    members[self._name_of[id(param)]] = param
-                    grouped.add(id(param))
+                if id(param) in grouped:
+                    continue
+                grouped.add(id(param))
+                kind = (param.dtype, param.requires_grad)
+                name = self._name_of[id(param)]
+                alike.setdefault(kind, {})[name] = param
             made = root_groups if block is self.module else groups
             for (dtype, _), members in alike.items():
-                made.append(ParamGroup(members, self.comm, self._policy(dtype), axes=axes))
+                policy = self._policy(dtype)
+                group = ParamGroup(members, self.comm, policy, axes=axes)
+                made.append(group)
         return root_groups + groups
 
     def _policy(self, dtype: torch.dtype) -> ShardingPolicy:

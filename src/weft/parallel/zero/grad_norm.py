@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.parallel.model.parallelize import CrossStageTie, ParallelModel, ParamShard
+from weft.parallel.model.parallelize import (
+    CrossStageTie,
+    ParallelModel,
+    ParamShard,
+)
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.zero.gradient_reducer import GradientReducer
 

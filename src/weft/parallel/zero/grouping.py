@@ -15,7 +15,11 @@ from weft.layout.plan import Plan
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
-from weft.parallel.zero.unshard_hooks import BlockGroups, groups_of, register_unshard_hooks
+from weft.parallel.zero.unshard_hooks import (
+    BlockGroups,
+    groups_of,
+    register_unshard_hooks,
+)
 
 BUCKET_BYTES = 25 * 2**20
 """Default bytes of gradients that are reduced together under ZeRO 0, as torch's DistributedDataParallel."""
@@ -91,7 +95,12 @@ def bucket_reducer(
     stage_of = stage_of or dict.fromkeys(params, 0)
     trained = {name: param for name, param in params.items() if param.requires_grad}
     groups = []
-    for key, names in _buckets(trained, reduce_axes=reduce_axes, stage_of=stage_of, bucket_bytes=bucket_bytes):
+    for key, names in _buckets(
+        trained,
+        reduce_axes=reduce_axes,
+        stage_of=stage_of,
+        bucket_bytes=bucket_bytes,
+    ):
         policy = ShardingPolicy(
             zero=0,
             params=key.dtype,
@@ -123,7 +132,14 @@ def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[Para
     )
     groups = []
     if frozen and policy.params != policy.compute:
-        groups.append(ParamGroup(frozen, model.comm, replace(policy, params=policy.compute), axes=()))
+        groups.append(
+            ParamGroup(
+                frozen,
+                model.comm,
+                replace(policy, params=policy.compute),
+                axes=(),
+            )
+        )
     for key, names in buckets:
         members = {name: trained[name] for name in names}
         groups.append(ParamGroup(members, model.comm, policy, axes=key.axes, stage=key.stage))

@@ -65,7 +65,13 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def _materialize(path: str, module: nn.Module, device: torch.device, *, initialised: Collection[int]) -> None:
+def _materialize(
+    path: str,
+    module: nn.Module,
+    device: torch.device,
+    *,
+    initialised: Collection[int],
+) -> None:
     """Allocate a module's own tensors and call its `reset_parameters`; initialised parameters keep their values."""
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:

@@ -168,7 +168,11 @@ class ParamGroup:
         if self.unsharded_grad is not None and self._shares_grad_memory:
             self.sharded_grad = self.unsharded_grad[self.layout.shard_slice(self.index)]
         else:
-            self.sharded_grad = torch.zeros(self.layout.shard_length, dtype=policy.params, device=self._device)
+            self.sharded_grad = torch.zeros(
+                self.layout.shard_length,
+                dtype=policy.params,
+                device=self._device,
+            )
 
     def _allocate_unsharded_grad(self) -> Tensor:
         grad = torch.zeros(self.layout.length, dtype=self.policy.reduce, device=self._device)

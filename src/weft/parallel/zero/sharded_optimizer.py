@@ -265,7 +265,10 @@ def elementwise_state_keys(
             sharded.step()
         joined = torch.cat([part.detach() for part in parts])
         is_elementwise = torch.allclose(unsharded.detach().flatten(), joined, rtol=1e-5)
-    except (TypeError, ValueError) as error:  # it needs a closure, or other shapes
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # it needs a closure, or other shapes
         message = str(error).splitlines()[0]
         raise PlanError(_not_elementwise(f"it raises {message!r}")) from error
     if not is_elementwise:
