@@ -12,7 +12,7 @@ import torch
 
 from weft.comm.backend import ProcessGroupBackend
 from weft.comm.backend_work import BackendCall
-from weft.comm.presence import PresenceStore, presence_key
+from weft.comm.presence import PresenceStore
 from weft.comm.signature import rank_list
 from weft.comm.transport import Call, OnLate
 from weft.errors import CommError, CommTimeout
@@ -44,7 +44,7 @@ class GroupQueue:
         presence: store by which the ranks of the world see which of them have joined a call.
         timeout_s: how long a call waits for other ranks.
         late_after_s: how long a call waits before members that have not joined are reported.
-        announce_after_s: age of a collective at which this rank announces that it has joined it.
+        announce_after_s: age of a collective at which this rank announces how many calls it has started.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class GroupQueue:
         self._backend: ProcessGroupBackend | None = None
         self._failure: CommError | None = None
         self._lock = threading.Lock()
+        self._announce_lock = threading.Lock()
         self._num_started = 0
+        self._num_announced = 0
         self._num_queued = 0
         self._queued: queue.SimpleQueue[GroupCall | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
@@ -97,7 +99,7 @@ class GroupQueue:
             self._worker.join(CLOSE_WAIT_S)
 
     def check_progress(self) -> None:
-        """Announce calls that have been in flight for a while, report late ranks of those this rank waits for.
+        """Announce this rank if a call has been in flight for a while; report late ranks of calls it waits for.
 
         Called from time to time by the monitor thread of the transport.
         """
@@ -105,7 +107,7 @@ class GroupQueue:
         for group_call in list(self.in_flight):
             age_s = now - group_call.started_at_s
             if age_s >= self.announce_after_s:
-                group_call.announce()
+                self._announce(group_call.call)
         for group_call in list(self.waiting):
             waited_s = now - group_call.waiting_since_s
             if waited_s >= self.late_after_s:
@@ -115,18 +117,18 @@ class GroupQueue:
     def missing(self, group_call: GroupCall, *, within_s: float) -> tuple[int, ...]:
         """Members that have not joined `group_call`: its group is not connected, or they are not in the collective."""
         call = group_call.call
-        if self._backend is None:
-            return self.presence.missing(call, self.name, within_s=within_s)
-        if call.is_p2p:
+        is_connected = self._backend is not None
+        if is_connected and call.is_p2p:
             return tuple(rank for rank in call.ranks if rank != call.rank)
-        return self.presence.missing(call, group_call.presence_prefix, within_s=within_s)
+        num_started = group_call.position + 1 if is_connected else 1
+        return self.presence.missing(self.name, call.ranks, num_started=num_started, within_s=within_s)
 
     def diagnose(self, group_call: GroupCall, error: RuntimeError | None) -> CommError:
         """The error of a call that timed out (`error` None) or that the backend failed; later calls refer to it."""
         description = group_call.call.description
         if self._failure is not None:
             return CommError(f"{description}: its connections were closed after an earlier failure: {self._failure}")
-        group_call.announce()
+        self._announce(group_call.call)
         if error is None or "imed out" in str(error):
             missing = self.missing(group_call, within_s=TIMEOUT_GRACE_S)
             late = f"{rank_list(missing)} did not arrive" if missing else "all ranks arrived, but it did not complete"
@@ -137,6 +139,16 @@ class GroupQueue:
             reason = str(error).splitlines()[0]
             self._failure = CommError(f"{description}: lost {lost} ({reason})")
         return self._failure
+
+    def _announce(self, call: Call) -> None:
+        """Let the other members see how many calls this rank has started; messages are not announced."""
+        if call.is_p2p:
+            return
+        with self._announce_lock:  # the monitor and the waiting thread announce: the number must not decrease
+            num_started = self._num_started
+            if num_started > self._num_announced:
+                self._num_announced = num_started
+                self.presence.announce(self.name, call.rank, num_started)
 
     def _blocking(self, group_call: GroupCall) -> GroupCall:
         """The call that `group_call` waits for: itself, or the running one if it is still queued."""
@@ -217,13 +229,7 @@ class GroupCall:
         self.waiting_since_s = self.started_at_s
         self._on_late = on_late
         self._backend_call: BackendCall | None = None
-        self._is_announced = False
         self._is_reported = False
-
-    @property
-    def presence_prefix(self) -> str:
-        """Prefix of the keys that members set when they have joined this call."""
-        return f"{self.queue.name}/{self.position}"
 
     def launch(self, backend: ProcessGroupBackend) -> BackendCall:
         """Hand the call to the backend."""
@@ -264,14 +270,6 @@ class GroupCall:
         if not is_complete:
             raise self.queue.diagnose(self, None)
 
-    def announce(self) -> None:
-        """Let the other members see that this rank has joined the call."""
-        if self._is_announced or self.call.is_p2p:
-            return
-        self._is_announced = True
-        key = presence_key(self.presence_prefix, self.call.rank)
-        self.queue.presence.announce(key)
-
     def report_late(self, waited_s: float) -> None:
         """Report the members that have not joined, once; only the first rank of the group to see it does."""
         if self._is_reported:
@@ -280,7 +278,8 @@ class GroupCall:
         if not missing:
             return
         self._is_reported = True
-        if self.queue.presence.is_first(f"{self.presence_prefix}/reported"):
+        key = f"{self.queue.name}/reported/{self.position}"
+        if self.queue.presence.is_first(key):
             self._on_late(self.call, missing, waited_s)
 
     def _wait_in_slices(self, backend_call: BackendCall) -> bool:

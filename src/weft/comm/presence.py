@@ -1,9 +1,9 @@
-"""Presence of ranks in a shared store: which members have joined a call; for diagnosis, outside of any process group."""
+"""How many calls each rank has started, in a shared store: for diagnosis, outside of any process group."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 from weft.comm.signature import rank_list
@@ -26,64 +26,73 @@ class Store(Protocol):
     """The part of torch.distributed.Store that is used here."""
 
     def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
     def add(self, key: str, amount: int) -> int: ...
 
 
 class PresenceStore:
-    """Keys by which ranks announce that they have joined a call.
+    """One key per group and rank: the number of calls of that group that the rank has started.
 
-    No method blocks inside the store: several threads of the process share its one connection.
+    Members of a group start its calls in the same order, so a rank has joined call n (counted from 0) once it has
+    started more than n calls. No method blocks inside the store: several threads share its one connection.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self.is_closed = False
 
-    def announce(self, key: str) -> None:
-        """Set `key`."""
-        self._store.set(key, "1")
+    def announce(self, group: str, rank: int, num_started: int) -> None:
+        """Let the other members of `group` see that `rank` has started this many of its calls."""
+        key = _key(group, rank)
+        self._store.set(key, str(num_started))
 
     def is_first(self, key: str) -> bool:
         """Whether this is the first rank to claim `key`."""
         return self._store.add(key, 1) == 1
 
-    def missing_keys(self, keys: Sequence[str], *, within_s: float) -> tuple[str, ...]:
-        """Those of `keys` that are not set after `within_s`, sooner if all are; none if the store itself is lost."""
+    def missing(
+        self,
+        group: str,
+        ranks: tuple[int, ...],
+        *,
+        num_started: int,
+        within_s: float,
+    ) -> tuple[int, ...]:
+        """Those of `ranks` that have not started `num_started` calls of `group` after `within_s`, sooner if all have.
+
+        None are missing if the store itself is lost.
+        """
         deadline_s = time.monotonic() + within_s
-        missing = list(keys)
+        missing = ranks
         try:
             for interval_s in poll_intervals():
-                missing = [key for key in missing if not self._store.check([key])]
+                missing = tuple(rank for rank in missing if self._num_started(group, rank) < num_started)
                 is_over = self.is_closed or time.monotonic() > deadline_s
                 if not missing or is_over:
                     break
                 time.sleep(interval_s)
         except RuntimeError:
             return ()
-        return tuple(missing)
+        return missing
 
-    def missing(self, call: Call, prefix: str, *, within_s: float) -> tuple[int, ...]:
-        """Members of `call` that have not announced `presence_key(prefix, rank)` within `within_s`."""
-        rank_of_key = {}
-        for rank in call.ranks:
-            rank_of_key[presence_key(prefix, rank)] = rank
-        missing_keys = self.missing_keys(tuple(rank_of_key), within_s=within_s)
-        return tuple(rank_of_key[key] for key in missing_keys)
-
-    def wait_for_members(self, prefix: str, call: Call, *, timeout_s: float) -> None:
-        """Announce this rank and return when every member of `call` has announced itself under `prefix`.
+    def wait_for_members(self, group: str, call: Call, *, timeout_s: float) -> None:
+        """Announce the first call of this rank and return when every member of `call` has announced one.
 
         Raises:
             CommTimeout: naming those that have not.
         """
-        self.announce(presence_key(prefix, call.rank))
-        missing = self.missing(call, prefix, within_s=timeout_s)
+        self.announce(group, call.rank, 1)
+        missing = self.missing(group, call.ranks, num_started=1, within_s=timeout_s)
         if missing:
             late = f"{rank_list(missing)} did not arrive within {timeout_s:g} s"
             raise CommTimeout(f"{call.description}: {late}")
 
+    def _num_started(self, group: str, rank: int) -> int:
+        key = _key(group, rank)
+        is_announced = self._store.check([key])
+        return int(self._store.get(key)) if is_announced else 0
 
-def presence_key(prefix: str, rank: int) -> str:
-    """Key that `rank` sets when it has joined what `prefix` names."""
-    return f"{prefix}/{rank}"
+
+def _key(group: str, rank: int) -> str:
+    return f"{group}/{rank}"
