@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
+from weft.core.attention_mask import AttentionMask
 from weft.core.sequence import zigzag
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
@@ -40,14 +41,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--window", type=int, help="of a sliding-window mask; default: none")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    mask = AttentionMask(window=options.window)
     whole = [torch.randn(1, options.length, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
 
     def rank(comm: Comm, variant: str) -> tuple[float, float]:
         spans = zigzag(options.length, comm.degree("cp"), comm.index("cp"))
         *given, grad = (torch.cat([x[:, span.start : span.stop] for span in spans], dim=1) for x in whole)
-        attend = Attend()
+        attend = Attend(mask=mask)
         attend.implementation = VARIANTS[variant](comm)
         return cpu_seconds(attend, tuple(given), grad)
 
@@ -55,7 +58,7 @@ def main() -> None:
         for variant in VARIANTS:
             ratios, balance = [], []
             for _ in range(options.rounds):
-                one = cpu_seconds(Attend(), tuple(whole[:3]), whole[3])
+                one = cpu_seconds(Attend(mask=mask), tuple(whole[:3]), whole[3])
                 ranks = run_ranks(f"cp{degree}", lambda comm, variant=variant: rank(comm, variant))
                 ratios.append([sum(part) / alone for part, alone in zip(zip(*ranks, strict=True), one, strict=True)])
                 balance.append(max(map(sum, ranks)) * degree / sum(map(sum, ranks)))

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from weft.comm.comm import Comm
     from weft.comm.transport import Work
+    from weft.core.attention_mask import AttentionMask
     from weft.core.mesh import Mesh
     from weft.errors import WeftError
     from weft.layout.plan import Plan
+    from weft.models.common.attention import Attend
     from weft.parallel.context.ring import ring_attention
     from weft.parallel.data_parallel.ddp import DistributedDataParallel
     from weft.parallel.data_parallel.replicas import DataParallel
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Attend": "weft.models.common.attention",
+    "AttentionMask": "weft.core.attention_mask",
     "ColumnParallelLinear": "weft.parallel.tensor.linear",
     "Comm": "weft.comm.comm",
     "DataParallel": "weft.parallel.data_parallel.replicas",
@@ -48,6 +52,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "Attend",
+    "AttentionMask",
     "ColumnParallelLinear",
     "Comm",
     "DataParallel",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.core.sequence import BlockMask, SequenceBlocks
+from weft.core.sequence import BlockMask, SequenceBlocks, zigzag
 from weft.models.common.attention import AttentionSpec, visible_keys
 from weft.parallel.context import kernels
 from weft.parallel.context.kernels import BlockGradients, Scores
@@ -38,7 +38,7 @@ class BlockAttention:
         v_BSGW: Tensor,
     ) -> Tensor:
         """This rank's q, k and v -> its out_BSHW; differentiable."""
-        out = _BlockwiseAttention.apply(  # type: ignore[no-untyped-call]
+        out = _BlockAttentionFunction.apply(  # type: ignore[no-untyped-call]
             q_BSHK,
             k_BSGK,
             v_BSGW,
@@ -97,14 +97,18 @@ class BlockAttention:
         device: torch.device,
     ) -> tuple[Tensor, Tensor]:
         """Columns of the block's queries and of its keys in the whole sequence."""
-        own_columns = self.blocks.columns(self.exchange.index)
-        source_columns = self.blocks.columns(source)
-        queries = torch.tensor(own_columns[block.queries], device=device)
-        keys = torch.tensor(source_columns[block.keys], device=device)
-        return queries, keys
+        own_columns = self._columns_of(self.exchange.index, device)
+        source_columns = self._columns_of(source, device)
+        return own_columns[block.queries], source_columns[block.keys]
+
+    def _columns_of(self, index: int, device: torch.device) -> Tensor:
+        """Columns of a sequence that a rank holds, in its order."""
+        spans = zigzag(self.blocks.length, self.blocks.num_ranks, index)
+        parts = [torch.arange(span.start, span.stop, device=device) for span in spans]
+        return torch.cat(parts)
 
 
-class _BlockwiseAttention(torch.autograd.Function):
+class _BlockAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
