@@ -1,4 +1,4 @@
-"""Owns what every test stands on: one intra-op thread, fixed seeds, repeatable property tests, each transport."""
+"""Set-up of all tests: one intra-op thread, fixed seeds, repeatable property tests, the transports."""
 
 from __future__ import annotations
 

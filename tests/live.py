@@ -1,4 +1,4 @@
-"""Owns counting the memory of tensors that are alive, also of those that only autograd holds: exact, by storage."""
+"""Memory of live tensors, including those that only autograd holds: exact, by storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Live(TorchDispatchMode):
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._made.setdefault(storage._cdata, StorageWeakRef(storage))  # nobody gets its place while it is held
+                self._made.setdefault(storage._cdata, StorageWeakRef(storage))  # no other object gets its id while it is held
         return out
 
     def num_bytes(self, *, but: Iterable[Tensor] = ()) -> int:

@@ -1,4 +1,4 @@
-"""Owns a `Source` of tensors in memory, for whatever reads stored parameters."""
+"""A `Source` of tensors in memory, for tests that read stored parameters."""
 
 from __future__ import annotations
 

@@ -145,14 +145,14 @@ def _paragraphs(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _DecodedBlock:
     """Decoded text, and how many bytes of the file have been read."""
 
     text: str
     at: int
 
 
-def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_Block]:
+def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_DecodedBlock]:
     """The text of a file block by block, line ends unchanged."""
     errors = "surrogateescape" if options.allow_any_bytes else "strict"
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
@@ -169,7 +169,7 @@ def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_Block]:
                 raise DataError(Fault(KEY, f"{file} is not UTF-8 text", got, fix=fix)) from None
             num_decoded += len(data)
             if text:
-                yield _Block(text, raw.tell())
+                yield _DecodedBlock(text, raw.tell())
             if not data:
                 return
 
