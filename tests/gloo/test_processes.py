@@ -1,8 +1,10 @@
 """Collectives between processes: overlap, Work handles, order within and between groups, rendezvous, close."""
 
 import gc
+import os
 import socket
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -17,33 +19,51 @@ from weft.testing import run_ranks
 LATE_S = 0.4
 
 
+@dataclass
+class Observed:
+    """What one rank saw of its two works."""
+
+    started_s: float
+    completed_early: list[bool]
+    completed_late: list[bool]
+    sums: list[float]
+
+
+def completed(works) -> list[bool]:
+    return [work.is_completed() for work in works]
+
+
 @pytest.mark.parametrize("checked", [True, False])
 def test_start_returns_before_the_other_ranks_arrive_and_is_completed_turns_true(checked):
     def run_rank(comm):
-        x, out = torch.ones(100_000), torch.zeros(100_000)
-        comm.send(x, "dp", to=0) if comm.rank else comm.recv(out, "dp", source=1)
+        x = torch.ones(100_000)
+        out = torch.zeros(100_000)
+        if comm.rank == 0:
+            comm.recv(out, "dp", source=1)
+        else:
+            comm.send(x, "dp", to=0)
         comm.barrier("dp")
         comm.checked = checked
         start = time.monotonic()
-        if comm.rank == 1:
+        if comm.rank == 0:
+            works = [comm.start_all_reduce(x, "dp"), comm.start_recv(out, "dp", source=1)]
+        else:
             time.sleep(LATE_S)
             works = [comm.start_all_reduce(x, "dp"), comm.start_send(x, "dp", to=0)]
-        else:
-            works = [comm.start_all_reduce(x, "dp"), comm.start_recv(out, "dp", source=1)]
-        started_s, early = time.monotonic() - start, [work.is_completed() for work in works]
+        started_s = time.monotonic() - start
+        completed_early = completed(works)
         deadline = time.monotonic() + 10
-        while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+        while not all(completed(works)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        done = [work.is_completed() for work in works]
-        total = [work.wait().sum().item() for work in works]
-        return started_s, early, done, total
+        completed_late = completed(works)
+        sums = [work.wait().sum().item() for work in works]
+        return Observed(started_s, completed_early, completed_late, sums)
 
     first, second = run_ranks("dp2", run_rank, transport="processes")
-    started_s, early, done, total = first
-    assert started_s < LATE_S / 2
-    assert early == [False, False]
-    assert done == second[2] == [True, True]
-    assert total == [200_000, 100_000]
+    assert first.started_s < LATE_S / 2
+    assert first.completed_early == [False, False]
+    assert first.completed_late == second.completed_late == [True, True]
+    assert first.sums == [200_000, 100_000]
 
 
 def test_signature_checks_do_not_make_a_correct_program_deadlock():
@@ -64,7 +84,10 @@ def test_signature_checks_do_not_make_a_correct_program_deadlock():
 def test_a_message_whose_handle_was_dropped_still_arrives():
     def run_rank(comm):
         x = torch.zeros(1000)
-        comm.recv(x, "pp", source=0) if comm.rank else comm.send(x, "pp", to=1)
+        if comm.rank == 0:
+            comm.send(x, "pp", to=1)
+        else:
+            comm.recv(x, "pp", source=0)
         comm.checked = False
         for turn in range(3):
             if comm.rank == 0:
@@ -114,11 +137,12 @@ def test_reductions_are_the_same_bits_every_time():
     def run_rank(comm):
         generator = torch.Generator().manual_seed(comm.rank)
         x = torch.randn(150_000, generator=generator)
-        sums = {
-            (comm.all_reduce(x[:size], "dp").sum().item(), comm.reduce_scatter(x[:size], "dp").sum().item())
-            for size in (30, 150_000)
-            for _ in range(5)
-        }
+        sums = set()
+        for size in (30, 150_000):
+            for _ in range(5):
+                total = comm.all_reduce(x[:size], "dp").sum().item()
+                shard = comm.reduce_scatter(x[:size], "dp").sum().item()
+                sums.add((total, shard))
         return len(sums)
 
     assert run_ranks("dp3", run_rank, transport="processes") == [2, 2, 2]
@@ -131,19 +155,23 @@ def free_port():
 
 
 def test_rendezvous_by_environment_by_address_and_by_store(tmp_path):
-    ports = free_port(), free_port()
+    env_port = free_port()
+    tcp_port = free_port()
 
     def run_rank(comm):
-        import os
-
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ports[0]))
-        os.environ.update(RANK=str(comm.rank), WORLD_SIZE="2", LOCAL_RANK=str(comm.rank))
-        ways = ["env://", f"tcp://127.0.0.1:{ports[1]}", dist.FileStore(str(tmp_path / "store"), 2)]
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(env_port),
+            RANK=str(comm.rank),
+            LOCAL_RANK=str(comm.rank),
+            WORLD_SIZE="2",
+        )
+        store = dist.FileStore(str(tmp_path / "store"), 2)
         totals = []
-        for way in ways:
-            transport = ProcessTransport(comm.rank, 2, way, timeout_s=20)
-            named = Comm(comm.mesh, comm.rank, transport)
-            totals.append(named.all_reduce(torch.ones(1), "dp").item())
+        for rendezvous in ("env://", f"tcp://127.0.0.1:{tcp_port}", store):
+            transport = ProcessTransport(comm.rank, 2, rendezvous, timeout_s=20)
+            other = Comm(comm.mesh, comm.rank, transport)
+            totals.append(other.all_reduce(torch.ones(1), "dp").item())
             comm.barrier("dp")
             transport.close()
         return totals
@@ -154,11 +182,13 @@ def test_rendezvous_by_environment_by_address_and_by_store(tmp_path):
 def test_an_adopted_process_group_of_torch_stays_usable(tmp_path):
     def run_rank(comm):
         store = dist.FileStore(str(tmp_path / "store"), 2)
-        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=2, timeout=timedelta(seconds=20))
+        timeout = timedelta(seconds=20)
+        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=2, timeout=timeout)
         totals = []
         for _ in range(2):
             transport = ProcessTransport.adopt(timeout_s=20)
-            totals.append(Comm(comm.mesh, comm.rank, transport).all_reduce(torch.ones(1), "dp").item())
+            adopted = Comm(comm.mesh, comm.rank, transport)
+            totals.append(adopted.all_reduce(torch.ones(1), "dp").item())
             transport.close()
         x = torch.ones(1)
         dist.all_reduce(x)
@@ -171,17 +201,17 @@ def test_an_adopted_process_group_of_torch_stays_usable(tmp_path):
 def test_close_aborts_collectives_in_flight(tmp_path):
     def run_rank(comm):
         transport = ProcessTransport(comm.rank, 2, f"file://{tmp_path}/store", timeout_s=30)
-        named = Comm(comm.mesh, comm.rank, transport)
-        named.barrier("dp")
+        other = Comm(comm.mesh, comm.rank, transport)
+        other.barrier("dp")
         took_s = 0.0
         if comm.rank == 0:
-            named.checked = False
-            work = named.start_all_reduce(torch.ones(200_000), "dp")
+            other.checked = False
+            work = other.start_all_reduce(torch.ones(200_000), "dp")
             start = time.monotonic()
             transport.close()
             with pytest.raises(CommError):
                 work.wait()
-            del work, named, transport
+            del work, other, transport
             gc.collect()
             took_s = time.monotonic() - start
         comm.barrier("dp")

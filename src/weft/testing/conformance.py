@@ -114,9 +114,17 @@ def all_reduces(comm: Comm) -> Iterator[Comparison]:
         expected = reduce(inputs, op)
         x = group.local(inputs)
         name = f"{op} {dtype} {group.axis}"
-        yield Comparison(f"all_reduce {name}", comm.all_reduce(x, group.axis, op=op), expected)
+        yield Comparison(
+            f"all_reduce {name}",
+            comm.all_reduce(x, group.axis, op=op),
+            expected,
+        )
         yield Comparison(f"input of all_reduce {name}", x, inputs[group.index])
-        yield Comparison(f"all_reduce_ {name}", comm.all_reduce_(x, group.axis, op=op), expected)
+        yield Comparison(
+            f"all_reduce_ {name}",
+            comm.all_reduce_(x, group.axis, op=op),
+            expected,
+        )
 
 
 def all_reduces_of_odd_tensors(comm: Comm) -> Iterator[Comparison]:
@@ -133,7 +141,11 @@ def _small_all_reduces(group: Group) -> Iterator[Comparison]:
     total = torch.tensor(float(sum(group.ranks)))
     yield Comparison(f"scalar {axis}", comm.all_reduce(scalar, axis), total)
     empty = torch.empty(0, 3, device=comm.device)
-    yield Comparison(f"empty {axis}", comm.all_reduce(empty, axis), torch.empty(0, 3))
+    yield Comparison(
+        f"empty {axis}",
+        comm.all_reduce(empty, axis),
+        torch.empty(0, 3),
+    )
 
 
 def _all_reduces_of_views(group: Group) -> Iterator[Comparison]:
@@ -144,7 +156,11 @@ def _all_reduces_of_views(group: Group) -> Iterator[Comparison]:
     yield Comparison(f"transposed {axis}", comm.all_reduce(x.T, axis), total.T)
     comm.all_reduce_(x[:, ::2], axis)
     yield Comparison(f"even columns {axis}", x[:, ::2], total[:, ::2])
-    yield Comparison(f"odd columns {axis}", x[:, 1::2], inputs[group.index][:, 1::2])
+    yield Comparison(
+        f"odd columns {axis}",
+        x[:, 1::2],
+        inputs[group.index][:, 1::2],
+    )
 
 
 def _large_all_reduces(group: Group) -> Iterator[Comparison]:
@@ -165,7 +181,11 @@ def all_gathers(comm: Comm) -> Iterator[Comparison]:
         for dtype in MOVED_DTYPES:
             shards = group.inputs(2, 3, 4, dtype=dtype)
             got = comm.all_gather(group.local(shards), group.axis, dim=dim)
-            yield Comparison(f"all_gather {dtype} dim {dim} {group.axis}", got, torch.cat(shards, dim))
+            yield Comparison(
+                f"all_gather {dtype} dim {dim} {group.axis}",
+                got,
+                torch.cat(shards, dim),
+            )
         yield _uneven_all_gather(group, dim, rows=1)
         if group.size <= 3:
             yield _uneven_all_gather(group, dim, rows=LARGE // 5)
@@ -178,7 +198,11 @@ def _uneven_all_gather(group: Group, dim: int, *, rows: int) -> Comparison:
         shards.append(make_input(rank, index * rows, 5).movedim(0, dim))
     sizes = [shard.shape[dim] for shard in shards]
     got = group.comm.all_gather(group.local(shards), group.axis, dim=dim, sizes=sizes)
-    return Comparison(f"uneven all_gather x{rows} dim {dim} {group.axis}", got, torch.cat(shards, dim))
+    return Comparison(
+        f"uneven all_gather x{rows} dim {dim} {group.axis}",
+        got,
+        torch.cat(shards, dim),
+    )
 
 
 def in_place(comm: Comm) -> Iterator[Comparison]:
@@ -199,7 +223,11 @@ def _gather_in_place(group: Group, buffers: list[Tensor], length: int) -> Compar
         shards.append(member_buffer[index * length : (index + 1) * length])
     buffer = group.local(buffers)
     got = group.comm.all_gather_(buffer, group.axis)
-    return Comparison(f"all_gather_ {length} {buffer.dtype} {group.axis}", got, torch.cat(shards))
+    return Comparison(
+        f"all_gather_ {length} {buffer.dtype} {group.axis}",
+        got,
+        torch.cat(shards),
+    )
 
 
 def _reduce_scatter_in_place(group: Group, buffers: list[Tensor], length: int, *, op: Reduce) -> Iterator[Comparison]:
@@ -208,7 +236,11 @@ def _reduce_scatter_in_place(group: Group, buffers: list[Tensor], length: int, *
     expected[own] = reduce(buffers, op)[own]
     buffer = group.local(buffers)
     name = f"reduce_scatter_ {op} {length} {group.axis}"
-    yield Comparison(name, group.comm.reduce_scatter_(buffer, group.axis, op=op), expected[own])
+    yield Comparison(
+        name,
+        group.comm.reduce_scatter_(buffer, group.axis, op=op),
+        expected[own],
+    )
     yield Comparison(f"buffer of {name}", buffer, expected)
 
 
@@ -225,7 +257,11 @@ def _even_reduce_scatter(group: Group, dim: int, *, dtype: torch.dtype, op: Redu
     inputs = [x.movedim(0, dim) for x in group.inputs(2 * group.size, 3, dtype=dtype)]
     got = group.comm.reduce_scatter(group.local(inputs), group.axis, dim=dim, op=op)
     shards = torch.split(reduce(inputs, op), 2, dim)
-    return Comparison(f"reduce_scatter {op} {dtype} dim {dim} {group.axis}", got, shards[group.index])
+    return Comparison(
+        f"reduce_scatter {op} {dtype} dim {dim} {group.axis}",
+        got,
+        shards[group.index],
+    )
 
 
 def _uneven_reduce_scatter(group: Group, dim: int) -> Comparison:
@@ -234,7 +270,11 @@ def _uneven_reduce_scatter(group: Group, dim: int) -> Comparison:
     inputs = [x.movedim(0, dim) for x in group.inputs(sum(sizes), 3)]
     got = group.comm.reduce_scatter(group.local(inputs), group.axis, dim=dim, sizes=sizes)
     shards = torch.split(reduce(inputs, "sum"), sizes, dim)
-    return Comparison(f"uneven reduce_scatter dim {dim} {group.axis}", got, shards[group.index])
+    return Comparison(
+        f"uneven reduce_scatter dim {dim} {group.axis}",
+        got,
+        shards[group.index],
+    )
 
 
 def all_to_alls(comm: Comm) -> Iterator[Comparison]:
@@ -268,7 +308,11 @@ def _uneven_all_to_all(group: Group, dtype: torch.dtype) -> Comparison:
     received: list[Tensor] = []
     for x, send_sizes in zip(inputs, rows, strict=True):
         received.append(torch.split(x, send_sizes)[group.index])
-    return Comparison(f"uneven all_to_all {dtype} {group.axis}", got, torch.cat(received))
+    return Comparison(
+        f"uneven all_to_all {dtype} {group.axis}",
+        got,
+        torch.cat(received),
+    )
 
 
 def one_to_many(comm: Comm) -> Iterator[Comparison]:
@@ -284,7 +328,11 @@ def _gather(group: Group, dtype: torch.dtype, root: int) -> Iterator[Comparison]
     inputs = group.inputs(2, 3, dtype=dtype)
     gathered = group.comm.gather(group.local(inputs), group.axis, root=root)
     is_none = torch.tensor(gathered is None)
-    yield Comparison(f"gather {root} {group.axis} gives None", is_none, torch.tensor(group.index != root))
+    yield Comparison(
+        f"gather {root} {group.axis} gives None",
+        is_none,
+        torch.tensor(group.index != root),
+    )
     if gathered is not None:
         for got, expected in zip(gathered, inputs, strict=True):
             yield Comparison(f"gather {root} {dtype} {group.axis}", got, expected)
@@ -296,7 +344,11 @@ def _scatter(group: Group, dtype: torch.dtype, root: int) -> Comparison:
     sent = [shard.to(comm.device) for shard in shards] if group.index == root else None
     out = torch.empty(2, 3, dtype=dtype, device=comm.device)
     got = comm.scatter(sent, out, group.axis, root=root)
-    return Comparison(f"scatter {root} {dtype} {group.axis}", got, shards[group.index])
+    return Comparison(
+        f"scatter {root} {dtype} {group.axis}",
+        got,
+        shards[group.index],
+    )
 
 
 def _broadcast(group: Group, dtype: torch.dtype, root: int) -> Comparison:
@@ -323,9 +375,17 @@ def _ring(group: Group, step: int) -> Iterator[Comparison]:
     receives = [comm.start_recv(out, axis, source=source) for out in outs]
     for work in (*receives, *sends):
         work.wait()
-        yield Comparison(f"is_completed {axis}", torch.tensor(work.is_completed()), torch.tensor(True))
+        yield Comparison(
+            f"is_completed {axis}",
+            torch.tensor(work.is_completed()),
+            torch.tensor(True),
+        )
     for out, shape in zip(outs, shapes, strict=True):
-        yield Comparison(f"message {shape} {axis}", out, make_input(group.ranks[source], *shape))
+        yield Comparison(
+            f"message {shape} {axis}",
+            out,
+            make_input(group.ranks[source], *shape),
+        )
 
 
 def overlapping(comm: Comm) -> Iterator[Comparison]:
@@ -359,7 +419,11 @@ def single_member(comm: Comm) -> Iterator[Comparison]:
     }
     for what, work in works.items():
         yield Comparison(what, work.wait(), expected)
-        yield Comparison(f"{what} is in memory of its own", torch.tensor(work.wait() is not x), torch.tensor(True))
+        yield Comparison(
+            f"{what} is in memory of its own",
+            torch.tensor(work.wait() is not x),
+            torch.tensor(True),
+        )
     out = torch.zeros(2, 2, device=comm.device)
     yield Comparison("all_reduce_", comm.all_reduce_(x, axis), expected)
     yield Comparison("scatter", comm.scatter([x], out, axis), expected)
