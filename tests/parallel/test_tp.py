@@ -1,4 +1,4 @@
-"""Tensor parallelism: cut linears, one entry per block side, weight gradients under the reduction."""
+"""Column- and row-parallel linears, one entry per block side, weight gradients computed during the reduction."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_gathered_output_is_the_whole_output_also_when_features_do_not_divide() 
 
 @dataclass
 class Log:
-    """What happened, in order: operations started and finished, gradients accumulated."""
+    """Events in order: collectives started and waited for, gradients accumulated."""
 
     lines: list[str] = field(default_factory=list)
 
@@ -157,7 +157,7 @@ def test_sequence_parallel_norm_gradient_is_summed_over_tp_and_others_are_not() 
     assert {with_sequence[name] for name in cut} == {without[name] for name in cut} == {("dp",)}
 
 
-def test_activations_of_a_cut_model_equal_the_plain_ones_without_any_backward() -> None:
+def test_activations_of_a_sharded_model_equal_the_plain_ones_without_any_backward() -> None:
     case = Case("tp2", family="gpt2", microbatches=1)
     batch = batches(Case("", microbatches=1))[0]
 

@@ -329,7 +329,7 @@ def test_user_model_equals_one_device_or_is_rejected_in_one_line(name: str, layo
 
 def main() -> None:
     """Print the table of shapes and layouts."""
-    print(f"{'':30}" + "".join(f"{layout:>24}" for layout in LAYOUTS))
+    print(f"{'':30}" + "".join(f"{layout:>24}" for layout in LAYOUTS))  # noqa: T201 - the table
     for name in SHAPES:
         cells = []
         for layout in LAYOUTS:
@@ -337,7 +337,7 @@ def main() -> None:
                 cells.append(f"{compare(name, layout):.1e}")
             except weft.WeftError:
                 cells.append("rejected")
-        print(f"{name:30}" + "".join(f"{cell:>24}" for cell in cells))
+        print(f"{name:30}" + "".join(f"{cell:>24}" for cell in cells))  # noqa: T201 - the table
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Embedding and cross entropy over a cut vocabulary, also one that does not divide."""
+"""Vocabulary-parallel embedding and cross entropy equal the whole ones, also where the vocabulary does not divide."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.testing import run_ranks
 
 @pytest.mark.parametrize("vocab", [8, 11, 5])
 @pytest.mark.parametrize("mesh", ["tp2", "tp4", "tp5"])
-def test_cross_entropy_of_cut_logits_is_the_whole_one_forward_and_backward(mesh: str, vocab: int) -> None:
+def test_cross_entropy_of_sharded_logits_is_the_whole_one_forward_and_backward(mesh: str, vocab: int) -> None:
     torch.manual_seed(1)
     logits = (30 * torch.randn(3, 7, vocab, dtype=torch.float64)).requires_grad_()
     targets = torch.randint(0, vocab, (3, 7))
@@ -55,7 +55,7 @@ def test_cross_entropy_sends_a_few_numbers_a_token_and_no_logits() -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("mesh", ["tp2", "tp4"])
-def test_embedding_of_a_cut_table_is_the_whole_one_forward_and_backward(mesh: str, sequence: bool) -> None:
+def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(mesh: str, sequence: bool) -> None:
     torch.manual_seed(2)
     table = nn.Embedding(11, 6).double()
     tokens = torch.randint(0, 11, (3, 8))

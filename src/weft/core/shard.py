@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from weft.core.axes import Box, Rule, box_of, boxes_of_range
 from weft.core.mesh import Mesh
 from weft.errors import Fault, PlanError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, init=False)
@@ -81,23 +84,25 @@ class Shard:
 
     def _to_whole(self, local: Box) -> Iterator[Box]:
         """A run of local entries as boxes of the whole tensor: split where one part ends and the next begins."""
-        leading = [range(lo, hi) for lo, hi in zip(local.lo[: self.dim], local.hi[: self.dim], strict=True)]
+        dim = self.dim
+        leading = [range(lo, hi) for lo, hi in zip(local.lo[:dim], local.hi[:dim], strict=True)]
         for index in itertools.product(*leading):
-            offset = 0
+            next_index = tuple(i + 1 for i in index)
+            part_start = 0
             for part in self.boxes:
-                length = part.shape[self.dim]
-                first = max(local.lo[self.dim], offset)
-                last = min(local.hi[self.dim], offset + length)
+                part_stop = part_start + part.shape[dim]
+                first = max(local.lo[dim], part_start)
+                last = min(local.hi[dim], part_stop)
                 if first < last:
-                    lo = (*index, first - offset, *local.lo[self.dim + 1 :])
-                    hi = (*(i + 1 for i in index), last - offset, *local.hi[self.dim + 1 :])
+                    lo = (*index, first - part_start, *local.lo[dim + 1 :])
+                    hi = (*next_index, last - part_start, *local.hi[dim + 1 :])
                     yield _shifted(Box(lo, hi), part.lo)
-                offset += length
+                part_start = part_stop
 
 
 def _shifted(box: Box, by: tuple[int, ...]) -> Box:
-    lo = tuple(a + b for a, b in zip(box.lo, by, strict=True))
-    hi = tuple(a + b for a, b in zip(box.hi, by, strict=True))
+    lo = tuple(index + offset for index, offset in zip(box.lo, by, strict=True))
+    hi = tuple(index + offset for index, offset in zip(box.hi, by, strict=True))
     return Box(lo, hi)
 
 
@@ -121,27 +126,41 @@ def shard_of(
     Raises:
         PlanError: a `Stacked` dim whose units do not fit the dim's length or do not divide over the mesh axis.
     """
-    stacked_dims = [dim for dim, axis in enumerate(axes) if isinstance(axis, Stacked)]
-    plain = first_axes(axes)
-    sharded = [dim for dim in stacked_dims if plain[dim] in rule and mesh.degree(rule[plain[dim]]) > 1]
-    if not sharded:
-        return Shard((box_of(shape, plain, rule=rule, mesh=mesh, rank=rank),))
-    if len(sharded) > 1:
-        raise PlanError(Fault(name, "two Stacked dims are sharded", need="one at most"))
-    (dim,) = sharded
-    stacked = axes[dim]
-    assert isinstance(stacked, Stacked), f"dim {dim} was found to be Stacked"
-    sizes = _part_sizes(name, stacked, shape[dim], rule=rule, mesh=mesh)
-    boxes = []
+    plain_axes = first_axes(axes)
+    stacked_dim = _sharded_stacked_dim(name, axes, rule, mesh)
+    if stacked_dim is None:
+        box = box_of(shape, plain_axes, rule=rule, mesh=mesh, rank=rank)
+        return Shard((box,))
+    stacked = axes[stacked_dim]
+    assert isinstance(stacked, Stacked), f"dim {stacked_dim} was found to be Stacked"
+    sizes = _part_sizes(name, stacked, shape[stacked_dim], rule=rule, mesh=mesh)
+    boxes: list[Box] = []
     offset = 0
     for (axis, _), size in zip(stacked.parts, sizes, strict=True):
-        part_shape = (*shape[:dim], size, *shape[dim + 1 :])
-        part_axes = (*plain[:dim], axis, *plain[dim + 1 :])
+        part_shape = _with(shape, stacked_dim, size)
+        part_axes = _with(plain_axes, stacked_dim, axis)
         box = box_of(part_shape, part_axes, rule=rule, mesh=mesh, rank=rank)
-        start = tuple(offset if d == dim else 0 for d in range(len(shape)))
+        start = _with((0,) * len(shape), stacked_dim, offset)
         boxes.append(_shifted(box, start))
         offset += size
-    return Shard(tuple(boxes), dim)
+    return Shard(tuple(boxes), stacked_dim)
+
+
+def _sharded_stacked_dim(name: str, axes: tuple[DimAxis, ...], rule: Rule, mesh: Mesh) -> int | None:
+    """The `Stacked` dim that the mesh shards, if any; errors as in `shard_of`."""
+    found: list[int] = []
+    for dim, axis in enumerate(axes):
+        mesh_axis = sharded_over(axis, rule)
+        if isinstance(axis, Stacked) and mesh_axis is not None and mesh.degree(mesh_axis) > 1:
+            found.append(dim)
+    if len(found) > 1:
+        raise PlanError(Fault(name, "two Stacked dims are sharded", need="one at most"))
+    return found[0] if found else None
+
+
+def _with(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
+    """The tuple with another value at one index."""
+    return (*values[:index], value, *values[index + 1 :])
 
 
 def _part_sizes(name: str, stacked: Stacked, length: int, *, rule: Rule, mesh: Mesh) -> tuple[int, ...]:

@@ -1,10 +1,11 @@
 """Expert parallelism: all-to-all dispatch of tokens to the ranks that hold their experts; mixtures under tp and cp.
 
 Note [A mixture is one tensor-parallel region]
-    Under tp the features of every expert and of the shared one are sharded. The region is entered once, at the mixture's input, and
-    left once, after routed and shared parts have been added: one collective a side and direction, as for a dense MLP. Inside, each
-    tp rank routes the same tokens; the gradient that the router receives through the weights is this rank's part, so the
-    gradient rule sums it over tp. The balance loss would be counted tp times by that sum: the first tp rank alone adds it.
+    Under tp the features of every expert and of the shared one are sharded. The region is entered once, at the mixture's
+    input, and left once, after routed and shared parts have been added: one collective a side and direction, as for a dense
+    MLP. Inside, each tp rank routes the same tokens; the gradient that the router receives through the weights is this
+    rank's part, so the gradient rule sums it over tp. The balance loss would be counted tp times by that sum: the first tp
+    rank alone adds it.
 """
 
 from __future__ import annotations

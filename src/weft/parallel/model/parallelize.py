@@ -112,8 +112,8 @@ def parallelize(
 
     Args:
         model: blocks in order; the last one yields the summed loss. It is changed in place: pass a fresh one.
-        axes: pattern of parameter names -> logical axis of each dim, see `weft.core.model_config.AxisTable`; default: the table of
-            the plan's family, or nothing that could be sharded where the family is not one of weft's.
+        axes: pattern of parameter names -> logical axis of each dim, see `weft.core.model_config.AxisTable`; default: the
+            table of the plan's family, or nothing that could be sharded where the family is not one of weft's.
         ties: alias -> owner of tied parameters; parameters that are one object are tied without being named here.
         example: a micro-batch on the meta device, which tensor parallelism traces the model with; default: token ids of the
             plan's micro-batch size and sequence length.

@@ -65,82 +65,107 @@ def length(dim: Dim) -> int:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor among the arguments of an operation, and its dims."""
+    """A tensor among the arguments of an operation."""
 
-    tensor: Tensor
     dims: Dims
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A call of a torch operation: its arguments by name, its tensors in order, and its result."""
+    """A call of a torch operation: its arguments by name, its tensors in order, and its results."""
 
     name: str
     args: Mapping[str, Any]
     operands: tuple[Operand, ...]
-    dims_of: Callable[[Tensor], Dims]
-    result: Any
+    outputs: tuple[Tensor, ...]
 
     @property
-    def first(self) -> Operand:
-        """The first tensor among the arguments."""
-        return self.operands[0]
+    def dims(self) -> Dims:
+        """Dims of the first tensor among the arguments."""
+        return self.operands[0].dims
 
-    def outputs(self) -> list[Tensor]:
-        """The tensors of the result."""
-        return list(self.result) if isinstance(self.result, (tuple, list)) else [self.result]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the first result."""
+        return tuple(self.outputs[0].shape)
+
+    def place(self, default: int = 0) -> int:
+        """The argument `dim`, from 0."""
+        written: int = self.args.get("dim", default)
+        return written % len(self.dims)
 
 
 Rule = Callable[[Operation], list[Dims]]
 
 
-def _canonical(dim: Dim) -> Dim:
+def _canonical(factors: Sequence[Factor]) -> Dim:
     """A sharded factor absorbs the whole ones after it: a shard of their product is contiguous, too."""
     merged: list[Factor] = []
-    for factor in dim:
-        last = merged[-1] if merged else None
-        if last is not None and not factor.sharded and not factor.parts:
-            parts = tuple(size * factor.size for size in last.parts)
-            merged[-1] = replace(last, size=last.size * factor.size, parts=parts)
-        else:
+    for factor in factors:
+        absorbs = bool(merged) and not factor.sharded and not factor.parts
+        if not absorbs:
             merged.append(factor)
-    return tuple(merged) if merged else (Factor(1),)
+            continue
+        last = merged[-1]
+        parts = tuple(size * factor.size for size in last.parts)
+        merged[-1] = replace(last, size=last.size * factor.size, parts=parts)
+    return tuple(merged) or (Factor(1),)
+
+
+def _with_dim(dims: Dims, place: int, *new: Dim) -> Dims:
+    """The dims with others, or none, in place of one."""
+    return (*dims[:place], *new, *dims[place + 1 :])
+
+
+def _refuse_sharded(op: Operation, places: Iterable[int]) -> None:
+    for place in places:
+        if is_sharded(op.dims[place]):
+            raise ShardingError(f"{op.name} over a sharded dim")
+
+
+def _refuse_contraction(op: Operation, *dims: Dim) -> None:
+    for dim in dims:
+        if is_sharded(dim):
+            raise ShardingError(f"{op.name} sums over a sharded dim outside a row-parallel nn.Linear")
 
 
 def _same_dims(op: Operation) -> list[Dims]:
-    return [op.first.dims for _ in op.outputs()]
+    return [op.dims] * len(op.outputs)
 
 
 def _elementwise(op: Operation) -> list[Dims]:
-    """Broadcast: where one operand is sharded along a dim, the others are sharded or have one entry."""
-    return [_broadcast(op, out.shape) for out in op.outputs()]
+    dims = [operand.dims for operand in op.operands]
+    return [_broadcast(op.name, dims, tuple(out.shape)) for out in op.outputs]
 
 
-def _broadcast(op: Operation, shape: Sequence[int]) -> Dims:
+def _broadcast(name: str, operands: Sequence[Dims], shape: tuple[int, ...]) -> Dims:
+    """Where one operand is sharded along a dim, the others are sharded, too, or all their entries along it are equal."""
     found: list[Dim] = []
     for place in range(-len(shape), 0):
-        candidates = [operand.dims[place] for operand in op.operands if len(operand.dims) >= -place]
+        candidates = [dims[place] for dims in operands if len(dims) >= -place]
         sharded = [dim for dim in candidates if is_sharded(dim)]
         whole = [dim for dim in candidates if not is_sharded(dim) and not is_repeated(dim)]
         if sharded and whole:
-            raise ShardingError(f"{op.name} of a sharded dim with a whole one of {length(whole[0])} entries")
-        found.append(_canonical(sharded[0]) if sharded else (Factor(shape[place], repeated=not whole),))
+            raise ShardingError(f"{name} of a sharded dim with a whole one of {length(whole[0])} entries")
+        if sharded:
+            found.append(_canonical(sharded[0]))
+        else:
+            found.append((Factor(shape[place], repeated=not whole),))
     return tuple(found)
 
 
 def _view(op: Operation) -> list[Dims]:
-    sizes = list(op.result.shape)
-    inferred = _inferred_dim(op)
-    return [regroup(op.first.dims, sizes, inferred=inferred, name=op.name)]
+    return [regroup(op.dims, op.shape, inferred=_inferred_dim(op), name=op.name)]
 
 
 def _inferred_dim(op: Operation) -> int | None:
     """The output dim whose size was written as -1."""
-    written = op.args.get("sizes", op.args.get("size", op.args.get("shape")))
-    if not isinstance(written, (tuple, list)) or -1 not in written:
-        return None
-    offset = op.args["dim"] % op.first.tensor.dim() if op.name == "unflatten" else 0
-    return offset + list(written).index(-1)
+    for key in ("sizes", "size", "shape"):
+        written = op.args.get(key)
+        if isinstance(written, (tuple, list)) and -1 in written:
+            offset = op.place() if op.name == "unflatten" else 0
+            return offset + list(written).index(-1)
+    return None
 
 
 def regroup(dims: Dims, sizes: Sequence[int], *, inferred: int | None, name: str) -> Dims:
@@ -150,7 +175,7 @@ def regroup(dims: Dims, sizes: Sequence[int], *, inferred: int | None, name: str
     for place, size in enumerate(sizes):
         taken: list[Factor] = []
         remaining = size
-        while stream and (remaining > 1 or _ends_with_one_unit(stream[0], sizes, place, inferred)):
+        while stream and (remaining > 1 or _is_one_unit(stream[0], sizes, place, inferred)):
             factor = stream.pop(0)
             if factor.size > remaining:
                 factor, rest = _split(factor, remaining, name)
@@ -161,11 +186,11 @@ def regroup(dims: Dims, sizes: Sequence[int], *, inferred: int | None, name: str
             taken.append(factor)
             if remaining == 1 and factor.sharded:
                 break
-        found.append(_canonical(tuple(taken)) if taken else (Factor(size),))
+        found.append(_canonical(taken) if taken else (Factor(size),))
     return tuple(found)
 
 
-def _ends_with_one_unit(factor: Factor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:
+def _is_one_unit(factor: Factor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:
     """Whether an output dim of size 1 is this rank's only unit (one head), not an inserted dim."""
     if sizes[place] != 1 or not factor.sharded:
         return False
@@ -182,7 +207,8 @@ def _split(factor: Factor, outer: int, name: str) -> tuple[Factor, Factor]:
     inner = factor.size // outer
     if not factor.parts:
         return replace(factor, size=outer), Factor(inner)
-    if len(factor.parts) == outer and len(set(factor.parts)) == 1:
+    counts_parts = len(factor.parts) == outer and len(set(factor.parts)) == 1
+    if counts_parts:
         return Factor(outer), Factor(inner, sharded=factor.sharded)
     if any(size % inner for size in factor.parts):
         raise ShardingError(f"{name} regroups entries across the parts of a Stacked dim")
@@ -191,212 +217,223 @@ def _split(factor: Factor, outer: int, name: str) -> tuple[Factor, Factor]:
 
 
 def _transpose(op: Operation) -> list[Dims]:
-    dims = list(op.first.dims)
+    dims = list(op.dims)
     if op.name == "t":
         return [tuple(reversed(dims))]
-    first, second = op.args["dim0"], op.args["dim1"]
+    first = op.args["dim0"]
+    second = op.args["dim1"]
     dims[first], dims[second] = dims[second], dims[first]
     return [tuple(dims)]
 
 
 def _permute(op: Operation) -> list[Dims]:
-    return [tuple(op.first.dims[place] for place in op.args["dims"])]
+    order = op.args["dims"]
+    return [tuple(op.dims[place] for place in order)]
 
 
 def _unsqueeze(op: Operation) -> list[Dims]:
-    dims = list(op.first.dims)
-    dims.insert(op.args["dim"] % (len(dims) + 1), (Factor(1),))
+    dims = list(op.dims)
+    place = op.args["dim"] % (len(dims) + 1)
+    dims.insert(place, (Factor(1),))
     return [tuple(dims)]
 
 
 def _squeeze(op: Operation) -> list[Dims]:
-    written = op.args.get("dim")
-    places = _places(op.first.dims, written)
-    gone = {place for place in places if length(op.first.dims[place]) == 1}
-    _refuse_sharded(op, [place for place in gone])
-    return [tuple(dim for place, dim in enumerate(op.first.dims) if place not in gone)]
+    asked = _places(op.dims, op.args.get("dim"))
+    gone = [place for place in asked if length(op.dims[place]) == 1]
+    _refuse_sharded(op, gone)
+    kept = [dim for place, dim in enumerate(op.dims) if place not in gone]
+    return [tuple(kept)]
 
 
 def _expand(op: Operation) -> list[Dims]:
-    shape = op.result.shape
-    added = len(shape) - len(op.first.dims)
-    found: list[Dim] = [(Factor(size, repeated=True),) for size in shape[:added]]
-    for dim, size in zip(op.first.dims, shape[added:], strict=True):
-        if length(dim) != size and is_sharded(dim):
-            raise ShardingError("expand of a sharded dim")
-        found.append(dim if length(dim) == size else (Factor(size, repeated=True),))
+    """Also repeat: new dims and those of one entry hold equal entries afterwards."""
+    num_new = len(op.shape) - len(op.dims)
+    found: list[Dim] = [(Factor(size, repeated=True),) for size in op.shape[:num_new]]
+    for dim, size in zip(op.dims, op.shape[num_new:], strict=True):
+        if length(dim) == size:
+            found.append(dim)
+        elif is_sharded(dim):
+            raise ShardingError(f"{op.name} of a sharded dim")
+        else:
+            found.append((Factor(size, repeated=length(dim) == 1),))
     return [tuple(found)]
 
 
-def _parts_along(op: Operation) -> list[Dims]:
-    """split, slice, select, unbind: parts of a whole dim, or exactly the parts of a `Stacked` one."""
-    place = op.args.get("dim", 0) % len(op.first.dims)
-    dim = op.first.dims[place]
-    drops = op.name in ("select", "unbind")
-    outputs = op.outputs()
-    if not is_sharded(dim):
-        return [_with_dim(op.first.dims, place, None if drops else (Factor(out.shape[place]),)) for out in outputs]
-    if drops:
+def _select(op: Operation) -> list[Dims]:
+    """Also unbind: one entry of a whole dim."""
+    place = op.place()
+    if is_sharded(op.dims[place]):
         raise ShardingError(f"{op.name} along a sharded dim")
-    sizes = [out.shape[place] for out in outputs]
-    if sizes == [length(dim)]:
-        return [op.first.dims]
+    return [_with_dim(op.dims, place)] * len(op.outputs)
+
+
+def _split_dim(op: Operation) -> list[Dims]:
+    """split, slice: parts of a whole dim, or exactly the parts of a `Stacked` one."""
+    place = op.place()
+    dim = op.dims[place]
+    sizes = tuple(out.shape[place] for out in op.outputs)
+    if sizes == (length(dim),):
+        return [op.dims]
+    sharded = is_sharded(dim)
+    if sharded:
+        _check_parts(op, dim, sizes)
+    return [_with_dim(op.dims, place, (Factor(size, sharded),)) for size in sizes]
+
+
+def _check_parts(op: Operation, dim: Dim, sizes: tuple[int, ...]) -> None:
     parts = dim[0].parts if len(dim) == 1 else ()
-    if op.name == "slice":
-        start = op.args.get("start") or 0
-        bounds = [sum(parts[:index]) for index in range(len(parts))]
-        if op.args.get("step", 1) != 1 or (start, sizes[0]) not in zip(bounds, parts, strict=True):
-            raise ShardingError("slice of a sharded dim, which is no part of a Stacked axis")
-    elif tuple(sizes) != parts:
-        raise ShardingError(f"{op.name} of a sharded dim into {len(sizes)}, which are no parts of a Stacked axis")
-    return [_with_dim(op.first.dims, place, (Factor(size, sharded=True),)) for size in sizes]
-
-
-def _with_dim(dims: Dims, place: int, dim: Dim | None) -> Dims:
-    return (*dims[:place], *(() if dim is None else (dim,)), *dims[place + 1 :])
+    if op.name != "slice":
+        if sizes != parts:
+            raise ShardingError(f"{op.name} of a sharded dim into {len(sizes)}, which are no parts of a Stacked axis")
+        return
+    start = op.args.get("start") or 0
+    step = op.args.get("step", 1)
+    part_start = 0
+    for size in parts:
+        if (part_start, size, 1) == (start, sizes[0], step):
+            return
+        part_start += size
+    raise ShardingError("slice of a sharded dim, which is no part of a Stacked axis")
 
 
 def _cat(op: Operation) -> list[Dims]:
     """Along whole dims; shards of two tensors one after the other are a `Stacked` dim."""
-    place = op.args.get("dim", 0) % op.result.dim()
-    operands = [operand for operand in op.operands if operand.tensor.dim() == op.result.dim()]
-    along = [operand.dims[place] for operand in operands]
-    others = [Operand(operand.tensor, _with_dim(operand.dims, place, (Factor(1),))) for operand in operands]
-    shape = [*op.result.shape]
-    shape[place] = 1
-    dims = _broadcast(replace(op, operands=tuple(others)), shape)
-    if not any(map(is_sharded, along)):
-        return [_with_dim(dims, place, (Factor(op.result.shape[place]),))]
-    if not all(map(is_sharded, along)):
+    num_dims = len(op.shape)
+    place = op.args.get("dim", 0) % num_dims
+    operands = [operand.dims for operand in op.operands if len(operand.dims) == num_dims]
+    along = [dims[place] for dims in operands]
+    one: Dim = (Factor(1),)
+    others = [_with_dim(dims, place, one) for dims in operands]
+    shape = (*op.shape[:place], 1, *op.shape[place + 1 :])
+    dims = _broadcast(op.name, others, shape)
+    sharded = [is_sharded(dim) for dim in along]
+    if not any(sharded):
+        return [_with_dim(dims, place, (Factor(op.shape[place]),))]
+    if not all(sharded):
         raise ShardingError("cat of a sharded dim and a whole one")
-    sizes = tuple(map(length, along))
-    return [_with_dim(dims, place, (Factor(sum(sizes), sharded=True, parts=sizes),))]
+    parts = tuple(length(dim) for dim in along)
+    stacked = Factor(sum(parts), sharded=True, parts=parts)
+    return [_with_dim(dims, place, (stacked,))]
 
 
 def _stack(op: Operation) -> list[Dims]:
-    place = op.args.get("dim", 0) % op.result.dim()
-    inner = [size for index, size in enumerate(op.result.shape) if index != place]
-    dims = list(_broadcast(op, inner))
-    dims.insert(place, (Factor(op.result.shape[place]),))
-    return [tuple(dims)]
+    place = op.args.get("dim", 0) % len(op.shape)
+    inner_shape = (*op.shape[:place], *op.shape[place + 1 :])
+    inner = _broadcast(op.name, [operand.dims for operand in op.operands], inner_shape)
+    new: Dim = (Factor(op.shape[place]),)
+    return [(*inner[:place], new, *inner[place:])]
 
 
 def _linear(op: Operation) -> list[Dims]:
-    x, weight = op.operands[:2]
-    _refuse_contraction(op, x.dims[-1], weight.dims[1])
-    if len(op.operands) > 2 and is_sharded(op.operands[2].dims[0]) != is_sharded(weight.dims[0]):
-        raise ShardingError("linear whose weight is sharded and whose bias is not, or the other way round")
-    return [(*x.dims[:-1], weight.dims[0])]
+    x, weight, *bias = (operand.dims for operand in op.operands)
+    _refuse_contraction(op, x[-1], weight[1])
+    for dims in bias:
+        if is_sharded(dims[0]) != is_sharded(weight[0]):
+            raise ShardingError("linear whose weight is sharded and whose bias is not, or the other way round")
+    return [(*x[:-1], weight[0])]
 
 
 def _matrix_product(op: Operation) -> list[Dims]:
     """mm, bmm, addmm, baddbmm: [..., N, K] x [..., K, M]."""
-    a, b = op.operands[-2:]
-    _refuse_contraction(op, a.dims[-1], b.dims[-2])
-    batch: Dims = ()
-    if len(a.dims) == 3:
-        left, right = a.dims[0], b.dims[0]
+    a = op.operands[-2].dims
+    b = op.operands[-1].dims
+    _refuse_contraction(op, a[-1], b[-2])
+    batch = a[:-2]
+    for left, right in zip(batch, b[:-2], strict=True):
         if is_sharded(left) != is_sharded(right):
             raise ShardingError(f"{op.name} of a sharded batch dim with a whole one")
-        batch = (left,)
-    return [(*batch, a.dims[-2], b.dims[-1])]
-
-
-def _refuse_contraction(op: Operation, *dims: Dim) -> None:
-    if any(map(is_sharded, dims)):
-        raise ShardingError(f"{op.name} sums over a sharded dim outside a row-parallel nn.Linear")
+    return [(*batch, a[-2], b[-1])]
 
 
 def _reduction(op: Operation) -> list[Dims]:
     """Operations along `dim`, or over all entries: allowed where that dim is whole."""
-    places = _places(op.first.dims, op.args.get("dim"))
+    places = _places(op.dims, op.args.get("dim"))
     _refuse_sharded(op, places)
-    found = []
-    for out in op.outputs():
-        if out.dim() == len(op.first.dims):
-            pairs = zip(op.first.dims, out.shape, strict=True)
-            found.append(tuple((Factor(size),) if i in places else dim for i, (dim, size) in enumerate(pairs)))
-        else:
-            found.append(tuple(dim for i, dim in enumerate(op.first.dims) if i not in places))
+    found: list[Dims] = []
+    for out in op.outputs:
+        keeps_dims = out.dim() == len(op.dims)
+        dims: list[Dim] = []
+        for place, dim in enumerate(op.dims):
+            if place not in places:
+                dims.append(dim)
+            elif keeps_dims:
+                dims.append((Factor(out.shape[place]),))
+        found.append(tuple(dims))
     return found
 
 
 def _places(dims: Dims, written: Any) -> list[int]:
+    """The dims that an argument `dim` names, from 0; all where it names none."""
     if written is None or written == []:
         return list(range(len(dims)))
     several = written if isinstance(written, (tuple, list)) else [written]
     return [place % len(dims) for place in several]
 
 
-def _refuse_sharded(op: Operation, places: Sequence[int]) -> None:
-    if any(is_sharded(op.first.dims[place]) for place in places):
-        raise ShardingError(f"{op.name} over a sharded dim")
-
-
 def _norm(op: Operation) -> list[Dims]:
-    count = len(op.args["normalized_shape"])
-    _refuse_sharded(op, range(len(op.first.dims) - count, len(op.first.dims)))
-    return [op.first.dims for _ in op.outputs()]
+    num_dims = len(op.dims)
+    num_normalized = len(op.args["normalized_shape"])
+    _refuse_sharded(op, range(num_dims - num_normalized, num_dims))
+    return _same_dims(op)
 
 
 def _embedding(op: Operation) -> list[Dims]:
-    table, index = op.operands
-    _refuse_contraction(op, table.dims[0])
-    return [(*index.dims, table.dims[1])]
+    table = op.operands[0].dims
+    index = op.operands[1].dims
+    _refuse_contraction(op, table[0])
+    return [(*index, table[1])]
 
 
 def _index_select(op: Operation) -> list[Dims]:
-    place = op.args["dim"] % len(op.first.dims)
+    place = op.place()
     _refuse_sharded(op, [place])
-    return [_with_dim(op.first.dims, place, op.operands[1].dims[0])]
+    index = op.operands[1].dims
+    return [_with_dim(op.dims, place, index[0])]
 
 
 def _pad(op: Operation) -> list[Dims]:
-    pad = op.args["pad"]
-    padded = [-1 - index // 2 for index, size in enumerate(pad) if size]
-    _refuse_sharded(op, [place % len(op.first.dims) for place in padded])
-    pairs = zip(op.first.dims, op.result.shape, strict=True)
-    return [tuple(dim if length(dim) == size else (Factor(size),) for dim, size in pairs)]
+    last = len(op.dims) - 1
+    padded = {last - index // 2 for index, size in enumerate(op.args["pad"]) if size}
+    _refuse_sharded(op, padded)
+    dims = op.dims
+    for place in padded:
+        dims = _with_dim(dims, place, (Factor(op.shape[place]),))
+    return [dims]
 
 
 def _triangle(op: Operation) -> list[Dims]:
-    _refuse_sharded(op, [len(op.first.dims) - 2, len(op.first.dims) - 1])
-    return [op.first.dims]
+    num_dims = len(op.dims)
+    _refuse_sharded(op, (num_dims - 2, num_dims - 1))
+    return [op.dims]
 
 
 def _attention(op: Operation) -> list[Dims]:
-    """[B, H, S, K]: heads may be sharded, of queries, keys and values alike."""
-    q, k, v = op.operands[:3]
-    has_one_kv_head = length(k.dims[1]) == 1 and not is_sharded(k.dims[1])
-    per_head = (q,) if has_one_kv_head else (q, k, v)
-    if len({is_sharded(operand.dims[1]) for operand in per_head}) > 1:
+    """[B, H, S, K]: heads may be sharded, of queries, keys and values alike; one key/value head serves all queries."""
+    q, k, v = (operand.dims for operand in op.operands[:3])
+    for dims in (q, k, v):
+        _refuse_contraction(op, *dims[2:])
+    has_one_kv_head = length(k[1]) == 1 and not is_sharded(k[1])
+    same_heads = is_sharded(q[1]) == is_sharded(k[1]) == is_sharded(v[1])
+    if not same_heads and not has_one_kv_head:
         raise ShardingError("attention of sharded heads with whole ones")
-    for operand in (q, k, v):
-        _refuse_contraction(op, *operand.dims[2:])
-    return [(*q.dims[:-1], v.dims[-1])]
+    return [(*q[:-1], v[-1])]
 
 
 def _repeat_interleave(op: Operation) -> list[Dims]:
     if op.args.get("dim") is None:
         raise ShardingError("repeat_interleave of a flattened sharded tensor")
-    place = op.args["dim"] % len(op.first.dims)
-    repeats = op.result.shape[place] // length(op.first.dims[place])
-    return [_with_dim(op.first.dims, place, _canonical((*op.first.dims[place], Factor(repeats))))]
-
-
-def _repeat(op: Operation) -> list[Dims]:
-    added = op.result.dim() - len(op.first.dims)
-    found: list[Dim] = [(Factor(size),) for size in op.result.shape[:added]]
-    for dim, size in zip(op.first.dims, op.result.shape[added:], strict=True):
-        if is_sharded(dim) and length(dim) != size:
-            raise ShardingError("repeat of a sharded dim")
-        found.append(dim if is_sharded(dim) else (Factor(size),))
-    return [tuple(found)]
+    place = op.place()
+    dim = op.dims[place]
+    repeats = op.shape[place] // length(dim)
+    repeated = _canonical((*dim, Factor(repeats)))
+    return [_with_dim(op.dims, place, repeated)]
 
 
 def _copy_into(op: Operation) -> list[Dims]:
     """dst.copy_(src): dst holds what src held."""
-    return [_broadcast(replace(op, operands=op.operands[1:]), op.result.shape)]
+    source = op.operands[1].dims
+    return [_broadcast(op.name, [source], op.shape)]
 
 
 _RULES: dict[Rule, tuple[str, ...]] = {
@@ -409,8 +446,9 @@ _RULES: dict[Rule, tuple[str, ...]] = {
     _permute: ("permute",),
     _unsqueeze: ("unsqueeze",),
     _squeeze: ("squeeze",),
-    _expand: ("expand",),
-    _parts_along: ("split", "split_with_sizes", "slice", "select", "unbind"),
+    _expand: ("expand", "repeat"),
+    _split_dim: ("split", "split_with_sizes", "slice"),
+    _select: ("select", "unbind"),
     _cat: ("cat", "concat", "concatenate"),
     _stack: ("stack",),
     _linear: ("linear",),
@@ -427,7 +465,6 @@ _RULES: dict[Rule, tuple[str, ...]] = {
     _triangle: ("tril", "triu"),
     _attention: ("scaled_dot_product_attention",),
     _repeat_interleave: ("repeat_interleave",),
-    _repeat: ("repeat",),
     _copy_into: ("copy_",),
 }  # fmt: skip
 
@@ -446,4 +483,6 @@ def rule_of(func: Any) -> Rule | None:
 def arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by their names in the operation's schema."""
     names = [argument.name for argument in func._schema.arguments]
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    by_name = dict(zip(names, args, strict=False))
+    by_name.update(kwargs)
+    return by_name

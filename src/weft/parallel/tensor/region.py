@@ -16,11 +16,11 @@ Note [Region order]
     the linears are torch's own, which a split backward can take apart.
 
 Note [Shared entries]
-    A linear enters a region at its input tensor. Linears that read the same tensor object in one forward of a block share one entry:
-    one all-gather or none forward, one reduction backward. The first of them opens the entry for all that the sharding trace
-    saw reading that tensor; an entry is dropped when all have read it, and at the latest when the block's forward ends, also by an
-    exception (recomputation stops a forward early). A linear that finds no entry opens one of its own, so a forward that
-    differs from the trace costs time, not correctness.
+    A linear enters a region at its input tensor. Linears that read the same tensor object in one forward of a block share
+    one entry: one all-gather or none forward, one reduction backward. The first of them opens the entry for all that the
+    sharding trace saw reading that tensor; an entry is dropped when all have read it, and at the latest when the block's
+    forward ends, also by an exception (recomputation stops a forward early). A linear that finds no entry opens one of its
+    own, so a forward that differs from the trace costs time, not correctness.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trace of a tensor-parallel model on the meta device: where regions are entered and which gradients are partial sums.
 
 Note [Sharding trace]
-    The whole chain of blocks runs once, on meta tensors, with the shards of one rank in place of the parameters. Every tensor has a
-    `Value`: which of its dims are sharded (propagate.py), and on which side of a region it is:
+    The whole chain of blocks runs once, on meta tensors, with the shards of one rank in place of the parameters. Every tensor
+    has a `Value`: which of its dims are sharded (propagate.py), and on which side of a region it is:
 
         outside   the same on all ranks (or, with sequence parallelism, this rank's tokens)
         inside    computed from the input of a region: each rank has its own heads or features of it,
@@ -164,9 +164,12 @@ class ShardingTrace(TorchDispatchMode):
                 return decomposed
             raise ShardingError(f"{func.overloadpacket.__name__} of a sharded tensor has no rule")
         out = func(*args, **kwargs)
-        operands = tuple(Operand(tensor, value.dims) for tensor, value in zip(tensors, values, strict=True))
-        name = func.overloadpacket.__name__
-        operation = Operation(name, arguments(func, args, kwargs), operands, lambda x: self.value(x).dims, out)
+        operation = Operation(
+            name=func.overloadpacket.__name__,
+            args=arguments(func, args, kwargs),
+            operands=tuple(Operand(value.dims) for value in values),
+            outputs=tuple(tensors_in(out)),
+        )
         return self._note(out, rule(operation), values)
 
     def _note(self, out: Any, dims: list[Dims], values: list[Value]) -> Any:

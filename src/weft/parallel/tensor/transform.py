@@ -146,11 +146,14 @@ def find_sharded_modules(name: str, block: nn.Module, *, axes: AxisTable, rule: 
                 _check_class(module, (nn.Embedding,), key)
                 _check_options(module, key)
                 embeddings.append(path)
-        elif any(isinstance(child, RegionOutput) for child in module.children()):
-            if _holds_sharded(key.removesuffix("weight"), module, axes=axes, rule=rule):
-                regions.append(path)
+        elif _declares_region(module) and _holds_sharded(key.removesuffix("weight"), module, axes=axes, rule=rule):
+            regions.append(path)
     rows = [path for path in rows if not any(path.startswith(f"{region}.") for region in regions)]
     return ShardedModules(tuple(columns), tuple(rows), tuple(embeddings), tuple(regions))
+
+
+def _declares_region(module: nn.Module) -> bool:
+    return any(isinstance(child, RegionOutput) for child in module.children())
 
 
 def _holds_sharded(prefix: str, module: nn.Module, *, axes: AxisTable, rule: Rule) -> bool:

@@ -58,9 +58,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens_BS -> x_BSD."""
         local = tokens - self.lo
-        mine = (local >= 0) & (local < self.weight.shape[0])
-        rows = nn.functional.embedding(torch.where(mine, local, 0), self.weight)
-        rows = rows * mine.unsqueeze(-1)
+        is_local = (local >= 0) & (local < self.weight.shape[0])
+        index = torch.where(is_local, local, 0)
+        rows = nn.functional.embedding(index, self.weight)
+        rows = rows * is_local.unsqueeze(-1)
         return self.region.leave(rows)
 
 
@@ -75,7 +76,8 @@ class VocabParallelLoss(nn.Module):
 
     def __init__(self, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
         super().__init__()
-        self.comm, self.axis = comm, axis
+        self.comm = comm
+        self.axis = axis
         self.lo, self.hi = span(vocab, comm.degree(axis), comm.index(axis))
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
@@ -93,20 +95,27 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, lo: int, comm: Comm, axis: Axis) -> Tensor:
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        top = comm.all_reduce(wide.amax(-1), axis, op="max")
-        shifted = wide - top.unsqueeze(-1)
-        mine = (targets >= lo) & (targets < lo + wide.shape[-1])
-        places = torch.where(mine, targets - lo, 0).unsqueeze(-1)
-        picked = torch.where(mine, shifted.gather(-1, places).squeeze(-1), 0.0)
-        weights = shifted.exp_()
-        sums, picked = comm.all_reduce(torch.stack((weights.sum(-1), picked)), axis).unbind(0)
+        largest = comm.all_reduce(wide.amax(-1), axis, op="max")
+        shifted = wide - largest.unsqueeze(-1)
+        is_local = (targets >= lo) & (targets < lo + wide.shape[-1])
+        local_targets = torch.where(is_local, targets - lo, 0).unsqueeze(-1)
+        target_logits = shifted.gather(-1, local_targets).squeeze(-1)
+        target_logits = torch.where(is_local, target_logits, 0.0)
+        exponentials = shifted.exp_()
+        local_sums = torch.stack((exponentials.sum(-1), target_logits))
+        sums, target_logits = comm.all_reduce(local_sums, axis).unbind(0)
+        softmax = exponentials.div_(sums.unsqueeze(-1))
         counted = targets != IGNORE
-        ctx.save_for_backward(weights.div_(sums.unsqueeze(-1)), places, mine, counted)
+        ctx.save_for_backward(softmax, local_targets, is_local, counted)
         ctx.dtype = logits.dtype
-        return torch.where(counted, sums.log() - picked, 0.0).sum()
+        losses = sums.log() - target_logits
+        return torch.where(counted, losses, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        softmax, places, mine, counted = ctx.saved_tensors
-        delta = softmax.scatter_add(-1, places, -mine.unsqueeze(-1).to(softmax.dtype))
-        return (delta * (counted * gradient).unsqueeze(-1)).to(ctx.dtype), None, None, None, None
+        softmax, local_targets, is_local, counted = ctx.saved_tensors
+        ones = is_local.unsqueeze(-1).to(softmax.dtype)
+        delta = softmax.scatter_add(-1, local_targets, -ones)
+        scale = (counted * gradient).unsqueeze(-1)
+        d_logits = (delta * scale).to(ctx.dtype)
+        return d_logits, None, None, None, None
