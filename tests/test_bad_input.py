@@ -196,9 +196,9 @@ def test_invalid_input_gives_one_line(case, place, capsys, tmp_path):
     assert main(["train", *words]) == EXIT_USER
     captured = capsys.readouterr()
     assert captured.out == ""
-    told = captured.err.splitlines()
-    assert len(told) == 1
-    assert line in told[0]
+    reported = captured.err.splitlines()
+    assert len(reported) == 1
+    assert line in reported[0]
     assert files_below(tmp_path) == before
 
 
@@ -231,12 +231,12 @@ def run_weft(*words, **env):
 def test_invalid_input_ends_a_process_before_torch_is_imported(case, env, place):
     *words, line = (word.format_map(place) for word in TABLE[case])
     for _attempt in range(3):  # on a busy machine one of three attempts must be in time
-        ran, told, imported, seconds = run_weft("train", *words, **env)
+        ran, reported, imported, seconds = run_weft("train", *words, **env)
         if seconds < LIMIT_S:
             break
     assert (ran.returncode, ran.stdout) == (EXIT_USER, "")
-    assert line in told[0]
-    assert len(told) == 1
+    assert line in reported[0]
+    assert len(reported) == 1
     assert "torch" not in imported
     assert "weft.config.schema" in imported
     assert seconds < LIMIT_S
@@ -261,10 +261,10 @@ flags = st.tuples(
 def test_any_words_give_a_run_or_lines_of_faults(words, name, place, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "weft.commands.train", types.SimpleNamespace(train=lambda _run, **_: EXIT_OK))
     code = main([name, "--data.source", "text.txt", *(word for flag in words for word in flag)])
-    told = capsys.readouterr().err.splitlines()
+    reported = capsys.readouterr().err.splitlines()
     assert code in (EXIT_OK, EXIT_USER)
-    assert all(line.startswith("error: " if code else "note: ") for line in told)
-    assert told or code == EXIT_OK
+    assert all(line.startswith("error: " if code else "note: ") for line in reported)
+    assert reported or code == EXIT_OK
 
 
 def test_all_faults_are_reported_together(place, capsys):
@@ -292,8 +292,8 @@ def test_a_world_of_another_size_than_the_mesh_is_rejected(env, line, place, cap
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--mesh", "dp2"]) == EXIT_USER
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(line)
+    (reported,) = capsys.readouterr().err.splitlines()
+    assert reported.startswith(line)
 
 
 def test_a_fault_is_printed_once_a_machine(place, capsys, monkeypatch):

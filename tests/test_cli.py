@@ -97,8 +97,8 @@ def test_schedule_draws_a_table_from_a_file(tmp_path, capsys):
 )
 def test_schedule_reports_faults_in_one_line(words, line, capsys):
     assert main(["schedule", *words]) == EXIT_USER
-    (told,) = capsys.readouterr().err.splitlines()
-    assert line in told
+    (reported,) = capsys.readouterr().err.splitlines()
+    assert line in reported
 
 
 def test_simulate_uses_the_flops_of_the_models_blocks(capsys):

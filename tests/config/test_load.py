@@ -150,7 +150,9 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
     file = config_file(
         tmp_path, 'steps = "many"\nlerning = 1\n[optim]\nlr = -1\nbetas = [0.9]\n[batch]\nglobal_size = true'
     )
-    told = "\n".join(faults(file, "--mesh", "dp2 dp2 q", "--modle.layers", "3", "--seed", "x", "--optim.name", "sdg"))
+    reported = "\n".join(
+        faults(file, "--mesh", "dp2 dp2 q", "--modle.layers", "3", "--seed", "x", "--optim.name", "sdg")
+    )
     for line in (
         "steps: wrong type (got 'many'; need a whole number, at least 1). Fix: for example --steps 200",
         "lerning: unknown key",
@@ -163,8 +165,8 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
         "seed: wrong type (got 'x'; need a whole number",
         "optim.name: unknown value (got 'sdg'; need one of adamw, sgd). Fix: did you mean 'sgd'?",
     ):
-        assert line in told
-    assert len(told.splitlines()) == 10
+        assert line in reported
+    assert len(reported.splitlines()) == 10
 
 
 @pytest.mark.parametrize(
@@ -199,9 +201,9 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
     ],
 )
 def test_a_fault_is_one_line_with_key_value_need_and_fix(words, line):
-    (told,) = faults(*words)
-    assert told.startswith(line)
-    assert "\n" not in told
+    (reported,) = faults(*words)
+    assert reported.startswith(line)
+    assert "\n" not in reported
 
 
 @pytest.mark.parametrize(
@@ -213,9 +215,9 @@ def test_a_fault_is_one_line_with_key_value_need_and_fix(words, line):
     ],
 )
 def test_a_toml_fault_names_file_line_and_column(tmp_path, text, line):
-    (told,) = faults(config_file(tmp_path, text))
-    assert told.startswith(f"config: {tmp_path}/run.toml is not TOML")
-    assert line in told
+    (reported,) = faults(config_file(tmp_path, text))
+    assert reported.startswith(f"config: {tmp_path}/run.toml is not TOML")
+    assert line in reported
 
 
 def test_files_that_are_not_text_are_reported(tmp_path):

@@ -1,4 +1,4 @@
-"""Owns the tests of the run config: its descriptions, what works yet, and whether the parts of a run fit together."""
+"""Sections of the run config: descriptions of all keys, and validation of their combinations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def read(*words):
     return load(words, FAMILIES)
 
 
-def complaints(*words):
+def validation_faults(*words):
     return [str(fault) for fault in run_checks(read(*words), ALL)]
 
 
-def test_every_key_says_in_one_line_what_it_is():
+def test_every_key_has_a_description_of_one_line():
     for key, field in keys_of(type(read())).items():
         assert field.description, key
         assert "\n" not in field.description
@@ -39,11 +39,11 @@ def test_a_run_never_changes():
 
 @pytest.mark.parametrize("preset", [name for family in FAMILIES.values() for name in family.PRESETS])
 def test_every_preset_fits_by_default(preset):
-    assert complaints("--model.preset", preset) == []
+    assert validation_faults("--model.preset", preset) == []
 
 
 def test_the_default_fits_eight_ranks():
-    assert complaints("--mesh", "pp2 dp2 tp2", "--parallel.sequence", "True") == []
+    assert validation_faults("--mesh", "pp2 dp2 tp2", "--parallel.sequence", "True") == []
 
 
 def test_a_run_counts_its_micro_batches_and_stages():
@@ -54,7 +54,7 @@ def test_a_run_counts_its_micro_batches_and_stages():
 
 
 @given(degree=st.integers(1, 12), kv_heads=st.integers(1, 12), groups=st.integers(1, 3), ffn=st.integers(1, 60))
-def test_tp_is_refused_exactly_where_it_does_not_divide(degree, kv_heads, groups, ffn):
+def test_tp_is_rejected_exactly_where_it_does_not_divide(degree, kv_heads, groups, ffn):
     heads = kv_heads * groups
     words = ["--model.dim", f"{4 * heads}", "--model.heads", f"{heads}", "--model.kv_heads", f"{kv_heads}"]
     words += ["--model.ffn", f"{ffn}", "--mesh", f"tp{degree}"]
@@ -63,7 +63,7 @@ def test_tp_is_refused_exactly_where_it_does_not_divide(degree, kv_heads, groups
 
 
 def test_a_vocabulary_that_tp_does_not_divide_is_padded_and_no_fault():
-    assert complaints("--mesh", "tp2", "--model.vocab", "257") == []
+    assert validation_faults("--mesh", "tp2", "--model.vocab", "257") == []
 
 
 @given(ranks=st.integers(1, 9), micro=st.integers(1, 9), size=st.integers(1, 99))
@@ -74,14 +74,14 @@ def test_a_batch_is_refused_exactly_where_it_does_not_divide(ranks, micro, size)
 
 
 @given(length=st.integers(1, 99), degree=st.integers(1, 8))
-def test_a_sequence_is_refused_exactly_where_its_parts_are_unequal(length, degree):
+def test_a_sequence_is_rejected_exactly_where_its_parts_are_unequal(length, degree):
     words = ["--parallel.sequence", "True", "--mesh", f"tp{degree}", "--data.seq_len", f"{length}"]
     faults = list(validate.sequence_divides(read(*words)))
     assert bool(faults) == bool(length % degree)
 
 
 @given(ranks=st.integers(1, 4), chunks=st.integers(1, 3), counts=st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_a_split_is_taken_exactly_where_it_names_all_stages_and_layers(ranks, chunks, counts):
+def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(ranks, chunks, counts):
     layers = 12
     words = ["--model.layers", f"{layers}", "--mesh", f"pp{ranks}", "--pipeline.chunks", f"{chunks}"]
     faults = list(validate.layers_make_stages(read(*words, "--pipeline.split", *map(str, counts))))
@@ -137,15 +137,17 @@ def test_divisors_are_all_common_ones(numbers):
         (["--mesh", "cp2", "--model.name", "mnist", "--data.source", "digits"], 'Fix: --mesh dp2 or --mesh ""'),
     ],
 )
-def test_parts_that_do_not_fit_are_told_in_one_line(words, line):
-    (told,) = complaints(*words)
-    assert line in told
-    assert "\n" not in told
+def test_parts_that_do_not_fit_are_reported_in_one_line(words, line):
+    (reported,) = validation_faults(*words)
+    assert line in reported
+    assert "\n" not in reported
 
 
-def test_faults_of_independent_parts_are_told_together():
-    told = complaints("--mesh", "tp3", "--batch.global_size", "7", "--pipeline.schedule", "f1b1", "--model.vocab", "3")
-    assert {line.partition(":")[0] for line in told} == {
+def test_faults_of_independent_parts_are_reported_together():
+    reported = validation_faults(
+        "--mesh", "tp3", "--batch.global_size", "7", "--pipeline.schedule", "f1b1", "--model.vocab", "3"
+    )
+    assert {line.partition(":")[0] for line in reported} == {
         "mesh",
         "batch.global_size",
         "pipeline.schedule",
@@ -154,11 +156,11 @@ def test_faults_of_independent_parts_are_told_together():
 
 
 @given(st.sampled_from(["optim", "optim.lr", "mesh", "mesh.x"]), st.sampled_from(["optim", "optim.lr", "mesh", "mes"]))
-def test_a_check_is_left_out_where_a_key_that_it_reads_is_at_fault(reads, key):
+def test_a_check_is_skipped_where_a_key_that_it_reads_is_at_fault(reads, key):
     known, found = Fault(key, "bad"), Fault("x", "found")
-    told = run_checks(read(), [Check((reads,), lambda run: [found])], known=[known])
+    reported = run_checks(read(), [Check((reads,), lambda run: [found])], known=[known])
     is_blind = f"{key}.".startswith(f"{reads}.") or f"{reads}.".startswith(f"{key}.")
-    assert told == ((known,) if is_blind else (known, found))
+    assert reported == ((known,) if is_blind else (known, found))
 
 
 def test_run_is_the_base_of_every_familys_run():

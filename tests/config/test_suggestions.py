@@ -1,4 +1,4 @@
-"""What a fault names as its fix is a layout that the same door lets through."""
+"""Fixes that faults name: each is a layout that passes validation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS = {
     "precision.reduce": st.sampled_from(["bfloat16", "float16", "float32", "float64"]),
 }
 QUICK = (Phase.explicit, Phase.generate)
-"""Each example reads several command lines: a smaller one is not worth the search."""
+"""Each example reads several command lines: shrinking would take too long."""
 wanted = st.fixed_dictionaries(dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), AXES), optional=OPTIONS)
 
 
@@ -65,7 +65,7 @@ def key_of(fault: Fault) -> tuple[str, str]:
 
 @settings(max_examples=60, phases=QUICK)
 @given(wanted)
-def test_every_way_that_a_fix_names_takes_its_fault_away(choices: dict[str, object]) -> None:
+def test_every_alternative_of_a_fix_removes_its_fault(choices: dict[str, object]) -> None:
     words = words_of(choices)
     for fault in faults_of(words):
         ways = list(alternatives(fault))
@@ -73,12 +73,12 @@ def test_every_way_that_a_fix_names_takes_its_fault_away(choices: dict[str, obje
         for way in ways:
             assert way, fault
             assert way[0].startswith("--"), fault
-            assert key_of(fault) not in map(key_of, faults_of([*words, *way])), f"{fault}: {way} does not take it away"
+            assert key_of(fault) not in map(key_of, faults_of([*words, *way])), f"{fault}: {way} does not remove it"
 
 
 @settings(max_examples=40, phases=QUICK)
 @given(wanted)
-def test_who_follows_the_first_fix_again_and_again_comes_through_the_door(choices: dict[str, object]) -> None:
+def test_following_the_first_fix_repeatedly_ends_at_a_valid_config(choices: dict[str, object]) -> None:
     words = words_of(choices)
     for _ in range(len(validate.CHECKS)):
         faults = faults_of(words)

@@ -57,22 +57,22 @@ def test_a_box_indexes_the_array_of_another_box() -> None:
     assert Box.whole((3, 4)).slices == (slice(0, 3), slice(0, 4))
 
 
-def test_gradient_is_summed_where_tokens_differed_minus_the_axes_that_cut() -> None:
+def test_gradients_are_summed_where_tokens_differ_except_over_axes_that_shard() -> None:
     mesh = Mesh.parse("pp2 dp2 ep2 cp2 tp2")
     data = ("dp", "ep", "cp")
-    assert gradient_axes(mesh, varies=data, cut=("tp",)) == ("dp", "ep", "cp")
-    assert gradient_axes(mesh, varies=(*data, "tp"), cut=()) == ("dp", "ep", "cp", "tp")
-    assert gradient_axes(mesh, varies=data, cut=("ep",)) == ("dp", "cp")
-    assert gradient_axes(Mesh.parse("pp4"), varies=data, cut=()) == ()
+    assert gradient_axes(mesh, varies=data, sharded=("tp",)) == ("dp", "ep", "cp")
+    assert gradient_axes(mesh, varies=(*data, "tp"), sharded=()) == ("dp", "ep", "cp", "tp")
+    assert gradient_axes(mesh, varies=data, sharded=("ep",)) == ("dp", "cp")
+    assert gradient_axes(Mesh.parse("pp4"), varies=data, sharded=()) == ()
 
 
-def test_axes_of_degree_one_cut_nothing() -> None:
+def test_axes_of_degree_one_shard_nothing() -> None:
     assert sharding_axes(("heads", "embed"), {"heads": "tp"}, Mesh.parse("dp4")) == ()
     assert sharding_axes(("embed", "heads"), {"heads": "tp"}, Mesh.parse("tp4")) == ("tp",)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=4), st.data())
-def test_a_range_of_a_box_is_cut_into_few_boxes_in_its_order(sides: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_a_range_of_a_box_is_few_boxes_in_its_order(sides: list[tuple[int, int]], data: st.DataObject) -> None:
     box = Box(tuple(lo for lo, _ in sides), tuple(lo + length for lo, length in sides))
     start, stop = sorted((data.draw(st.integers(0, box.size)), data.draw(st.integers(0, box.size))))
     pieces = boxes_of_range(box, start, stop)

@@ -49,7 +49,7 @@ def test_tensor_parallel_group_differs_only_in_its_tp_coordinate_and_tp_varies_f
 
 
 @given(meshes(), st.sampled_from(all_axes()), st.integers(-7, 7))
-def test_neighbours_go_round_the_axis(mesh: Mesh, axis: str, step: int) -> None:
+def test_neighbours_form_a_ring(mesh: Mesh, axis: str, step: int) -> None:
     for rank in range(mesh.size):
         there = mesh.neighbour(rank, axis, step)
         assert mesh.neighbour(there, axis, -step) == rank
@@ -73,7 +73,7 @@ def test_a_wrong_text_is_named(text: str, said: str) -> None:
     assert said in str(error.value)
 
 
-def test_all_faults_of_a_text_come_at_once() -> None:
+def test_all_faults_of_a_text_are_reported_together() -> None:
     with pytest.raises(MeshError) as error:
         Mesh.parse("xp2 dp0 7")
     assert len(error.value.faults) == 3

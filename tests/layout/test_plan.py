@@ -25,7 +25,7 @@ def test_json_reads_back_equal_and_equal_plans_share_a_digest(plan: Plan) -> Non
     assert again.model_copy(update={"microbatches": 8}).digest != plan.digest
 
 
-def test_a_sound_plan_passes_its_check(plan: Plan) -> None:
+def test_a_valid_plan_passes_its_check(plan: Plan) -> None:
     plan.check()
 
 
@@ -82,11 +82,11 @@ def test_explanation_says_how_attention_crosses_cp(plan: Plan, context: Context,
         (3, "ZeRO 3 over dp x cp: states, gradients and parameters are sharded"),
     ],
 )
-def test_an_explanation_says_what_zero_spreads_and_over_which_ranks(zero, line):
-    told = explain(Case("dp2 cp2 tp2", zero=zero).plan)
-    assert line in told
-    assert ("every micro-batch" in told) == (zero > 1)
-    assert "ZeRO" not in explain(Case("tp2", zero=zero).plan), "nothing to spread over"
+def test_an_explanation_says_what_zero_shards_and_over_which_ranks(zero, line):
+    reported = explain(Case("dp2 cp2 tp2", zero=zero).plan)
+    assert line in reported
+    assert ("every micro-batch" in reported) == (zero > 1)
+    assert "ZeRO" not in explain(Case("tp2", zero=zero).plan), "nothing to shard over"
 
 
 def test_an_explanation_of_a_large_mesh_fits_80_columns() -> None:

@@ -1,4 +1,4 @@
-"""The cut into pipeline stages."""
+"""Split of blocks into pipeline stages: balanced by cost, or by counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def num_layers(stages: tuple[tuple[str, ...], ...]) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 9), st.data())
-def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], head: int, data: st.DataObject) -> None:
+def test_no_other_split_has_a_faster_slowest_stage(costs: list[int], head: int, data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(costs)))
     blocks = chain(costs, head)
     price = {block.name: block.flops for block in blocks}
@@ -43,7 +43,7 @@ def test_remainder_layers_do_not_land_on_the_first_stage() -> None:
     assert num_layers(split_by_cost(chain([1] * 30), 4)) == [7, 7, 8, 8]
 
 
-def test_a_dear_head_gets_fewer_layers() -> None:
+def test_a_stage_with_an_expensive_head_gets_fewer_layers() -> None:
     assert num_layers(split_by_cost(chain([1] * 8, head=2), 2)) == [5, 3]
 
 
@@ -51,20 +51,20 @@ def test_thirty_layers_on_four_stages_stay_thirty() -> None:
     assert sum(num_layers(split_by_cost(chain([1] * 30), 4))) == 30
 
 
-def test_counts_of_the_user_are_taken() -> None:
+def test_counts_of_the_user_are_used() -> None:
     assert num_layers(split_by_counts(chain([1] * 6), (1, 3, 2))) == [1, 3, 2]
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (3, 3, 1), (6, 0)])
-def test_counts_that_do_not_add_up_are_refused(counts: tuple[int, ...]) -> None:
+def test_counts_that_do_not_add_up_are_rejected(counts: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match=r"pipeline\.split"):
         split_by_counts(chain([1] * 6), counts)
 
 
-def test_more_stages_than_layers_are_refused() -> None:
+def test_more_stages_than_layers_are_rejected() -> None:
     with pytest.raises(PlanError, match="more stages than layers"):
         split_by_cost(chain([1] * 3), 4)
 
 
-def test_deep_models_are_cut_quickly() -> None:
+def test_deep_models_are_split_quickly() -> None:
     assert num_layers(split_by_cost(chain([1] * 126, head=1), 64))[-1] == 1

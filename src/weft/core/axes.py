@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.core.dimension import token_axes
@@ -13,19 +13,30 @@ from weft.core.mesh import Mesh
 Rule = Mapping[str, str]
 """Logical axis of a parameter -> mesh axis that shards it."""
 
+Ints = tuple[int, ...]
+Names = tuple[str, ...]
+
 
 @dataclass(frozen=True)
 class Box:
     """A part of a tensor: entries `lo[d] <= index < hi[d]` of every dim."""
 
-    lo: tuple[int, ...]
-    hi: tuple[int, ...]
+    lo: Ints
+    hi: Ints
 
     @staticmethod
     def whole(shape: Iterable[int]) -> Box:
         """The box of a whole tensor."""
         hi = tuple(shape)
-        return Box((0,) * len(hi), hi)
+        lo = (0,) * len(hi)
+        return Box(lo, hi)
+
+    @staticmethod
+    def of_spans(spans: Sequence[tuple[int, int]]) -> Box:
+        """The box with these bounds (start, stop) of each dim."""
+        lo = tuple(start for start, _ in spans)
+        hi = tuple(stop for _, stop in spans)
+        return Box(lo, hi)
 
     def __and__(self, other: Box) -> Box:
         """Entries in both boxes; an empty box where they do not overlap."""
@@ -34,9 +45,10 @@ class Box:
         return Box(lo, tuple(map(max, lo, hi)))
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Ints:
         """Length of every dim."""
-        return tuple(hi - lo for lo, hi in zip(self.lo, self.hi, strict=True))
+        bounds = zip(self.lo, self.hi, strict=True)
+        return tuple(hi - lo for lo, hi in bounds)
 
     @property
     def size(self) -> int:
@@ -50,20 +62,11 @@ class Box:
 
     def within(self, other: Box) -> tuple[slice, ...]:
         """Index of this box in an array that holds just `other`."""
-        bounds = zip(
-            self.lo,
-            self.hi,
-            other.lo,
-            strict=True,
-        )
+        bounds = zip(self.lo, self.hi, other.lo, strict=True)
         return tuple(slice(lo - origin, hi - origin) for lo, hi, origin in bounds)
 
 
-def boxes_of_range(
-    box: Box,
-    start: int,
-    stop: int,
-) -> tuple[Box, ...]:
+def boxes_of_range(box: Box, start: int, stop: int) -> tuple[Box, ...]:
     """Entries `start` to `stop` of a box in row-major order, as few boxes: 2 x dims - 1 at most.
 
     >>> boxes_of_range(Box((0, 0), (3, 4)), 2, 9)
@@ -74,108 +77,92 @@ def boxes_of_range(
     if not box.lo:
         return (box,)
     row = Box(box.lo[1:], box.hi[1:])
-    row_size = row.size
-    first_row, head = divmod(start, row_size)
-    last_row, tail = divmod(stop, row_size)
+    first_row, head = divmod(start, row.size)
+    last_row, tail = divmod(stop, row.size)
     if first_row == last_row:
-        return _stack(
-            box,
-            first_row,
-            first_row + 1,
-            boxes_of_range(row, head, tail),
-        )
+        part = boxes_of_range(row, head, tail)
+        return _in_rows(box, first_row, first_row + 1, part)
     found: list[Box] = []
     if head:
-        found += _stack(
-            box,
-            first_row,
-            first_row + 1,
-            boxes_of_range(row, head, row_size),
-        )
+        end_of_row = boxes_of_range(row, head, row.size)
+        found += _in_rows(box, first_row, first_row + 1, end_of_row)
         first_row += 1
     if first_row < last_row:
-        found += _stack(
-            box,
-            first_row,
-            last_row,
-            (row,),
-        )
-    found += _stack(
-        box,
-        last_row,
-        last_row + 1,
-        boxes_of_range(row, 0, tail),
-    )
+        found += _in_rows(box, first_row, last_row, (row,))
+    start_of_row = boxes_of_range(row, 0, tail)
+    found += _in_rows(box, last_row, last_row + 1, start_of_row)
     return tuple(found)
 
 
-def _stack(
+def _in_rows(
     box: Box,
     lo: int,
     hi: int,
-    pieces: tuple[Box, ...],
+    parts: tuple[Box, ...],
 ) -> tuple[Box, ...]:
-    """The pieces of one row, over rows `lo` to `hi` of a box."""
+    """These parts of one row, in each of the rows `lo` to `hi` of a box."""
     first = box.lo[0]
-    return tuple(Box((first + lo, *piece.lo), (first + hi, *piece.hi)) for piece in pieces)
+    found: list[Box] = []
+    for part in parts:
+        lower = (first + lo, *part.lo)
+        upper = (first + hi, *part.hi)
+        found.append(Box(lower, upper))
+    return tuple(found)
 
 
-def span(
-    length: int,
-    parts: int,
-    index: int,
-) -> tuple[int, int]:
+def span(length: int, parts: int, index: int) -> tuple[int, int]:
     """Bounds of part `index` of `length` entries in `parts` parts whose lengths differ by at most one, longer ones first.
 
     >>> [span(10, 4, i) for i in range(4)]
     [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
     quotient, remainder = divmod(length, parts)
-    lo = index * quotient + min(index, remainder)
-    size = quotient + 1 if index < remainder else quotient
-    return lo, lo + size
+    start = index * quotient + min(index, remainder)
+    size = quotient
+    if index < remainder:
+        size += 1
+    return start, start + size
 
 
-def span_sizes(length: int, parts: int) -> tuple[int, ...]:
+def span_sizes(length: int, parts: int) -> Ints:
     """Lengths of all parts of `span`."""
-    spans = [span(length, parts, index) for index in range(parts)]
-    return tuple(hi - lo for lo, hi in spans)
+    sizes: list[int] = []
+    for index in range(parts):
+        start, stop = span(length, parts, index)
+        sizes.append(stop - start)
+    return tuple(sizes)
 
 
-def sharding_axes(
-    axes: tuple[str, ...],
-    rule: Rule,
-    mesh: Mesh,
-) -> tuple[str, ...]:
+def sharding_axes(axes: Names, rule: Rule, mesh: Mesh) -> Names:
     """Mesh axes (of degree > 1) that shard a tensor with these logical axes, in the tensor's dim order."""
     mesh_axes = [rule[axis] for axis in axes if axis in rule]
     return tuple(axis for axis in mesh_axes if mesh.degree(axis) > 1)
 
 
 def box_of(
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
+    shape: Ints,
+    axes: Names,
     *,
     rule: Rule,
     mesh: Mesh,
     rank: int,
 ) -> Box:
     """The shard of a tensor that `rank` holds: each dim whose logical axis is in `rule` is sharded over that mesh axis."""
-    lo: list[int] = []
-    hi: list[int] = []
+    spans: list[tuple[int, int]] = []
     for length, axis in zip(shape, axes, strict=True):
-        start, stop = 0, length
-        if axis in rule:
-            mesh_axis = rule[axis]
-            start, stop = span(length, mesh.degree(mesh_axis), mesh.index(rank, mesh_axis))
-        lo.append(start)
-        hi.append(stop)
-    return Box(tuple(lo), tuple(hi))
+        if axis not in rule:
+            spans.append((0, length))
+            continue
+        mesh_axis = rule[axis]
+        degree = mesh.degree(mesh_axis)
+        index = mesh.index(rank, mesh_axis)
+        spans.append(span(length, degree, index))
+    return Box.of_spans(spans)
 
 
 def boxes(
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
+    shape: Ints,
+    axes: Names,
     *,
     rule: Rule,
     mesh: Mesh,
@@ -184,30 +171,35 @@ def boxes(
     spans_of_dims: list[list[tuple[int, int]]] = []
     for length, axis in zip(shape, axes, strict=True):
         parts = mesh.degree(rule[axis]) if axis in rule else 1
-        spans_of_dims.append([span(length, parts, index) for index in range(parts)])
-    found: list[Box] = []
-    for spans in itertools.product(*spans_of_dims):
-        lo = tuple(start for start, _ in spans)
-        hi = tuple(stop for _, stop in spans)
-        found.append(Box(lo, hi))
-    return tuple(found)
+        spans = [span(length, parts, index) for index in range(parts)]
+        spans_of_dims.append(spans)
+    combinations = itertools.product(*spans_of_dims)
+    return tuple(map(Box.of_spans, combinations))
 
 
 def gradient_axes(
     mesh: Mesh,
     *,
     varies: Collection[str],
-    cut: Collection[str],
-) -> tuple[str, ...]:
-    """Mesh axes over which a gradient is summed: those along which it varies, minus those that shard the parameter.
+    sharded: Collection[str],
+) -> Names:
+    """Mesh axes over which a gradient is summed: those along which it varies, except those that shard the parameter.
 
     The one gradient rule: it holds for data, context and expert parallelism, for norms under sequence parallelism and for
-    experts. `varies` names the axes along which the parameter was applied to different tokens, or different heads.
+    experts.
+
+    Args:
+        varies: axes along which the parameter was applied to different tokens, or different heads.
+        sharded: axes that shard the parameter.
     """
-    return tuple(name for name, degree in mesh.axes if degree > 1 and name in varies and name not in cut)
+    summed: list[str] = []
+    for name, degree in mesh.axes:
+        if degree > 1 and name in varies and name not in sharded:
+            summed.append(name)
+    return tuple(summed)
 
 
-def data_axes(mesh: Mesh) -> tuple[str, ...]:
+def data_axes(mesh: Mesh) -> Names:
     """Axes of this mesh along which the tokens of a micro-batch differ, in mesh order, degree 1 left out."""
     differing = token_axes()
     return tuple(name for name, degree in mesh.axes if degree > 1 and name in differing)

@@ -300,7 +300,7 @@ def _shard(
         shape=shape,
         shard=shard_of(name, shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank),
         shard_axes=cut,
-        reduce_axes=gradient_axes(plan.mesh, varies=varies, cut=cut),
+        reduce_axes=gradient_axes(plan.mesh, varies=varies, sharded=cut),
     )
 
 
