@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from weft.core.dimension import all_axes, dimensions
@@ -13,6 +13,7 @@ from weft.errors import Fault, MeshError, did_you_mean
 
 Axis = str | tuple[str, ...]
 """One mesh axis, or several that together form one group."""
+Ranks = tuple[int, ...]
 
 WIDTH = 80
 """Columns of the overview."""
@@ -64,12 +65,16 @@ class Mesh:
     def degree(self, axis: Axis) -> int:
         """Number of ranks along `axis`; 1 for an axis that the mesh does not name."""
         degrees = dict(self.axes)
-        return math.prod(degrees.get(name, 1) for name in axis_names(axis))
+        product = 1
+        for name in axis_names(axis):
+            product *= degrees.get(name, 1)
+        return product
 
     def coord(self, rank: int) -> dict[str, int]:
         """Coordinates of `rank`, outermost axis first."""
         if not 0 <= rank < self.size:
-            raise MeshError(Fault("mesh", f"rank {rank} is outside the mesh", need=f"0 to {self.size - 1}"))
+            what = f"rank {rank} is outside the mesh"
+            raise MeshError(Fault("mesh", what, need=f"0 to {self.size - 1}"))
         inner_first: list[tuple[str, int]] = []
         for name, degree in reversed(self.axes):
             rank, index = divmod(rank, degree)
@@ -78,11 +83,7 @@ class Mesh:
 
     def rank(self, **coord: int) -> int:
         """Rank at these coordinates; axes that are not given count as 0."""
-        degrees = dict(self.axes)
-        unnamed = [name for name in coord if name not in degrees]
-        unknown = [name for name in unnamed if coord[name] != 0 or name not in all_axes()]
-        if unknown:
-            raise MeshError(Fault("mesh", f"no axis {sorted(unknown)} in {self}"))
+        self._check_names(coord)
         rank = 0
         for name, degree in self.axes:
             index = coord.get(name, 0)
@@ -92,6 +93,17 @@ class Mesh:
             rank = rank * degree + index
         return rank
 
+    def _check_names(self, coord: Mapping[str, int]) -> None:
+        """Raise MeshError for axes that the mesh does not have; index 0 of any dimension is accepted."""
+        degrees = dict(self.axes)
+        unknown: list[str] = []
+        for name, index in coord.items():
+            is_first_of_absent_axis = index == 0 and name in all_axes()
+            if name not in degrees and not is_first_of_absent_axis:
+                unknown.append(name)
+        if unknown:
+            raise MeshError(Fault("mesh", f"no axis {sorted(unknown)} in {self}"))
+
     def index(self, rank: int, axis: Axis) -> int:
         """Index of `rank` in its group along `axis`; 0 for an axis that the mesh does not name."""
         coord = self.coord(rank)
@@ -100,22 +112,22 @@ class Mesh:
             index = index * self.degree(name) + coord[name]
         return index
 
-    def group(self, rank: int, axis: Axis) -> tuple[int, ...]:
+    def group(self, rank: int, axis: Axis) -> Ranks:
         """Ranks that differ from `rank` only along `axis`, in mesh order, `rank` included."""
         coord = self.coord(rank)
         inner = self._in_mesh_order(axis)
-        indices = itertools.product(*(range(self.degree(name)) for name in inner))
-        members = []
-        for index in indices:
-            changed = dict(zip(inner, index, strict=True))
-            members.append(self.rank(**{**coord, **changed}))
+        ranges = [range(self.degree(name)) for name in inner]
+        members: list[int] = []
+        for indices in itertools.product(*ranges):
+            coord.update(zip(inner, indices, strict=True))
+            members.append(self.rank(**coord))
         return tuple(members)
 
-    def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+    def groups(self, axis: Axis) -> tuple[Ranks, ...]:
         """All groups along `axis`: together they hold every rank exactly once."""
         return tuple(self.iter_groups(axis))
 
-    def iter_groups(self, axis: Axis) -> Iterator[tuple[int, ...]]:
+    def iter_groups(self, axis: Axis) -> Iterator[Ranks]:
         """The groups along `axis`, one at a time."""
         inner = self._in_mesh_order(axis)
         for rank in range(self.size):
@@ -134,12 +146,13 @@ class Mesh:
         coord = self.coord(rank)
         if axis not in coord:
             return rank
-        index = (coord[axis] + step) % self.degree(axis)
-        return self.rank(**{**coord, axis: index})
+        coord[axis] = (coord[axis] + step) % self.degree(axis)
+        return self.rank(**coord)
 
     def coord_text(self, rank: int) -> str:
         """Coordinates of `rank` as text: `pp1 dp0 tp1`."""
-        return " ".join(f"{name}{index}" for name, index in self.coord(rank).items()) or "alone"
+        words = [f"{name}{index}" for name, index in self.coord(rank).items()]
+        return " ".join(words) or "alone"
 
     def overview(self) -> str:
         """The groups of every axis and what the axis shards, clipped to 80 columns."""
@@ -154,14 +167,14 @@ class Mesh:
 
     def _groups_text(self, axis: str, num_groups: int) -> str:
         """As many groups as fit in a line: `[0 1] [2 3] ... 2 more`."""
-        room = WIDTH - 40
-        shown: list[str] = []
-        for group in self.iter_groups(axis):
-            text = _group_text(group)
-            if shown and len(" ".join([*shown, text])) > room:
-                return f"{' '.join(shown)} ... {num_groups - len(shown)} more"
-            shown.append(text)
-        return " ".join(shown)
+        room = WIDTH - 40  # for the indented number of groups before, and "... N more" after
+        shown = ""
+        for num_shown, group in enumerate(self.iter_groups(axis)):
+            longer = f"{shown} {_group_text(group)}".lstrip()
+            if shown and len(longer) > room:
+                return f"{shown} ... {num_groups - num_shown} more"
+            shown = longer
+        return shown
 
     def _in_mesh_order(self, axis: Axis) -> tuple[str, ...]:
         wanted = axis_names(axis)
@@ -209,12 +222,13 @@ def _read_axis(
     return None
 
 
-def _group_text(group: tuple[int, ...]) -> str:
+def _group_text(group: Ranks) -> str:
     """Ranks of a group along one axis: `[0 1 2 3]`, or `[0 8 ... 1016 (step 8)]` for a long one."""
     if len(group) <= MAX_RANKS_SHOWN:
-        return f"[{' '.join(map(str, group))}]"
-    step = group[1] - group[0]
-    return f"[{group[0]} {group[1]} ... {group[-1]} (step {step})]"
+        members = " ".join(map(str, group))
+        return f"[{members}]"
+    first, second, *_, last = group
+    return f"[{first} {second} ... {last} (step {second - first})]"
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:

@@ -137,7 +137,10 @@ class Plan(BaseModel):
         if self.sequence_parallel:
             sharding *= self.mesh.degree(activation_axes())
         lengths = {"batch": self.micro_size, "seq": self.seq_len // sharding}
-        return tuple(lengths[entry] if isinstance(entry, str) else entry for entry in self.stages[stage].out)
+        shape: list[int] = []
+        for entry in self.stages[stage].out:
+            shape.append(lengths[entry] if isinstance(entry, str) else entry)
+        return tuple(shape)
 
     def check(self) -> None:
         """Reject a plan whose parts do not fit together.
