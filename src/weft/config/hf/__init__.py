@@ -1,1 +1,1 @@
-"""config.json of Hugging Face folders, both ways, and the list of their tensors. No torch."""
+"""Hugging Face config.json, both ways, and the list of tensors of a folder. No torch."""
