@@ -50,6 +50,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "bucket_bytes": (512, 4096, 2**20),
 }  # fmt: skip
 NAMES = tuple(CHOICES)
+EXPERT_MODELS = ("qwen3-moe", "deepseek")
 Row = Mapping[str, Any]
 Part = tuple[tuple[str, Any], ...]
 """Some choices of a row, in the order of `CHOICES`."""
@@ -83,7 +84,7 @@ def acts(row: Row) -> bool:
         and (row["tp"] > 1 or not row["sequence"])
         and (row["cp"] > 1 or row["context"] == "ring")
         and (len(axes) > 1 or row["nesting"] == CHOICES["nesting"][0])
-        and (row["ep"] == 1 or row["model"] in ("qwen3-moe", "deepseek"))
+        and (row["ep"] == 1 or row["model"] in EXPERT_MODELS)
     )
 
 
@@ -110,16 +111,21 @@ def every_part(strength: int) -> Iterator[Part]:
 
 
 def complete(part: Part, dice: random.Random, tries: int) -> Iterator[Row]:
-    """Valid rows that hold these choices, the others drawn; small meshes more often than large ones."""
-    given = dict(part)
+    """Valid rows that contain these choices, the others drawn; small meshes more often than large ones."""
     for _ in range(tries):
         row = {name: dice.choice(CHOICES[name]) for name in NAMES}
-        row |= {axis: 1 for axis in all_axes() if dice.random() < 0.4}
-        row |= {} if row["tp"] > 1 else {"sequence": False}
-        row |= {} if row["cp"] > 1 else {"context": "ring"}
-        row |= {} if row["model"] in ("qwen3-moe", "deepseek") else {"ep": 1}
-        row |= {} if sum(row[axis] > 1 for axis in all_axes()) > 1 else {"nesting": CHOICES["nesting"][0]}
-        row |= given
+        for axis in all_axes():
+            if dice.random() < 0.4:
+                row[axis] = 1
+        if row["tp"] == 1:
+            row["sequence"] = False
+        if row["cp"] == 1:
+            row["context"] = "ring"
+        if row["model"] not in EXPERT_MODELS:
+            row["ep"] = 1
+        if sum(row[axis] > 1 for axis in all_axes()) <= 1:
+            row["nesting"] = CHOICES["nesting"][0]
+        row.update(part)
         if is_valid(row):
             yield row
 
@@ -127,7 +133,8 @@ def complete(part: Part, dice: random.Random, tries: int) -> Iterator[Row]:
 def cost(row: Row) -> float:
     """What a row costs to run, roughly: ranks, and the layers and sequences that they share."""
     ranks = row["pp"] * row["dp"] * row["ep"] * row["cp"] * row["tp"]
-    return 8 + ranks * (row["microbatches"] + 3) * (2 if row["model"] in ("qwen3-moe", "deepseek") else 1) / 2
+    weight = 2 if row["model"] in EXPERT_MODELS else 1
+    return 8 + ranks * (row["microbatches"] + 3) * weight / 2
 
 
 def find_rows(strength: int, dice: random.Random, known: tuple[Row, ...] = ()) -> Iterator[Row]:
@@ -140,10 +147,15 @@ def find_rows(strength: int, dice: random.Random, known: tuple[Row, ...] = ()) -
         if not rows:
             del left[wanted]  # infeasible: no valid layout contains it
             continue
-        best = max(rows, key=lambda row: sum(part in left for part in parts(row, strength)) / cost(row))
+        best = max(rows, key=lambda row: _num_new(row, strength, left) / cost(row))
         for part in parts(best, strength):
             left.pop(part, None)
         yield best
+
+
+def _num_new(row: Row, strength: int, left: Mapping[Part, None]) -> int:
+    """How many combinations that are still missing the row contains."""
+    return sum(part in left for part in parts(row, strength))
 
 
 def write_rows(path: Path) -> int:
@@ -152,12 +164,20 @@ def write_rows(path: Path) -> int:
     pairs = tuple(find_rows(2, dice))
     rows = (*pairs, *find_rows(3, dice, pairs))
     default = asdict(Case(""))
-    lines = [{k: v for k, v in asdict(case_of(row)).items() if v != default[k]} for row in rows]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    lines = []
+    for row in rows:
+        fields = asdict(case_of(row))
+        changed = {name: value for name, value in fields.items() if value != default[name]}
+        lines.append(json.dumps(changed) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
     return len(lines)
 
 
 @cache
 def read_rows(path: Path) -> tuple[Case, ...]:
     """The layouts of a list that `write_rows` wrote."""
-    return tuple(Case(**{"mesh": "", **json.loads(line)}) for line in path.read_text(encoding="utf-8").splitlines())
+    cases = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fields = {"mesh": "", **json.loads(line)}
+        cases.append(Case(**fields))
+    return tuple(cases)

@@ -83,15 +83,24 @@ class Case:
     layers: int = 0
 
     def __str__(self) -> str:
-        flags = "-sp" * self.sequence + "-gqa" * self.grouped + f"-zero{self.zero}" * (self.zero > 0)
-        flags += f"-{self.recompute}" * (self.recompute != "none")
-        flags += f"-{self.context}" * (self.grid.degree("cp") > 1) + "-docs" * self.documents
-        flags += "-free" * (self.clip != CLIP) + f"-l{self.layers}" * (self.layers > 0)
-        flags += f"-b{self.bucket_bytes}" * (self.bucket_bytes != 4096)
-        mesh = self.mesh.replace(" ", "_") or "one"
-        chunks = self.chunks if self.chunks > 1 else ""
-        micro = f"m{self.microbatches}" + f"x{self.micro_size}" * (self.micro_size > 1)
-        return f"{self.family}{flags}-{mesh}-{self.schedule}{chunks}-{micro}"
+        options = {
+            "sp": self.sequence,
+            "gqa": self.grouped,
+            f"zero{self.zero}": self.zero > 0,
+            self.recompute: self.recompute != "none",
+            self.context: self.grid.degree("cp") > 1,
+            "docs": self.documents,
+            "free": self.clip != CLIP,
+            f"l{self.layers}": self.layers > 0,
+            f"b{self.bucket_bytes}": self.bucket_bytes != 4096,
+        }
+        words = [self.family]
+        words += [option for option, is_set in options.items() if is_set]
+        words.append(self.mesh.replace(" ", "_") or "one")
+        words.append(self.schedule + (str(self.chunks) if self.chunks > 1 else ""))
+        micro_size = f"x{self.micro_size}" if self.micro_size > 1 else ""
+        words.append(f"m{self.microbatches}{micro_size}")
+        return "-".join(words)
 
     @property
     def grid(self) -> Mesh:
@@ -103,8 +112,11 @@ class Case:
         if self.grouped:
             fields = GROUPED
         else:
-            fields = {**CONFIGS, **MIXTURES}.get(self.family) or small_fields(self.family, dim=32, window=3)
-        return {**fields, "layers": self.layers} if self.layers else fields
+            known = {**CONFIGS, **MIXTURES}
+            fields = known.get(self.family) or small_fields(self.family, dim=32, window=3)
+        if not self.layers:
+            return fields
+        return {**fields, "layers": self.layers}
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -158,11 +170,12 @@ def batches(case: Case, *, vocab: int = 53) -> tuple[Batch, ...]:
 
 
 def packed(batch: Batch, generator: torch.Generator) -> Batch:
-    """The same tokens as documents of three tokens on average, in each of which positions start anew."""
+    """The same tokens as documents of three tokens on average; positions restart in each."""
     begins = torch.rand(batch.inputs.shape, generator=generator) < 1 / 3
     begins[:, 0] = True
-    places = batch.positions.where(begins, 0).cummax(1).values
-    return replace(batch, documents=begins.cumsum(1), positions=batch.positions - places)
+    starts = batch.positions.where(begins, 0).cummax(1).values
+    documents = begins.cumsum(1)
+    return replace(batch, documents=documents, positions=batch.positions - starts)
 
 
 def adamw(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> torch.optim.Optimizer:
@@ -190,7 +203,7 @@ def truth(case: Case) -> tuple[StepTrace, ...]:
 
 @dataclass(frozen=True)
 class RunRank:
-    """What every rank does for a case; a value, so that it can be sent to processes."""
+    """The function that every rank runs for a case; a value, so that it can be sent to processes."""
 
     case: Case
 
@@ -209,15 +222,22 @@ class RunRank:
 
 
 def on_one_device(case: Case) -> Case:
-    """The same model and batch, nothing cut."""
-    size = case.run.batch.global_size
-    alike = {name: getattr(case, name) for name in ("family", "grouped", "documents", "seq_len", "clip", "layers")}
-    return Case("", microbatches=size, **alike)
+    """The same model and batch on one device."""
+    return Case(
+        "",
+        microbatches=case.run.batch.global_size,
+        family=case.family,
+        grouped=case.grouped,
+        documents=case.documents,
+        seq_len=case.seq_len,
+        clip=case.clip,
+        layers=case.layers,
+    )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holding a layout against one device found: all differences, and parameters that no rank holds in full."""
+    """Comparison of a layout with one device: all differences, and parameters that no rank holds in full."""
 
     differences: tuple[Difference, ...]
     missing: tuple[str, ...]
@@ -234,7 +254,7 @@ class Verdict:
 
 
 def compare(case: Case, *, transport: Literal["threads", "processes"] = "threads") -> Verdict:
-    """Hold a layout against one device."""
+    """Compare a layout with one device."""
     ranks = run_ranks(case.mesh, RunRank(case), transport=transport, timeout_s=PATIENCE_S)
     right = truth(on_one_device(case))
     assert case.clip != CLIP or all(step.grad_norm > CLIP for step in right), "clipping must act in this test"

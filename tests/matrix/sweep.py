@@ -95,6 +95,8 @@ def every_case() -> tuple[Case, ...]:
 def sample(number: int, *, seed: int, most_ranks: int = 32) -> tuple[Case, ...]:
     """A seeded sample: half of the covering rows, half of the grid, of meshes of up to `most_ranks`."""
     dice = random.Random(seed)
-    halves = (sorted(cases, key=str) for cases in (read_rows(LIST), grid()))
-    small = [[case for case in half if case.grid.size <= most_ranks] for half in halves]
-    return tuple(dict.fromkeys(case for half in small for case in dice.sample(half, number // 2)))
+    chosen: dict[Case, None] = {}
+    for cases in (read_rows(LIST), grid()):
+        small = [case for case in sorted(cases, key=str) if case.grid.size <= most_ranks]
+        chosen.update(dict.fromkeys(dice.sample(small, number // 2)))
+    return tuple(chosen)

@@ -24,7 +24,7 @@ from weft.errors import PlanError
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import chain
 from weft.models.common.init import named_parameters
-from weft.models.common.lora import AdaptedFamily, Factor, adapted
+from weft.models.common.lora import AdaptedFamily, LoraFactor, adapted
 from weft.parallel.model import parallelize as parallelize_module
 from weft.parallel.tensor import linear as tensor_linear
 from weft.parallel.tensor import transform as tensor_transform
@@ -333,8 +333,8 @@ def the_gradient_of_a_whole_b_is_not_summed_over_tp(patch: pytest.MonkeyPatch) -
 
 @mutant(Case("dp2", zero=3, **TINY))
 def adapters_are_scaled_twice(patch: pytest.MonkeyPatch) -> None:
-    right = Factor.forward
-    patch.setattr(Factor, "forward", lambda self, x: self.scale * right(self, x))
+    right = LoraFactor.forward
+    patch.setattr(LoraFactor, "forward", lambda self, x: self.scale * right(self, x))
 
 
 @mutant(Case("tp2", **TINY))

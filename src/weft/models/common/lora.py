@@ -27,7 +27,7 @@ from weft.models.common.moe import Router
 FACTORS = ("lora_a", "lora_b")
 
 
-class Factor(nn.Module):
+class LoraFactor(nn.Module):
     """One of an adapter's matrices: x -> scale x W^T. It is sharded with the linear that holds it, not as one of its own."""
 
     def __init__(self, in_features: int, out_features: int, *, scale: float = 1.0) -> None:
@@ -43,8 +43,8 @@ class Factor(nn.Module):
 class LoraLinear(nn.Linear):
     """A linear with an adapter; both read the same x, and their results are summed first."""
 
-    lora_a: Factor
-    lora_b: Factor
+    lora_a: LoraFactor
+    lora_b: LoraFactor
 
     @classmethod
     def beside(cls, linear: nn.Linear, lora: LoraConfig) -> LoraLinear:
@@ -55,8 +55,8 @@ class LoraLinear(nn.Linear):
         self.out_features = linear.out_features
         self.weight = linear.weight
         self.bias = linear.bias
-        self.lora_a = Factor(linear.in_features, lora.rank)
-        self.lora_b = Factor(lora.rank, linear.out_features, scale=lora.alpha / lora.rank)
+        self.lora_a = LoraFactor(linear.in_features, lora.rank)
+        self.lora_b = LoraFactor(lora.rank, linear.out_features, scale=lora.alpha / lora.rank)
         return self
 
     def forward(self, input: Tensor) -> Tensor:
