@@ -91,7 +91,7 @@ TABLE = {
     "vocabulary too small": ("--model.vocab", "99", "error: model.vocab: is smaller than the tokenizer's (got 99"),
     "parameters with fewer digits than computed": (
         *("--precision.params", "bfloat16"),
-        "error: precision.params: does not represent every number of the float32 that is computed in (got bfloat16; need float32 or",
+        "error: precision.params: does not represent every number of the float32 that is computed in (got bfloat16; need",
     ),
     "sums with fewer digits than computed": (
         *("--precision.reduce", "bfloat16", "--precision.compute", "float16"),
@@ -103,7 +103,7 @@ TABLE = {
     ),
     "heads for ulysses": (
         *("--mesh", "cp4", "--parallel.context", "ulysses"),
-        "heads % cp == 0, and cp4 does not divide kv_heads (got 4 heads, 2 kv_heads; need a multiple of cp). Fix: --parallel.context ring",
+        "heads % cp == 0, and cp4 does not divide kv_heads (got 4 heads, 2 kv_heads; need a multiple of cp). Fix: --para",
     ),
     "experts for ep": (
         *("--model.name", "deepseek", "--mesh", "ep3", "--batch.global_size", "24"),

@@ -25,7 +25,7 @@ class ShardingError(Exception):
 
 
 @dataclass(frozen=True)
-class Factor:
+class DimFactor:
     """Part of a dim: `size` local entries, sharded or whole.
 
     Attributes:
@@ -39,13 +39,13 @@ class Factor:
     repeated: bool = False
 
 
-Dim = tuple[Factor, ...]
+Dim = tuple[DimFactor, ...]
 Dims = tuple[Dim, ...]
 
 
 def whole_dims(shape: Iterable[int]) -> Dims:
     """Dims of a tensor without a sharded one."""
-    return tuple((Factor(size),) for size in shape)
+    return tuple((DimFactor(size),) for size in shape)
 
 
 def is_sharded(dim: Dim) -> bool:
@@ -71,7 +71,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Operation:
+class TracedOp:
     """A call of a torch operation: its arguments by name, its tensors in order, and its results."""
 
     name: str
@@ -95,12 +95,12 @@ class Operation:
         return written % len(self.dims)
 
 
-Rule = Callable[[Operation], list[Dims]]
+Rule = Callable[[TracedOp], list[Dims]]
 
 
-def _canonical(factors: Sequence[Factor]) -> Dim:
+def _canonical(factors: Sequence[DimFactor]) -> Dim:
     """A sharded factor absorbs the whole ones after it: a shard of their product is contiguous, too."""
-    merged: list[Factor] = []
+    merged: list[DimFactor] = []
     for factor in factors:
         absorbs = bool(merged) and not factor.sharded and not factor.parts
         if not absorbs:
@@ -109,7 +109,7 @@ def _canonical(factors: Sequence[Factor]) -> Dim:
         last = merged[-1]
         parts = tuple(size * factor.size for size in last.parts)
         merged[-1] = replace(last, size=last.size * factor.size, parts=parts)
-    return tuple(merged) or (Factor(1),)
+    return tuple(merged) or (DimFactor(1),)
 
 
 def _with_dim(dims: Dims, place: int, *new: Dim) -> Dims:
@@ -117,23 +117,23 @@ def _with_dim(dims: Dims, place: int, *new: Dim) -> Dims:
     return (*dims[:place], *new, *dims[place + 1 :])
 
 
-def _refuse_sharded(op: Operation, places: Iterable[int]) -> None:
+def _refuse_sharded(op: TracedOp, places: Iterable[int]) -> None:
     for place in places:
         if is_sharded(op.dims[place]):
             raise ShardingError(f"{op.name} over a sharded dim")
 
 
-def _refuse_contraction(op: Operation, *dims: Dim) -> None:
+def _refuse_contraction(op: TracedOp, *dims: Dim) -> None:
     for dim in dims:
         if is_sharded(dim):
             raise ShardingError(f"{op.name} sums over a sharded dim outside a row-parallel nn.Linear")
 
 
-def _same_dims(op: Operation) -> list[Dims]:
+def _same_dims(op: TracedOp) -> list[Dims]:
     return [op.dims] * len(op.outputs)
 
 
-def _elementwise(op: Operation) -> list[Dims]:
+def _elementwise(op: TracedOp) -> list[Dims]:
     dims = [operand.dims for operand in op.operands]
     return [_broadcast(op.name, dims, tuple(out.shape)) for out in op.outputs]
 
@@ -150,15 +150,15 @@ def _broadcast(name: str, operands: Sequence[Dims], shape: tuple[int, ...]) -> D
         if sharded:
             found.append(_canonical(sharded[0]))
         else:
-            found.append((Factor(shape[place], repeated=not whole),))
+            found.append((DimFactor(shape[place], repeated=not whole),))
     return tuple(found)
 
 
-def _view(op: Operation) -> list[Dims]:
+def _view(op: TracedOp) -> list[Dims]:
     return [regroup(op.dims, op.shape, inferred=_inferred_dim(op), name=op.name)]
 
 
-def _inferred_dim(op: Operation) -> int | None:
+def _inferred_dim(op: TracedOp) -> int | None:
     """The output dim whose size was written as -1."""
     for key in ("sizes", "size", "shape"):
         written = op.args.get(key)
@@ -173,7 +173,7 @@ def regroup(dims: Dims, sizes: Sequence[int], *, inferred: int | None, name: str
     stream = [factor for dim in dims for factor in dim if factor.size > 1 or factor.sharded]
     found: list[Dim] = []
     for place, size in enumerate(sizes):
-        taken: list[Factor] = []
+        taken: list[DimFactor] = []
         remaining = size
         while stream and (remaining > 1 or _is_one_unit(stream[0], sizes, place, inferred)):
             factor = stream.pop(0)
@@ -186,11 +186,11 @@ def regroup(dims: Dims, sizes: Sequence[int], *, inferred: int | None, name: str
             taken.append(factor)
             if remaining == 1 and factor.sharded:
                 break
-        found.append(_canonical(taken) if taken else (Factor(size),))
+        found.append(_canonical(taken) if taken else (DimFactor(size),))
     return tuple(found)
 
 
-def _is_one_unit(factor: Factor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:
+def _is_one_unit(factor: DimFactor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:
     """Whether an output dim of size 1 is this rank's only unit (one head), not an inserted dim."""
     if sizes[place] != 1 or not factor.sharded:
         return False
@@ -200,23 +200,23 @@ def _is_one_unit(factor: Factor, sizes: Sequence[int], place: int, inferred: int
     return following == factor.size and inferred != place + 1
 
 
-def _split(factor: Factor, outer: int, name: str) -> tuple[Factor, Factor]:
+def _split(factor: DimFactor, outer: int, name: str) -> tuple[DimFactor, DimFactor]:
     """A factor as an outer one of this size and the rest."""
     if factor.size % outer:
         raise ShardingError(f"{name} regroups {factor.size} local entries by {outer}")
     inner = factor.size // outer
     if not factor.parts:
-        return replace(factor, size=outer), Factor(inner)
+        return replace(factor, size=outer), DimFactor(inner)
     counts_parts = len(factor.parts) == outer and len(set(factor.parts)) == 1
     if counts_parts:
-        return Factor(outer), Factor(inner, sharded=factor.sharded)
+        return DimFactor(outer), DimFactor(inner, sharded=factor.sharded)
     if any(size % inner for size in factor.parts):
         raise ShardingError(f"{name} regroups entries across the parts of a Stacked dim")
     parts = tuple(size // inner for size in factor.parts)
-    return Factor(outer, factor.sharded, parts), Factor(inner)
+    return DimFactor(outer, factor.sharded, parts), DimFactor(inner)
 
 
-def _transpose(op: Operation) -> list[Dims]:
+def _transpose(op: TracedOp) -> list[Dims]:
     dims = list(op.dims)
     if op.name == "t":
         return [tuple(reversed(dims))]
@@ -226,19 +226,19 @@ def _transpose(op: Operation) -> list[Dims]:
     return [tuple(dims)]
 
 
-def _permute(op: Operation) -> list[Dims]:
+def _permute(op: TracedOp) -> list[Dims]:
     order = op.args["dims"]
     return [tuple(op.dims[place] for place in order)]
 
 
-def _unsqueeze(op: Operation) -> list[Dims]:
+def _unsqueeze(op: TracedOp) -> list[Dims]:
     dims = list(op.dims)
     place = op.args["dim"] % (len(dims) + 1)
-    dims.insert(place, (Factor(1),))
+    dims.insert(place, (DimFactor(1),))
     return [tuple(dims)]
 
 
-def _squeeze(op: Operation) -> list[Dims]:
+def _squeeze(op: TracedOp) -> list[Dims]:
     asked = _places(op.dims, op.args.get("dim"))
     gone = [place for place in asked if length(op.dims[place]) == 1]
     _refuse_sharded(op, gone)
@@ -246,21 +246,21 @@ def _squeeze(op: Operation) -> list[Dims]:
     return [tuple(kept)]
 
 
-def _expand(op: Operation) -> list[Dims]:
+def _expand(op: TracedOp) -> list[Dims]:
     """Also repeat: new dims and those of one entry hold equal entries afterwards."""
     num_new = len(op.shape) - len(op.dims)
-    found: list[Dim] = [(Factor(size, repeated=True),) for size in op.shape[:num_new]]
+    found: list[Dim] = [(DimFactor(size, repeated=True),) for size in op.shape[:num_new]]
     for dim, size in zip(op.dims, op.shape[num_new:], strict=True):
         if length(dim) == size:
             found.append(dim)
         elif is_sharded(dim):
             raise ShardingError(f"{op.name} of a sharded dim")
         else:
-            found.append((Factor(size, repeated=length(dim) == 1),))
+            found.append((DimFactor(size, repeated=length(dim) == 1),))
     return [tuple(found)]
 
 
-def _select(op: Operation) -> list[Dims]:
+def _select(op: TracedOp) -> list[Dims]:
     """Also unbind: one entry of a whole dim."""
     place = op.place()
     if is_sharded(op.dims[place]):
@@ -268,7 +268,7 @@ def _select(op: Operation) -> list[Dims]:
     return [_with_dim(op.dims, place)] * len(op.outputs)
 
 
-def _split_dim(op: Operation) -> list[Dims]:
+def _split_dim(op: TracedOp) -> list[Dims]:
     """split, slice: parts of a whole dim, or exactly the parts of a `Stacked` one."""
     place = op.place()
     dim = op.dims[place]
@@ -278,10 +278,10 @@ def _split_dim(op: Operation) -> list[Dims]:
     sharded = is_sharded(dim)
     if sharded:
         _check_parts(op, dim, sizes)
-    return [_with_dim(op.dims, place, (Factor(size, sharded),)) for size in sizes]
+    return [_with_dim(op.dims, place, (DimFactor(size, sharded),)) for size in sizes]
 
 
-def _check_parts(op: Operation, dim: Dim, sizes: tuple[int, ...]) -> None:
+def _check_parts(op: TracedOp, dim: Dim, sizes: tuple[int, ...]) -> None:
     parts = dim[0].parts if len(dim) == 1 else ()
     if op.name != "slice":
         if sizes != parts:
@@ -297,35 +297,35 @@ def _check_parts(op: Operation, dim: Dim, sizes: tuple[int, ...]) -> None:
     raise ShardingError("slice of a sharded dim, which is no part of a Stacked axis")
 
 
-def _cat(op: Operation) -> list[Dims]:
+def _cat(op: TracedOp) -> list[Dims]:
     """Along whole dims; shards of two tensors one after the other are a `Stacked` dim."""
     num_dims = len(op.shape)
     place = op.args.get("dim", 0) % num_dims
     operands = [operand.dims for operand in op.operands if len(operand.dims) == num_dims]
     along = [dims[place] for dims in operands]
-    one: Dim = (Factor(1),)
+    one: Dim = (DimFactor(1),)
     others = [_with_dim(dims, place, one) for dims in operands]
     shape = (*op.shape[:place], 1, *op.shape[place + 1 :])
     dims = _broadcast(op.name, others, shape)
     sharded = [is_sharded(dim) for dim in along]
     if not any(sharded):
-        return [_with_dim(dims, place, (Factor(op.shape[place]),))]
+        return [_with_dim(dims, place, (DimFactor(op.shape[place]),))]
     if not all(sharded):
         raise ShardingError("cat of a sharded dim and a whole one")
     parts = tuple(length(dim) for dim in along)
-    stacked = Factor(sum(parts), sharded=True, parts=parts)
+    stacked = DimFactor(sum(parts), sharded=True, parts=parts)
     return [_with_dim(dims, place, (stacked,))]
 
 
-def _stack(op: Operation) -> list[Dims]:
+def _stack(op: TracedOp) -> list[Dims]:
     place = op.args.get("dim", 0) % len(op.shape)
     inner_shape = (*op.shape[:place], *op.shape[place + 1 :])
     inner = _broadcast(op.name, [operand.dims for operand in op.operands], inner_shape)
-    new: Dim = (Factor(op.shape[place]),)
+    new: Dim = (DimFactor(op.shape[place]),)
     return [(*inner[:place], new, *inner[place:])]
 
 
-def _linear(op: Operation) -> list[Dims]:
+def _linear(op: TracedOp) -> list[Dims]:
     x, weight, *bias = (operand.dims for operand in op.operands)
     _refuse_contraction(op, x[-1], weight[1])
     for dims in bias:
@@ -334,7 +334,7 @@ def _linear(op: Operation) -> list[Dims]:
     return [(*x[:-1], weight[0])]
 
 
-def _matrix_product(op: Operation) -> list[Dims]:
+def _matrix_product(op: TracedOp) -> list[Dims]:
     """mm, bmm, addmm, baddbmm: [..., N, K] x [..., K, M]."""
     a = op.operands[-2].dims
     b = op.operands[-1].dims
@@ -346,7 +346,7 @@ def _matrix_product(op: Operation) -> list[Dims]:
     return [(*batch, a[-2], b[-1])]
 
 
-def _reduction(op: Operation) -> list[Dims]:
+def _reduction(op: TracedOp) -> list[Dims]:
     """Operations along `dim`, or over all entries: allowed where that dim is whole."""
     places = _places(op.dims, op.args.get("dim"))
     _refuse_sharded(op, places)
@@ -358,7 +358,7 @@ def _reduction(op: Operation) -> list[Dims]:
             if place not in places:
                 dims.append(dim)
             elif keeps_dims:
-                dims.append((Factor(out.shape[place]),))
+                dims.append((DimFactor(out.shape[place]),))
         found.append(tuple(dims))
     return found
 
@@ -371,44 +371,44 @@ def _places(dims: Dims, written: Any) -> list[int]:
     return [place % len(dims) for place in several]
 
 
-def _norm(op: Operation) -> list[Dims]:
+def _norm(op: TracedOp) -> list[Dims]:
     num_dims = len(op.dims)
     num_normalized = len(op.args["normalized_shape"])
     _refuse_sharded(op, range(num_dims - num_normalized, num_dims))
     return _same_dims(op)
 
 
-def _embedding(op: Operation) -> list[Dims]:
+def _embedding(op: TracedOp) -> list[Dims]:
     table = op.operands[0].dims
     index = op.operands[1].dims
     _refuse_contraction(op, table[0])
     return [(*index, table[1])]
 
 
-def _index_select(op: Operation) -> list[Dims]:
+def _index_select(op: TracedOp) -> list[Dims]:
     place = op.place()
     _refuse_sharded(op, [place])
     index = op.operands[1].dims
     return [_with_dim(op.dims, place, index[0])]
 
 
-def _pad(op: Operation) -> list[Dims]:
+def _pad(op: TracedOp) -> list[Dims]:
     last = len(op.dims) - 1
     padded = {last - index // 2 for index, size in enumerate(op.args["pad"]) if size}
     _refuse_sharded(op, padded)
     dims = op.dims
     for place in padded:
-        dims = _with_dim(dims, place, (Factor(op.shape[place]),))
+        dims = _with_dim(dims, place, (DimFactor(op.shape[place]),))
     return [dims]
 
 
-def _triangle(op: Operation) -> list[Dims]:
+def _triangle(op: TracedOp) -> list[Dims]:
     num_dims = len(op.dims)
     _refuse_sharded(op, (num_dims - 2, num_dims - 1))
     return [op.dims]
 
 
-def _attention(op: Operation) -> list[Dims]:
+def _attention(op: TracedOp) -> list[Dims]:
     """[B, H, S, K]: heads may be sharded, of queries, keys and values alike; one key/value head serves all queries."""
     q, k, v = (operand.dims for operand in op.operands[:3])
     for dims in (q, k, v):
@@ -420,17 +420,17 @@ def _attention(op: Operation) -> list[Dims]:
     return [(*q[:-1], v[-1])]
 
 
-def _repeat_interleave(op: Operation) -> list[Dims]:
+def _repeat_interleave(op: TracedOp) -> list[Dims]:
     if op.args.get("dim") is None:
         raise ShardingError("repeat_interleave of a flattened sharded tensor")
     place = op.place()
     dim = op.dims[place]
     repeats = op.shape[place] // length(dim)
-    repeated = _canonical((*dim, Factor(repeats)))
+    repeated = _canonical((*dim, DimFactor(repeats)))
     return [_with_dim(op.dims, place, repeated)]
 
 
-def _copy_into(op: Operation) -> list[Dims]:
+def _copy_into(op: TracedOp) -> list[Dims]:
     """dst.copy_(src): dst holds what src held."""
     source = op.operands[1].dims
     return [_broadcast(op.name, [source], op.shape)]

@@ -44,11 +44,11 @@ from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.model.chain import META, replace_module
 from weft.parallel.tensor.propagate import (
+    DimFactor,
     Dims,
-    Factor,
     Operand,
-    Operation,
     ShardingError,
+    TracedOp,
     arguments,
     is_repeated,
     is_sharded,
@@ -164,7 +164,7 @@ class ShardingTrace(TorchDispatchMode):
                 return decomposed
             raise ShardingError(f"{func.overloadpacket.__name__} of a sharded tensor has no rule")
         out = func(*args, **kwargs)
-        operation = Operation(
+        operation = TracedOp(
             name=func.overloadpacket.__name__,
             args=arguments(func, args, kwargs),
             operands=tuple(Operand(value.dims) for value in values),
@@ -206,7 +206,7 @@ class ShardingTrace(TorchDispatchMode):
         """Note a tensor as an activation outside regions."""
         dims = list(whole_dims(tensor.shape))
         if self.sequence_parallel and tensor.dim() > SEQ_DIM:
-            dims[SEQ_DIM] = (Factor(tensor.shape[SEQ_DIM], sharded=True),)
+            dims[SEQ_DIM] = (DimFactor(tensor.shape[SEQ_DIM], sharded=True),)
         return self.set(tensor, Value(tuple(dims), activation=True))
 
     def enter(self, x: Tensor) -> Tensor:
@@ -533,5 +533,5 @@ def _locator(path: str, trace: ShardingTrace) -> Callable[[nn.Module, tuple[Any,
 def _local_positions(batch: Batch, trace: ShardingTrace, index: int) -> Batch:
     """The batch with this rank's part of the positions, as the block that embeds tokens sees it."""
     own = batch.positions.chunk(trace.degree, SEQ_DIM)[index]
-    dims = ((Factor(own.shape[0]),), (Factor(own.shape[1], sharded=True),))
+    dims = ((DimFactor(own.shape[0]),), (DimFactor(own.shape[1], sharded=True),))
     return replace(batch, positions=trace.set(own, Value(dims)))

@@ -21,7 +21,7 @@ from weft.models.common.lora import LoraLinear
 from weft.models.common.seam import check_replaceable
 from weft.parallel.model.chain import PlainChain, replace_module
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from weft.parallel.tensor.propagate import Dims, Factor
+from weft.parallel.tensor.propagate import DimFactor, Dims
 from weft.parallel.tensor.region import SEQ_DIM, Region, SharedEntries
 from weft.parallel.tensor.trace import Findings, LocalParam, ShardedModules, trace_blocks
 from weft.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelLoss
@@ -113,7 +113,7 @@ def _local_param(
         is_sharded = sharded_over(axis, rule) == AXIS
         is_stacked = is_sharded and isinstance(axis, Stacked)
         parts = tuple(box.shape[place] for box in shard.boxes) if is_stacked else ()
-        dims = (*dims, (Factor(size, is_sharded, parts),))
+        dims = (*dims, (DimFactor(size, is_sharded, parts),))
     return LocalParam(shard.shape, dims)
 
 
