@@ -82,15 +82,20 @@ class Decoder:
     @property
     def is_last(self) -> bool:
         """Whether this rank is of the stage that yields logits."""
-        return self.model.plan.table.stage_to_rank[-1] == self.model.comm.index(PP)
+        last_rank = self.model.plan.table.stage_to_rank[-1]
+        return last_rank == self.model.comm.index(PP)
 
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
         """Read the next tokens of each row, one at least: logits_BV behind its last one; None before the last stage."""
         if not self.lengths:
             self.lengths = [0] * len(rows)
         counts = [len(row) for row in rows]
-        tokens_BS = self._padded(rows, length=max(counts, default=1))
-        batch = decode_batch(tokens_BS, self.lengths, max_positions=self.max_positions)
+        longest = max(counts, default=1)
+        batch = decode_batch(
+            self._padded(rows, length=longest),
+            self.lengths,
+            max_positions=self.max_positions,
+        )
         lasts = [count - 1 for count in counts]
         with torch.no_grad():  # not inference_mode: its tensors must not be written by the threads of gloo
             logits_BV = self._forward(batch, lasts)
@@ -100,7 +105,8 @@ class Decoder:
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows alone."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self.model.comm.device)
+        device = self.model.comm.device
+        index = torch.tensor(rows, dtype=torch.int64, device=device)
         for cache in self.caches:
             cache.keep_rows(index)
         self.lengths = [self.lengths[row] for row in rows]
@@ -123,7 +129,9 @@ class Decoder:
     @property
     def _num_sequence_parts(self) -> int:
         """Ranks along tp that share the columns of a sequence between tensor-parallel regions."""
-        return self.model.comm.degree(TP) if self.model.plan.sequence_parallel else 1
+        if not self.model.plan.sequence_parallel:
+            return 1
+        return self.model.comm.degree(TP)
 
     def _forward(self, batch: DecodeBatch, lasts: Sequence[int]) -> Tensor | None:
         num_rows, length = batch.inputs.shape
@@ -159,7 +167,9 @@ class Decoder:
             x = chain({name: block}, x, batch).x
         if "head" not in self.model.stages[stage]:
             return x
-        return x.squeeze(1) if selects_before_head else _select_columns(x, lasts)
+        if selects_before_head:
+            return x.squeeze(1)
+        return _select_columns(x, lasts)
 
 
 def inference_blocks(stage: nn.ModuleDict) -> Mapping[str, nn.Module]:
@@ -169,8 +179,9 @@ def inference_blocks(stage: nn.ModuleDict) -> Mapping[str, nn.Module]:
 
 def _select_columns(x_BSD: Tensor, columns: Sequence[int]) -> Tensor:
     """One column of each row: x_BD."""
-    rows_B = torch.arange(len(columns), device=x_BSD.device)
-    columns_B = torch.tensor(columns, dtype=torch.int64, device=x_BSD.device)
+    device = x_BSD.device
+    rows_B = torch.arange(len(columns), device=device)
+    columns_B = torch.tensor(columns, dtype=torch.int64, device=device)
     return x_BSD[rows_B, columns_B]
 
 

@@ -42,7 +42,9 @@ def document_ranges(whole_BT: Tensor, num_ranks: int) -> tuple[tuple[DocumentRan
     """
     if whole_BT.is_meta:
         return None
-    num_chunks = 1 if num_ranks == 1 else 2 * num_ranks
+    num_chunks = 1
+    if num_ranks > 1:
+        num_chunks = 2 * num_ranks
     by_chunk = whole_BT.unflatten(1, (num_chunks, -1))
     smallest = by_chunk.amin(2).tolist()
     largest = by_chunk.amax(2).tolist()
