@@ -170,9 +170,9 @@ def unknown_key(key: str, known: Iterable[str]) -> Fault:
 def _nearest_key(key: str, keys: list[str]) -> str:
     """The keys that another key may mean: a synonym, one of the same name, or the nearest spelling in its section."""
     section, _, name = key.rpartition(".")
-    synonyms = [other for other in SYNONYMS.get(name, ()) if other in keys]
-    same_name = [other for other in keys if other.rpartition(".")[2] == name]
-    meant = synonyms or same_name
+    meant = [other for other in SYNONYMS.get(name, ()) if other in keys]
+    if not meant:
+        meant = [other for other in keys if other.rpartition(".")[2] == name]
     if meant:
         return " or ".join(f"did you mean {other!r}?" for other in meant)
     siblings = [other for other in keys if other.rpartition(".")[0] == section]

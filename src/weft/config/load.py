@@ -177,8 +177,11 @@ def _validate(of_run: type[Run], flat: Flat) -> tuple[Run, tuple[Fault, ...]]:
         return of_run.model_validate(nest(flat), strict=True), ()
     except ValidationError as error:
         faults = tuple(faults_of(error, keys_of(of_run)))
-    wrong = tuple("model." if fault.key.startswith("model") else fault.key for fault in faults)
-    valid = {key: value for key, value in flat.items() if not key.startswith(wrong)}
+    wrong: list[str] = []
+    for fault in faults:
+        is_of_model = fault.key.startswith("model")
+        wrong.append("model." if is_of_model else fault.key)
+    valid = {key: value for key, value in flat.items() if not key.startswith(tuple(wrong))}
     return of_run.model_validate(nest(valid), strict=True), faults
 
 

@@ -21,7 +21,11 @@ def adapted_linears(targets: Collection[str], linears: Iterable[str]) -> tuple[s
     """
     if not targets:
         return tuple(linears)
-    return tuple(name for name in linears if any(matches(target, name) for target in targets))
+    selected: list[str] = []
+    for name in linears:
+        if any(matches(target, name) for target in targets):
+            selected.append(name)
+    return tuple(selected)
 
 
 def matches(target: str, linear: str) -> bool:

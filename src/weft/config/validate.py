@@ -57,9 +57,13 @@ def axis_divides(run: Run, mesh_axis: str) -> Iterable[Fault]:
 
 def _sharded_sizes(run: Run, mesh_axis: str) -> dict[str, int]:
     """Units of the logical axes that a mesh axis shards into equal parts."""
-    sizes = run.model.axis_sizes()
-    even = [axis for axis in dimensions()[mesh_axis].params if axis not in uneven_axes()]
-    return {axis: size for axis, size in sizes.items() if axis in even}
+    sharded = dimensions()[mesh_axis].params
+    may_be_uneven = uneven_axes()
+    sizes: dict[str, int] = {}
+    for axis, size in run.model.axis_sizes().items():
+        if axis in sharded and axis not in may_be_uneven:
+            sizes[axis] = size
+    return sizes
 
 
 def dimension_faults(run: Run, mesh_axis: str) -> Iterable[Fault]:

@@ -59,8 +59,10 @@ def _names_between(units: Sequence[Sequence[BlockSpec]], bounds: Sequence[int]) 
     """Names of the blocks of each run of units, `bounds[i]` to `bounds[i + 1]`."""
     runs: list[tuple[str, ...]] = []
     for lo, hi in itertools.pairwise(bounds):
-        blocks = itertools.chain.from_iterable(units[lo:hi])
-        runs.append(tuple(block.name for block in blocks))
+        names: list[str] = []
+        for unit in units[lo:hi]:
+            names += [block.name for block in unit]
+        runs.append(tuple(names))
     return tuple(runs)
 
 
@@ -70,7 +72,10 @@ def _layer_units(blocks: Sequence[BlockSpec]) -> tuple[tuple[BlockSpec, ...], ..
     if not layers:
         return (tuple(blocks),)
     bounds = [0, *layers[1:], len(blocks)]
-    return tuple(tuple(blocks[lo:hi]) for lo, hi in itertools.pairwise(bounds))
+    units: list[tuple[BlockSpec, ...]] = []
+    for lo, hi in itertools.pairwise(bounds):
+        units.append(tuple(blocks[lo:hi]))
+    return tuple(units)
 
 
 def _balanced_bounds(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:
