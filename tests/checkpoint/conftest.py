@@ -1,4 +1,4 @@
-"""Owns what the tests of checkpoints share: no waiting for the disk where a test says nothing of crashes."""
+"""Fixtures of the checkpoint tests: fsync without effect where a test makes no claim about crashes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the process that is killed while it saves: a server that has run no torch forks one whenever it is asked to.
+"""A process that is killed while it saves; a server that has run no torch forks one per request.
 
 The server reads a line (a run folder, and the step to begin with) and forks. The child writes its process id, then saves
 checkpoint after checkpoint, a few megabytes each, and keeps the two newest; it says when it begins one and when it has
@@ -48,7 +48,7 @@ def saved(run: Path, step: int) -> None:
 
 
 def live(run: Path, step: int) -> None:
-    """Until somebody ends it."""
+    """Serve requests until the process is killed."""
     remove_leftovers(run)
     while True:
         tell(f"begin {step}")
@@ -74,7 +74,7 @@ def main() -> None:
         try:
             tell(f"pid {os.getpid()}")
             live(Path(run), int(step))
-        except BaseException:  # noqa: BLE001 - there is nobody left to raise it to
+        except BaseException:  # noqa: BLE001 - the forked child has no caller
             traceback.print_exc()
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Owns small checkpoints to test with: random tensors, random cuts, several ranks in one process."""
+"""Small checkpoints for tests: random tensors, random cuts, several ranks in one process."""
 
 from __future__ import annotations
 

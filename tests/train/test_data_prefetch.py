@@ -1,4 +1,4 @@
-"""Owns the tests of reading ahead: same results, bounded, errors where they belong, no thread left."""
+"""Prefetching: same results, bounded queue, errors raised in the consumer, no thread left."""
 
 from __future__ import annotations
 

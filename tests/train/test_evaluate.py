@@ -1,4 +1,4 @@
-"""Owns the tests of evaluation: the whole source counts once, alike under every layout, and training does not notice."""
+"""Evaluation: each sample counts once, the loss is the same under every layout, and training is unchanged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def source(tmp_path_factory):
     """Two text files: to train on, and 413 tokens to evaluate on, 25 samples: four batches of 6 and one left."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "train.txt").write_text("some text to train on, over and over. " * 40)
-    (folder / "valid.txt").write_text("other words, which nobody has seen before; " * 9 + "and some that end it so.\n")
+    (folder / "valid.txt").write_text("other words, that were never trained upon; " * 9 + "and some that end it so.\n")
     return folder
 
 
@@ -64,7 +64,7 @@ def losses(run):
         return (*found, evaluation().targets)
 
     everyone = run_ranks(run.device_mesh, rank)
-    assert len(set(everyone)) == 1, "every rank is told the same"
+    assert len(set(everyone)) == 1, "every rank reports the same"
     return everyone[0]
 
 

@@ -1,1 +1,1 @@
-"""Checkpoint format: write, read, verify; independent of the layout that wrote it."""
+"""Checkpoints: file format, writing, reading, restoring and resuming, independent of the layout that wrote them."""

@@ -97,7 +97,13 @@ class MappedFile:
         CheckpointError: the file is missing, has another length, or its header is damaged.
     """
 
-    def __init__(self, path: Path, facts: DataFile, *, block_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        facts: DataFile,
+        *,
+        block_bytes: int,
+    ) -> None:
         self.path = path
         self._block_bytes = block_bytes
         self._verified: set[tuple[int, int]] = set()
@@ -105,16 +111,45 @@ class MappedFile:
             with path.open("rb") as file:
                 self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         except (OSError, ValueError) as error:
-            raise CheckpointError(Fault(str(path), f"cannot be read: {error}", fix=FIX_USE_ANOTHER)) from None
+            raise CheckpointError(
+                Fault(
+                    str(path),
+                    f"cannot be read: {error}",
+                    fix=FIX_USE_ANOTHER,
+                )
+            ) from None
         if len(self._bytes) != facts.num_bytes:
             got, need = f"{len(self._bytes)} bytes", f"{facts.num_bytes}"
             what = "its length differs from the length that was written"
-            raise CheckpointError(Fault(str(path), what, got, need, FIX_USE_ANOTHER))
+            raise CheckpointError(
+                Fault(
+                    str(path),
+                    what,
+                    got=got,
+                    need=need,
+                    fix=FIX_USE_ANOTHER,
+                )
+            )
         header_crc = zlib.crc32(self._bytes[: facts.header_bytes])
         if header_crc != facts.header_crc32:
-            raise CheckpointError(_damage_fault(path, "the header", header_crc, facts.header_crc32))
+            raise CheckpointError(
+                _damage_fault(
+                    path,
+                    "the header",
+                    header_crc,
+                    facts.header_crc32,
+                )
+            )
 
-    def read(self, name: str, stored: Stored, piece: Piece, *, start: int, stop: int) -> memoryview:
+    def read(
+        self,
+        name: str,
+        stored: Stored,
+        piece: Piece,
+        *,
+        start: int,
+        stop: int,
+    ) -> memoryview:
         """Bytes `start` to `stop` of a piece, after verifying the blocks that contain them.
 
         Raises:
@@ -126,7 +161,14 @@ class MappedFile:
             self.verify_block(name, stored, piece, block=block)
         return self._bytes[piece.at + start : piece.at + stop]
 
-    def verify_block(self, name: str, stored: Stored, piece: Piece, *, block: int) -> None:
+    def verify_block(
+        self,
+        name: str,
+        stored: Stored,
+        piece: Piece,
+        *,
+        block: int,
+    ) -> None:
         """Compare one block of a piece with its checksum, once.
 
         Raises:
@@ -139,9 +181,27 @@ class MappedFile:
         stop = min(start + self._block_bytes, stored.num_bytes(piece))
         crc = zlib.crc32(self._bytes[piece.at + start : piece.at + stop])
         if crc != piece.crc32[block]:
-            raise CheckpointError(_damage_fault(self.path, f"tensor {name!r}", crc, piece.crc32[block]))
+            raise CheckpointError(
+                _damage_fault(
+                    self.path,
+                    f"tensor {name!r}",
+                    crc,
+                    piece.crc32[block],
+                )
+            )
         self._verified.add(key)
 
 
-def _damage_fault(path: Path, what: str, crc: int, need: int) -> Fault:
-    return Fault(str(path), f"{what} is damaged on the disk", f"checksum {crc:08x}", f"{need:08x}", FIX_USE_ANOTHER)
+def _damage_fault(
+    path: Path,
+    what: str,
+    crc: int,
+    need: int,
+) -> Fault:
+    return Fault(
+        str(path),
+        f"{what} is damaged on the disk",
+        got=f"checksum {crc:08x}",
+        need=f"{need:08x}",
+        fix=FIX_USE_ANOTHER,
+    )

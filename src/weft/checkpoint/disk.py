@@ -73,7 +73,13 @@ def new_folder(folder: Path, *, need_bytes: int) -> Iterator[Path]:
         temporary.rename(folder)
         sync_folder(folder.parent)
     except OSError as error:
-        raise disk_error(error, folder, need_bytes=need_bytes, free=free, failure=NOT_WRITTEN) from error
+        raise disk_error(
+            error,
+            folder,
+            need_bytes=need_bytes,
+            free=free,
+            failure=NOT_WRITTEN,
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -97,5 +103,9 @@ def disk_error(
         )
     else:
         reason = error.strerror or str(error)
-        fault = Fault(str(path), f"{failure}: {reason}", need=f"a folder that takes {need_bytes:,} bytes")
+        fault = Fault(
+            str(path),
+            f"{failure}: {reason}",
+            need=f"a folder that takes {need_bytes:,} bytes",
+        )
     return CheckpointError(fault)

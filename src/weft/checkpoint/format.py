@@ -1,9 +1,9 @@
-"""Owns what a checkpoint says of itself: the manifest, as frozen values and canonical JSON. Pure: no torch.
+"""Format of a checkpoint: file names, and the manifest as frozen values and canonical JSON. Pure: no torch.
 
 step-000123/
     manifest.json            Manifest: what was trained, how far, and where every byte of every tensor lies
     manifest.json.sha256     as `sha256sum` writes it
-    rank-00000.safetensors   pieces that rank 0 wrote: header, then tensors without a gap
+    rank-00000.safetensors   pieces that rank 0 wrote: header, then tensors without gaps
     rank-00001.safetensors   ...
 """
 
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from weft.core.axes import Box
 
 FORMAT = 1
-"""Grows when an older weft could not read, or would misread, what a newer one writes."""
+"""Format version: increased when an older weft could not read, or would misread, what a newer one writes."""
 
 MANIFEST = "manifest.json"
 DIGEST = "manifest.json.sha256"
@@ -48,56 +48,66 @@ TensorName = Annotated[str, Field(pattern=r"^[^/]+(/[^/]+)+$")]
 
 
 class Record(BaseModel):
-    """A part of the manifest: values never change, unknown keys and wrong types are faults."""
+    """A part of the manifest: frozen; unknown keys and wrong types are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
 
     def to_json(self) -> str:
         """Canonical JSON: equal records give equal text."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        text = json.dumps(
+            self.model_dump(mode="json"),
+            sort_keys=True,
+            separators=(",", ":"),
+            allow_nan=False,
+        )
         return text + "\n"
 
 
 class Facts(Record):
-    """What was trained and how far: all that is not a tensor."""
+    """What was trained and how far: everything but the tensors."""
 
     step: Count
-    """Optimizer steps that are done."""
+    """Number of finished optimizer steps."""
     seed: Count
     family: str
     architecture: dict[str, Any]
-    """The family's config; with the family it decides names and shapes."""
+    """Fields of the family's config; with the family they determine names and shapes."""
     plan: dict[str, Any]
     """The plan that wrote it (`Plan` as JSON); reading does not depend on it."""
     run: dict[str, Any] = {}
     """The whole config of the run."""
     optimizer: dict[str, Any] = {}
     data: dict[str, Any] = {}
-    """What the source of the data said of itself."""
+    """Facts about the data source."""
     position: dict[str, Any] = {}
-    """How far the data has been read."""
+    """Position in the data: steps and samples."""
     loss_scale: dict[str, Any] | None = None
 
 
 class Piece(Record):
-    """Entries of one tensor that lie together in one file, row-major."""
+    """A box of one tensor that is contiguous in one file, row-major."""
 
     file: FileName
     at: Count
-    """First byte in the file."""
+    """Offset of the first byte in the file."""
     lo: tuple[Count, ...]
     hi: tuple[Count, ...]
     crc32: tuple[Crc, ...]
-    """Of every block of `Manifest.block_bytes` bytes, the last one shorter."""
+    """Checksum of every block of `Manifest.block_bytes` bytes; the last block may be shorter."""
 
     @property
     def box(self) -> Box:
-        """Where it belongs in the whole tensor."""
+        """Position in the whole tensor."""
         return Box(self.lo, self.hi)
 
 
 class Stored(Record):
-    """One whole tensor and the pieces that make it up."""
+    """One whole tensor and the pieces that cover it."""
 
     shape: tuple[Count, ...]
     dtype: StoredDtype
@@ -110,16 +120,16 @@ class Stored(Record):
 
 
 class DataFile(Record):
-    """One file of pieces."""
+    """One data file."""
 
     num_bytes: Count
     header_bytes: Count
-    """Before the first piece, with the eight bytes that say how long the header is."""
+    """Bytes before the first piece, including the eight bytes of the header length."""
     header_crc32: Crc
 
 
 class RankManifest(Record):
-    """What one rank says of the file it wrote; `commit` makes the manifest out of all parts."""
+    """Manifest of the file that one rank wrote; `commit` merges those of all ranks."""
 
     rank: Count
     block_bytes: Annotated[int, Field(gt=0)]
@@ -128,14 +138,14 @@ class RankManifest(Record):
 
 
 class Versions(Record):
-    """Of the programs that wrote it."""
+    """Versions of the programs that wrote the checkpoint."""
 
     weft: str
     torch: str
 
 
 class Manifest(Record):
-    """Everything there is to know of a checkpoint but its numbers."""
+    """Description of a checkpoint: facts, files, tensors and where their pieces are."""
 
     format: Annotated[int, Field(ge=1, le=FORMAT)] = FORMAT
     versions: Versions
@@ -146,19 +156,26 @@ class Manifest(Record):
 
     @property
     def num_bytes(self) -> int:
-        """Of all data files together."""
+        """Size of all data files, bytes."""
         return sum(file.num_bytes for file in self.files.values())
 
     def section(self, name: str) -> dict[str, Stored]:
         """Tensors below `name` ("model", "optim/exp_avg"), by their global parameter names."""
-        head = f"{name}/"
-        inside = {key.removeprefix(head): stored for key, stored in self.tensors.items() if key.startswith(head)}
-        return {key: stored for key, stored in inside.items() if "/" not in key}
+        found = {}
+        for key, stored in self.tensors.items():
+            section, _, parameter = key.rpartition("/")
+            if section == name:
+                found[parameter] = stored
+        return found
 
     @property
     def sections(self) -> tuple[str, ...]:
         """Names of all sections, sorted."""
-        return tuple(sorted({name.rpartition("/")[0] for name in self.tensors}))
+        found = set()
+        for name in self.tensors:
+            section, _, _ = name.rpartition("/")
+            found.add(section)
+        return tuple(sorted(found))
 
 
 def data_file_name(rank: int) -> str:

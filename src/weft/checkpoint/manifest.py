@@ -48,7 +48,15 @@ def _verified_bytes(path: Path) -> bytes:
     if digest != need:
         what = f"{MANIFEST} and its checksum do not agree: one of the two is damaged"
         got = f"checksum {_shortened(digest)} in {DIGEST}"
-        raise CheckpointError(Fault(str(manifest_path), what, got, _shortened(need), FIX_USE_ANOTHER))
+        raise CheckpointError(
+            Fault(
+                str(manifest_path),
+                what,
+                got=got,
+                need=_shortened(need),
+                fix=FIX_USE_ANOTHER,
+            )
+        )
     return text
 
 
@@ -60,7 +68,11 @@ def _not_a_checkpoint(path: Path) -> Fault:
     """A fault that names the newest checkpoint below `path`, if there is one."""
     manifests = [*path.glob(f"step-*/{MANIFEST}"), *path.glob(f"ckpt/step-*/{MANIFEST}")]
     folders = [manifest.parent for manifest in manifests]
-    newest = max(folders, default=None, key=lambda folder: (len(folder.name), folder.name))
+    newest = max(
+        folders,
+        default=None,
+        key=lambda folder: (len(folder.name), folder.name),
+    )
     fix = f"give one of the checkpoints in it: {newest}" if newest else "give OUT/ckpt/step-NNNNNN of a run"
     if not path.exists():
         return Fault(str(path), "no such checkpoint", fix=fix)
@@ -80,7 +92,15 @@ def _parse(path: Path, text: bytes) -> Manifest:
     if found > FORMAT:
         got = f"format {found}{_writer_version(data)}"
         fix = "use the newer weft that wrote it"
-        raise CheckpointError(Fault(where, "a newer format", got, f"{FORMAT} or older", fix))
+        raise CheckpointError(
+            Fault(
+                where,
+                "a newer format",
+                got=got,
+                need=f"{FORMAT} or older",
+                fix=fix,
+            )
+        )
     try:
         return Manifest.model_validate(data)
     except ValidationError as error:
@@ -103,7 +123,12 @@ def _offset_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
     for name, stored in manifest.tensors.items():
         for piece in stored.pieces:
             num_bytes = stored.num_bytes(piece)
-            problem = _piece_problem(manifest, stored, piece, num_bytes=num_bytes)
+            problem = _piece_problem(
+                manifest,
+                stored,
+                piece,
+                num_bytes=num_bytes,
+            )
             if problem is not None:
                 yield Fault(where, f"tensor {name!r} in {piece.file}: {problem}", fix=FIX_USE_ANOTHER)
                 return
@@ -116,11 +141,22 @@ def _offset_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
             yield Fault(where, f"the pieces in {name} do not fill it", fix=FIX_USE_ANOTHER)
 
 
-def _piece_problem(manifest: Manifest, stored: Stored, piece: Piece, *, num_bytes: int) -> str | None:
+def _piece_problem(
+    manifest: Manifest,
+    stored: Stored,
+    piece: Piece,
+    *,
+    num_bytes: int,
+) -> str | None:
     num_dims = len(stored.shape)
     if not len(piece.lo) == len(piece.hi) == num_dims:
         return f"a piece with {len(piece.lo)} and {len(piece.hi)} dims of a tensor with {num_dims}"
-    for lo, hi, length in zip(piece.lo, piece.hi, stored.shape, strict=True):
+    for lo, hi, length in zip(
+        piece.lo,
+        piece.hi,
+        stored.shape,
+        strict=True,
+    ):
         if not lo < hi <= length:
             return f"a piece outside the tensor, {piece.lo} to {piece.hi} of {stored.shape}"
     if piece.file not in manifest.files:
@@ -143,7 +179,13 @@ def _length_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
         if length != file.num_bytes:
             difference = "cut short" if length < file.num_bytes else "longer than it was written"
             what = f"{difference}; it holds {_content(manifest, name)}"
-            yield Fault(str(path / name), what, f"{length} bytes", f"{file.num_bytes}", FIX_USE_ANOTHER)
+            yield Fault(
+                str(path / name),
+                what,
+                got=f"{length} bytes",
+                need=f"{file.num_bytes}",
+                fix=FIX_USE_ANOTHER,
+            )
 
 
 def _content(manifest: Manifest, file: str) -> str:

@@ -79,7 +79,12 @@ class Checkpoint:
             if file_name in faults:
                 continue
             try:
-                self.file(file_name).verify_block(block.name, block.stored, block.piece, block=block.index)
+                self.file(file_name).verify_block(
+                    block.name,
+                    block.stored,
+                    block.piece,
+                    block=block.index,
+                )
             except CheckpointError as error:
                 faults[file_name] = error.faults[0]
         for file_name in list(self.manifest.files)[index::count]:  # headers, also of files without pieces
@@ -126,7 +131,14 @@ class Section:
         stored = self._find(name)
         stored_name = f"{self.name}/{name}"
         if len(box.lo) != len(stored.shape) or box & Box.whole(stored.shape) != box:
-            raise CheckpointError(Fault(stored_name, "has no such entries", str(box), f"within {stored.shape}"))
+            raise CheckpointError(
+                Fault(
+                    stored_name,
+                    "has no such entries",
+                    got=str(box),
+                    need=f"within {stored.shape}",
+                )
+            )
         overlaps: list[tuple[Piece, Box]] = []
         for piece in stored.pieces:
             overlap = piece.box & box
@@ -135,29 +147,57 @@ class Section:
         self._check_coverage(stored_name, box, overlaps)
         out = torch.empty(box.shape, dtype=torch_dtype(stored))
         for piece, overlap in overlaps:
-            out[overlap.within(box)] = self._read_piece(stored_name, stored, piece, overlap)
+            out[overlap.within(box)] = self._read_piece(
+                stored_name,
+                stored,
+                piece,
+                overlap,
+            )
         return out
 
-    def _check_coverage(self, stored_name: str, box: Box, overlaps: Sequence[tuple[Piece, Box]]) -> None:
+    def _check_coverage(
+        self,
+        stored_name: str,
+        box: Box,
+        overlaps: Sequence[tuple[Piece, Box]],
+    ) -> None:
         flaw = coverage_flaw(box, [overlap for _, overlap in overlaps])
         if flaw is not None:
             files = ", ".join(sorted({piece.file for piece, _ in overlaps})) or "no file"
             what = f"tensor {stored_name!r}: {flaw}; found in {files}"
             raise CheckpointError(Fault(str(self.checkpoint.path), what))
 
-    def _read_piece(self, stored_name: str, stored: Stored, piece: Piece, box: Box) -> Tensor:
+    def _read_piece(
+        self,
+        stored_name: str,
+        stored: Stored,
+        piece: Piece,
+        box: Box,
+    ) -> Tensor:
         """A view of `box`, a part of one piece, on the mapped file."""
         file = self.checkpoint.file(piece.file)
         dtype = torch_dtype(stored)
         num_bytes = stored.num_bytes(piece)
         if not piece.lo:  # a scalar
-            data = file.read(stored_name, stored, piece, start=0, stop=num_bytes)
+            data = file.read(
+                stored_name,
+                stored,
+                piece,
+                start=0,
+                stop=num_bytes,
+            )
             return torch.frombuffer(data, dtype=dtype).view(())
         num_rows = piece.hi[0] - piece.lo[0]
         row_bytes = num_bytes // max(1, num_rows)
         first_row = box.lo[0] - piece.lo[0]
         end_row = box.hi[0] - piece.lo[0]
-        data = file.read(stored_name, stored, piece, start=first_row * row_bytes, stop=end_row * row_bytes)
+        data = file.read(
+            stored_name,
+            stored,
+            piece,
+            start=first_row * row_bytes,
+            stop=end_row * row_bytes,
+        )
         rows = Box((box.lo[0], *piece.lo[1:]), (box.hi[0], *piece.hi[1:]))
         return torch.frombuffer(data, dtype=dtype).view(rows.shape)[box.within(rows)]
 
@@ -165,7 +205,13 @@ class Section:
         if name not in self.stored:
             some_names = ", ".join(sorted(self.stored)[:3]) or "nothing"
             what = f"no tensor {name!r} in {self.name!r}"
-            raise CheckpointError(Fault(str(self.checkpoint.path), what, f"{some_names}, ..."))
+            raise CheckpointError(
+                Fault(
+                    str(self.checkpoint.path),
+                    what,
+                    got=f"{some_names}, ...",
+                )
+            )
         return self.stored[name]
 
 
@@ -177,7 +223,7 @@ def torch_dtype(stored: Stored) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Block:
+class ChecksumBlock:
     """One checksum block of one piece: the unit of verification."""
 
     name: str
@@ -191,16 +237,24 @@ class Block:
         return self.stored.num_bytes(self.piece) // len(self.piece.crc32)
 
 
-def blocks_of(manifest: Manifest) -> Sequence[Block]:
+def blocks_of(manifest: Manifest) -> Sequence[ChecksumBlock]:
     """All blocks of all pieces, sorted by file and offset."""
-    blocks: list[Block] = []
+    blocks: list[ChecksumBlock] = []
     for name, stored in manifest.tensors.items():
         for piece in stored.pieces:
-            blocks.extend(Block(name, stored, piece, index) for index in range(len(piece.crc32)))
+            blocks.extend(
+                ChecksumBlock(
+                    name,
+                    stored,
+                    piece,
+                    index,
+                )
+                for index in range(len(piece.crc32))
+            )
     return sorted(blocks, key=lambda block: (block.piece.file, block.piece.at, block.index))
 
 
-def share_of(blocks: Sequence[Block], index: int, count: int) -> Iterator[Block]:
+def share_of(blocks: Sequence[ChecksumBlock], index: int, count: int) -> Iterator[ChecksumBlock]:
     """Share `index` of `count`: neighbouring blocks, about as many bytes in each share."""
     total_bytes = max(1, sum(block.num_bytes for block in blocks))
     bytes_before = 0

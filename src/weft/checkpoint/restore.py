@@ -106,7 +106,14 @@ class _OpenSection:
             raise CheckpointError(Fault(stored_name, "is not in the checkpoint", fix=fix))
         stored_shape = tuple(self.shapes[name])
         if stored_shape != shape:
-            raise CheckpointError(Fault(stored_name, "is stored with another shape", str(stored_shape), str(shape)))
+            raise CheckpointError(
+                Fault(
+                    stored_name,
+                    "is stored with another shape",
+                    got=str(stored_shape),
+                    need=str(shape),
+                )
+            )
 
     def read_boxes(self, name: str, boxes: Sequence[Box]) -> Tensor:
         """The entries of all boxes, flat, in order."""
@@ -124,7 +131,15 @@ def _check_dtypes(state: TrainState, manifest: Manifest) -> None:
             dtype = dtype_name(tensor.dtype)
             if stored and stored.dtype != dtype:
                 fix = f"--precision.params {stored.dtype}"
-                raise CheckpointError(Fault(name, "is stored in another dtype", stored.dtype, dtype, fix))
+                raise CheckpointError(
+                    Fault(
+                        name,
+                        "is stored in another dtype",
+                        got=stored.dtype,
+                        need=dtype,
+                        fix=fix,
+                    )
+                )
 
 
 def _check_unexpected_names(state: TrainState, manifest: Manifest) -> None:
@@ -132,7 +147,11 @@ def _check_unexpected_names(state: TrainState, manifest: Manifest) -> None:
     comm = state.model.comm
     stored = sorted(manifest.tensors)
     needed_here = state.stored_names()
-    is_needed = torch.tensor([name in needed_here for name in stored], dtype=torch.int64, device=comm.device)
+    is_needed = torch.tensor(
+        [name in needed_here for name in stored],
+        dtype=torch.int64,
+        device=comm.device,
+    )
     num_users = comm.all_reduce(is_needed, tuple(name for name, _ in comm.mesh.axes)).tolist()
     unexpected = [name for name, count in zip(stored, num_users, strict=True) if not count]
     if unexpected:
@@ -185,7 +204,13 @@ def open_newest_valid(resume: str, out: str | None, comm: Comm) -> tuple[Checkpo
             below = read_manifest(found.path).facts.step
 
 
-def _find_on_first_rank(resume: str, out: str | None, comm: Comm, *, below: int | None) -> FoundCheckpoint:
+def _find_on_first_rank(
+    resume: str,
+    out: str | None,
+    comm: Comm,
+    *,
+    below: int | None,
+) -> FoundCheckpoint:
     """What rank 0 finds, on every rank (without the manifest)."""
     found = FoundCheckpoint(None, None, ())
 

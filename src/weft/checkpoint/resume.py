@@ -85,7 +85,14 @@ def resume_faults(run: Run) -> Iterable[Fault]:
         return ()
     if run.resume == AUTO and not run.out:
         fix = "--out with the folder of the run, or --resume with a checkpoint"
-        return (Fault(KEY, "auto searches the run folder, and out is not set", need="out", fix=fix),)
+        return (
+            Fault(
+                KEY,
+                "auto searches the run folder, and out is not set",
+                need="out",
+                fix=fix,
+            ),
+        )
     if "\0" in run.resume:
         return (Fault(KEY, "is not a valid file name", repr(run.resume)),)
     try:
@@ -104,13 +111,25 @@ def _not_found_faults(resume: str, out: str | None, found: FoundCheckpoint) -> t
         return (Fault(KEY, what, fix="move the ckpt folder away to start a new run"),)
     if resume == AUTO:
         return ()
-    return (Fault(KEY, "there is no checkpoint in this run folder", repr(resume), fix="name another one"),)
+    return (
+        Fault(
+            KEY,
+            "there is no checkpoint in this run folder",
+            got=repr(resume),
+            fix="name another one",
+        ),
+    )
 
 
 def _changes(run: Run, facts: Facts, path: Path) -> Iterator[Fault]:
     """Values of this run that differ from the checkpoint's and must not."""
     try:
-        check_model(path, facts, family=run.model.name, architecture=run.model.architecture)
+        check_model(
+            path,
+            facts,
+            family=run.model.name,
+            architecture=run.model.architecture,
+        )
     except CheckpointError as error:
         for fault in error.faults:
             yield _fault_of_key(fault)
@@ -121,24 +140,50 @@ def _changes(run: Run, facts: Facts, path: Path) -> Iterator[Fault]:
         if stored is not None and stored != current:
             words = " ".join(str(item) for item in stored) if isinstance(stored, list) else stored
             what = f"differs from the checkpoint {path}"
-            yield Fault(key, what, str(current), str(stored), f"--{key} {words}")
+            yield Fault(
+                key,
+                what,
+                got=str(current),
+                need=str(stored),
+                fix=f"--{key} {words}",
+            )
 
 
-def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[str, Any]) -> None:
+def check_model(
+    path: Path,
+    facts: Facts,
+    *,
+    family: str,
+    architecture: Mapping[str, Any],
+) -> None:
     """Reject a checkpoint of another model: its family, or a field of the model config that determines shapes.
 
     Raises:
         CheckpointError: names every field that differs.
     """
     if family != facts.family:
-        raise CheckpointError(_other_model(path, "family", facts.family, family))
+        raise CheckpointError(
+            _other_model(
+                path,
+                "family",
+                facts.family,
+                family,
+            )
+        )
     current = {name: _json_value(value) for name, value in architecture.items()}
     stored = facts.architecture
     names = dict.fromkeys((*stored, *current))
     faults = []
     for name in names:
         if stored.get(name) != current.get(name):
-            faults.append(_other_model(path, name, stored.get(name), current.get(name)))
+            faults.append(
+                _other_model(
+                    path,
+                    name,
+                    stored.get(name),
+                    current.get(name),
+                )
+            )
     if faults:
         raise CheckpointError(*faults)
 
@@ -149,12 +194,29 @@ def data_changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Itera
         if key in stored and stored[key] != current.get(key):
             fix = "resume with the data that the run was trained on, or start a new run"
             what = f"other data than the checkpoint was trained on: {key} differs"
-            yield Fault("data.source", what, str(current.get(key)), str(stored[key]), fix)
+            yield Fault(
+                "data.source",
+                what,
+                got=str(current.get(key)),
+                need=str(stored[key]),
+                fix=fix,
+            )
 
 
-def _other_model(path: Path, key: str, got: Any, need: Any) -> Fault:
+def _other_model(
+    path: Path,
+    key: str,
+    got: Any,
+    need: Any,
+) -> Fault:
     fix = "give the model as in the run.toml of its run"
-    return Fault(str(path), f"a checkpoint of another model: {key} differs", f"{got!r}", f"{need!r}", fix)
+    return Fault(
+        str(path),
+        f"a checkpoint of another model: {key} differs",
+        got=f"{got!r}",
+        need=f"{need!r}",
+        fix=fix,
+    )
 
 
 def _json_value(value: Any) -> Any:
@@ -174,7 +236,13 @@ def _value(config: dict[str, Any], key: str) -> Any:
 
 def _fault_of_key(fault: Fault) -> Fault:
     """A fault of a file, reported for the config key that named the file."""
-    return Fault(KEY, f"{fault.key}: {fault.what}", fault.got, fault.need, fault.fix)
+    return Fault(
+        KEY,
+        f"{fault.key}: {fault.what}",
+        got=fault.got,
+        need=fault.need,
+        fix=fault.fix,
+    )
 
 
 CHECKS = (

@@ -107,7 +107,10 @@ class Saver:
         self._stop_requested = stop_requested
         self._writing: PendingSave | None = None
         self._committing: tuple[PendingSave, Future[CommitResult]] | None = None
-        self._commit_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
+        self._commit_thread = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="commit",
+        )
 
     def status(self) -> RankStatus:
         """This rank's status flags for the next gather."""
@@ -136,9 +139,21 @@ class Saver:
         yield from self._wait()
         final = checkpoint_path(self.run_folder, step)
         items = snapshot(write_items(self._state()))
-        write = start_write(temporary_path(final), self.comm.rank, items, require_finite=True)
+        write = start_write(
+            temporary_path(final),
+            self.comm.rank,
+            items,
+            require_finite=True,
+        )
         stall_s = time.perf_counter() - start
-        self._writing = PendingSave(step, final, self._facts(step), start, stall_s, write)
+        self._writing = PendingSave(
+            step,
+            final,
+            self._facts(step),
+            start,
+            stall_s,
+            write,
+        )
         self.last_saved = step
 
     def finish(self, step: int, *, save: bool) -> Iterator[Event]:
@@ -179,7 +194,12 @@ class Saver:
 
     def _commit(self, pending: PendingSave) -> CommitResult:
         tmp = temporary_path(pending.final)
-        manifest = commit(tmp, pending.final, pending.facts, ranks=self.comm.mesh.size)
+        manifest = commit(
+            tmp,
+            pending.final,
+            pending.facts,
+            ranks=self.comm.mesh.size,
+        )
         write_s = time.perf_counter() - pending.start_s
         prune_error = ""
         try:
@@ -213,7 +233,13 @@ class Saver:
         if result.prune_error:
             yield {"event": "note", "text": f"warning: {result.prune_error}"}
 
-    def _failure(self, pending: PendingSave, reason: str, *, need_bytes: int) -> Event:
+    def _failure(
+        self,
+        pending: PendingSave,
+        reason: str,
+        *,
+        need_bytes: int,
+    ) -> Event:
         self.error = reason
         newest = newest_path(self.run_folder)
         return {

@@ -116,11 +116,21 @@ class ParamState:
             offset = 0
             for box in self.param.shard.boxes_of_range(start, stop):
                 values = entries[offset : offset + box.size].view(box.shape)
-                yield WriteItem(f"{section}/{owner}", shape, box, values)
+                yield WriteItem(
+                    f"{section}/{owner}",
+                    shape,
+                    box,
+                    values,
+                )
                 offset += box.size
         if self.writes_scalars:
             for section, scalar in self.scalars.items():
-                yield WriteItem(f"{section}/{owner}", (), Box((), ()), scalar.detach())
+                yield WriteItem(
+                    f"{section}/{owner}",
+                    (),
+                    Box((), ()),
+                    scalar.detach(),
+                )
 
 
 def write_items(state: TrainState) -> tuple[WriteItem, ...]:
@@ -157,7 +167,13 @@ def param_values(model: ParallelModel, grads: GradientReducer | None = None) -> 
     """Values without optimizer state: those in `grads` (trained or sharded ones), else the parameters themselves."""
     if grads is None:
         for name, param in model.params.items():
-            yield _param_state(model, name, param, lo=0, hi=param.numel())
+            yield _param_state(
+                model,
+                name,
+                param,
+                lo=0,
+                hi=param.numel(),
+            )
         return
     tensors = {**grads.sharded_params, **grads.frozen_shards}
     for name, param in model.params.items():
@@ -165,9 +181,22 @@ def param_values(model: ParallelModel, grads: GradientReducer | None = None) -> 
             lo, hi = grads.shard_ranges[name]
             if lo < hi:
                 sharded_axes = grads.shard_axes.get(name, ())
-                yield _param_state(model, name, tensors[name], lo=lo, hi=hi, sharded_axes=sharded_axes)
+                yield _param_state(
+                    model,
+                    name,
+                    tensors[name],
+                    lo=lo,
+                    hi=hi,
+                    sharded_axes=sharded_axes,
+                )
         elif not param.requires_grad:
-            yield _param_state(model, name, param, lo=0, hi=param.numel())
+            yield _param_state(
+                model,
+                name,
+                param,
+                lo=0,
+                hi=param.numel(),
+            )
 
 
 def _param_state(

@@ -36,7 +36,14 @@ from weft.errors import CheckpointError, Fault
 class RankWrite:
     """The background write of one rank's file; an error is raised in `wait`."""
 
-    def __init__(self, tmp: Path, rank: int, items: Sequence[WriteItem], *, require_finite: bool = False) -> None:
+    def __init__(
+        self,
+        tmp: Path,
+        rank: int,
+        items: Sequence[WriteItem],
+        *,
+        require_finite: bool = False,
+    ) -> None:
         self.num_bytes = sum(item.num_bytes for item in items)
         """Bytes of this rank's pieces, without headers."""
         self._tmp = tmp
@@ -44,7 +51,11 @@ class RankWrite:
         self._require_finite = require_finite
         self._items = deque(sorted(items, key=lambda item: write_order(_file_entry(item))))
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"save-rank-{rank}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run,
+            name=f"save-rank-{rank}",
+            daemon=True,
+        )
         self._thread.start()
 
     def done(self) -> bool:
@@ -70,7 +81,12 @@ class RankWrite:
             _write_rank(self._tmp, self._rank, self._items)
         except OSError as error:
             self._remove_files()
-            self._error = disk_error(error, self._tmp, need_bytes=self.num_bytes, free=free)
+            self._error = disk_error(
+                error,
+                self._tmp,
+                need_bytes=self.num_bytes,
+                free=free,
+            )
         except BaseException as error:  # noqa: BLE001 - raised in `wait`
             self._remove_files()
             self._error = error
@@ -82,7 +98,13 @@ class RankWrite:
                 (self._tmp / name).unlink()
 
 
-def start_write(tmp: Path, rank: int, items: Sequence[WriteItem], *, require_finite: bool = False) -> RankWrite:
+def start_write(
+    tmp: Path,
+    rank: int,
+    items: Sequence[WriteItem],
+    *,
+    require_finite: bool = False,
+) -> RankWrite:
     """Start to write this rank's pieces below `tmp` (created if missing) in a thread.
 
     The tensors must be a snapshot that does not change until the write is done. Each is released once it is written.
@@ -97,7 +119,13 @@ def start_write(tmp: Path, rank: int, items: Sequence[WriteItem], *, require_fin
     for item in items:
         key = (item.name, item.box)
         if key in seen:
-            raise CheckpointError(Fault(item.name, f"rank {rank} holds the same piece twice", str(item.box)))
+            raise CheckpointError(
+                Fault(
+                    item.name,
+                    f"rank {rank} holds the same piece twice",
+                    got=str(item.box),
+                )
+            )
         seen.add(key)
     return RankWrite(tmp, rank, items, require_finite=require_finite)
 
@@ -113,7 +141,14 @@ def merge_stored(name: str, known: Stored | None, other: Stored) -> Stored:
     if (known.shape, known.dtype) != (other.shape, other.dtype):
         got = f"{other.dtype} of shape {other.shape}"
         need = f"{known.dtype} of shape {known.shape}"
-        raise CheckpointError(Fault(name, "pieces of different tensors have the same name", got, need))
+        raise CheckpointError(
+            Fault(
+                name,
+                "pieces of different tensors have the same name",
+                got=got,
+                need=need,
+            )
+        )
     return known.model_copy(update={"pieces": (*known.pieces, *other.pieces)})
 
 
@@ -143,10 +178,20 @@ def _write_rank(tmp: Path, rank: int, items: deque[WriteItem]) -> None:
             pieces: tuple[Piece, ...] = ()
             if item.num_bytes:
                 crcs = _write_piece(file, item)
-                piece = Piece(file=file_name, at=next(offsets), lo=item.box.lo, hi=item.box.hi, crc32=crcs)
+                piece = Piece(
+                    file=file_name,
+                    at=next(offsets),
+                    lo=item.box.lo,
+                    hi=item.box.hi,
+                    crc32=crcs,
+                )
                 pieces = (piece,)
             dtype = _stored_dtype(item)
-            stored = Stored.model_construct(shape=item.shape, dtype=dtype, pieces=pieces)
+            stored = Stored.model_construct(
+                shape=item.shape,
+                dtype=dtype,
+                pieces=pieces,
+            )
             tensors[item.name] = merge_stored(item.name, tensors.get(item.name), stored)
         file.flush()
         os.fsync(file.fileno())
@@ -155,7 +200,12 @@ def _write_rank(tmp: Path, rank: int, items: deque[WriteItem]) -> None:
         header_bytes=len(layout.header),
         header_crc32=zlib.crc32(layout.header),
     )
-    manifest = RankManifest(rank=rank, block_bytes=BLOCK_BYTES, files={file_name: data_file}, tensors=tensors)
+    manifest = RankManifest(
+        rank=rank,
+        block_bytes=BLOCK_BYTES,
+        files={file_name: data_file},
+        tensors=tensors,
+    )
     # Read and removed by `commit`, so it needs no flush to the disk.
     (tmp / rank_manifest_name(rank)).write_text(manifest.to_json())
 

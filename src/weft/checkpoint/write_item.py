@@ -43,13 +43,28 @@ class WriteItem:
             return Fault(self.name, "is not a valid name of a stored tensor", need="section/parameter")
         whole = Box.whole(self.shape)
         if len(self.box.lo) != len(self.shape) or self.box & whole != self.box:
-            return Fault(self.name, "the piece lies outside its tensor", str(self.box), f"within {self.shape}")
+            return Fault(
+                self.name,
+                "the piece lies outside its tensor",
+                got=str(self.box),
+                need=f"within {self.shape}",
+            )
         tensor_shape = tuple(self.tensor.shape)
         if tensor_shape != self.box.shape:
             what = "the piece and its box have different shapes"
-            return Fault(self.name, what, str(tensor_shape), str(self.box.shape))
+            return Fault(
+                self.name,
+                what,
+                got=str(tensor_shape),
+                need=str(self.box.shape),
+            )
         if dtype_name(self.tensor.dtype) not in DTYPES:
-            return Fault(self.name, "this dtype cannot be stored", str(self.tensor.dtype), ", ".join(DTYPES))
+            return Fault(
+                self.name,
+                "this dtype cannot be stored",
+                got=str(self.tensor.dtype),
+                need=", ".join(DTYPES),
+            )
         return None
 
     @property
@@ -69,7 +84,12 @@ def snapshot(items: Iterable[WriteItem]) -> tuple[WriteItem, ...]:
     copies = []
     for item in sources:
         tensor = item.tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        copy = torch.empty(
+            tensor.shape,
+            dtype=tensor.dtype,
+            device="cpu",
+            pin_memory=tensor.is_cuda,
+        )
         copy.copy_(tensor.detach(), non_blocking=True)
         copies.append(replace(item, tensor=copy))
     for device in {item.tensor.device for item in sources if item.tensor.is_cuda}:

@@ -69,10 +69,22 @@ def world_faults(run: Run) -> Iterable[Fault]:
     if started != str(size):
         got = f"{started} ranks started" if world else f"WORLD_SIZE={started}"
         fix = f"start {size} ranks, or choose a mesh of {started} such as --mesh dp{started}"
-        yield Fault("mesh", "differs from the world size", got, f"{size} for {mesh}", fix)
+        yield Fault(
+            "mesh",
+            "differs from the world size",
+            got=got,
+            need=f"{size} for {mesh}",
+            fix=fix,
+        )
     if world is None and run.nproc not in (None, size):
         fix = f"--nproc {size}, or a mesh of {run.nproc} such as --mesh dp{run.nproc}"
-        yield Fault("nproc", "differs from the mesh", f"{run.nproc}", f"{size} for {mesh}", fix)
+        yield Fault(
+            "nproc",
+            "differs from the mesh",
+            got=f"{run.nproc}",
+            need=f"{size} for {mesh}",
+            fix=fix,
+        )
 
 
 def out_faults(run: Run) -> Iterable[Fault]:
@@ -83,11 +95,23 @@ def out_faults(run: Run) -> Iterable[Fault]:
     holds_run = any(os.path.exists(out / name) for name in (EVENTS, FOLDER))
     if run.out and holds_run and not resumes_in(run, out):
         fix = "--resume auto to resume it, another --out, or none for a new folder under runs/"
-        yield Fault("out", "holds a run already", repr(str(out)), f"a folder without {EVENTS}", fix)
+        yield Fault(
+            "out",
+            "holds a run already",
+            got=repr(str(out)),
+            need=f"a folder without {EVENTS}",
+            fix=fix,
+        )
         return
     problem = _write_problem(out)
     if problem is not None:
-        yield Fault("out", "cannot be written", f"{str(out)!r}: {problem}", "a folder", "choose another --out")
+        yield Fault(
+            "out",
+            "cannot be written",
+            got=f"{str(out)!r}: {problem}",
+            need="a folder",
+            fix="choose another --out",
+        )
 
 
 def resumes_in(run: Run, out: Path) -> bool:
@@ -126,7 +150,13 @@ def port_faults(run: Run) -> Iterable[Fault]:
             listener.bind(("", run.port))
         except OSError as error:
             fix = "choose another --port, or leave it out for a free one"
-            yield Fault("port", "cannot be opened", f"{run.port}: {error.strerror}", "a free port", fix)
+            yield Fault(
+                "port",
+                "cannot be opened",
+                got=f"{run.port}: {error.strerror}",
+                need="a free port",
+                fix=fix,
+            )
 
 
 def device_faults(run: Run) -> Iterable[Fault]:
@@ -135,9 +165,21 @@ def device_faults(run: Run) -> Iterable[Fault]:
         return
     fix = "--device cpu, or auto"
     if importlib.metadata.version("torch").endswith("+cpu"):
-        yield Fault("device", "this torch is built without CUDA", "cuda", "cpu", fix)
+        yield Fault(
+            "device",
+            "this torch is built without CUDA",
+            got="cuda",
+            need="cpu",
+            fix=fix,
+        )
     elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
-        yield Fault("device", "CUDA_VISIBLE_DEVICES hides all GPUs", "cuda", "cpu", fix)
+        yield Fault(
+            "device",
+            "CUDA_VISIBLE_DEVICES hides all GPUs",
+            got="cuda",
+            need="cpu",
+            fix=fix,
+        )
     elif not any(glob.glob(pattern) for pattern in GPU_FILES):
         yield Fault("device", "there is no GPU", "cuda", "cpu", fix)
 
@@ -171,7 +213,12 @@ def lora_base_faults(run: Run) -> Iterable[Fault]:
         return
     if run.model.from_hf is not None:
         what = "the model has initial parameters already"
-        yield Fault(key, what, f"model.from_hf {run.model.from_hf!r}", fix="name one of them")
+        yield Fault(
+            key,
+            what,
+            got=f"model.from_hf {run.model.from_hf!r}",
+            fix="name one of them",
+        )
         return
     if "\0" in base:
         yield Fault(key, "is not a valid file name", repr(base))
@@ -180,11 +227,22 @@ def lora_base_faults(run: Run) -> Iterable[Fault]:
         found = find_checkpoint(base, run.out)
         if found.path is not None and found.manifest is not None:
             facts = found.manifest.facts
-            check_model(found.path, facts, family=run.model.name, architecture=run.model.architecture)
+            check_model(
+                found.path,
+                facts,
+                family=run.model.name,
+                architecture=run.model.architecture,
+            )
             return
     except CheckpointError as error:
         for fault in error.faults:
-            yield Fault(key, f"{fault.key}: {fault.what}", fault.got, fault.need, fault.fix)
+            yield Fault(
+                key,
+                f"{fault.key}: {fault.what}",
+                got=fault.got,
+                need=fault.need,
+                fix=fault.fix,
+            )
         return
     if found.faults:
         yield found.faults[0]

@@ -18,12 +18,16 @@ from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.prove.compare import TOLERANCE, Verdict, prove_layout
 from weft.prove.rerun import BOUNDS, DRIFT_AFTER, StepPair, first_config_path, recorded_steps, step_pairs
-from weft.train.build import build_data_loader, build_schedule, build_step, family_of, global_batches
+from weft.train.build import build_data_loader, build_step_range, build_step, family_of, global_batches
 from weft.train.loop import Event, step_events
 from weft.train.optim import learning_rate
 
 MAX_DIFFERENCES_SHOWN = 5
-FLOAT64 = PrecisionConfig(params="float64", compute="float64", reduce="float64")
+FLOAT64 = PrecisionConfig(
+    params="float64",
+    compute="float64",
+    reduce="float64",
+)
 
 
 class Proof:
@@ -43,7 +47,11 @@ class Proof:
         size = run.device_mesh.size
         yield f"{out} ({run.device_mesh}, {_ranks(size)}) again on one process:"
         pairs: list[StepPair] = []
-        for pair in step_pairs(recorded_steps(out), train_on_one_process(run), first=first):
+        for pair in step_pairs(
+            recorded_steps(out),
+            train_on_one_process(run),
+            first=first,
+        ):
             pairs.append(pair)
             if _is_shown(pair.step, first):
                 losses = f"loss {pair.loss:.6f} and {pair.loss_alone:.6f}"
@@ -53,7 +61,13 @@ class Proof:
             return
         yield from self._verdict_on_run(out, pairs, dtype=run.precision.compute)
 
-    def _verdict_on_run(self, out: Path, pairs: list[StepPair], *, dtype: str) -> Iterator[str]:
+    def _verdict_on_run(
+        self,
+        out: Path,
+        pairs: list[StepPair],
+        *,
+        dtype: str,
+    ) -> Iterator[str]:
         bound = BOUNDS[dtype]
         pairs = pairs[: DRIFT_AFTER.get(dtype)]
         loss = max(pair.loss_difference for pair in pairs)
@@ -112,7 +126,7 @@ def train_on_one_process(run: Run) -> Iterator[Event]:
     torch.set_flush_denormal(True)
     comm = Comm(Mesh.parse(""), 0, ThreadWorld(1).transport(0))
     loader = build_data_loader(run, comm, open_data(run.data, run.model))
-    return step_events(build_step(run, comm), loader, build_schedule(run))
+    return step_events(build_step(run, comm), loader, build_step_range(run))
 
 
 def _ranks(size: int) -> str:

@@ -72,17 +72,31 @@ def _end_event(out: Path | None) -> Iterator[None]:
         if error.kind == "user" or command in error.message or next(checkpoints(out), None) is None:
             raise
         message = f"{error.message}\n  resume: {command}"
-        raise RankError(error.rank, error.where, message, kind=error.kind) from error
+        raise RankError(
+            error.rank,
+            error.where,
+            message,
+            kind=error.kind,
+        ) from error
     append_end_event(out, "interrupted")  # ended by SIGTERM without an error; no effect after a normal end
 
 
-def train_rank(run: Run, stop_request: StopRequest, generate_text: GenerateText | None, world: World) -> None:
+def train_rank(
+    run: Run,
+    stop_request: StopRequest,
+    generate_text: GenerateText | None,
+    world: World,
+) -> None:
     """Entry point of one rank.
 
     Raises:
         SystemExit: with code 75, if the run was asked to stop and has saved.
     """
-    device = choose_device(run.device, local_rank=world.local_rank, local_size=world.local_size)
+    device = choose_device(
+        run.device,
+        local_rank=world.local_rank,
+        local_size=world.local_size,
+    )
     with stop_request, open_comm(world, run.device_mesh, device) as comm, open_event_log(run, world) as log:
         training = build_training(run, comm, stop_requested=lambda: stop_request.requested)
         outcome = run_training(training, log, at_end=_sample_event(run, training.step.model, generate_text))

@@ -1,1 +1,1 @@
-"""Proofs that a layout computes what one device computes."""
+"""Comparison of a layout, or of a recorded run, with one device."""

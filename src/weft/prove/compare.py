@@ -69,7 +69,16 @@ def prove_layout(
         return make_optimizer(tensors, optim, decay_names=decay_names)
 
     def rank(comm: Comm) -> RankTrace:
-        return run_layout(family, config, batches, plan=plan, comm=comm, seed=seed, optimizer=optimizer, lr=lr)
+        return run_layout(
+            family,
+            config,
+            batches,
+            plan=plan,
+            comm=comm,
+            seed=seed,
+            optimizer=optimizer,
+            lr=lr,
+        )
 
     truth = one_device(
         family,

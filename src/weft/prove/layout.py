@@ -32,7 +32,10 @@ def micro_batches(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
         degree=mesh.degree(sequences),
         micro_size=plan.micro_size,
     )
-    shard = batch.columns(index=mesh.index(rank, positions), degree=mesh.degree(positions))
+    shard = batch.columns(
+        index=mesh.index(rank, positions),
+        degree=mesh.degree(positions),
+    )
     return [shard.rows(torch.from_numpy(rows)) for rows in samples]
 
 
@@ -50,7 +53,11 @@ def run_layout(
     """Train this rank's shards on the whole batches, one per step, and record everything."""
     model = build_model(family, config, plan, comm, seed=seed)
     decay_names = matrices(model.params)
-    train = TrainStep(model, make_optimizer=lambda tensors: optimizer(tensors, decay_names), clip=plan.clip)
+    train = TrainStep(
+        model,
+        make_optimizer=lambda tensors: optimizer(tensors, decay_names),
+        clip=plan.clip,
+    )
     traces = []
     for batch in steps:
         report = train(micro_batches(batch, plan, comm.rank), lr=lr)

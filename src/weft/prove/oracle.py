@@ -19,11 +19,21 @@ OptimizerOf = Callable[[Mapping[str, Tensor], Collection[str]], Optimizer]
 """From the tensors to update, by global name, and the names of those with weight decay."""
 
 
-def plain_model(family: Family, config: ModelConfig, *, seed: int, dtype: torch.dtype) -> dict[str, nn.Module]:
+def plain_model(
+    family: Family,
+    config: ModelConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+) -> dict[str, nn.Module]:
     """The model on one device, with tied parameters and initial values."""
     blocks = {name: block.to(dtype) for name, block in family.blocks(config).items()}
     tie(blocks, family.ties(config))
-    init_params(_untied_parameters(blocks, family, config), family.init(config), seed=seed)
+    init_params(
+        _untied_parameters(blocks, family, config),
+        family.init(config),
+        seed=seed,
+    )
     return blocks
 
 
@@ -75,4 +85,9 @@ def _trace(loss: Tensor, norm: Tensor, params: Mapping[str, nn.Parameter]) -> St
         if param.grad is not None:
             grads[name] = param.grad.clone()
     values = {name: param.detach().clone() for name, param in params.items()}
-    return StepTrace(loss=loss.item(), grad_norm=norm.item(), grads=grads, params=values)
+    return StepTrace(
+        loss=loss.item(),
+        grad_norm=norm.item(),
+        grads=grads,
+        params=values,
+    )

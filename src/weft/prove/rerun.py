@@ -64,7 +64,14 @@ def first_config_path(out: Path) -> Path:
     for name in (RUN_FILE, EVENTS):
         if not (out / name).is_file():
             got = f"{str(out)!r} without {name}"
-            raise DataError(Fault("weft prove", "no run in this folder", got, fix="name a run folder"))
+            raise DataError(
+                Fault(
+                    "weft prove",
+                    "no run in this folder",
+                    got=got,
+                    fix="name a run folder",
+                )
+            )
     first = out / FIRST_RUN_FILE
     return first if first.is_file() else out / RUN_FILE
 

@@ -63,7 +63,15 @@ def differences(truth: Sequence[StepTrace], ranks: Iterable[RankTrace], *, lr: f
     found: list[Difference] = []
     for rank in ranks:
         for step, (expected, actual) in enumerate(zip(truth, rank.steps, strict=True), start=1):
-            found.extend(_step_differences(step, expected, actual, rank, lr=lr))
+            found.extend(
+                _step_differences(
+                    step,
+                    expected,
+                    actual,
+                    rank,
+                    lr=lr,
+                )
+            )
     return sorted(found, key=lambda difference: difference.step)
 
 
@@ -75,15 +83,35 @@ def _step_differences(
     *,
     lr: float,
 ) -> Iterator[Difference]:
-    yield Difference(step, "loss", rank.where, relative_difference(actual.loss, expected.loss))
-    yield Difference(step, "grad_norm", rank.where, relative_difference(actual.grad_norm, expected.grad_norm))
+    yield Difference(
+        step,
+        "loss",
+        rank.where,
+        relative_difference(actual.loss, expected.loss),
+    )
+    yield Difference(
+        step,
+        "grad_norm",
+        rank.where,
+        relative_difference(actual.grad_norm, expected.grad_norm),
+    )
     for name, value in actual.grads.items():
         shard = _shard_of(expected.grads[name], rank.shards[name])
         relative = _tensor_difference(value, shard, min_scale=1e-6 * expected.grad_norm)
-        yield Difference(step, f"gradient {name}", rank.where, relative)
+        yield Difference(
+            step,
+            f"gradient {name}",
+            rank.where,
+            relative,
+        )
     for name, value in actual.params.items():
         shard = _shard_of(expected.params[name], rank.shards[name])
-        yield Difference(step, f"parameter {name}", rank.where, _tensor_difference(value, shard, min_scale=lr))
+        yield Difference(
+            step,
+            f"parameter {name}",
+            rank.where,
+            _tensor_difference(value, shard, min_scale=lr),
+        )
 
 
 def uncovered(whole: Mapping[str, Tensor], ranks: Iterable[RankTrace]) -> list[str]:

@@ -1,1 +1,1 @@
-"""Training: the step, the loop, optimizers, data feeding, evaluation, events."""
+"""Training: the step, the loop, optimizers, data loading, evaluation and the event log."""

@@ -38,7 +38,7 @@ from weft.parallel.model.parallelize import ParallelModel, materialize_params, p
 from weft.train.data_loader import DataLoader, samples_of, whole_batch
 from weft.train.evaluate import Evaluation
 from weft.train.init_from import check_hf_folder, initialize_from, lora_base, meta_modules
-from weft.train.loop import Evaluator, Event, Schedule, Training
+from weft.train.loop import Evaluator, Event, StepRange, Training
 from weft.train.optim import Optimizer, learning_rate, make_optimizer, matrices
 from weft.train.step import TrainStep
 
@@ -66,7 +66,14 @@ def build_model(
     """
     blocks = meta_modules(lambda: family.blocks(config))
     example = image_example(plan.micro_size, config.model_dump()["image_size"]) if config.kind == "images" else None
-    model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config), example=example)
+    model = parallelize(
+        blocks,
+        plan,
+        comm,
+        axes=family.AXES,
+        ties=family.ties(config),
+        example=example,
+    )
     dtype: torch.dtype = getattr(torch, plan.params)
     stored = frozenset(source.shapes) if source else frozenset()
 
@@ -76,9 +83,22 @@ def build_model(
         for name in names:
             is_stored = model.shards[name].owner in stored
             (stored_names if is_stored else drawn_names).append(name)
-        materialize_params(model, family.init(config), seed=seed, device=comm.device, dtype=dtype, names=drawn_names)
+        materialize_params(
+            model,
+            family.init(config),
+            seed=seed,
+            device=comm.device,
+            dtype=dtype,
+            names=drawn_names,
+        )
         if source:
-            initialize_from(source, model, stored_names, device=comm.device, dtype=dtype)
+            initialize_from(
+                source,
+                model,
+                stored_names,
+                device=comm.device,
+                dtype=dtype,
+            )
 
     if plan.zero < 3:
         initialize(tuple(model.params))
@@ -119,7 +139,14 @@ def build_step(run: Run, comm: Comm) -> TrainStep:
     """The training step of this rank."""
     plan = plan_of(run)
     source = initial_source(run)
-    model = build_model(family_of(run), run.model, plan, comm, seed=run.seed, source=source)
+    model = build_model(
+        family_of(run),
+        run.model,
+        plan,
+        comm,
+        seed=run.seed,
+        source=source,
+    )
     decay_names = matrices(model.params)
 
     def optimizer(tensors: Mapping[str, Tensor]) -> Optimizer:
@@ -152,9 +179,9 @@ def build_evaluation(run: Run, model: ParallelModel) -> Evaluation | None:
     return Evaluation(model, loader, most_batches=run.eval.batches)
 
 
-def build_schedule(run: Run, *, start: int = 0) -> Schedule:
+def build_step_range(run: Run, *, start: int = 0) -> StepRange:
     """Steps, learning rates and prefetching of a run that has done `start` steps."""
-    return Schedule(
+    return StepRange(
         start=start,
         total=run.steps,
         learning_rate=partial(learning_rate, optim=run.optim, total_steps=run.steps),
@@ -167,7 +194,12 @@ def global_batches(run: Run, num_steps: int) -> list[Batch]:
     samples = open_data(run.data, run.model)
     batches = []
     for step in range(num_steps):
-        chosen = samples_of(samples, step, global_size=run.batch.global_size, seed=run.seed)
+        chosen = samples_of(
+            samples,
+            step,
+            global_size=run.batch.global_size,
+            seed=run.seed,
+        )
         batches.append(whole_batch(samples, chosen, later=run.model.reads_later_targets))
     return batches
 
@@ -200,13 +232,20 @@ def build_training(run: Run, comm: Comm, *, stop_requested: Callable[[], bool]) 
     return Training(
         step=step,
         loader=build_data_loader(run, comm, samples),
-        schedule=build_schedule(run, start=start.num_done),
+        step_range=build_step_range(run, start=start.num_done),
         saver=saver,
         evaluator=Evaluator(evaluation, run.eval.every, run.steps) if evaluation else None,
         save_at_end=run.save.at_end,
         run_folder=run_folder,
         files={"run.toml": dump(run), "plan.json": step.model.plan.to_json() + "\n"},
-        opening_events=tuple(_opening_events(run, start, samples, set_aside_paths)),
+        opening_events=tuple(
+            _opening_events(
+                run,
+                start,
+                samples,
+                set_aside_paths,
+            )
+        ),
     )
 
 
@@ -248,7 +287,13 @@ def _start(run: Run, comm: Comm, samples: Samples) -> _Start:
         step.restore(checkpoint)
         layout = str(facts.plan["mesh"]) or "one rank"
     passed_over = tuple(str(fault) for fault in faults)
-    return _Start(step, facts.step, checkpoint.path, layout, passed_over)
+    return _Start(
+        step,
+        facts.step,
+        checkpoint.path,
+        layout,
+        passed_over,
+    )
 
 
 def _clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ...]:
@@ -285,7 +330,12 @@ def facts_of(run: Run, step: TrainStep, samples: Samples) -> Callable[[int], Fac
     return facts_after
 
 
-def _opening_events(run: Run, start: _Start, samples: Samples, set_aside_paths: Sequence[Path]) -> Iterator[Event]:
+def _opening_events(
+    run: Run,
+    start: _Start,
+    samples: Samples,
+    set_aside_paths: Sequence[Path],
+) -> Iterator[Event]:
     yield {**_run_event(run, start.step, samples), "start_step": start.num_done}
     if run.resume is not None:
         yield {

@@ -45,12 +45,22 @@ class DataLoader:
 
     def batches(self, step: int) -> list[Batch]:
         """Micro-batches of step `step` (from 0), in the order of the schedule's micro-batch numbers."""
-        chosen = samples_of(self.samples, step, global_size=self.global_size, seed=self.seed)
+        chosen = samples_of(
+            self.samples,
+            step,
+            global_size=self.global_size,
+            seed=self.seed,
+        )
         return self.micro_batches(chosen)
 
     def micro_batches(self, chosen: Ints) -> list[Batch]:
         """This rank's micro-batches of a global batch of these samples; a negative number is a sample without targets."""
-        local = layout_of(chosen, index=self.index, degree=self.degree, micro_size=self.micro_size)
+        local = layout_of(
+            chosen,
+            index=self.index,
+            degree=self.degree,
+            micro_size=self.micro_size,
+        )
         sequences = whole_batch(self.samples, local, later=self.later)
         shard = sequences.columns(index=self.context_index, degree=self.context_degree)
         on_device = shard.map(self._to_device)
@@ -61,7 +71,13 @@ class DataLoader:
         return tensor.to(self.device)
 
 
-def samples_of(samples: Samples, step: int, *, global_size: int, seed: int) -> Ints:
+def samples_of(
+    samples: Samples,
+    step: int,
+    *,
+    global_size: int,
+    seed: int,
+) -> Ints:
     """Numbers of the samples of step `step` (from 0), the same on every rank."""
     return samples.at(places_of_step(step, global_size), seed=seed)
 
@@ -106,12 +122,22 @@ class _Result(Generic[T]):
 class _Prefetcher(Generic[T]):
     """A thread that reads into a bounded queue: results, then None at the end or the error that stopped it."""
 
-    def __init__(self, read: Callable[[int], T], steps: Iterable[int], *, most: int) -> None:
+    def __init__(
+        self,
+        read: Callable[[int], T],
+        steps: Iterable[int],
+        *,
+        most: int,
+    ) -> None:
         self._read = read
         self._steps = steps
         self._queue: queue.Queue[_Result[T] | BaseException | None] = queue.Queue(maxsize=most)
         self._stopped = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self.thread = threading.Thread(
+            target=self._run,
+            name="prefetch",
+            daemon=True,
+        )
 
     def _run(self) -> None:
         try:

@@ -53,7 +53,13 @@ class Evaluation:
         most_batches: batches of the global size per evaluation; 0 for all.
     """
 
-    def __init__(self, model: ParallelModel, loader: DataLoader, *, most_batches: int) -> None:
+    def __init__(
+        self,
+        model: ParallelModel,
+        loader: DataLoader,
+        *,
+        most_batches: int,
+    ) -> None:
         self.model = model
         self.loader = loader
         self.most_batches = most_batches

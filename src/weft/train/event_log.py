@@ -101,7 +101,12 @@ class EventLog:
     def __enter__(self) -> EventLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         try:
             if error is not None and not self._has_ended:
                 status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -152,7 +157,14 @@ def create_run_folder(out: Path) -> Path:
             return out
     except OSError as error:
         got = f"{str(out)!r}: {error.strerror}"
-        raise LaunchError(Fault("out", "cannot write to the run folder", got, fix="choose another out")) from error
+        raise LaunchError(
+            Fault(
+                "out",
+                "cannot write to the run folder",
+                got=got,
+                fix="choose another out",
+            )
+        ) from error
 
 
 def append_end_event(out: Path, status: str, *, error: str = "") -> bool:
@@ -175,7 +187,15 @@ def append_end_event(out: Path, status: str, *, error: str = "") -> bool:
 
 def to_line(event: Mapping[str, Any]) -> str:
     """One event as one line of JSON."""
-    return json.dumps(_to_json(event), ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
+    return (
+        json.dumps(
+            _to_json(event),
+            ensure_ascii=False,
+            allow_nan=False,
+            separators=(",", ":"),
+        )
+        + "\n"
+    )
 
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:

@@ -98,7 +98,14 @@ def initialize_from(
         owner, shape = model.shards[name].owner, model.shards[name].shape
         if shapes[owner] != shape:
             what = "is stored with another shape"
-            raise CheckpointError(Fault(owner, what, str(list(shapes[owner])), str(list(shape))))
+            raise CheckpointError(
+                Fault(
+                    owner,
+                    what,
+                    got=str(list(shapes[owner])),
+                    need=str(list(shape)),
+                )
+            )
         stored = read_shard(partial(source.read, owner), model.shards[name].shard)
         value = stored.to(device=device, dtype=dtype)
         torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))

@@ -37,8 +37,8 @@ class Evaluator:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Which steps are trained, and their learning rates.
+class StepRange:
+    """The steps that a run trains, and their learning rates.
 
     Attributes:
         start: steps that are done already.
@@ -65,7 +65,7 @@ class Training:
 
     step: TrainStep
     loader: DataLoader
-    schedule: Schedule
+    step_range: StepRange
     saver: Saver
     evaluator: Evaluator | None
     save_at_end: bool
@@ -84,21 +84,27 @@ def run_training(training: Training, log: EventLog, *, at_end: Callable[[], Even
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
         WeftError: the last checkpoint could not be saved.
     """
-    schedule, saver = training.schedule, training.saver
+    step_range, saver = training.step_range, training.saver
     for name, text in training.files.items():
         log.write_versioned(name, text)
     for event in training.opening_events:
         log.emit(event)
-    num_done = schedule.start
+    num_done = step_range.start
     try:
-        for event in step_events(training.step, training.loader, schedule, evaluator=training.evaluator, saver=saver):
+        for event in step_events(
+            training.step,
+            training.loader,
+            step_range,
+            evaluator=training.evaluator,
+            saver=saver,
+        ):
             log.emit(event)
             num_done = max(num_done, int(event.get("step", 0)))
     except NonFiniteError as error:
         for event in saver.finish(num_done, save=False):
             log.emit(event)
         raise _non_finite_error(error, training.run_folder) from None
-    outcome: Outcome = "finished" if num_done >= schedule.total else "stopped"
+    outcome: Outcome = "finished" if num_done >= step_range.total else "stopped"
     is_saved = training.save_at_end or outcome == "stopped"
     for event in saver.finish(num_done, save=is_saved):
         log.emit(event)
@@ -115,7 +121,7 @@ def run_training(training: Training, log: EventLog, *, at_end: Callable[[], Even
 def step_events(
     step: TrainStep,
     loader: DataLoader,
-    schedule: Schedule,
+    step_range: StepRange,
     *,
     evaluator: Evaluator | None = None,
     saver: Saver | None = None,
@@ -126,20 +132,25 @@ def step_events(
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
     """
     comm = step.model.comm
-    steps = range(schedule.start, schedule.total)
+    steps = range(step_range.start, step_range.total)
     status = saver.status if saver else no_status
     last_time = time.perf_counter()
-    with prefetch(loader.batches, steps, most=schedule.prefetch) as batches:
+    with prefetch(loader.batches, steps, most=step_range.prefetch) as batches:
         for index in steps:
             number = index + 1
-            comm.checked = index < schedule.start + CHECKED_STEPS
-            lr = schedule.learning_rate(index)
+            comm.checked = index < step_range.start + CHECKED_STEPS
+            lr = step_range.learning_rate(index)
             try:
                 report = step(next(batches), lr=lr, status=status)
             except NonFiniteError as error:
                 raise NonFiniteError(f"step {number}: {error}") from None
             now = time.perf_counter()
-            yield step_event(number, report, lr=lr, elapsed_s=now - last_time)
+            yield step_event(
+                number,
+                report,
+                lr=lr,
+                elapsed_s=now - last_time,
+            )
             last_time = now
             if evaluator is not None and evaluator.is_due(number):
                 yield eval_event(number, evaluator.evaluation())
@@ -150,7 +161,13 @@ def step_events(
                     return
 
 
-def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) -> Event:
+def step_event(
+    number: int,
+    report: StepReport,
+    *,
+    lr: float,
+    elapsed_s: float,
+) -> Event:
     """The `step` event of events.jsonl: loss and norm at full precision; `tokens` counts targets over all ranks."""
     event = {
         "event": "step",

@@ -50,7 +50,13 @@ class NamedOptimizer:
         state: parameter name -> torch's key ("exp_avg", ...) -> tensor; exists from the start, zero.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str]) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        optim: OptimConfig,
+        *,
+        decay_names: Collection[str],
+    ) -> None:
         self.params = dict(params)
         self.state: dict[str, State] = {name: self.fresh_state(param) for name, param in self.params.items()}
         decayed = tuple(name for name in self.params if name in decay_names)
@@ -64,7 +70,14 @@ class NamedOptimizer:
         """State of a parameter before the first step."""
         raise NotImplementedError
 
-    def update(self, names: list[str], grads: list[Tensor], *, lr: float, weight_decay: float) -> None:
+    def update(
+        self,
+        names: list[str],
+        grads: list[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
         """Update these parameters by these gradients."""
         raise NotImplementedError
 
@@ -78,7 +91,12 @@ class NamedOptimizer:
                 if grad is not None:
                     grads[name] = grad
             if grads:
-                self.update(list(grads), list(grads.values()), lr=group["lr"], weight_decay=group["weight_decay"])
+                self.update(
+                    list(grads),
+                    list(grads.values()),
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                )
 
     def state_keys(self) -> frozenset[str]:
         """Keys of the state of every parameter."""
@@ -92,7 +110,13 @@ class NamedOptimizer:
 class AdamW(NamedOptimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), as `torch.optim.AdamW(fused=True)` computes it."""
 
-    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str]) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        optim: OptimConfig,
+        *,
+        decay_names: Collection[str],
+    ) -> None:
         self.betas = optim.betas
         self.eps = optim.eps
         super().__init__(params, optim, decay_names=decay_names)
@@ -104,7 +128,14 @@ class AdamW(NamedOptimizer):
             "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
         }
 
-    def update(self, names: list[str], grads: list[Tensor], *, lr: float, weight_decay: float) -> None:
+    def update(
+        self,
+        names: list[str],
+        grads: list[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
         adamw(
             [self.params[name] for name in names],
             grads,
@@ -126,7 +157,13 @@ class AdamW(NamedOptimizer):
 class SGD(NamedOptimizer):
     """Gradient descent with momentum, as `torch.optim.SGD(foreach=False)` computes it: the decay is added to the gradient."""
 
-    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, *, decay_names: Collection[str]) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        optim: OptimConfig,
+        *,
+        decay_names: Collection[str],
+    ) -> None:
         self.momentum = optim.momentum
         super().__init__(params, optim, decay_names=decay_names)
 
@@ -135,7 +172,14 @@ class SGD(NamedOptimizer):
             return {}
         return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
 
-    def update(self, names: list[str], grads: list[Tensor], *, lr: float, weight_decay: float) -> None:
+    def update(
+        self,
+        names: list[str],
+        grads: list[Tensor],
+        *,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
         buffers: list[Tensor | None] = [self.state[name].get("momentum_buffer") for name in names]
         sgd(
             [self.params[name] for name in names],

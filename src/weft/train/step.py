@@ -84,7 +84,11 @@ class TrainStep:
         self.grads = make_gradient_reducer(model)
         self.optimizer = make_optimizer(self.grads.sharded_params)
         self.loss_scale = LossScale.of(model.plan)
-        self.player = Player(model, before_last_backward=self.grads.set_requires_gradient_sync, on_action=on_action)
+        self.player = Player(
+            model,
+            before_last_backward=self.grads.set_requires_gradient_sync,
+            on_action=on_action,
+        )
 
     @property
     def num_params(self) -> int:
@@ -109,7 +113,12 @@ class TrainStep:
             what = "an optimizer whose state has no parameter names cannot be saved"
             got, need = type(optimizer).__qualname__, "a weft.train.optim.NamedOptimizer"
             raise CheckpointError(Fault("optim", what, got, need))
-        return TrainState(self.model, self.grads, optimizer.state, optimizer.state_keys())
+        return TrainState(
+            self.model,
+            self.grads,
+            optimizer.state,
+            optimizer.state_keys(),
+        )
 
     def restore(self, checkpoint: restore.OpenCheckpoint) -> None:
         """Load parameters, optimizer state and loss scale; every rank must call it.
@@ -120,9 +129,19 @@ class TrainStep:
         restore.restore(self.state(), checkpoint)
         stored = checkpoint.manifest.facts.loss_scale
         if stored and self.loss_scale.is_dynamic:
-            self.loss_scale = LossScale(stored["value"], is_dynamic=True, good_steps=stored["good_steps"])
+            self.loss_scale = LossScale(
+                stored["value"],
+                is_dynamic=True,
+                good_steps=stored["good_steps"],
+            )
 
-    def __call__(self, batches: Sequence[Batch], *, lr: float, status: Callable[[], int] = no_status) -> StepReport:
+    def __call__(
+        self,
+        batches: Sequence[Batch],
+        *,
+        lr: float,
+        status: Callable[[], int] = no_status,
+    ) -> StepReport:
         """Train on this rank's micro-batches of one step.
 
         Args:
@@ -141,14 +160,23 @@ class TrainStep:
         self.grads.finish()
         grad_norm.sum_tied_gradients(self.model, self.grads)
         loads = sum_loads(played.loads, self.model.comm)
-        totals = self._total_stats(played.loss, expert_load=imbalance(loads), status=status())
+        totals = self._total_stats(
+            played.loss,
+            expert_load=imbalance(loads),
+            status=status(),
+        )
         loss = (totals.loss / targets).item()
         norm = totals.grad_norm / scale
         self._check_finite(loss, norm.item(), batches)
         is_finite = math.isfinite(norm.item())
         skipped = self.loss_scale.skips(is_finite=is_finite)
         if not skipped:
-            grad_norm.clip(self.grads, norm, most=self.clip, scale=scale)
+            grad_norm.clip(
+                self.grads,
+                norm,
+                most=self.clip,
+                scale=scale,
+            )
             self._update(lr)
             rebalance_routers(self.model.blocks, loads)
         self.loss_scale = self.loss_scale.after(is_finite=is_finite)
@@ -164,7 +192,12 @@ class TrainStep:
             statuses=totals.statuses,
         )
 
-    def _check_finite(self, loss: float, norm: float, batches: Sequence[Batch]) -> None:
+    def _check_finite(
+        self,
+        loss: float,
+        norm: float,
+        batches: Sequence[Batch],
+    ) -> None:
         """Raise on all ranks if the loss is not finite, or the gradient norm without a dynamic loss scale."""
         is_overflow_of_scale = math.isfinite(loss) and self.loss_scale.is_dynamic
         if is_overflow_of_scale or (math.isfinite(loss) and math.isfinite(norm)):
@@ -184,7 +217,13 @@ class TrainStep:
         counts = torch.stack([batch.num_targets() for batch in batches]).sum().double()
         return comm.all_reduce(counts, data_axes(comm.mesh)).clamp(min=1)
 
-    def _total_stats(self, loss: Tensor, *, expert_load: float, status: int) -> StepTotals:
+    def _total_stats(
+        self,
+        loss: Tensor,
+        *,
+        expert_load: float,
+        status: int,
+    ) -> StepTotals:
         comm = self.model.comm
         is_first_copy = comm.index(replicated_axes()) == 0  # the others hold copies of the loss
         local = RankStats(
