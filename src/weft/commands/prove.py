@@ -18,7 +18,7 @@ from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.prove.compare import TOLERANCE, Verdict, prove_layout
 from weft.prove.rerun import BOUNDS, DRIFT_AFTER, StepPair, first_config_path, recorded_steps, step_pairs
-from weft.train.build import build_data_loader, build_step_range, build_step, family_of, global_batches
+from weft.train.build import build_data_loader, build_step, build_step_range, family_of, global_batches
 from weft.train.loop import Event, step_events
 from weft.train.optim import learning_rate
 
