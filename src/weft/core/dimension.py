@@ -23,9 +23,10 @@ BatchShard = Literal["sequences", "positions"]
 """Part of a batch that differs between the ranks of an axis: whole sequences, or positions of the same sequences."""
 
 Transform = Callable[..., Collection[str]]
-"""`transform(blocks, *, plan, comm, axes, axis_sizes)`: changes this rank's blocks (name -> module) in place.
+"""`transform(blocks, *, plan, comm, axes, axis_sizes, chain)`: changes this rank's blocks (name -> module) in place.
 
-`axes` is the table of logical axes, `axis_sizes` the full length of each logical axis. Returns the global names of the
+`axes` is the table of logical axes, `axis_sizes` the full length of each logical axis, `chain` the whole model before it was
+sharded, on the meta device (None where no axis shards activations). Returns the global names of the
 parameters whose gradients are partial sums along the axis. It is called under every mesh, also where the axis has one rank.
 """
 

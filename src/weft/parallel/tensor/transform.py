@@ -96,7 +96,9 @@ def _trace(chain: PlainChain, modules: Mapping[str, ShardedModules], plan: Plan,
 def _local_params(chain: PlainChain, plan: Plan, *, axes: AxisTable, index: int) -> dict[str, LocalParam]:
     """Global name -> what the rank at `index` along tp holds, as if no other axis sharded parameters."""
     rule: Rule = {logical: axis for logical, axis in plan.sharding_rule.items() if axis == AXIS}
-    rank = plan.mesh.rank(**{name: index if name == AXIS else 0 for name, _ in plan.mesh.axes})
+    coord = dict.fromkeys((name for name, _ in plan.mesh.axes), 0)
+    coord[AXIS] = index
+    rank = plan.mesh.rank(**coord)
     found = {}
     for name, param in named_parameters(chain.blocks).items():
         logical = logical_axes(name, axes)
