@@ -20,7 +20,7 @@ from weft.config.finetuning import defaults_note
 from weft.config.run import Run
 from weft.errors import CheckpointError, Fault, LaunchError
 from weft.hf.match import match_folder
-from weft.run.world import detect
+from weft.run.world import detect, num_cores
 
 RUNS = Path("runs")
 EVENTS = "events.jsonl"
@@ -253,10 +253,10 @@ def lora_base_faults(run: Run) -> Iterable[Fault]:
 
 def notes(run: Run) -> tuple[str, ...]:
     """Remarks on the environment that do not prevent the run."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     size = run.device_mesh.size
-    if run.device == "cpu" and not is_joining(os.environ) and size > num_cores:
-        return (f"{size} ranks share {num_cores} cores: correct, but slower than {num_cores} ranks",)
+    if run.device == "cpu" and not is_joining(os.environ) and size > cores:
+        return (f"{size} ranks share {cores} cores: correct, but slower than {cores} ranks",)
     return ()
 
 
