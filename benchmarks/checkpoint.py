@@ -1,10 +1,10 @@
-"""Checkpoints: how long a save stops training, and rates of save and load against torch.distributed.checkpoint.
+"""Checkpoints: seconds that a save stops training, and MiB/s of save and load, compared with torch.distributed.checkpoint.
 
 python benchmarks/checkpoint.py [--mib 256] [--rounds 7] [--folder /tmp]
 
-One process, one state of float32 matrices, two files. Turn by turn: a round does everything once, the order reversed in every
-other round. Both sides flush their files to the disk. Loads find them in the page cache and fill memory of their own; ours
-compare all checksums, theirs have none.
+One process writes the shards of two ranks of float32 matrices to two files. A round runs every operation once, in reversed
+order within each pair in every other round. Both libraries flush their files to disk. Loads read the page cache into new
+memory; weft verifies all checksums, torch.distributed.checkpoint has none.
 """
 
 from __future__ import annotations
@@ -29,88 +29,136 @@ from weft.checkpoint.write import start_write
 from weft.checkpoint.write_item import WriteItem, snapshot
 from weft.core.axes import Box, span
 
-RANKS = 2
-ROWS, COLUMNS = 1024, 2048
-"""Of a matrix: 8 MiB."""
+NUM_RANKS = 2
+ROWS = 1024
+COLUMNS = 2048
+MATRIX_MIB = 8
 
 State = dict[str, Tensor]
+Operation = Callable[[Path, State], None]
 
 
-def held_by(state: State, rank: int) -> list[WriteItem]:
-    """Half of the rows of every matrix."""
-    lo, hi = span(ROWS, RANKS, rank)
+def rank_items(state: State, rank: int) -> list[WriteItem]:
+    """The rows of every matrix that `rank` holds."""
+    lo, hi = span(ROWS, NUM_RANKS, rank)
     box = Box((lo, 0), (hi, COLUMNS))
-    return [WriteItem(f"model/{name}", (ROWS, COLUMNS), box, tensor[lo:hi]) for name, tensor in state.items()]
+    items = []
+    for name, tensor in state.items():
+        item = WriteItem(f"model/{name}", (ROWS, COLUMNS), box, tensor[lo:hi])
+        items.append(item)
+    return items
 
 
 def weft_save(folder: Path, state: State) -> None:
-    """Write and commit what is a snapshot already."""
+    """Write and commit without a snapshot."""
     final = checkpoint_path(folder, 1)
-    writings = [start_write(temporary_path(final), rank, held_by(state, rank)) for rank in range(RANKS)]
-    for writing in writings:
-        writing.wait()
-    commit(temporary_path(final), final, Facts(step=1, seed=1, family="gpt2", architecture={}, plan={}), ranks=RANKS)
+    tmp = temporary_path(final)
+    writes = []
+    for rank in range(NUM_RANKS):
+        write = start_write(tmp, rank, rank_items(state, rank))
+        writes.append(write)
+    for write in writes:
+        write.wait()
+    facts = Facts(step=1, seed=1, family="gpt2", architecture={}, plan={})
+    commit(tmp, final, facts, ranks=NUM_RANKS)
 
 
 def weft_load(folder: Path, state: State) -> None:
-    """Every matrix, whole, every checksum compared."""
-    source = open_checkpoint(checkpoint_path(folder, 1)).section("model")
-    loaded = {name: source.read(name, Box.whole(tensor.shape)) for name, tensor in state.items()}
+    """Read every matrix whole and verify every checksum."""
+    checkpoint = open_checkpoint(checkpoint_path(folder, 1))
+    section = checkpoint.section("model")
+    loaded = {}
+    for name, tensor in state.items():
+        loaded[name] = section.read(name, Box.whole(tensor.shape))
     assert loaded.keys() == state.keys()
 
 
 def torch_save(folder: Path, state: State) -> None:
-    """As many files as ranks, flushed."""
-    writer = dcp.FileSystemWriter(folder / "dcp", single_file_per_rank=True, sync_files=True, thread_count=RANKS)
+    """Write as many files as ranks, flushed."""
+    writer = dcp.FileSystemWriter(
+        folder / "dcp",
+        single_file_per_rank=True,
+        sync_files=True,
+        thread_count=NUM_RANKS,
+    )
     dcp.save(state, storage_writer=writer, no_dist=True)
 
 
 def torch_load(folder: Path, state: State) -> None:
-    """Into fresh memory, as ours."""
+    """Read every matrix into new memory."""
     loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder / "dcp"), no_dist=True)
+    reader = dcp.FileSystemReader(folder / "dcp")
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
 
 
-def cloned(_: Path, state: State) -> None:
-    """The plain copy: fresh memory, tensor by tensor."""
-    assert [tensor.clone() for tensor in state.values()]
+def plain_copy(_: Path, state: State) -> None:
+    """Clone each tensor into new memory."""
+    copies = [tensor.clone() for tensor in state.values()]
+    assert copies
 
 
-def stalled(_: Path, state: State) -> None:
-    """What training waits for at a save."""
-    assert [snapshot(held_by(state, rank)) for rank in range(RANKS)]
+def weft_snapshot(_: Path, state: State) -> None:
+    """The part of a save that training waits for."""
+    snapshots = [snapshot(rank_items(state, rank)) for rank in range(NUM_RANKS)]
+    assert snapshots
 
 
-JOBS: dict[str, Callable[[Path, State], None]] = {
-    "plain copy": cloned,
-    "snapshot": stalled,
+OPERATIONS: dict[str, Operation] = {
+    "plain copy": plain_copy,
+    "snapshot": weft_snapshot,
     "save, weft": weft_save,
     "save, torch": torch_save,
     "load, weft": weft_load,
     "load, torch": torch_load,
 }
+ORDER = (
+    ("plain copy", "snapshot"),
+    ("save, weft", "save, torch"),
+    ("load, weft", "load, torch"),
+)
+"""Pairs that run one after the other."""
+
+RATIOS = (
+    ("snapshot", "plain copy"),
+    ("save, weft", "save, torch"),
+    ("load, weft", "load, torch"),
+)
+"""Numerator and denominator of the printed ratios."""
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of doing a job once."""
+class Seconds:
+    """Time of one run of an operation.
 
-    wall_s: float
-    cpu_s: float
-    """Of all threads, system calls included: other programs on the machine do not count."""
+    Attributes:
+        cpu: user + system of all threads of this process; other programs are not included.
+    """
 
-
-def cost(job: Callable[[Path, State], None], folder: Path, state: State) -> Cost:
-    wall, cpu = time.perf_counter(), time.process_time()
-    job(folder, state)
-    return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+    wall: float
+    cpu: float
 
 
-def a_round(folder: Path, state: State, *, turned: bool) -> dict[str, Cost]:
-    """Every job once; `turned`: within each pair the second goes first."""
-    names = list(JOBS)
-    pairs = [names[at : at + 2] for at in range(0, len(names), 2)]
-    return {name: cost(JOBS[name], folder, state) for pair in pairs for name in (pair[::-1] if turned else pair)}
+Round = dict[str, Seconds]
+"""By operation."""
+
+
+def measure(operation: Operation, folder: Path, state: State) -> Seconds:
+    wall_start = time.perf_counter()
+    cpu_start = time.process_time()
+    operation(folder, state)
+    wall = time.perf_counter() - wall_start
+    cpu = time.process_time() - cpu_start
+    return Seconds(wall, cpu)
+
+
+def run_round(folder: Path, state: State, *, is_reversed: bool) -> Round:
+    """Every operation once; `is_reversed` swaps the two operations of each pair."""
+    seconds: Round = {}
+    for pair in ORDER:
+        names = reversed(pair) if is_reversed else pair
+        for name in names:
+            seconds[name] = measure(OPERATIONS[name], folder, state)
+    return seconds
 
 
 def main() -> None:
@@ -118,24 +166,40 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", default=None)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    state = {f"layer{i}.weight": torch.randn(ROWS, COLUMNS) for i in range(given.mib // 8)}
+    state: State = {}
+    for layer in range(args.mib // MATRIX_MIB):
+        state[f"layer{layer}.weight"] = torch.randn(ROWS, COLUMNS)
     rounds = []
-    for turn in range(given.rounds + 1):
-        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            rounds.append(a_round(Path(folder), state, turned=bool(turn % 2)))
-    show(rounds[1:], given.mib)  # the first round warms up
+    for number in range(args.rounds + 1):
+        is_reversed = number % 2 == 1
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            seconds = run_round(Path(folder), state, is_reversed=is_reversed)
+        if number > 0:  # the first round is a warm-up
+            rounds.append(seconds)
+    print_medians(rounds, args.mib)
+    print_ratios(rounds)
 
 
-def show(rounds: Sequence[dict[str, Cost]], mib: int) -> None:
-    """Medians of every job, and of the ratios within rounds."""
-    for job in JOBS:
-        wall, cpu = (statistics.median(getattr(each[job], kind) for each in rounds) for kind in ("wall_s", "cpu_s"))
-        print(f"{job:12} {1e3 * wall:7.1f} ms, {1e3 * cpu:7.1f} ms of CPU, {mib / wall:6.0f} MiB/s")
-    for left, right in (("snapshot", "plain copy"), ("save, weft", "save, torch"), ("load, weft", "load, torch")):
-        wall = statistics.median(each[left].wall_s / each[right].wall_s for each in rounds)
-        cpu = statistics.median(each[left].cpu_s / each[right].cpu_s for each in rounds)
+def print_medians(rounds: Sequence[Round], mib: int) -> None:
+    """Median seconds and rate of every operation."""
+    for name in OPERATIONS:
+        wall = statistics.median(seconds[name].wall for seconds in rounds)
+        cpu = statistics.median(seconds[name].cpu for seconds in rounds)
+        print(f"{name:12} {1e3 * wall:7.1f} ms, {1e3 * cpu:7.1f} ms of CPU, {mib / wall:6.0f} MiB/s")
+
+
+def print_ratios(rounds: Sequence[Round]) -> None:
+    """Medians of the ratios within rounds."""
+    for left, right in RATIOS:
+        wall_ratios = []
+        cpu_ratios = []
+        for seconds in rounds:
+            wall_ratios.append(seconds[left].wall / seconds[right].wall)
+            cpu_ratios.append(seconds[left].cpu / seconds[right].cpu)
+        wall = statistics.median(wall_ratios)
+        cpu = statistics.median(cpu_ratios)
         print(f"{left} / {right}: time {wall:.2f}, CPU {cpu:.2f}")
 
 

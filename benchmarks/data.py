@@ -1,12 +1,11 @@
-"""Memory of preparing and training on texts of growing size, and what reading ahead brings.
+"""Memory of preparing and training on text files of growing size, and the step time with and without prefetching.
 
     python benchmarks/data.py memory [--mb 100 1000] [--tokenizer bytes] [--folder /tmp/x]
     python benchmarks/data.py prefetch [--steps 10 --rounds 6 --slow-ms 0]
 
-`memory` writes a text of so many megabytes, runs `weft data prepare` and `weft train` on it as processes of their own and
-tells the peak resident set of each, as the kernel counted it. `prefetch` trains the same steps with and without a reader
-turn by turn (A B A B ...), and tells how long reading takes by itself; `--slow-ms` lets every step's reading wait so long, as
-a far disk would.
+`memory` writes a text of each size in megabytes, runs `weft data prepare` and `weft train` on it as processes and prints the
+peak resident set of each as measured by the kernel. `prefetch` runs the same steps with and without prefetching in turns
+(A B A B ...), and prints the time of reading alone; `--slow-ms` adds a delay to the reading of each step, as of remote storage.
 """
 
 from __future__ import annotations
@@ -18,14 +17,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from weft.data.files import stdlib_files
 
-STEPS = 5
+if TYPE_CHECKING:  # `memory` must not import torch: the peak of a process includes what its parent held before exec
+    from weft.comm.comm import Comm
+    from weft.models.common.batch import Batch
+    from weft.train.step import TrainStep
+
+MEMORY_STEPS = 5
+MEGABYTE = 10**6
+MIB = 2**20
+PREFETCH_TEXT_BYTES = 5 * MEGABYTE
+PREFETCH_DEPTHS = (0, 2)
+"""Steps read ahead: without and with prefetching."""
+
+
+class Usage(NamedTuple):
+    """Wall-clock seconds and peak resident bytes of a command, measured."""
+
+    seconds: float
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.seconds:6.1f} s  peak {self.peak_bytes / MIB:6.1f} MiB"
 
 
 def main() -> None:
@@ -38,97 +58,164 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--slow-ms", type=float, default=0.0)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
         if args.what == "memory":
-            for size in args.mb:
-                memory(Path(folder), size, args.tokenizer)
+            for megabytes in args.mb:
+                measure_memory(folder, megabytes, args.tokenizer)
         else:
-            prefetch(Path(folder), args.steps, args.rounds, slow_s=args.slow_ms / 1e3)
+            measure_prefetch(folder, args.steps, args.rounds, delay_s=args.slow_ms / 1e3)
 
 
-def memory(folder: Path, size: int, tokenizer: str) -> None:
-    text, prepared, vocab = folder / f"{size}.txt", folder / f"{size}", "256" if tokenizer == "bytes" else "8192"
-    write_text(text, size * 10**6)
-    train, found = f"train --steps {STEPS} --data.packing documents --model.vocab {vocab}", [f"{size:>5} MB"]
-    for words in (
-        ["data", "prepare", str(text), "--out", str(prepared), "--split_on", "blank", "--tokenizer", tokenizer],
-        [*train.split(), "--data.source", str(prepared), "--out", str(folder / f"run{size}")],
-    ):
-        seconds, peak = run_alone(words)
-        found.append(f"{words[0]:>6} {seconds:6.1f} s  peak {peak / 2**20:6.1f} MiB")
-    tokens = (prepared / "train.bin").stat().st_size // 2
-    print("  ".join([*found, f"{tokens / 1e6:,.0f} M tokens"]), flush=True)
+def measure_memory(folder: Path, megabytes: int, tokenizer: str) -> None:
+    text = folder / f"{megabytes}.txt"
+    prepared = folder / f"{megabytes}"
+    write_text(text, megabytes * MEGABYTE)
+    prepare_usage = run_weft(prepare_command(text, prepared, tokenizer))
+    train_usage = run_weft(train_command(prepared, folder / f"run{megabytes}", tokenizer))
+    token_file = prepared / "train.bin"
+    bytes_per_token = 2
+    num_tokens = token_file.stat().st_size // bytes_per_token
+    columns = [
+        f"{megabytes:>5} MB",
+        f"  data {prepare_usage}",
+        f" train {train_usage}",
+        f"{num_tokens / 1e6:,.0f} M tokens",
+    ]
+    print("  ".join(columns), flush=True)
     text.unlink()
-    (prepared / "train.bin").unlink()
+    token_file.unlink()
+
+
+def prepare_command(text: Path, out: Path, tokenizer: str) -> list[str]:
+    options = {"--out": str(out), "--split_on": "blank", "--tokenizer": tokenizer}
+    return ["data", "prepare", str(text), *flags(options)]
+
+
+def train_command(prepared: Path, out: Path, tokenizer: str) -> list[str]:
+    vocab = 256 if tokenizer == "bytes" else 8192
+    options = {
+        "--steps": str(MEMORY_STEPS),
+        "--data.packing": "documents",
+        "--model.vocab": str(vocab),
+        "--data.source": str(prepared),
+        "--out": str(out),
+    }
+    return ["train", *flags(options)]
+
+
+def flags(options: dict[str, str]) -> list[str]:
+    words = []
+    for name, value in options.items():
+        words.append(name)
+        words.append(value)
+    return words
 
 
 def write_text(file: Path, size: int) -> None:
-    """The standard library again and again, each time with other numbers in it."""
+    """Write the source of the standard library repeatedly, with a different number in its names each time."""
     sources = [path.read_text() for path in stdlib_files()]
-    written, turn = 0, 0
+    written = 0
+    repetition = 0
     with file.open("w") as out:
         while written < size:
             for number, source in enumerate(sources):
-                block = source.replace("self", f"self{turn}") + f"\n# {turn} {number}\n\n"
-                out.write(block[: max(size - written, 0)])
+                renamed = source.replace("self", f"self{repetition}")
+                block = f"{renamed}\n# {repetition} {number}\n\n"
+                remaining = max(size - written, 0)
+                out.write(block[:remaining])
                 written += len(block)
-            turn += 1
+            repetition += 1
 
 
-def run_alone(words: Sequence[str]) -> tuple[float, int]:
-    """Seconds and peak resident bytes of `weft WORDS`, the largest of its processes."""
+def run_weft(arguments: Sequence[str]) -> Usage:
+    """Run `weft ARGUMENTS` as a process; the peak is that of its largest process."""
     start = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "weft", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "weft", *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, f"weft {' '.join(words)} ended with {process.returncode}"
-    return time.perf_counter() - start, usage.ru_maxrss * 1024
+    assert process.returncode == 0, f"weft {' '.join(arguments)} ended with exit code {process.returncode}"
+    seconds = time.perf_counter() - start
+    return Usage(seconds, usage.ru_maxrss * 1024)
 
 
-def prefetch(folder: Path, steps: int, rounds: int, *, slow_s: float) -> None:
-    from weft.comm.comm import Comm
+def prefetch_options(prepared: Path) -> list[str]:
+    options = {
+        "--data.source": str(prepared),
+        "--data.packing": "documents",
+        "--model.layers": "1",
+        "--model.dim": "64",
+        "--data.seq_len": "256",
+        "--batch.global_size": "32",
+        "--batch.micro_size": "8",
+    }
+    return flags(options)
+
+
+def measure_prefetch(folder: Path, steps: int, rounds: int, *, delay_s: float) -> None:
     from weft.config.load import load
     from weft.data.dataset import open_data
     from weft.models import FAMILIES
-    from weft.models.common.batch import Batch
     from weft.testing import run_ranks
     from weft.train.build import build_data_loader, build_step
-    from weft.train.data_loader import prefetch
 
-    text, prepared = folder / "text.txt", folder / "prepared"
-    write_text(text, 5 * 10**6)
-    run_alone(["data", "prepare", str(text), "--out", str(prepared), "--split_on", "blank"])
-    words = ["--data.source", str(prepared), "--data.packing", "documents", "--model.layers", "1", "--model.dim", "64"]
-    run = load([*words, "--data.seq_len", "256", "--batch.global_size", "32", "--batch.micro_size", "8"], FAMILIES)
+    text = folder / "text.txt"
+    prepared = folder / "prepared"
+    write_text(text, PREFETCH_TEXT_BYTES)
+    run_weft(["data", "prepare", str(text), "--out", str(prepared), "--split_on", "blank"])
+    run = load(prefetch_options(prepared), FAMILIES)
 
-    def rank(comm: Comm) -> None:
-        step, feed = build_step(run, comm), build_data_loader(run, comm, open_data(run.data, run.model))
-        times: dict[int, list[float]] = {0: [], 2: []}
+    def rank_main(comm: Comm) -> None:
+        train_step = build_step(run, comm)
+        loader = build_data_loader(run, comm, open_data(run.data, run.model))
 
         def read(number: int) -> list[Batch]:
-            time.sleep(slow_s)
-            return feed.batches(number)
+            time.sleep(delay_s)
+            return loader.batches(number)
 
-        step(feed.batches(0), lr=1e-3)
-        for turn in range(2 * rounds):
-            most = (0, 2)[turn % 2]
-            with prefetch(read, range(turn * steps, (turn + 1) * steps), most=most) as batches:
-                start = time.perf_counter()
-                for batch in batches:
-                    step(batch, lr=1e-3)
-                times[most].append((time.perf_counter() - start) / steps)
+        train_step(loader.batches(0), lr=1e-3)
+        step_s: dict[int, list[float]] = {depth: [] for depth in PREFETCH_DEPTHS}
+        for turn in range(len(PREFETCH_DEPTHS) * rounds):
+            depth = PREFETCH_DEPTHS[turn % len(PREFETCH_DEPTHS)]
+            numbers = range(turn * steps, (turn + 1) * steps)
+            step_s[depth].append(time_steps(train_step, read, numbers, depth=depth))
+        print_prefetch(step_s, read_s=time_reading(read, steps))
+
+    run_ranks("", rank_main, timeout_s=3600)
+
+
+def time_steps(train_step: TrainStep, read: Callable[[int], list[Batch]], numbers: range, *, depth: int) -> float:
+    """Seconds a step with `depth` steps read ahead."""
+    from weft.train.data_loader import prefetch
+
+    with prefetch(read, numbers, most=depth) as batches:
         start = time.perf_counter()
-        for number in range(steps):
-            read(number)
-        reading = (time.perf_counter() - start) / steps
-        alone, beside = (1e3 * statistics.median(times[most]) for most in (0, 2))
-        ratio = statistics.median(b / a for a, b in zip(times[0], times[2], strict=True))
-        print(f"a step: {alone:.1f} ms read as asked for, {beside:.1f} ms read ahead, ratio {ratio:.3f} (median of")
-        print(f"neighbouring rounds); reading alone {1e3 * reading:.2f} ms")
+        for batch in batches:
+            train_step(batch, lr=1e-3)
+        seconds = time.perf_counter() - start
+    return seconds / len(numbers)
 
-    run_ranks("", rank, timeout_s=3600)
+
+def time_reading(read: Callable[[int], list[Batch]], steps: int) -> float:
+    """Seconds a step of reading alone."""
+    start = time.perf_counter()
+    for number in range(steps):
+        read(number)
+    return (time.perf_counter() - start) / steps
+
+
+def print_prefetch(step_s: dict[int, list[float]], *, read_s: float) -> None:
+    without, with_prefetch = (step_s[depth] for depth in PREFETCH_DEPTHS)
+    ratios = [b / a for a, b in zip(without, with_prefetch, strict=True)]
+    without_ms = 1e3 * statistics.median(without)
+    with_ms = 1e3 * statistics.median(with_prefetch)
+    ratio = statistics.median(ratios)
+    print(f"measured: {without_ms:.1f} ms a step without prefetching, {with_ms:.1f} ms with it,")
+    print(f"ratio {ratio:.3f} (median of neighbouring rounds); reading alone {1e3 * read_s:.2f} ms a step")
 
 
 if __name__ == "__main__":

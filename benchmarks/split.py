@@ -1,8 +1,9 @@
-"""CPU seconds of the two halves of a split backward against the whole, turn by turn, on one thread, with memory as a rank has it.
+"""CPU time of a backward split into input gradients (I) and weight gradients (W), relative to a whole backward, on one thread.
 
 python benchmarks/split.py [--rounds 15]
 
-A step is a forward and its backward through two llama3 layers; 1.00 would be: the split costs nothing.
+A step is a forward and backward through two llama3 layers, with the memory settings of a rank. A ratio of 1.00 means that
+the split costs nothing.
 """
 
 from __future__ import annotations
@@ -11,75 +12,127 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from weft.models import FAMILIES
-from weft.models.common.batch import chain, token_batch
+from weft.models.common.batch import Batch, chain, token_batch
 from weft.parallel.autograd.split_backward import SplitBackward
 from weft.run.rank_setup import keep_freed_memory
 
-SIZES = ((128, 352, 128), (256, 704, 256), (512, 1408, 256), (1024, 2816, 256))
-"""Width, feed-forward width, tokens of each of two sequences."""
+NUM_SEQUENCES = 2
+HEADS = 8
 
 
-class Clock:
-    """CPU seconds of this process, by what was done."""
+@dataclass(frozen=True)
+class LayerSize:
+    """Width, feed-forward width, and tokens of each sequence."""
+
+    dim: int
+    ffn: int
+    length: int
+
+
+SIZES = (
+    LayerSize(dim=128, ffn=352, length=128),
+    LayerSize(dim=256, ffn=704, length=256),
+    LayerSize(dim=512, ffn=1408, length=256),
+    LayerSize(dim=1024, ffn=2816, length=256),
+)
+
+
+class CpuTimer:
+    """CPU seconds of this process by operation; the result of an operation is returned."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
 
-    def __call__(self, name: str, act: Callable[[], object]) -> None:
+    def measure(self, name: str, operation: Callable[[], Tensor | None]) -> Tensor | None:
         start = time.process_time()
-        act()
-        self.seconds.setdefault(name, []).append(time.process_time() - start)
+        result = operation()
+        seconds = time.process_time() - start
+        self.seconds.setdefault(name, []).append(seconds)
+        return result
 
-    def median(self, name: str) -> float:
-        return statistics.median(self.seconds[name])
+    def median_ms(self) -> dict[str, float]:
+        """Median milliseconds by operation."""
+        return {name: 1000 * statistics.median(seconds) for name, seconds in self.seconds.items()}
 
 
-def measure(dim: int, ffn: int, length: int, rounds: int) -> Clock:
-    config = FAMILIES["llama3"].Config(layers=2, dim=dim, heads=8, kv_heads=8, ffn=ffn)
-    blocks = {name: block for name, block in FAMILIES["llama3"].blocks(config).items() if name.startswith("layer")}
-    params = [param for block in blocks.values() for param in block.parameters()]
-    tokens = torch.zeros(2, length, dtype=torch.int64)
-    batch, x, dy = (
-        token_batch(tokens, tokens),
-        torch.randn(2, length, dim).requires_grad_(),
-        torch.randn(2, length, dim),
-    )
-    clock, out = Clock(), []
+@dataclass(frozen=True)
+class Layers:
+    """Two layers with an input batch and the gradient of their output."""
 
-    def forward() -> None:
-        out.append(chain(blocks, x, batch).x)
+    blocks: dict[str, nn.Module]
+    batch: Batch
+    x: Tensor
+    grad: Tensor
 
-    def split_forward(split: SplitBackward) -> None:
+    @staticmethod
+    def build(size: LayerSize) -> Layers:
+        family = FAMILIES["llama3"]
+        config = family.Config(layers=2, dim=size.dim, heads=HEADS, kv_heads=HEADS, ffn=size.ffn)
+        all_blocks = family.blocks(config)
+        layers = {name: block for name, block in all_blocks.items() if name.startswith("layer")}
+        tokens = torch.zeros(NUM_SEQUENCES, size.length, dtype=torch.int64)
+        x = torch.randn(NUM_SEQUENCES, size.length, size.dim).requires_grad_()
+        grad = torch.randn(NUM_SEQUENCES, size.length, size.dim)
+        return Layers(layers, token_batch(tokens, tokens), x, grad)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        params = []
+        for block in self.blocks.values():
+            params.extend(block.parameters())
+        return params
+
+    def forward(self) -> Tensor:
+        return chain(self.blocks, self.x, self.batch).x
+
+    def forward_under(self, split: SplitBackward) -> Tensor:
+        """A forward whose backward computes input gradients only; `split.backward_weights` computes the rest."""
         with split:
-            forward()
+            return self.forward()
 
+
+def measure(size: LayerSize, rounds: int) -> dict[str, float]:
+    """Median milliseconds of each operation: whole and split backward in turns."""
+    layers = Layers.build(size)
+    params = layers.params
+    timer = CpuTimer()
     for _ in range(rounds):
-        clock("F", forward)
-        clock("B", lambda: out.pop().backward(dy))
-        split = SplitBackward(params)
-        clock("split F", lambda split=split: split_forward(split))
-        clock("I", lambda: out.pop().backward(dy))
-        clock("W", split.backward_weights)
-    return clock
+        measure_whole(layers, timer)
+        measure_split(layers, SplitBackward(params), timer)
+    return timer.median_ms()
+
+
+def measure_whole(layers: Layers, timer: CpuTimer) -> None:
+    out = timer.measure("F", layers.forward)
+    timer.measure("B", lambda: out.backward(layers.grad))
+
+
+def measure_split(layers: Layers, split: SplitBackward, timer: CpuTimer) -> None:
+    out = timer.measure("split F", lambda: layers.forward_under(split))
+    timer.measure("I", lambda: out.backward(layers.grad))
+    timer.measure("W", split.backward_weights)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     keep_freed_memory()
-    for dim, ffn, length in SIZES:
-        clock = measure(dim, ffn, length, rounds)
-        ms = {name: 1000 * clock.median(name) for name in clock.seconds}
-        halves, whole = ms["split F"] + ms["I"] + ms["W"], ms["F"] + ms["B"]
-        told = ", ".join(f"{name} {value:.1f}" for name, value in ms.items())
-        print(f"dim {dim}, 2 x {length} tokens: {told} ms; split / whole {halves / whole:.3f}")
+    for size in SIZES:
+        ms = measure(size, args.rounds)
+        split_ms = ms["split F"] + ms["I"] + ms["W"]
+        whole_ms = ms["F"] + ms["B"]
+        operations = ", ".join(f"{name} {value:.1f}" for name, value in ms.items())
+        title = f"dim {size.dim}, {NUM_SEQUENCES} x {size.length} tokens"
+        print(f"{title}: {operations} ms of CPU; split / whole {split_ms / whole_ms:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Tokens/s of weft against torch's own, turn by turn in the same processes: one rank against a plain loop, dp2 against DDP.
+"""Tokens/s of weft and of torch, in turns in the same processes: one rank against a plain loop, dp2 against DDP.
 
     python benchmarks/throughput.py [--layers 6 --dim 256 --seq-len 256 --sequences 8 --rounds 8]
 
-Both sides train the same model from the same values on the same tokens with the same optimizer kernel; the table gives the
-median time of a step of each, and the median of the ratios of neighbouring rounds (A B A B ...), since machines drift.
+Both train the same model from the same initial values on the same tokens with the same optimizer kernel. Printed are the
+median step time of each, and the median of the ratios of neighbouring turns (A B A B ...), since machines drift.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.comm.comm import Comm
 from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, canonical_json, make_stages
@@ -37,32 +38,53 @@ from weft.train.build import build_model
 from weft.train.optim import make_optimizer
 from weft.train.step import TrainStep
 
-STEPS_A_ROUND = 3
+STEPS_PER_TURN = 3
+NUM_RANKS = (1, 2)
+HEAD_SIZE = 64
+VOCAB = 4096
+SEED = 1
 CLIP = 1.0
+LR = 1e-3
+
+Step = Callable[[], object]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("layers", 6), ("dim", 256), ("seq-len", 256), ("sequences", 8), ("rounds", 8)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of a step on each rank")
+    parser.add_argument("--rounds", type=int, default=8)
     return parser.parse_args()
 
 
-def config(args: argparse.Namespace) -> llama3.Config:
+def model_config(args: argparse.Namespace) -> llama3.Config:
+    heads = args.dim // HEAD_SIZE
     return llama3.Config(
-        layers=args.layers, dim=args.dim, heads=args.dim // 64, kv_heads=args.dim // 64, ffn=4 * args.dim, vocab=4096
+        layers=args.layers,
+        dim=args.dim,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * args.dim,
+        vocab=VOCAB,
     )
 
 
-def batch_of(args: argparse.Namespace, ranks: int) -> Batch:
-    tokens = torch.randint(
-        0, 4096, (args.sequences * ranks, args.seq_len + 1), generator=torch.Generator().manual_seed(0)
-    )
+def global_batch(args: argparse.Namespace, num_ranks: int) -> Batch:
+    shape = (args.sequences * num_ranks, args.seq_len + 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCAB, shape, generator=generator)
     return token_batch(tokens[:, :-1], tokens[:, 1:])
 
 
-class Chain(nn.Module):
-    """The plain blocks as one module, for torch's own wrappers."""
+def make_mesh(num_ranks: int) -> Mesh:
+    text = f"dp{num_ranks}" if num_ranks > 1 else ""
+    return Mesh.parse(text)
+
+
+class PlainModel(nn.Module):
+    """The blocks of one device as one module: the mean loss of a batch."""
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -72,17 +94,20 @@ class Chain(nn.Module):
         return forward(self.blocks, batch) / batch.num_targets()
 
 
-def torchs_step(args: argparse.Namespace, world: World) -> Callable[[], object]:
-    """A plain loop; wrapped in torch's DDP where there are several ranks."""
-    net: nn.Module = Chain(plain_model(FAMILIES["llama3"], config(args), seed=1, dtype=torch.float32))
+def torch_step(args: argparse.Namespace, world: World) -> Step:
+    """A plain training loop, with DistributedDataParallel on several ranks."""
+    blocks = plain_model(FAMILIES["llama3"], model_config(args), seed=SEED, dtype=torch.float32)
+    net: nn.Module = PlainModel(blocks)
     if world.size > 1:
         net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
-    mine = batch_of(args, world.size).rows(slice(world.rank * args.sequences, (world.rank + 1) * args.sequences))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=LR, fused=True)
+    first_row = world.rank * args.sequences
+    local_rows = slice(first_row, first_row + args.sequences)
+    local_batch = global_batch(args, world.size).rows(local_rows)
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = net(mine)
+        loss = net(local_batch)
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), CLIP)
         optimizer.step()
@@ -91,63 +116,90 @@ def torchs_step(args: argparse.Namespace, world: World) -> Callable[[], object]:
     return step
 
 
-def wefts_step(args: argparse.Namespace, world: World, comm: object) -> Callable[[], object]:
-    model_config = config(args)
+def weft_step(args: argparse.Namespace, world: World, comm: Comm) -> Step:
+    """weft's trainer on the same batch."""
+    config = model_config(args)
     plan = Plan(
-        mesh=Mesh.parse(f"dp{world.size}" if world.size > 1 else ""),
+        mesh=make_mesh(world.size),
         family="llama3",
-        architecture=canonical_json(model_config.model_dump()),
-        stages=make_stages(model_config.block_specs(args.seq_len), 1),
+        architecture=canonical_json(config.model_dump()),
+        stages=make_stages(config.block_specs(args.seq_len), 1),
         micro_size=args.sequences,
         seq_len=args.seq_len,
         clip=CLIP,
     )
-    model = build_model(FAMILIES["llama3"], model_config, plan, comm, seed=1)
-    train = TrainStep(model, make_optimizer=lambda tensors: make_optimizer(tensors, OptimConfig()), clip=CLIP)
-    mine = micro_batches(batch_of(args, world.size), plan, world.rank)
-    return lambda: train(mine, lr=1e-3)
+    model = build_model(FAMILIES["llama3"], config, plan, comm, seed=SEED)
+    train_step = TrainStep(
+        model,
+        make_optimizer=lambda tensors: make_optimizer(tensors, OptimConfig()),
+        clip=CLIP,
+    )
+    local_batches = micro_batches(global_batch(args, world.size), plan, world.rank)
+    return lambda: train_step(local_batches, lr=LR)
 
 
-def race(args: argparse.Namespace, folder: str, world: World) -> None:
-    mesh = Mesh.parse(f"dp{world.size}" if world.size > 1 else "")
+def compare(args: argparse.Namespace, folder: str, world: World) -> None:
+    """Time both sides on this rank; rank 0 prints the result."""
     if world.size > 1:
         store = dist.FileStore(f"{folder}/torch{world.size}", world.size)
         dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    with open_comm(world, mesh, torch.device("cpu")) as comm:
+    with open_comm(world, make_mesh(world.size), torch.device("cpu")) as comm:
         comm.checked = False
-        sides = {"torch": torchs_step(args, world), "weft": wefts_step(args, world, comm)}
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for number in range(args.rounds + 1):
-            for name, step in sides.items():
-                comm.barrier("dp")
-                start = time.perf_counter()
-                for _ in range(STEPS_A_ROUND):
-                    step()
-                if number:  # the first round warms up
-                    times[name].append((time.perf_counter() - start) / STEPS_A_ROUND)
+        steps = {"torch": torch_step(args, world), "weft": weft_step(args, world, comm)}
+        step_s = time_in_turns(steps, comm, args.rounds)
     if world.rank == 0:
-        report(args, world.size, times)
+        print_result(args, world.size, torch_s=step_s["torch"], weft_s=step_s["weft"])
     if world.size > 1:
         dist.destroy_process_group()
 
 
-def report(args: argparse.Namespace, ranks: int, times: dict[str, list[float]]) -> None:
-    tokens = args.sequences * args.seq_len * ranks
-    ratio = statistics.median(a / b for a, b in zip(times["torch"], times["weft"], strict=True))
-    rival = "torch DDP" if ranks > 1 else "plain loop"
-    theirs, ours = (statistics.median(times[name]) for name in ("torch", "weft"))
-    print(
-        f"{ranks} rank{'s' * (ranks > 1)}: {rival} {tokens / theirs:,.0f} tokens/s ({theirs * 1e3:.1f} ms), "
-        f"weft {tokens / ours:,.0f} tokens/s ({ours * 1e3:.1f} ms), weft/torch {ratio:.3f} (median of {args.rounds} rounds)"
-    )
+def time_in_turns(steps: dict[str, Step], comm: Comm, rounds: int) -> dict[str, list[float]]:
+    """Seconds a step of every measured turn."""
+    step_s: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(rounds + 1):
+        is_warm_up = round_number == 0
+        for name, step in steps.items():
+            seconds = time_turn(step, comm)
+            if not is_warm_up:
+                step_s[name].append(seconds)
+    return step_s
+
+
+def time_turn(step: Step, comm: Comm) -> float:
+    """Seconds a step of one turn."""
+    comm.barrier("dp")
+    start = time.perf_counter()
+    for _ in range(STEPS_PER_TURN):
+        step()
+    return (time.perf_counter() - start) / STEPS_PER_TURN
+
+
+def print_result(args: argparse.Namespace, num_ranks: int, *, torch_s: list[float], weft_s: list[float]) -> None:
+    tokens = args.sequences * args.seq_len * num_ranks
+    title = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    torch_name = "plain loop" if num_ranks == 1 else "torch DDP"
+    ratios = [torch_turn / weft_turn for torch_turn, weft_turn in zip(torch_s, weft_s, strict=True)]
+    columns = [
+        speed_text(torch_name, tokens, statistics.median(torch_s)),
+        speed_text("weft", tokens, statistics.median(weft_s)),
+        f"weft/torch {statistics.median(ratios):.3f} (median of {args.rounds} rounds)",
+    ]
+    print(f"{title}: {', '.join(columns)}")
+
+
+def speed_text(name: str, tokens: int, step_s: float) -> str:
+    """`weft 5,259 tokens/s (6.1 ms)`."""
+    return f"{name} {tokens / step_s:,.0f} tokens/s ({step_s * 1e3:.1f} ms)"
 
 
 def main() -> None:
     args = arguments()
-    print(f"llama3 {args.layers} layers x {args.dim}, {args.sequences} x {args.seq_len} tokens a rank, float32, CPU")
-    for ranks in (1, 2):
+    print(
+        f"llama3 {args.layers} layers x {args.dim}, {args.sequences} x {args.seq_len} tokens a rank, float32, CPU, measured"
+    )
+    for num_ranks in NUM_RANKS:
         with tempfile.TemporaryDirectory() as folder:
-            launch(partial(race, args, folder), ranks, device="cpu")
+            launch(partial(compare, args, folder), num_ranks, device="cpu")
 
 
 if __name__ == "__main__":

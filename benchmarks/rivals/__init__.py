@@ -1,1 +1,1 @@
-"""weft against torch's own, line by line, in the same processes: `python -m benchmarks.rivals --help`."""
+"""Comparisons of weft with torch's own implementation of each parallelism: `python -m benchmarks.rivals --help`."""

@@ -1,8 +1,9 @@
-"""Tokens/s of weft against torch's own for each strategy: real processes over gloo, same model, batch, dtype, threads.
+"""Tokens/s of weft and of torch for each strategy: real processes over gloo, same model, batch, dtype and threads.
 
     OMP_NUM_THREADS=1 python -m benchmarks.rivals [--size small tiny] [--only "zero 3" ...] [--rounds 8]
 
-A ratio above 1 says that weft is faster; in brackets the quarters of the pairs below and above.
+A ratio is torch's time / weft's, so above 1 weft is faster: the median over pairs of neighbouring turns, in brackets the
+first and third quartile.
 """
 
 from __future__ import annotations
@@ -17,55 +18,59 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 from benchmarks.rivals import context, fsdp, pipeline, tensor
-from benchmarks.rivals.course import SMALL, TINY, Course, Size
-from benchmarks.rivals.race import race, report
+from benchmarks.rivals.timing import format_report, time_in_turns
+from benchmarks.rivals.training import SMALL, TINY, Size, Training
 
 from weft.core.mesh import Mesh
 from weft.run.launch import launch
 from weft.run.rank_setup import open_comm
 from weft.run.world import World
 
+NUM_RANKS = 2
 SIZES = {
     "small": {"": Size(SMALL, 4, 256, 2), "pp2": Size(SMALL, 8, 256, 1), "cp2": Size(SMALL, 1, 1024, 2)},
     "tiny": {"": Size(TINY, 8, 64, 10), "pp2": Size(TINY, 16, 64, 5), "cp2": Size(TINY, 4, 128, 10)},
 }
-"""What is trained, by size and mesh; "" for the meshes that are not named."""
+"""Model and batch by size and mesh; "" is for the meshes that are not listed."""
 
-LINES = {
-    name: (family.MESH, line) for family in (fsdp, pipeline, context, tensor) for name, line in family.LINES.items()
-}
+MODULES = (fsdp, pipeline, context, tensor)
+MESHES = {name: module.MESH for module in MODULES for name in module.COMPARISONS}
+COMPARISONS = {**fsdp.COMPARISONS, **pipeline.COMPARISONS, **context.COMPARISONS, **tensor.COMPARISONS}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--only", nargs="+", choices=LINES, default=list(LINES))
+    parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))
     parser.add_argument("--rounds", type=int, default=8)
     return parser.parse_args()
 
 
-def run_line(name: str, size: str, rounds: int, folder: str, world: World) -> None:
-    mesh, sides_of = LINES[name]
+def compare(name: str, size_name: str, rounds: int, folder: str, world: World) -> None:
+    """Run one comparison on this rank; rank 0 prints its result."""
+    mesh = MESHES[name]
+    sizes = SIZES[size_name]
+    size = sizes.get(mesh, sizes[""])
     store = dist.FileStore(f"{folder}/torch", world.size)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    course_size = SIZES[size].get(mesh, SIZES[size][""])
     with open_comm(world, Mesh.parse(mesh), torch.device("cpu")) as comm:
         comm.checked = False
-        sides = sides_of(Course(course_size, comm))
-        laps = race(sides, comm, rounds=rounds, steps=course_size.steps)
+        steps = COMPARISONS[name](Training(size, comm))
+        timings = time_in_turns(steps, comm, rounds=rounds, steps_per_turn=size.steps)
     if world.rank == 0:
-        print(report(name, course_size.tokens, laps), flush=True)
+        print(format_report(name, size.tokens, timings), flush=True)
     dist.destroy_process_group()
 
 
 def main() -> None:
     args = arguments()
-    for size in args.size:
-        told = "; ".join(f"{mesh or 'else'}: {what}" for mesh, what in SIZES[size].items())
-        print(f"{size}, llama3, float32, 2 ranks. {told}", flush=True)
+    for size_name in args.size:
+        sizes = [f"{mesh or 'other meshes'}: {size}" for mesh, size in SIZES[size_name].items()]
+        print(f"{size_name}, llama3, float32, {NUM_RANKS} ranks. {'; '.join(sizes)}", flush=True)
         for name in args.only:
             with tempfile.TemporaryDirectory() as folder:
-                launch(partial(run_line, name, size, args.rounds, folder), 2, device="cpu")
+                rank_main = partial(compare, name, size_name, args.rounds, folder)
+                launch(rank_main, NUM_RANKS, device="cpu")
 
 
 if __name__ == "__main__":

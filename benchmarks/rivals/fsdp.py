@@ -1,12 +1,18 @@
-"""ZeRO against torch's FSDP2 and ZeroRedundancyOptimizer: two data ranks, one micro-batch a step."""
+"""ZeRO compared with torch's FSDP2 and ZeroRedundancyOptimizer: two data-parallel ranks, one micro-batch a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.distributed as dist
-from benchmarks.rivals.course import ADAMW, CLIP, Chain, Course, Step, torch_adamw
+from benchmarks.rivals.training import (
+    ADAMW,
+    CLIP,
+    PlainModel,
+    Step,
+    Training,
+    clip_gradients,
+    torch_adamw,
+    torch_step,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -16,90 +22,99 @@ import weft
 MESH = "dp2"
 
 
-def zero_3(course: Course) -> dict[str, Step]:
-    """Parameters gathered for each block, forward and again backward."""
+def zero_3(training: Training) -> dict[str, Step]:
+    """Parameters are all-gathered for the forward and again for the backward of each block."""
     return {
-        "fully_shard per block": _fsdp2(course, reshard=True),
-        "zero 3, trainer": course.weft_step(micro=course.size.sequences // 2, zero=3),
-        "FullyShardedDataParallel, script": _script(course, zero=3),
+        "fully_shard per block": _fsdp2_step(training, reshard=True),
+        "zero 3, trainer": _trainer_step(training, zero=3),
+        "FullyShardedDataParallel, script": _script_step(training, zero=3),
     }
 
 
-def zero_2(course: Course) -> dict[str, Step]:
-    """Parameters stay between forward and backward (torch) or always (weft)."""
+def zero_2(training: Training) -> dict[str, Step]:
+    """Whole parameters are kept between forward and backward (torch) or always (weft)."""
     return {
-        "fully_shard, reshard_after_forward=False": _fsdp2(course, reshard=False),
-        "zero 2, trainer": course.weft_step(micro=course.size.sequences // 2, zero=2),
-        "FullyShardedDataParallel zero=2, script": _script(course, zero=2),
+        "fully_shard, reshard_after_forward=False": _fsdp2_step(training, reshard=False),
+        "zero 2, trainer": _trainer_step(training, zero=2),
+        "FullyShardedDataParallel zero=2, script": _script_step(training, zero=2),
     }
 
 
-def zero_1(course: Course) -> dict[str, Step]:
-    """Optimizer states are spread."""
+def zero_1(training: Training) -> dict[str, Step]:
+    """Only optimizer states are sharded."""
     return {
-        "DDP, ZeroRedundancyOptimizer": _redundancy(course),
-        "zero 1, trainer": course.weft_step(micro=course.size.sequences // 2, zero=1),
-        "DDP, ShardedOptimizer, script": _sharded_optimizer(course),
+        "DDP, ZeroRedundancyOptimizer": _zero_redundancy_step(training),
+        "zero 1, trainer": _trainer_step(training, zero=1),
+        "DDP, ShardedOptimizer, script": _sharded_optimizer_step(training),
     }
 
 
-LINES = {"zero 3": zero_3, "zero 2": zero_2, "zero 1": zero_1}
+COMPARISONS = {"zero 3": zero_3, "zero 2": zero_2, "zero 1": zero_1}
 
 
-def _fsdp2(course: Course, *, reshard: bool) -> Step:
-    net = Chain(course.plain_blocks())
+def _trainer_step(training: Training, *, zero: int) -> Step:
+    sequences_per_rank = training.size.sequences // training.comm.mesh.size
+    return training.weft_step(micro_size=sequences_per_rank, zero=zero)
+
+
+def _fsdp2_step(training: Training, *, reshard: bool) -> Step:
+    net = PlainModel(training.plain_blocks())
     for name, block in net.blocks.items():
         if name != "loss":
             fully_shard(block, reshard_after_forward=reshard)
     fully_shard(net)
-    return _loop(course, net, torch_adamw(net.parameters()), _torchs_clip(net))
+    return torch_step(
+        training,
+        net,
+        training.local_rows,
+        optimizer=torch_adamw(net.parameters()),
+        before_update=lambda: clip_gradients(net),
+    )
 
 
-def _script(course: Course, *, zero: int) -> Step:
-    net = weft.FullyShardedDataParallel(Chain(course.plain_blocks()), zero=zero)  # type: ignore[arg-type]
+def _script_step(training: Training, *, zero: int) -> Step:
+    net = weft.FullyShardedDataParallel(PlainModel(training.plain_blocks()), zero=zero)  # type: ignore[arg-type]
     net.comm.checked = False
 
-    def finish() -> None:
+    def before_update() -> None:
         net.finish_gradient_synchronization()
         net.clip_grad_norm_(CLIP)
 
-    return _loop(course, net, torch_adamw(net.parameters()), finish)
+    return torch_step(
+        training,
+        net,
+        training.local_rows,
+        optimizer=torch_adamw(net.parameters()),
+        before_update=before_update,
+    )
 
 
-def _redundancy(course: Course) -> Step:
-    net = nn.parallel.DistributedDataParallel(Chain(course.plain_blocks()), gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, **ADAMW)
-    return _loop(course, net, optimizer, _torchs_clip(net))
+def _zero_redundancy_step(training: Training) -> Step:
+    model = PlainModel(training.plain_blocks())
+    net = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return torch_step(
+        training,
+        net,
+        training.local_rows,
+        optimizer=ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, **ADAMW),
+        before_update=lambda: clip_gradients(net),
+    )
 
 
-def _sharded_optimizer(course: Course) -> Step:
-    net = weft.DistributedDataParallel(Chain(course.plain_blocks()))
+def _sharded_optimizer_step(training: Training) -> Step:
+    net = weft.DistributedDataParallel(PlainModel(training.plain_blocks()))
     optimizer = weft.ShardedOptimizer(net.parameters(), torch.optim.AdamW, **ADAMW)
-    net.comm.checked = optimizer.comm.checked = False
+    net.comm.checked = False
+    optimizer.comm.checked = False
 
-    def finish() -> None:
+    def before_update() -> None:
         net.finish_gradient_synchronization()
-        nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+        clip_gradients(net)
 
-    return _loop(course, net, optimizer, finish)
-
-
-def _torchs_clip(net: nn.Module) -> Callable[[], object]:
-    return lambda: nn.utils.clip_grad_norm_(net.parameters(), CLIP)
-
-
-def _loop(course: Course, net: nn.Module, optimizer: object, finish: Callable[[], object]) -> Step:
-    """The script that both sides share; the loss is that of all ranks, as a trainer logs it."""
-    mine = course.own_rows
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = net(mine)
-        loss.backward()
-        finish()
-        optimizer.step()
-        total = loss.detach()
-        dist.all_reduce(total)
-        return total.item() / course.comm.mesh.size
-
-    return step
+    return torch_step(
+        training,
+        net,
+        training.local_rows,
+        optimizer=optimizer,
+        before_update=before_update,
+    )

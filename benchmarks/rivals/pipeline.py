@@ -1,11 +1,11 @@
-"""Pipeline parallelism against torch.distributed.pipelining: the same stages, 8 micro-batches, 1F1B and interleaved."""
+"""Pipeline parallelism compared with torch.distributed.pipelining: same stages, 8 micro-batches, 1F1B and interleaved."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmarks.rivals.course import CLIP, Course, Step, torch_adamw
+from benchmarks.rivals.training import CLIP, Step, Training, torch_adamw
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -13,85 +13,110 @@ from weft.layout.plan import make_stages
 from weft.models.common.batch import Batch, chain
 
 MESH = "pp2"
-MICROBATCHES = 8
+NUM_MICRO_BATCHES = 8
 
 
-def one_f_one_b(course: Course) -> dict[str, Step]:
+def one_f_one_b(training: Training) -> dict[str, Step]:
     """One stage a rank."""
     return {
-        "pipelining.Schedule1F1B": _torchs(course, chunks=1),
-        "pp2 1f1b, trainer": course.weft_step(micro=course.size.sequences // MICROBATCHES, schedule="1f1b"),
+        "pipelining.Schedule1F1B": _pipelining_step(training, chunks=1),
+        "pp2 1f1b, trainer": _trainer_step(training, "1f1b", chunks=1),
     }
 
 
-def interleaved(course: Course) -> dict[str, Step]:
+def interleaved(training: Training) -> dict[str, Step]:
     """Two stages a rank."""
-    micro = course.size.sequences // MICROBATCHES
     return {
-        "pipelining.ScheduleInterleaved1F1B": _torchs(course, chunks=2),
-        "pp2 interleaved, trainer": course.weft_step(micro=micro, schedule="interleaved", chunks=2),
+        "pipelining.ScheduleInterleaved1F1B": _pipelining_step(training, chunks=2),
+        "pp2 interleaved, trainer": _trainer_step(training, "interleaved", chunks=2),
     }
 
 
-LINES = {"1f1b": one_f_one_b, "interleav": interleaved}
+COMPARISONS = {"1f1b": one_f_one_b, "interleav": interleaved}
 
 
-class _Part(nn.Module):
-    """The blocks of one stage, for micro-batches of always the same shape."""
+def _micro_size(training: Training) -> int:
+    """Sequences of a micro-batch."""
+    return training.size.sequences // NUM_MICRO_BATCHES
 
-    def __init__(self, blocks: dict[str, nn.Module], like: Batch) -> None:
+
+def _trainer_step(training: Training, schedule: str, *, chunks: int) -> Step:
+    return training.weft_step(
+        micro_size=_micro_size(training),
+        schedule=schedule,
+        chunks=chunks,
+    )
+
+
+class _StageModule(nn.Module):
+    """The blocks of one stage; positions come from `example`, which has the shape of every micro-batch."""
+
+    def __init__(self, blocks: dict[str, nn.Module], example: Batch) -> None:
         super().__init__()
-        self.blocks, self.like = nn.ModuleDict(blocks), like
+        self.blocks = nn.ModuleDict(blocks)
+        self.example = example
 
     def forward(self, x: Tensor) -> Tensor:
-        return chain(self.blocks, x, self.like).x
+        return chain(self.blocks, x, self.example).x
 
 
-def _torchs(course: Course, *, chunks: int) -> Step:
-    size, rank, ranks = course.size, course.comm.rank, course.comm.mesh.size
-    whole, blocks = course.batch, course.plain_blocks()
-    like, num_targets = whole.rows(slice(0, size.sequences // MICROBATCHES)), size.tokens
-    stages = make_stages(size.config.block_specs(size.seq_len), ranks * chunks)
-    parts = [
-        PipelineStage(
-            _Part({name: blocks[name] for name in stage.blocks if name != "loss"}, like),
-            index,
-            len(stages),
-            torch.device("cpu"),
-        )
-        for index, stage in enumerate(stages)
-        if index % ranks == rank
-    ]
+def _local_stages(training: Training, *, chunks: int) -> list[PipelineStage]:
+    """This rank's stages: every `size`-th of all stages."""
+    size = training.size
+    comm = training.comm
+    blocks = training.plain_blocks()
+    example = training.batch.rows(slice(0, _micro_size(training)))
+    all_stages = make_stages(size.config.block_specs(size.seq_len), comm.mesh.size * chunks)
+    local = []
+    for index in range(comm.rank, len(all_stages), comm.mesh.size):
+        names = [name for name in all_stages[index].blocks if name != "loss"]
+        module = _StageModule({name: blocks[name] for name in names}, example)
+        stage = PipelineStage(module, index, len(all_stages), torch.device("cpu"))
+        local.append(stage)
+    return local
+
+
+def _pipelining_step(training: Training, *, chunks: int) -> Step:
+    rank = training.comm.rank
+    last_rank = training.comm.mesh.size - 1
+    batch = training.batch
+    num_targets = training.size.tokens
+    stages = _local_stages(training, chunks=chunks)
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum") / num_targets
+        summed = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+        return summed / num_targets
 
-    schedule = (
-        Schedule1F1B(parts[0], MICROBATCHES, loss_of, scale_grads=False)
-        if chunks == 1
-        else ScheduleInterleaved1F1B(parts, MICROBATCHES, loss_of, scale_grads=False)
-    )
-    params = [param for part in parts for param in part.submod.parameters()]
+    if chunks == 1:
+        schedule = Schedule1F1B(stages[0], NUM_MICRO_BATCHES, loss_of, scale_grads=False)
+    else:
+        schedule = ScheduleInterleaved1F1B(stages, NUM_MICRO_BATCHES, loss_of, scale_grads=False)
+    params: list[Tensor] = []
+    for stage in stages:
+        params.extend(stage.submod.parameters())
     optimizer = torch_adamw(params)
 
     def step() -> float:
         optimizer.zero_grad()
         losses: list[Tensor] = []
-        given = (whole.inputs,) if rank == 0 else ()
-        target = whole.targets if rank == ranks - 1 else None
-        schedule.step(*given, target=target, losses=losses, return_outputs=False)
-        total = clip_over_ranks(params, torch.stack(losses).sum().detach() if losses else torch.zeros(()))
+        inputs = (batch.inputs,) if rank == 0 else ()
+        target = batch.targets if rank == last_rank else None
+        schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        local_loss = torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        total_loss = _clip_over_stages(params, local_loss)
         optimizer.step()
-        return total
+        return total_loss
 
     return step
 
 
-def clip_over_ranks(params: list[Tensor], loss: Tensor) -> float:
-    """Clip by the norm over all ranks, each of which holds other parameters; the sum of the ranks' losses."""
+def _clip_over_stages(params: list[Tensor], local_loss: Tensor) -> float:
+    """Clip by the norm over all ranks, which hold different parameters; returns the sum of the ranks' losses."""
     gradients = [param.grad for param in params]
-    squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
-    both = torch.stack((squares, loss))
-    dist.all_reduce(both)
-    torch._foreach_mul_(gradients, (CLIP / (both[0].sqrt() + 1e-6)).clamp(max=1.0))
-    return both[1].item()
+    squared_norm = torch.stack(torch._foreach_norm(gradients)).square().sum()
+    totals = torch.stack((squared_norm, local_loss))
+    dist.all_reduce(totals)
+    norm = totals[0].sqrt()
+    scale = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, scale)
+    return totals[1].item()

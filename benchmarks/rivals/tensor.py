@@ -1,9 +1,9 @@
-"""Tensor parallelism against DTensor's: vocabulary, heads and features over two ranks, with and without sequence parallelism."""
+"""Tensor parallelism compared with DTensor's: vocabulary, heads and features over two ranks, with and without SP."""
 
 from __future__ import annotations
 
 import torch
-from benchmarks.rivals.course import CLIP, Chain, Course, Step, torch_adamw
+from benchmarks.rivals.training import CLIP, PlainModel, Step, Training, torch_adamw
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -18,76 +18,105 @@ from torch.distributed.tensor.parallel import (
 )
 
 MESH = "tp2"
-WHOLE = Replicate()
-COLUMNS, ROWS = ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"), ("attn.o", "mlp.down")
+REPLICATED = Replicate()
+COLUMN_PARALLEL = ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up")
+ROW_PARALLEL = ("attn.o", "mlp.down")
 
 
-def plain(course: Course) -> dict[str, Step]:
-    """Every rank has all tokens outside of attention and MLP."""
+def tensor_parallel(training: Training) -> dict[str, Step]:
+    """Activations outside of attention and MLP are replicated."""
     return {
-        "DTensor Colwise/RowwiseParallel": _torchs(course, outside=WHOLE),
-        "tp2, trainer": course.weft_step(micro=course.size.sequences),
+        "DTensor Colwise/RowwiseParallel": _dtensor_step(training, outside=REPLICATED),
+        "tp2, trainer": training.weft_step(micro_size=training.size.sequences),
     }
 
 
-def sequence(course: Course) -> dict[str, Step]:
-    """Outside of attention and MLP every rank has its part of the sequence."""
+def sequence_parallel(training: Training) -> dict[str, Step]:
+    """Activations outside of attention and MLP are sharded along the sequence."""
     return {
-        "DTensor with SequenceParallel": _torchs(course, outside=Shard(1)),
-        "tp2 sequence, trainer": course.weft_step(micro=course.size.sequences, sequence_parallel=True),
+        "DTensor with SequenceParallel": _dtensor_step(training, outside=Shard(1)),
+        "tp2 sequence, trainer": training.weft_step(micro_size=training.size.sequences, sequence_parallel=True),
     }
 
 
-LINES = {"tp": plain, "tp + sp": sequence}
+COMPARISONS = {"tp": tensor_parallel, "tp + sp": sequence_parallel}
 
 
-def _torchs(course: Course, *, outside: Replicate | Shard) -> Step:
-    net = Chain(course.plain_blocks())
-    mesh = init_device_mesh("cpu", (course.comm.mesh.size,))
-    parallelize_module(net.blocks, mesh, _styles(net.blocks, outside))
+def _dtensor_step(training: Training, *, outside: Replicate | Shard) -> Step:
+    net = PlainModel(training.plain_blocks())
+    mesh = init_device_mesh("cpu", (training.comm.mesh.size,))
+    parallelize_module(net.blocks, mesh, _parallel_styles(net.blocks, outside))
     sharded = [param for param in net.parameters() if isinstance(param, DTensor)]
-    whole = [param for param in net.parameters() if not isinstance(param, DTensor)]
-    optimizer, batch = torch_adamw(*(group for group in (sharded, whole) if group)), course.batch
+    replicated = [param for param in net.parameters() if not isinstance(param, DTensor)]
+    groups = [group for group in (sharded, replicated) if group]
+    optimizer = torch_adamw(*groups)
+    batch = training.batch
 
     def step() -> float:
         optimizer.zero_grad()
         with loss_parallel():
             loss = net(batch)
             loss.backward()
-        _clip(sharded, whole)
+        _clip(sharded, replicated)
         optimizer.step()
-        return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
+        whole_loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        return whole_loss.item()
 
     return step
 
 
-def _styles(blocks: nn.ModuleDict, outside: Replicate | Shard) -> dict[str, ParallelStyle]:
-    """As torch's own tutorial and torchtitan lay them out."""
-    styles: dict[str, ParallelStyle] = {
-        "embed.tok": RowwiseParallel(input_layouts=WHOLE, output_layouts=outside),
-        "head.proj": ColwiseParallel(input_layouts=outside, output_layouts=Shard(-1), use_local_output=False),
-    }
-    for name in (name for name in blocks if name.startswith("layer")):
-        styles |= {f"{name}.{path}": ColwiseParallel() for path in COLUMNS}
-        styles |= {f"{name}.{path}": RowwiseParallel(output_layouts=outside) for path in ROWS}
-        if outside is not WHOLE:
-            styles[f"{name}.attn"] = PrepareModuleInput(
-                input_layouts=(outside, None), desired_input_layouts=(WHOLE, None)
-            )
-            styles[f"{name}.mlp"] = PrepareModuleInput(input_layouts=outside, desired_input_layouts=WHOLE)
-    if outside is not WHOLE:
-        norms = [path for path, module in blocks.named_modules() if isinstance(module, nn.RMSNorm)]
-        styles |= {path: SequenceParallel() for path in norms}
+def _parallel_styles(blocks: nn.ModuleDict, outside: Replicate | Shard) -> dict[str, ParallelStyle]:
+    """The plan of torch's tutorial and of torchtitan."""
+    styles: dict[str, ParallelStyle] = {}
+    styles["embed.tok"] = RowwiseParallel(input_layouts=REPLICATED, output_layouts=outside)
+    styles["head.proj"] = ColwiseParallel(
+        input_layouts=outside,
+        output_layouts=Shard(-1),
+        use_local_output=False,
+    )
+    layers = [name for name in blocks if name.startswith("layer")]
+    for layer in layers:
+        for path in COLUMN_PARALLEL:
+            styles[f"{layer}.{path}"] = ColwiseParallel()
+        for path in ROW_PARALLEL:
+            styles[f"{layer}.{path}"] = RowwiseParallel(output_layouts=outside)
+    if outside is not REPLICATED:
+        _add_sequence_parallel_styles(styles, blocks, layers, outside)
     return styles
 
 
-def _clip(sharded: list[DTensor], whole: list[Tensor]) -> None:
-    """clip_grad_norm_ refuses plain tensors beside DTensors: without sequence parallelism the norms are plain."""
-    if not whole:
+def _add_sequence_parallel_styles(
+    styles: dict[str, ParallelStyle],
+    blocks: nn.ModuleDict,
+    layers: list[str],
+    outside: Shard,
+) -> None:
+    """Gather the sequence before attention and MLP; norms work on shards of it."""
+    for layer in layers:
+        styles[f"{layer}.attn"] = PrepareModuleInput(
+            input_layouts=(outside, None),
+            desired_input_layouts=(REPLICATED, None),
+        )
+        styles[f"{layer}.mlp"] = PrepareModuleInput(
+            input_layouts=outside,
+            desired_input_layouts=REPLICATED,
+        )
+    for path, module in blocks.named_modules():
+        if isinstance(module, nn.RMSNorm):
+            styles[path] = SequenceParallel()
+
+
+def _clip(sharded: list[DTensor], replicated: list[Tensor]) -> None:
+    """clip_grad_norm_ rejects a mix of plain tensors and DTensors: without sequence parallelism the norms are plain."""
+    if not replicated:
         nn.utils.clip_grad_norm_(sharded, CLIP)
         return
-    gradients, same = [param.grad for param in sharded], [param.grad for param in whole]
-    squares = nn.utils.get_total_norm(gradients).full_tensor().square()  # their placements need not be the parameters'
-    norm = (squares + torch.stack(torch._foreach_norm(same)).square().sum()).sqrt()
-    own = [gradient.to_local() for gradient in gradients]
-    torch._foreach_mul_([*own, *same], (CLIP / (norm + 1e-6)).clamp(max=1.0))
+    sharded_grads = [param.grad for param in sharded]
+    replicated_grads = [param.grad for param in replicated]
+    # full_tensor: a gradient's placement may differ from its parameter's
+    sharded_square = nn.utils.get_total_norm(sharded_grads).full_tensor().square()
+    replicated_square = torch.stack(torch._foreach_norm(replicated_grads)).square().sum()
+    norm = (sharded_square + replicated_square).sqrt()
+    scale = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+    local_grads = [gradient.to_local() for gradient in sharded_grads]
+    torch._foreach_mul_([*local_grads, *replicated_grads], scale)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from benchmarks.memory import POLICIES, MeasureLayer, Setting, layer_theory, states
+from benchmarks.memory import POLICIES, ZERO_STAGES, MeasureLayer, Setting, measure_states, predicted_layer_bytes
 
 from weft.testing import run_ranks
 
@@ -18,9 +18,9 @@ PADDING = 0.005
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_memory_of_a_rank_between_steps_equals_the_formula(policy: str, zero: Any) -> None:
-    setting = Setting(zero, *POLICIES[policy], degree=3)
-    found = states(setting, FIELDS)
-    assert found.tensors / found.params == pytest.approx(setting.theory(), rel=PADDING)
+    setting = Setting(zero, POLICIES[policy], degree=3)
+    measured = measure_states(setting, FIELDS)
+    assert measured.bytes_per_param == pytest.approx(setting.predicted_bytes(), rel=PADDING)
 
 
 def test_the_formulas_equal_the_papers_for_its_dtypes() -> None:
@@ -28,7 +28,7 @@ def test_the_formulas_equal_the_papers_for_its_dtypes() -> None:
     grads = 4  # float32
     optimizer = 12
     for degree in (2, 8, 64):
-        theory = [Setting(zero, *POLICIES["mixed"], degree).theory() for zero in (0, 1, 2, 3)]
+        theory = [Setting(zero, POLICIES["mixed"], degree).predicted_bytes() for zero in ZERO_STAGES]
         assert theory == [
             params + grads + optimizer,
             params + grads + optimizer / degree,
@@ -42,6 +42,6 @@ def test_the_formulas_equal_the_papers_for_its_dtypes() -> None:
 def test_a_layer_saves_activations_of_its_sequence_shard_under_cp_and_recompute(recompute: Any, mesh: str) -> None:
     num_tokens = 64
     cp_size = int(mesh.removeprefix("cp") or 1)
-    expected = layer_theory(recompute, LAYER, num_tokens // cp_size)
+    expected = predicted_layer_bytes(recompute, LAYER, num_tokens // cp_size)
     for saved in run_ranks(mesh, MeasureLayer(recompute, tuple(LAYER.items()), num_tokens)):
         assert saved == expected
