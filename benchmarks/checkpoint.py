@@ -185,9 +185,12 @@ def main() -> None:
 def print_medians(rounds: Sequence[Round], mib: int) -> None:
     """Median seconds and rate of every operation."""
     for name in OPERATIONS:
-        wall = statistics.median(seconds[name].wall for seconds in rounds)
-        cpu = statistics.median(seconds[name].cpu for seconds in rounds)
-        print(f"{name:12} {1e3 * wall:7.1f} ms, {1e3 * cpu:7.1f} ms of CPU, {mib / wall:6.0f} MiB/s")
+        wall_s = statistics.median(seconds[name].wall for seconds in rounds)
+        cpu_s = statistics.median(seconds[name].cpu for seconds in rounds)
+        wall_ms = 1e3 * wall_s
+        cpu_ms = 1e3 * cpu_s
+        rate = mib / wall_s
+        print(f"{name:12} {wall_ms:7.1f} ms, {cpu_ms:7.1f} ms of CPU, {rate:6.0f} MiB/s")
 
 
 def print_ratios(rounds: Sequence[Round]) -> None:

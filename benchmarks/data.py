@@ -34,8 +34,9 @@ MEMORY_STEPS = 5
 MEGABYTE = 10**6
 MIB = 2**20
 PREFETCH_TEXT_BYTES = 5 * MEGABYTE
-PREFETCH_DEPTHS = (0, 2)
-"""Steps read ahead: without and with prefetching."""
+NO_PREFETCH = 0
+PREFETCH = 2
+"""Steps read ahead."""
 
 
 class Usage(NamedTuple):
@@ -178,12 +179,16 @@ def measure_prefetch(folder: Path, steps: int, rounds: int, *, delay_s: float) -
             return loader.batches(number)
 
         train_step(loader.batches(0), lr=1e-3)
-        step_s: dict[int, list[float]] = {depth: [] for depth in PREFETCH_DEPTHS}
-        for turn in range(len(PREFETCH_DEPTHS) * rounds):
-            depth = PREFETCH_DEPTHS[turn % len(PREFETCH_DEPTHS)]
-            numbers = range(turn * steps, (turn + 1) * steps)
-            step_s[depth].append(time_steps(train_step, read, numbers, depth=depth))
-        print_prefetch(step_s, read_s=time_reading(read, steps))
+        step_s: dict[int, list[float]] = {NO_PREFETCH: [], PREFETCH: []}
+        first = 0
+        for _ in range(rounds):
+            for depth in (NO_PREFETCH, PREFETCH):
+                numbers = range(first, first + steps)
+                seconds = time_steps(train_step, read, numbers, depth=depth)
+                step_s[depth].append(seconds)
+                first += steps
+        read_s = time_reading(read, steps)
+        print_prefetch(step_s, read_s=read_s)
 
     run_ranks("", rank_main, timeout_s=3600)
 
@@ -209,13 +214,17 @@ def time_reading(read: Callable[[int], list[Batch]], steps: int) -> float:
 
 
 def print_prefetch(step_s: dict[int, list[float]], *, read_s: float) -> None:
-    without, with_prefetch = (step_s[depth] for depth in PREFETCH_DEPTHS)
-    ratios = [b / a for a, b in zip(without, with_prefetch, strict=True)]
-    without_ms = 1e3 * statistics.median(without)
-    with_ms = 1e3 * statistics.median(with_prefetch)
+    without_s = step_s[NO_PREFETCH]
+    prefetch_s = step_s[PREFETCH]
+    ratios = []
+    for without, with_prefetch in zip(without_s, prefetch_s, strict=True):
+        ratios.append(with_prefetch / without)
+    without_ms = 1e3 * statistics.median(without_s)
+    prefetch_ms = 1e3 * statistics.median(prefetch_s)
     ratio = statistics.median(ratios)
-    print(f"measured: {without_ms:.1f} ms a step without prefetching, {with_ms:.1f} ms with it,")
-    print(f"ratio {ratio:.3f} (median of neighbouring rounds); reading alone {1e3 * read_s:.2f} ms a step")
+    read_ms = 1e3 * read_s
+    print(f"measured: {without_ms:.1f} ms a step without prefetching, {prefetch_ms:.1f} ms with it,")
+    print(f"ratio {ratio:.3f} (median of neighbouring rounds); reading alone {read_ms:.2f} ms a step")
 
 
 if __name__ == "__main__":

@@ -240,13 +240,26 @@ def compare(generators: Sequence[Generator], num_tokens: int, args: argparse.Nam
     length = f"{args.samples} x {num_tokens} tokens behind {len(PROMPT)}"
     print(f"{args.preset}, {length}, {args.device}, {args.dtype}: {unit}, medians of {args.rounds}, measured")
     weft_s = seconds[generators[0].name]
+    weft_text = texts[0]
     for generator, text in zip(generators, texts, strict=True):
         own_s = seconds[generator.name]
         speed = num_tokens * args.samples / statistics.median(own_s)
-        ratios = [own / weft for weft, own in zip(weft_s, own_s, strict=True)]
-        ratio = statistics.median(ratios)
-        equal = num_equal_tokens(texts[0], text)
-        print(f"  {generator.name:<16}{speed:>9,.0f}   weft is {ratio:.2f} times as fast   first {equal} tokens equal")
+        ratio = median_ratio(own_s, weft_s)
+        equal = num_equal_tokens(weft_text, text)
+        columns = [
+            f"  {generator.name:<16}{speed:>9,.0f}",
+            f"weft is {ratio:.2f} times as fast",
+            f"first {equal} tokens equal",
+        ]
+        print("   ".join(columns))
+
+
+def median_ratio(own_s: Sequence[float], weft_s: Sequence[float]) -> float:
+    """Median over rounds of how many times as fast weft is."""
+    ratios = []
+    for own_round_s, weft_round_s in zip(own_s, weft_s, strict=True):
+        ratios.append(own_round_s / weft_round_s)
+    return statistics.median(ratios)
 
 
 def arguments() -> argparse.Namespace:

@@ -73,13 +73,20 @@ class Layers:
     @staticmethod
     def build(size: LayerSize) -> Layers:
         family = FAMILIES["llama3"]
-        config = family.Config(layers=2, dim=size.dim, heads=HEADS, kv_heads=HEADS, ffn=size.ffn)
+        config = family.Config(
+            layers=2,
+            dim=size.dim,
+            heads=HEADS,
+            kv_heads=HEADS,
+            ffn=size.ffn,
+        )
         all_blocks = family.blocks(config)
         layers = {name: block for name, block in all_blocks.items() if name.startswith("layer")}
         tokens = torch.zeros(NUM_SEQUENCES, size.length, dtype=torch.int64)
+        batch = token_batch(tokens, tokens)
         x = torch.randn(NUM_SEQUENCES, size.length, size.dim).requires_grad_()
         grad = torch.randn(NUM_SEQUENCES, size.length, size.dim)
-        return Layers(layers, token_batch(tokens, tokens), x, grad)
+        return Layers(layers, batch, x, grad)
 
     @property
     def params(self) -> list[nn.Parameter]:

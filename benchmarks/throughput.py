@@ -178,7 +178,9 @@ def print_result(args: argparse.Namespace, num_ranks: int, *, torch_s: list[floa
     tokens = args.sequences * args.seq_len * num_ranks
     title = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     torch_name = "plain loop" if num_ranks == 1 else "torch DDP"
-    ratios = [torch_turn / weft_turn for torch_turn, weft_turn in zip(torch_s, weft_s, strict=True)]
+    ratios = []
+    for torch_turn_s, weft_turn_s in zip(torch_s, weft_s, strict=True):
+        ratios.append(torch_turn_s / weft_turn_s)
     columns = [
         speed_text(torch_name, tokens, statistics.median(torch_s)),
         speed_text("weft", tokens, statistics.median(weft_s)),

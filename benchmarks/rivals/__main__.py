@@ -28,14 +28,27 @@ from weft.run.world import World
 
 NUM_RANKS = 2
 SIZES = {
-    "small": {"": Size(SMALL, 4, 256, 2), "pp2": Size(SMALL, 8, 256, 1), "cp2": Size(SMALL, 1, 1024, 2)},
-    "tiny": {"": Size(TINY, 8, 64, 10), "pp2": Size(TINY, 16, 64, 5), "cp2": Size(TINY, 4, 128, 10)},
+    "small": {
+        "": Size(SMALL, sequences=4, seq_len=256, steps=2),
+        "pp2": Size(SMALL, sequences=8, seq_len=256, steps=1),
+        "cp2": Size(SMALL, sequences=1, seq_len=1024, steps=2),
+    },
+    "tiny": {
+        "": Size(TINY, sequences=8, seq_len=64, steps=10),
+        "pp2": Size(TINY, sequences=16, seq_len=64, steps=5),
+        "cp2": Size(TINY, sequences=4, seq_len=128, steps=10),
+    },
 }
 """Model and batch by size and mesh; "" is for the meshes that are not listed."""
 
 MODULES = (fsdp, pipeline, context, tensor)
 MESHES = {name: module.MESH for module in MODULES for name in module.COMPARISONS}
-COMPARISONS = {**fsdp.COMPARISONS, **pipeline.COMPARISONS, **context.COMPARISONS, **tensor.COMPARISONS}
+COMPARISONS = {
+    **fsdp.COMPARISONS,
+    **pipeline.COMPARISONS,
+    **context.COMPARISONS,
+    **tensor.COMPARISONS,
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -65,12 +78,19 @@ def compare(name: str, size_name: str, rounds: int, folder: str, world: World) -
 def main() -> None:
     args = arguments()
     for size_name in args.size:
-        sizes = [f"{mesh or 'other meshes'}: {size}" for mesh, size in SIZES[size_name].items()]
-        print(f"{size_name}, llama3, float32, {NUM_RANKS} ranks. {'; '.join(sizes)}", flush=True)
+        print_title(size_name)
         for name in args.only:
             with tempfile.TemporaryDirectory() as folder:
                 rank_main = partial(compare, name, size_name, args.rounds, folder)
                 launch(rank_main, NUM_RANKS, device="cpu")
+
+
+def print_title(size_name: str) -> None:
+    sizes = []
+    for mesh, size in SIZES[size_name].items():
+        mesh_name = mesh or "other meshes"
+        sizes.append(f"{mesh_name}: {size}")
+    print(f"{size_name}, llama3, float32, {NUM_RANKS} ranks, measured. {'; '.join(sizes)}", flush=True)
 
 
 if __name__ == "__main__":
