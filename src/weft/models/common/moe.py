@@ -165,9 +165,12 @@ class MoE(nn.Module):
         y_BSD = self.dispatch(x_BSD.flatten(0, 1), *slots, self.experts).view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
-        y_BSD = self.region_output(y_BSD)
+        # The balance loss comes before the region's output: under tp only the first rank has it. A repeated forward
+        # (full recomputation) ends with the last tensor that a backward needs; behind the output's all-reduce that
+        # tensor would make the first rank repeat the all-reduce without the others.
+        balance_loss = self.balance(routing.scores, batch)
         load_E = count_experts(routing.experts.flatten(1), self.router.choice.num_experts).sum(0)
-        return Extra(y_BSD, loss=self.balance(routing.scores, batch), load=load_E)
+        return Extra(self.region_output(y_BSD), loss=balance_loss, load=load_E)
 
 
 class MoELayer(nn.Module):
