@@ -29,7 +29,9 @@ AXIS = "dp"
 
 @dataclass(frozen=True)
 class Lesson:
-    """A collective, and the same on one process from `xs`, the inputs of all ranks: `count` numbers each."""
+    """A collective, and the same on one process from `xs`, the inputs of all ranks: `count` numbers
+    each.
+    """
 
     name: str
     meaning: str
@@ -61,7 +63,9 @@ def gather(comm: Comm, x: Tensor) -> Tensor | None:
 
 
 def ring(comm: Comm, x: Tensor) -> Tensor:
-    """Send and receive at once. With a blocking `send` every rank would wait for a rank that waits too: a deadlock."""
+    """Send and receive at once. With a blocking `send` every rank would wait for a rank that waits
+    too: a deadlock.
+    """
     me = comm.index(AXIS)
     send = comm.start_send(x, AXIS, to=(me + 1) % RANKS)
     received = comm.recv(torch.empty_like(x), AXIS, source=(me - 1) % RANKS)
@@ -107,7 +111,9 @@ def teach(lesson: Lesson, comm: Comm) -> None:
 
 
 def teach_waiting(comm: Comm) -> None:
-    """Start, compute, wait. Rank 3 starts only after the others have sent it a message that they have started."""
+    """Start, compute, wait. Rank 3 starts only after the others have sent it a message that they
+    have started.
+    """
     me, seen, go = comm.index(AXIS), "started last", torch.zeros(1)
     if me == 3:
         for early in range(3):
@@ -129,7 +135,9 @@ def main() -> None:
         teach(lesson, comm)
     teach_waiting(comm)
     comm.barrier(AXIS)
-    say(comm, f"\nequal: {len(LESSONS) + 1} lessons on {RANKS} ranks give what one process computes")
+    say(
+        comm, f"\nequal: {len(LESSONS) + 1} lessons on {RANKS} ranks give what one process computes"
+    )
 
 
 if __name__ == "__main__":

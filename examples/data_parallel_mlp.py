@@ -8,11 +8,11 @@
     rank 3   rows 24-31 ──> model ──> loss ──> gradients ─┘     └─> sum ──> the same update
                                                         all_reduce
 
-The loss of the batch is a mean over 32 rows. So each rank divides the sum over its own 8 rows by 32, not by 8: then the
-gradients of all ranks simply add up to that of one process.
+The loss of the batch is a mean over 32 rows. So each rank divides the sum over its own 8 rows by
+32, not by 8: then the gradients of all ranks simply add up to that of one process.
 
-The second half does the same with overlap. A backward computes the gradients of the last layer first; they can be reduced
-while those of the first layer are still being computed:
+The second half does the same with overlap. A backward computes the gradients of the last layer
+first; they can be reduced while those of the first layer are still being computed:
 
     compute   │ backward of layer 1 │ backward of layer 0 │
     network   │                     │ all_reduce bucket 1 │ all_reduce bucket 0 │ <- only this is waited for
@@ -58,7 +58,9 @@ class Bucket:
         self.missing = len(self.params)
 
     def on_gradient(self, _: Tensor) -> None:
-        """Hook: autograd has computed one more gradient; after the last of this bucket, the all_reduce starts."""
+        """Hook: autograd has computed one more gradient; after the last of this bucket, the
+        all_reduce starts.
+        """
         self.missing -= 1
         if not self.missing:
             self.work = self.comm.start_all_reduce_(self.flat, "dp")
@@ -96,7 +98,9 @@ def main() -> None:
     plain, overlapped = copy.deepcopy(alone), copy.deepcopy(alone)
     log: list[str] = []
     buckets = [Bucket(comm, f"layer {i}", [*overlapped[2 * i].parameters()], log) for i in (1, 0)]
-    overlapped.get_parameter("0.weight").register_hook(lambda _: log.append("gradient of layer 0's weight"))
+    overlapped.get_parameter("0.weight").register_hook(
+        lambda _: log.append("gradient of layer 0's weight")
+    )
     x, y = torch.randn(ROWS, 6, dtype=torch.float64), torch.randn(ROWS, 3, dtype=torch.float64)
     own_x, own_y = (whole.chunk(RANKS)[comm.index("dp")] for whole in (x, y))
     for number in range(STEPS):
@@ -119,10 +123,18 @@ def main() -> None:
         same_gradients(f"step {number}, in buckets", overlapped, alone)
         for net in (alone, plain, overlapped):
             step(net)
-        say(comm, f"step {number}   loss {comm.all_reduce(loss(alone, own_x, own_y).detach(), 'dp').item():.6f}")
+        say(
+            comm,
+            f"step {number}   loss {comm.all_reduce(loss(alone, own_x, own_y).detach(), 'dp').item():.6f}",
+        )
     say(comm, "\nevents of the last backward on rank 0:\n  " + "\n  ".join(log))
-    assert log.index("all_reduce of layer 1 starts") < log.index("gradient of layer 0's weight"), "overlap"
-    say(comm, f"\nequal: gradients of {RANKS} ranks x {ROWS // RANKS} rows are those of one process on {ROWS} rows")
+    assert log.index("all_reduce of layer 1 starts") < log.index("gradient of layer 0's weight"), (
+        "overlap"
+    )
+    say(
+        comm,
+        f"\nequal: gradients of {RANKS} ranks x {ROWS // RANKS} rows are those of one process on {ROWS} rows",
+    )
 
 
 if __name__ == "__main__":

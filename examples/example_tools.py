@@ -13,7 +13,9 @@ from weft import Comm
 WIDTH = 64
 """Characters that a rank may print in a row of a table."""
 ALLOWED = 1e-11
-"""Largest difference. The examples compute in float64, whose sums of a few hundred numbers round at about 1e-14."""
+"""Largest difference. The examples compute in float64, whose sums of a few hundred numbers round at
+about 1e-14.
+"""
 
 
 class DifferenceError(Exception):
@@ -46,13 +48,18 @@ def same(what: str, got: Tensor, want: Tensor, *, allowed: float = ALLOWED) -> N
     """Compare `got` with `want`, which one process computed.
 
     Raises:
-        DifferenceError: they differ; weft then names the rank, ends the others, and the command exits with 1.
+        DifferenceError: they differ; weft then names the rank, ends the others, and the command
+            exits with 1.
     """
     if got.shape != want.shape:
-        raise DifferenceError(f"{what} has shape {list(got.shape)}, on one process {list(want.shape)}")
+        raise DifferenceError(
+            f"{what} has shape {list(got.shape)}, on one process {list(want.shape)}"
+        )
     error = (got - want).abs().max().item()
     if not error <= allowed:  # a NaN is not
-        raise DifferenceError(f"{what} differs from one process by {error:.2g} (allowed {allowed:g})")
+        raise DifferenceError(
+            f"{what} differs from one process by {error:.2g} (allowed {allowed:g})"
+        )
 
 
 def gradient(param: Tensor) -> Tensor:

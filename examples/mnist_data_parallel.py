@@ -9,7 +9,8 @@ weft.DistributedDataParallel: one process a device, each runs the whole script o
     a batch ───┤                                   ├─ to their mean            ─> the same update on both
                └─ rows 1 3 5 ... ─> net on rank 1 ─┘ while the backward runs
 
-weft.DataParallel: one process, a thread a device; the input is split, the outputs are joined, one loss
+weft.DataParallel: one process, a thread a device; the input is split, the outputs are joined, one
+loss
 
                ┌─ first half ─> replica on device 0 ─┐
     a batch ───┤                                     ├─> outputs ─> loss ─> gradients are summed onto the one net
@@ -39,7 +40,10 @@ def load(words: list[str]) -> tuple[Tensor, Tensor]:
     """images_ND in 0 to 1, labels_N; shuffled; at most MOST of them."""
     data = read_pair(words[0]) if words else digits()
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))[:MOST]
-    images, labels = torch.tensor(data.images).flatten(1).double() / 255, torch.tensor(data.labels).long()
+    images, labels = (
+        torch.tensor(data.images).flatten(1).double() / 255,
+        torch.tensor(data.labels).long(),
+    )
     return images[order], labels[order]
 
 
@@ -52,7 +56,9 @@ def batches(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
                 yield images[rows], labels[rows]
 
 
-def train(net: nn.Module, data: Iterator[tuple[Tensor, Tensor]], after_backward: Callable[[], None]) -> None:
+def train(
+    net: nn.Module, data: Iterator[tuple[Tensor, Tensor]], after_backward: Callable[[], None]
+) -> None:
     """The usual training loop."""
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     for x, y in data:
@@ -87,17 +93,25 @@ def main() -> None:
     train(ddp, own, ddp.finish_gradient_synchronization)
     say(comm, f"DistributedDataParallel, {RANKS} processes: accuracy {accuracy(ddp, *unknown):.3f}")
     for name, param in alone.named_parameters():
-        same(f"DistributedDataParallel: {name}", on_ranks.get_parameter(name), param, allowed=ALLOWED)
+        same(
+            f"DistributedDataParallel: {name}", on_ranks.get_parameter(name), param, allowed=ALLOWED
+        )
 
     if comm.rank == 0:  # one process alone
         dp = weft.DataParallel(on_devices, DEVICES)
         train(dp, batches(*known), lambda: None)
-        say(comm, f"DataParallel, one process, {len(DEVICES)} devices: accuracy {accuracy(dp, *unknown):.3f}")
+        say(
+            comm,
+            f"DataParallel, one process, {len(DEVICES)} devices: accuracy {accuracy(dp, *unknown):.3f}",
+        )
         for name, param in alone.named_parameters():
             same(f"DataParallel: {name}", on_devices.get_parameter(name), param, allowed=ALLOWED)
 
     comm.barrier("dp")
-    say(comm, f"\nequal: after {EPOCHS} epochs all weights are those of one process, on {RANKS} ranks and on devices")
+    say(
+        comm,
+        f"\nequal: after {EPOCHS} epochs all weights are those of one process, on {RANKS} ranks and on devices",
+    )
 
 
 if __name__ == "__main__":

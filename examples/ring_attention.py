@@ -2,8 +2,8 @@
 
     .venv/bin/python examples/ring_attention.py
 
-Four ranks, one sequence, each holds a quarter of the positions. At turn t rank i has the keys and values of rank
-i - t, attends to them, and sends them to the next rank meanwhile:
+Four ranks, one sequence, each holds a quarter of the positions. At turn t rank i has the keys and
+values of rank i - t, attends to them, and sends them to the next rank meanwhile:
 
               turn 0        turn 1        turn 2        turn 3
     rank 0    q0 x kv0      q0 x kv3      q0 x kv2      q0 x kv1           kv0 ──> kv1
@@ -11,12 +11,15 @@ i - t, attends to them, and sends them to the next rank meanwhile:
     rank 2    q2 x kv2      q2 x kv1      q2 x kv0      q2 x kv3            │       v
     rank 3    q3 x kv3      q3 x kv2      q3 x kv1      q3 x kv0           kv3 <── kv2
 
-A softmax needs all scores of a row, but they can come a quarter at a time. Keep the largest score m so far, the sum l of
-exp(score - m) and the sum o of exp(score - m) v; when m grows, multiply both sums by exp(old m - new m).
-At the end o / l is the output, and m + log l is all that a backward needs: gradients of k and v are sent along with them.
+A softmax needs all scores of a row, but they can come a quarter at a time. Keep the largest score m
+so far, the sum l of exp(score - m) and the sum o of exp(score - m) v; when m grows, multiply both
+sums by exp(old m - new m). At the end o / l is the output, and m + log l is all that a backward
+needs: gradients of k and v are sent along with them.
 
-Under a causal mask tokens attend to earlier ones only. To balance the work, rank i of c holds chunks i and 2c-1-i of
-2c: a cheap one and an expensive one. Source: Liu et al. 2023, Ring Attention with Blockwise Transformers.
+Under a causal mask tokens attend to earlier ones only. To balance the work, rank i of c holds
+chunks i and 2c-1-i of
+2c: a cheap one and an expensive one. Source: Liu et al. 2023, Ring Attention with Blockwise
+    Transformers.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ SCALE = K**-0.5
 
 
 def start_hop(x: Tensor, comm: Comm) -> Callable[[], Tensor]:
-    """Send x to the rank after, receive from the rank before; call the result to wait for the received tensor."""
+    """Send x to the rank after, receive from the rank before; call the result to wait for the
+    received tensor.
+    """
     me = comm.index("cp")
     send = comm.start_send(x, "cp", to=(me + 1) % RANKS)
     recv = comm.start_recv(torch.empty_like(x), "cp", source=(me - 1) % RANKS)
@@ -62,7 +67,9 @@ def scores(q_BHSK: Tensor, k_BHSK: Tensor, comm: Comm, turn: int) -> Tensor:
 
 
 def forward(q: Tensor, kv: Tensor, comm: Comm, log: list[str]) -> tuple[Tensor, Tensor]:
-    """q_BHSK and kv (k and v stacked), own positions -> out_BHSK and lse_BHS, the log of the sum of exp(scores)."""
+    """q_BHSK and kv (k and v stacked), own positions -> out_BHSK and lse_BHS, the log of the sum of
+    exp(scores).
+    """
     m = torch.full(q.shape[:3], float("-inf"), dtype=q.dtype)
     total, out = torch.zeros_like(m), torch.zeros_like(q)
     for turn in range(RANKS):
@@ -73,19 +80,29 @@ def forward(q: Tensor, kv: Tensor, comm: Comm, log: list[str]) -> tuple[Tensor, 
         total = total * shrink + weights.sum(-1)
         out = out * shrink[..., None] + weights @ kv[1]
         m = new_m
-        log.append(f"{m[0, 0, -1]:7.4f} {total[0, 0, -1]:8.4f} {(out / total[..., None])[0, 0, -1, 0]:8.4f}")
+        log.append(
+            f"{m[0, 0, -1]:7.4f} {total[0, 0, -1]:8.4f} {(out / total[..., None])[0, 0, -1, 0]:8.4f}"
+        )
         kv = kv if hop is None else hop()
     return out / total[..., None], m + total.log()
 
 
-def backward(grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, comm: Comm) -> tuple[Tensor, Tensor]:
-    """Gradients of own q and own kv. Those of k and v follow one turn behind; the last hop returns them to their rank."""
+def backward(
+    grad: Tensor, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, comm: Comm
+) -> tuple[Tensor, Tensor]:
+    """Gradients of own q and own kv. Those of k and v follow one turn behind; the last hop returns
+    them to their rank.
+    """
     dq, dkv = torch.zeros_like(q), torch.zeros_like(kv)
-    delta = (grad * out).sum(-1, keepdim=True)  # what the softmax's backward subtracts, the same for every block
+    delta = (grad * out).sum(
+        -1, keepdim=True
+    )  # what the softmax's backward subtracts, the same for every block
     gradients: Callable[[], Tensor] | None = None
     for turn in range(RANKS):
         hop = start_hop(kv, comm) if turn < RANKS - 1 else None
-        p = torch.exp(scores(q, kv[0], comm, turn) - lse[..., None])  # the softmax itself: lse is over all blocks
+        p = torch.exp(
+            scores(q, kv[0], comm, turn) - lse[..., None]
+        )  # the softmax itself: lse is over all blocks
         ds = SCALE * p * (grad @ kv[1].mT - delta)
         dq += ds @ kv[0]
         block_dkv = torch.stack([ds.mT @ q, p.mT @ grad])
@@ -106,7 +123,9 @@ def main() -> None:
     want = scaled_dot_product_attention(whole[0], whole[1], whole[2], is_causal=True)
     want.backward(grad)
     want_own = {"output": want.detach()[:, :, mine]}
-    want_own |= {f"gradient of {name}": gradient(x)[:, :, mine] for name, x in zip("qkv", whole, strict=True)}
+    want_own |= {
+        f"gradient of {name}": gradient(x)[:, :, mine] for name, x in zip("qkv", whole, strict=True)
+    }
 
     own_q, own_k, own_v, own_grad = (x[:, :, mine] for x in (q, k, v, grad))
     log: list[str] = []
@@ -116,20 +135,34 @@ def main() -> None:
     for (name, right), got in zip(want_own.items(), (out, dq, dkv[0], dkv[1]), strict=True):
         same(f"by hand: {name}", got, right)
     say(comm, "the last token of rank 0 attends to all tokens; its softmax after each turn")
-    say(comm, f"  turn   keys of       m        l     o / l   (first number; one process: {want[0, 0, -1, 0]:.4f})")
+    say(
+        comm,
+        f"  turn   keys of       m        l     o / l   (first number; one process: {want[0, 0, -1, 0]:.4f})",
+    )
     for turn, line in enumerate(log):
         say(comm, f"  {turn}      rank {-turn % RANKS}  {line}")
     say(comm, "\npositions of each rank")
-    table(comm, ("positions",), (", ".join(f"{r.start}-{r.stop - 1}" for r in zigzag(S, RANKS, comm.index("cp"))),))
+    table(
+        comm,
+        ("positions",),
+        (", ".join(f"{r.start}-{r.stop - 1}" for r in zigzag(S, RANKS, comm.index("cp"))),),
+    )
 
-    leaves = tuple(x.transpose(1, 2).clone().requires_grad_() for x in (own_q, own_k, own_v))  # weft: B S H K
+    leaves = tuple(
+        x.transpose(1, 2).clone().requires_grad_() for x in (own_q, own_k, own_v)
+    )  # weft: B S H K
     result = weft.ring_attention(leaves[0], leaves[1], leaves[2], comm, "cp")
     result.backward(own_grad.transpose(1, 2))
-    for (name, right), got in zip(want_own.items(), (result.detach(), *map(gradient, leaves)), strict=True):
+    for (name, right), got in zip(
+        want_own.items(), (result.detach(), *map(gradient, leaves)), strict=True
+    ):
         same(f"weft: {name}", got.transpose(1, 2), right)
 
     comm.barrier("cp")
-    say(comm, f"\nequal: attention and 3 gradients on {RANKS} ranks are those of one process, by hand and by weft")
+    say(
+        comm,
+        f"\nequal: attention and 3 gradients on {RANKS} ranks are those of one process, by hand and by weft",
+    )
 
 
 if __name__ == "__main__":

@@ -9,13 +9,15 @@
         └──> W1[bottom] ──> h[right] ──> tanh ──> W2[right] ──> part ─┘
              rank 1
 
-Both ranks have all of x, so the column linear communicates nothing; its sharded output is the sharded input of the row
-linear; and the outputs of that are two partial sums. Backward is the reverse: the gradient of y is replicated, so the row
-linear communicates nothing, and the column linear yields two partial sums of the gradient of x:
+Both ranks have all of x, so the column linear communicates nothing; its sharded output is the
+sharded input of the row linear; and the outputs of that are two partial sums. Backward is the
+reverse: the gradient of y is replicated, so the row linear communicates nothing, and the column
+linear yields two partial sums of the gradient of x:
 
     column   dx = sum over ranks of dh_i W1_i   (all_reduce)     dW1_i = dh_i^T x   (local)
 
-dW1 does not need that sum: the all_reduce is started first and waited for last, and dW1 is computed meanwhile.
+dW1 does not need that sum: the all_reduce is started first and waited for last, and dW1 is computed
+meanwhile.
 Source: Shoeybi et al. 2019, Megatron-LM.
 """
 
@@ -46,7 +48,9 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        reducing = ctx.comm.start_all_reduce_(grad @ weight, "tp")  # first: the layer before waits for it
+        reducing = ctx.comm.start_all_reduce_(
+            grad @ weight, "tp"
+        )  # first: the layer before waits for it
         weight_grad, bias_grad = grad.T @ x, grad.sum(0)  # overlap: computed during the all_reduce
         return reducing.wait(), weight_grad, bias_grad, None
 
@@ -56,12 +60,16 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor, comm: Comm) -> Tensor
 
 
 class RowLinear(torch.autograd.Function):
-    """x_BF (this rank's inputs F of all of them), weight_DF, bias_D (replicated) -> the same y_BD on every rank."""
+    """x_BF (this rank's inputs F of all of them), weight_DF, bias_D (replicated) -> the same y_BD
+    on every rank.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, comm: Comm) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return comm.all_reduce_(x @ weight.T, "tp") + bias  # after the sum, else each rank would add the bias
+        return (
+            comm.all_reduce_(x @ weight.T, "tp") + bias
+        )  # after the sum, else each rank would add the bias
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -81,7 +89,9 @@ def own(tensors: Iterable[Tensor], rank: int) -> tuple[Tensor, ...]:
 
 def check(how: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
     """What the ranks computed, against their part of what one process did."""
-    for name, mine, right in zip(("output", "dx", "dW1", "db1", "dW2", "db2"), got, want, strict=True):
+    for name, mine, right in zip(
+        ("output", "dx", "dW1", "db1", "dW2", "db2"), got, want, strict=True
+    ):
         same(f"{how}: {name}", mine, right)
 
 
@@ -97,12 +107,17 @@ def main() -> None:
     nn.functional.mse_loss(y, target).backward()
     want = (y, gradient(alone_x), *own(map(gradient, whole.parameters()), rank))
 
-    w1, b1, w2, b2 = (part.detach().clone().requires_grad_() for part in own(whole.parameters(), rank))
+    w1, b1, w2, b2 = (
+        part.detach().clone().requires_grad_() for part in own(whole.parameters(), rank)
+    )
     hand_x = x.clone().requires_grad_()
     y = row_linear(torch.tanh(column_linear(hand_x, w1, b1, comm)), w2, b2, comm)
     nn.functional.mse_loss(y, target).backward()
     check("by hand", (y, *map(gradient, (hand_x, w1, b1, w2, b2))), want)
-    say(comm, f"by hand: each rank has W1[{w1.shape[0]} of {F}, {D}] and W2[{D}, {w2.shape[1]} of {F}]")
+    say(
+        comm,
+        f"by hand: each rank has W1[{w1.shape[0]} of {F}, {D}] and W2[{D}, {w2.shape[1]} of {F}]",
+    )
 
     column = weft.ColumnParallelLinear(D, F, comm=comm, dtype=torch.float64)
     row = weft.RowParallelLinear(F, D, comm=comm, dtype=torch.float64)
@@ -114,10 +129,16 @@ def main() -> None:
     y = row(torch.tanh(column(weft_x)))
     nn.functional.mse_loss(y, target).backward()
     check("weft", (y, *map(gradient, (weft_x, *params))), want)
-    say(comm, "weft.ColumnParallelLinear, weft.RowParallelLinear: the same, for any sizes, any axis, any device")
+    say(
+        comm,
+        "weft.ColumnParallelLinear, weft.RowParallelLinear: the same, for any sizes, any axis, any device",
+    )
 
     comm.barrier("tp")
-    say(comm, f"\nequal: output and all 5 gradients on {RANKS} ranks are those of one process, by hand and by weft")
+    say(
+        comm,
+        f"\nequal: output and all 5 gradients on {RANKS} ranks are those of one process, by hand and by weft",
+    )
 
 
 if __name__ == "__main__":

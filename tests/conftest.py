@@ -6,7 +6,9 @@ import os
 import random
 import sys
 
-os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")  # before torch is imported: ranks share the cores
+os.environ.update(
+    OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"
+)  # before torch is imported: ranks share the cores
 
 import hypothesis
 import pytest

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Live(TorchDispatchMode):
-    """While it is active, the storages that operations of this thread yield are noted; `num_bytes` are those that are alive."""
+    """While it is active, the storages that operations of this thread yield are noted; `num_bytes`
+    are those that are alive.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +25,9 @@ class Live(TorchDispatchMode):
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self._made.setdefault(storage._cdata, StorageWeakRef(storage))  # no other object gets its id while it is held
+                self._made.setdefault(
+                    storage._cdata, StorageWeakRef(storage)
+                )  # no other object gets its id while it is held
         return out
 
     def num_bytes(self, *, but: Iterable[Tensor] = ()) -> int:

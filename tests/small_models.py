@@ -27,7 +27,9 @@ SIZES: dict[str, object] = {
     "n_group": 2,
     "topk_group": 1,
 }
-"""Two query heads share a key/value head; a window of 5 hides keys of every sequence of 8 tokens or more."""
+"""Two query heads share a key/value head; a window of 5 hides keys of every sequence of 8 tokens or
+more.
+"""
 
 TEXT_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.Config.kind == "tokens")
 HF_FAMILIES = tuple(hf_mappings(FAMILIES))

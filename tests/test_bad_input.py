@@ -36,18 +36,38 @@ TABLE = {
         "tp4",
         "error: mesh: tp4 does not divide the model's kv_heads (got 4 heads, 2 kv",
     ),
-    "batch does not divide": ("--mesh", "dp3", "error: batch.global_size: does not divide into micro-batches (got 16"),
+    "batch does not divide": (
+        "--mesh",
+        "dp3",
+        "error: batch.global_size: does not divide into micro-batches (got 16",
+    ),
     "more stages than layers": ("--mesh", "pp8", "more stages than layers (got 8 stages, 4 layers"),
     "split is wrong": ("--pipeline.split", "1", "2", "error: pipeline.split: "),
-    "unknown key": ("--optim.lrr", "1", "error: optim.lrr: unknown key. Fix: did you mean 'optim.lr'?"),
-    "wrong type": ("--optim.lr", "fast", "error: optim.lr: wrong type (got 'fast'; need a number, above 0)"),
-    "out of range": ("--steps", "0", "error: steps: out of range (got 0; need a whole number, at least 1)"),
+    "unknown key": (
+        "--optim.lrr",
+        "1",
+        "error: optim.lrr: unknown key. Fix: did you mean 'optim.lr'?",
+    ),
+    "wrong type": (
+        "--optim.lr",
+        "fast",
+        "error: optim.lr: wrong type (got 'fast'; need a number, above 0)",
+    ),
+    "out of range": (
+        "--steps",
+        "0",
+        "error: steps: out of range (got 0; need a whole number, at least 1)",
+    ),
     "missing data": (
         "--data.source",
         "{tmp}/no.txt",
         "error: data.source: no such file or folder (got '{tmp}/no.txt')",
     ),
-    "empty data": ("--data.source", "{tmp}/empty.txt", "error: data.source: is empty (got 0 bytes in {tmp}/empty.txt"),
+    "empty data": (
+        "--data.source",
+        "{tmp}/empty.txt",
+        "error: data.source: is empty (got 0 bytes in {tmp}/empty.txt",
+    ),
     "too short data": (
         "--data.source",
         "{tmp}/short.txt",
@@ -58,14 +78,26 @@ TABLE = {
         "{tmp}/ids.bin",
         "{tmp}/ids.bin holds an id outside the vocabulary at token 1",
     ),
-    "no file in the folder": ("--data.source", "{tmp}/nothing", "error: data.source: no file to read in the folder"),
-    "unknown schedule": ("--pipeline.schedule", "1fb1", "error: pipeline.schedule: no schedule or table file '1fb1'"),
+    "no file in the folder": (
+        "--data.source",
+        "{tmp}/nothing",
+        "error: data.source: no file to read in the folder",
+    ),
+    "unknown schedule": (
+        "--pipeline.schedule",
+        "1fb1",
+        "error: pipeline.schedule: no schedule or table file '1fb1'",
+    ),
     "unknown model": (
         "--model.name",
         "lama",
         "error: model.name: unknown model (got 'lama'). Fix: did you mean 'llama3'?",
     ),
-    "unknown preset": ("--model.preset", "gpt2-124", "error: model.preset: unknown preset (got 'gpt2-124')"),
+    "unknown preset": (
+        "--model.preset",
+        "gpt2-124",
+        "error: model.preset: unknown preset (got 'gpt2-124')",
+    ),
     "interleaved, micro-batches do not divide": (
         *("--mesh", "pp2", "--pipeline.schedule", "interleaved", "--batch.global_size", "6"),
         "error: pipeline.schedule: interleaved needs the number of micro-batches to be a multiple of the pipeline ranks",
@@ -77,9 +109,21 @@ TABLE = {
         "3",
         "error: nproc: differs from the mesh (got 3; need 2",
     ),
-    "output below a file": ("--out", "{tmp}/short.txt/run", "error: out: cannot be written (got '{tmp}/short.txt/run'"),
-    "output holds a run": ("--out", "{tmp}/done", "error: out: holds a run already (got '{tmp}/done'"),
-    "port taken": ("--port", "{port}", "error: port: cannot be opened (got {port}: Address already in use"),
+    "output below a file": (
+        "--out",
+        "{tmp}/short.txt/run",
+        "error: out: cannot be written (got '{tmp}/short.txt/run'",
+    ),
+    "output holds a run": (
+        "--out",
+        "{tmp}/done",
+        "error: out: holds a run already (got '{tmp}/done'",
+    ),
+    "port taken": (
+        "--port",
+        "{port}",
+        "error: port: cannot be opened (got {port}: Address already in use",
+    ),
     "sequence does not divide": (
         *("--mesh", "tp2", "--parallel.sequence", "True", "--data.seq_len", "33"),
         "error: data.seq_len: does not divide by tp2 (got 33",
@@ -88,7 +132,11 @@ TABLE = {
         *("--model.name", "gpt2", "--data.seq_len", "999"),
         "error: data.seq_len: longer than the positions that the model learns (got 999",
     ),
-    "vocabulary too small": ("--model.vocab", "99", "error: model.vocab: is smaller than the tokenizer's (got 99"),
+    "vocabulary too small": (
+        "--model.vocab",
+        "99",
+        "error: model.vocab: is smaller than the tokenizer's (got 99",
+    ),
     "parameters with fewer digits than computed": (
         *("--precision.params", "bfloat16"),
         "error: precision.params: does not represent every number of the float32 that is computed in (got bfloat16; need",
@@ -149,15 +197,30 @@ TABLE = {
         *("--parallel.recompute", "some"),
         "error: parallel.recompute: unknown value (got 'some'; need one of none, selective, full)",
     ),
-    "zero unknown": ("--parallel.zero", "4", "error: parallel.zero: unknown value (got '4'; need one of 0, 1, 2, 3)"),
+    "zero unknown": (
+        "--parallel.zero",
+        "4",
+        "error: parallel.zero: unknown value (got '4'; need one of 0, 1, 2, 3)",
+    ),
     "missing config": ("{tmp}/no.toml", "error: config: no such file (got '{tmp}/no.toml'"),
     "config is not TOML": ("{tmp}/bad.toml", "error: config: {tmp}/bad.toml is not TOML"),
     "unknown key in the config": ("{tmp}/typo.toml", "error: optim.lerning_rate: unknown key"),
 }
 
 
-TORCHRUN = {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "node[1-2]"}
+TORCHRUN = {
+    "WORLD_SIZE": "3",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+SRUN = {
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -214,7 +277,9 @@ def run_weft(*words, **env):
     )
     seconds = time.perf_counter() - start
     lines = ran.stderr.splitlines()
-    imported = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    imported = {
+        line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")
+    }
     return ran, [line for line in lines if not line.startswith("import time:")], imported, seconds
 
 
@@ -242,24 +307,31 @@ def test_invalid_input_ends_a_process_before_torch_is_imported(case, env, place)
     assert seconds < LIMIT_S
 
 
-KEYS = sorted({key for name in FAMILIES for key in keys_of(type(load(["--model.name", name], FAMILIES)))})
+KEYS = sorted(
+    {key for name in FAMILIES for key in keys_of(type(load(["--model.name", name], FAMILIES)))}
+)
 NASTY = r"""
 0 1 -1 2 3 7 0.5 1e400 nan -inf 1e3 0x10 True None é dp2 tp2 dp0 pp99999999 dp1000000000000000000000 / /dev/null /dev/zero
-/proc /proc/self/mem nothing short.txt ids.bin bad.toml *.bin [ ** ~ ~nobody stdlib digits llama3 gpt2 mnist llama3-8b
+/proc /proc/self/mem nothing short.txt ids.bin bad.toml *.bin [ ** ~ ~missing-user stdlib digits llama3 gpt2 mnist llama3-8b
 mnist-conv interleaved gpipe 1f1b -x = 99999999999999999999999 65536 cuda auto adamw float64 ' {}
 """
 flags = st.tuples(
-    st.sampled_from([*KEYS, "x", "model", "optim.", "..", "=", "", "optim.lr.x"]).map("--{}".format),
+    st.sampled_from([*KEYS, "x", "model", "optim.", "..", "=", "", "optim.lr.x"]).map(
+        "--{}".format
+    ),
     st.lists(st.sampled_from([*NASTY.split(), "\udcff", "", "a b", "a\nb", "a" * 300]), max_size=2),
 )
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    words=st.lists(flags.map(lambda flag: [flag[0], *flag[1]]), max_size=4), name=st.sampled_from(["train", "explain"])
+    words=st.lists(flags.map(lambda flag: [flag[0], *flag[1]]), max_size=4),
+    name=st.sampled_from(["train", "explain"]),
 )
 def test_any_words_give_a_run_or_lines_of_faults(words, name, place, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "weft.commands.train", types.SimpleNamespace(train=lambda _run, **_: EXIT_OK))
+    monkeypatch.setitem(
+        sys.modules, "weft.commands.train", types.SimpleNamespace(train=lambda _run, **_: EXIT_OK)
+    )
     code = main([name, "--data.source", "text.txt", *(word for flag in words for word in flag)])
     reported = capsys.readouterr().err.splitlines()
     assert code in (EXIT_OK, EXIT_USER)
@@ -268,11 +340,34 @@ def test_any_words_give_a_run_or_lines_of_faults(words, name, place, capsys, mon
 
 
 def test_all_faults_are_reported_together(place, capsys):
-    words = ["--mesh", "tp3", "--batch.global_size", "7", "--optim.lrr", "1", "--seed", "x", "--nproc", "2"]
+    words = [
+        "--mesh",
+        "tp3",
+        "--batch.global_size",
+        "7",
+        "--optim.lrr",
+        "1",
+        "--seed",
+        "x",
+        "--nproc",
+        "2",
+    ]
     words += ["--data.source", "nowhere", "--out", "done", "--port", str(place["port"])]
     assert main(["train", *words]) == EXIT_USER
-    keys = [line.removeprefix("error: ").partition(":")[0] for line in capsys.readouterr().err.splitlines()]
-    expected = ["optim.lrr", "seed", "mesh", "batch.global_size", "data.source", "nproc", "out", "port"]
+    keys = [
+        line.removeprefix("error: ").partition(":")[0]
+        for line in capsys.readouterr().err.splitlines()
+    ]
+    expected = [
+        "optim.lrr",
+        "seed",
+        "mesh",
+        "batch.global_size",
+        "data.source",
+        "nproc",
+        "out",
+        "port",
+    ]
     assert keys == expected
 
 
@@ -283,8 +378,14 @@ def test_all_faults_are_reported_together(place, capsys):
             TORCHRUN,
             "error: mesh: differs from the world size (got 3 ranks started; need 2 for 'dp2'). Fix: start 2 ranks",
         ),
-        (SRUN, "error: mesh: differs from the world size (got 4 ranks started; need 2 for 'dp2'). Fix: start 2 ranks"),
-        ({"WORLD_SIZE": "3"}, "error: mesh: differs from the world size (got WORLD_SIZE=3; need 2 for 'dp2')"),
+        (
+            SRUN,
+            "error: mesh: differs from the world size (got 4 ranks started; need 2 for 'dp2'). Fix: start 2 ranks",
+        ),
+        (
+            {"WORLD_SIZE": "3"},
+            "error: mesh: differs from the world size (got WORLD_SIZE=3; need 2 for 'dp2')",
+        ),
         ({**TORCHRUN, "MASTER_PORT": "x"}, "error: MASTER_PORT: is no number (got 'x')"),
     ],
 )
@@ -316,7 +417,10 @@ def test_cuda_without_a_gpu_is_rejected(place, capsys, monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["train", "--device", "cuda"]) == EXIT_USER
-    assert "error: device: there is no GPU (got cuda; need cpu). Fix: --device cpu, or auto" in capsys.readouterr().err
+    assert (
+        "error: device: there is no GPU (got cuda; need cpu). Fix: --device cpu, or auto"
+        in capsys.readouterr().err
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["train", "--device", "cuda"]) == EXIT_USER
     assert "CUDA_VISIBLE_DEVICES hides all GPUs" in capsys.readouterr().err

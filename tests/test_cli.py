@@ -56,7 +56,9 @@ def test_an_unknown_command_gets_the_list_and_the_nearest(capsys):
     assert capsys.readouterr().err.startswith(f"error: unknown command 'plan'; commands: {names}")
     assert main(["trian"]) == EXIT_USER
     found = capsys.readouterr().err
-    assert found == f"error: unknown command 'trian'; commands: {names}. Fix: did you mean 'train'?\n"
+    assert (
+        found == f"error: unknown command 'trian'; commands: {names}. Fix: did you mean 'train'?\n"
+    )
 
 
 def test_explain_prints_the_plan_without_torch(capsys):
@@ -80,8 +82,13 @@ def test_schedule_draws_each(name, capsys):
 
 
 def test_schedule_draws_a_table_from_a_file(tmp_path, capsys):
-    (tmp_path / "own.txt").write_text("microbatches 1\nstage_to_rank 0 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n")
-    assert main(["schedule", str(tmp_path / "own.txt"), "--ranks", "2", "--microbatches", "1"]) == EXIT_OK
+    (tmp_path / "own.txt").write_text(
+        "microbatches 1\nstage_to_rank 0 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n"
+    )
+    assert (
+        main(["schedule", str(tmp_path / "own.txt"), "--ranks", "2", "--microbatches", "1"])
+        == EXIT_OK
+    )
     assert "50.0% bubble" in capsys.readouterr().out
 
 
@@ -90,7 +97,10 @@ def test_schedule_draws_a_table_from_a_file(tmp_path, capsys):
     [
         (["1fb1"], "no schedule or table file '1fb1'"),
         (["--rank", "2"], "error: rank: unknown key. Fix: did you mean 'ranks'?"),
-        (["--ranks", "two"], "error: ranks: wrong type (got 'two'; need a whole number, at least 1)"),
+        (
+            ["--ranks", "two"],
+            "error: ranks: wrong type (got 'two'; need a whole number, at least 1)",
+        ),
         (["--ranks", "0"], "error: ranks: out of range (got 0; need a whole number, at least 1)"),
         (["interleaved", "--microbatches", "5"], "micro-batches"),
     ],
@@ -102,7 +112,9 @@ def test_schedule_reports_faults_in_one_line(words, line, capsys):
 
 
 def test_simulate_uses_the_flops_of_the_models_blocks(capsys):
-    """Stages of 1, 1, 1 and 9 layers: the last rank is busy nearly all the time, the others are not."""
+    """Stages of 1, 1, 1 and 9 layers: the last rank is busy nearly all the time, the others are
+    not.
+    """
     words = ["--mesh", "pp4", "--model.layers", "12", "--pipeline.split"]
     bubbles = {}
     for split in ("3 3 3 3", "1 1 1 9"):
@@ -127,7 +139,22 @@ def trained(monkeypatch, tmp_path):
 
 
 def test_train_gets_the_checked_run_with_a_new_folder(trained, capsys):
-    assert main(["train", "--steps", "3", "--device", "cpu", "--mesh", "dp16", "--batch.global_size", "32"]) == EXIT_OK
+    assert (
+        main(
+            [
+                "train",
+                "--steps",
+                "3",
+                "--device",
+                "cpu",
+                "--mesh",
+                "dp16",
+                "--batch.global_size",
+                "32",
+            ]
+        )
+        == EXIT_OK
+    )
     (run,) = trained.runs
     assert run.steps == 3
     assert run.out.startswith("runs/llama3-tiny-2")

@@ -48,11 +48,15 @@ from weft.models import FAMILIES
 
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
 PATIENCE_S = 1.0
-"""Time that other ranks wait after a fault, so that torchrun does not end the first one before it has printed the faults."""
+"""Time that other ranks wait after a fault, so that torchrun does not end the first one before it
+has printed the faults.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 ok, 1 failed, 2 invalid input, 75 stopped and saved, 130 Ctrl-C."""
+    """Run one command; the exit code is 0 ok, 1 failed, 2 invalid input, 75 stopped and saved, 130
+    Ctrl-C.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
     name, *words = given or ["--help"]
     try:
@@ -68,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(PATIENCE_S)
         return EXIT_USER
     except RankError as error:
-        print(f"error: {error}", file=sys.stderr)  # on every rank: the others do not have this error
+        print(
+            f"error: {error}", file=sys.stderr
+        )  # on every rank: the others do not have this error
         return EXIT_USER if error.kind == "user" else EXIT_FAILED
     except WeftError as error:
         print_messages([f"error: {error}"])
@@ -155,14 +161,20 @@ def prove(words: Sequence[str]) -> int:
     command = COMMANDS["prove"]
     if wants_help(words):
         return show_help(
-            ProveOptions(), f"weft prove {command.usage}", f"{command.line}. Without a folder: any key of weft train"
+            ProveOptions(),
+            f"weft prove {command.usage}",
+            f"{command.line}. Without a folder: any key of weft train",
         )
     flag, rest = take_flag("--first", words)
     first = flags.read_config(flag, ProveOptions).first
     folder = Path(rest[0]) if rest and Path(rest[0]).is_dir() else None
     if folder is not None and len(rest) > 1:
         raise UserError(
-            Fault("weft prove", "a run folder takes no keys: it has its own config", got=" ".join(rest[1:]))
+            Fault(
+                "weft prove",
+                "a run folder takes no keys: it has its own config",
+                got=" ".join(rest[1:]),
+            )
         )
     subject = folder or load_checked_run(rest, data_checks.CHECKS)
     set_openmp_policy()
@@ -187,7 +199,9 @@ def imported(path: str) -> Callable[[Sequence[str]], int]:
 
 @dataclass(frozen=True)
 class Command:
-    """One command: its arguments, what it does, and the function that gets the words after its name."""
+    """One command: its arguments, what it does, and the function that gets the words after its
+    name.
+    """
 
     usage: str
     line: str
@@ -195,12 +209,16 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command(CONFIG_USAGE, "train a model (default: a small LLaMA 3 on Python's sources)", train),
+    "train": Command(
+        CONFIG_USAGE, "train a model (default: a small LLaMA 3 on Python's sources)", train
+    ),
     "explain": Command(CONFIG_USAGE, "print the layout of a run and the reasons for it", explain),
     "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),
     "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
     "prove": Command(
-        "[RUN | CONFIG.toml] [--first 3]", "compare a run or a layout with one device, number by number", prove
+        "[RUN | CONFIG.toml] [--first 3]",
+        "compare a run or a layout with one device, number by number",
+        prove,
     ),
     "generate": Command(
         "MODEL [--prompt TEXT ...]",
@@ -213,7 +231,9 @@ COMMANDS = {
         imported("weft.commands.data:run"),
     ),
     "import": Command(
-        "HF-FOLDER --out RUN", "import a Hugging Face folder as a run", imported("weft.commands.import_:import_folder")
+        "HF-FOLDER --out RUN",
+        "import a Hugging Face folder as a run",
+        imported("weft.commands.import_:import_folder"),
     ),
     "export": Command(
         "RUN | CHECKPOINT HF-FOLDER",

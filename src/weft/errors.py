@@ -90,7 +90,9 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, broken, of another model or of a newer format; the fault names file and tensor."""
+    """A checkpoint is missing, broken, of another model or of a newer format; the fault names file
+    and tensor.
+    """
 
 
 class LaunchError(UserError):
@@ -98,7 +100,9 @@ class LaunchError(UserError):
 
 
 class NonFiniteError(WeftError):
-    """The loss or the gradient norm of a training step is NaN or infinite; the message names where it appeared first."""
+    """The loss or the gradient norm of a training step is NaN or infinite; the message names where
+    it appeared first.
+    """
 
 
 class CommError(WeftError):

@@ -1,8 +1,8 @@
 """A process that is killed while it saves; a server that has run no torch forks one per request.
 
-The server reads a line (a run folder, and the step to begin with) and forks. The child writes its process id, then saves
-checkpoint after checkpoint, a few megabytes each, and keeps the two newest; it says when it begins one and when it has
-committed it.
+The server reads a line (a run folder, and the step to begin with) and forks. The child writes its
+process id, then saves checkpoint after checkpoint, a few megabytes each, and keeps the two newest;
+it says when it begins one and when it has committed it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ def saved(run: Path, step: int) -> None:
     for rank in range(RANKS):
         box = Box((rank * half, 0), ((rank + 1) * half, COLUMNS))
         held = [
-            WriteItem(f"model/t{index}", (ROWS, COLUMNS), box, torch.full(box.shape, float(value_of(step, index))))
+            WriteItem(
+                f"model/t{index}",
+                (ROWS, COLUMNS),
+                box,
+                torch.full(box.shape, float(value_of(step, index))),
+            )
             for index in range(TENSORS)
         ]
         writings.append(start_write(tmp, rank, held))

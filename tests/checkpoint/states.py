@@ -24,7 +24,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int
 
 
 def facts_of(step: int = 1, **changes: object) -> Facts:
-    given = {"step": step, "seed": 1, "family": "gpt2", "architecture": {"width": 8, "split": [2, 3]}, "plan": {}}
+    given = {
+        "step": step,
+        "seed": 1,
+        "family": "gpt2",
+        "architecture": {"width": 8, "split": [2, 3]},
+        "plan": {},
+    }
     return Facts.model_validate({**given, **changes})
 
 
@@ -32,7 +38,11 @@ def bits(shape: Sequence[int], *, dtype: torch.dtype, seed: int) -> Tensor:
     """Random bits, NaNs of every kind among them."""
     generator = torch.Generator().manual_seed(seed)
     count = torch.empty(tuple(shape), dtype=dtype).nbytes
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(tuple(shape))
+    return (
+        torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .view(tuple(shape))
+    )
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -42,7 +52,9 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def raw(tensor: Tensor) -> bytes:
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+    return (
+        tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().tobytes()
+    )
 
 
 def cut(box: Box, chance: random.Random) -> tuple[Box, ...]:
@@ -50,8 +62,12 @@ def cut(box: Box, chance: random.Random) -> tuple[Box, ...]:
     if box.size <= 1 or chance.random() < 0.2:
         return (box,)
     if chance.random() < 0.4:
-        bounds = sorted({0, box.size, *(chance.randrange(box.size) for _ in range(chance.randrange(1, 5)))})
-        return tuple(part for start, stop in pairwise(bounds) for part in boxes_of_range(box, start, stop))
+        bounds = sorted(
+            {0, box.size, *(chance.randrange(box.size) for _ in range(chance.randrange(1, 5)))}
+        )
+        return tuple(
+            part for start, stop in pairwise(bounds) for part in boxes_of_range(box, start, stop)
+        )
     dim = chance.choice([dim for dim, length in enumerate(box.shape) if length > 1])
     at = chance.randrange(box.lo[dim] + 1, box.hi[dim])
     left = Box(box.lo, (*box.hi[:dim], at, *box.hi[dim + 1 :]))
@@ -65,7 +81,9 @@ def held_by(state: State, *, ranks: int, seed: int) -> list[list[WriteItem]]:
     hands: list[list[WriteItem]] = [[] for _ in range(ranks)]
     for name, tensor in state.items():
         for box in cut(Box.whole(tensor.shape), chance):
-            chance.choice(hands).append(WriteItem(name, tuple(tensor.shape), box, tensor[box.slices]))
+            chance.choice(hands).append(
+                WriteItem(name, tuple(tensor.shape), box, tensor[box.slices])
+            )
     return hands
 
 
@@ -73,7 +91,10 @@ def save(run: Path, state: State, *, step: int = 1, ranks: int = 2, seed: int = 
     """A checkpoint of `run`, written by `ranks` ranks."""
     final = checkpoint_path(run, step)
     tmp = temporary_path(final)
-    writings = [start_write(tmp, rank, held) for rank, held in enumerate(held_by(state, ranks=ranks, seed=seed))]
+    writings = [
+        start_write(tmp, rank, held)
+        for rank, held in enumerate(held_by(state, ranks=ranks, seed=seed))
+    ]
     for writing in writings:
         writing.wait()
     commit(tmp, final, facts_of(step), ranks=ranks)

@@ -82,7 +82,13 @@ def test_any_truncation_of_any_file_is_found(path):
     chance = random.Random(7)
     for file in sorted(path.iterdir()):
         content = file.read_bytes()
-        for length in (0, 1, 7, len(content) - 1, *(chance.randrange(len(content)) for _ in range(6))):
+        for length in (
+            0,
+            1,
+            7,
+            len(content) - 1,
+            *(chance.randrange(len(content)) for _ in range(6)),
+        ):
             file.write_bytes(content[:length])
             assert not whole(path), (file.name, length)
         file.unlink()

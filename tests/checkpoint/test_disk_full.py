@@ -29,7 +29,9 @@ def small_disk(tmp_path):
     """A file system of two MiB."""
     where = tmp_path / "small"
     where.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", where], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", where], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
     try:
@@ -39,7 +41,9 @@ def small_disk(tmp_path):
 
 
 def big(num_bytes: int = 3 * TWO_MIB) -> WriteItem:
-    return WriteItem("model/big", (num_bytes // 4,), Box((0,), (num_bytes // 4,)), torch.ones(num_bytes // 4))
+    return WriteItem(
+        "model/big", (num_bytes // 4,), Box((0,), (num_bytes // 4,)), torch.ones(num_bytes // 4)
+    )
 
 
 def save_big(run: Path) -> str:
@@ -69,7 +73,9 @@ def test_a_full_disk_says_how_much_was_needed_and_what_was_free(small_disk):
     )
     check_unharmed(small_disk, path)
     save(small_disk, small_state(5), step=3)
-    assert find_newest(small_disk).path == checkpoint_path(small_disk, 3), "with room again, saving goes on"
+    assert find_newest(small_disk).path == checkpoint_path(small_disk, 3), (
+        "with room again, saving goes on"
+    )
 
 
 def test_a_limit_on_the_length_of_files_is_a_full_disk_too(tmp_path):
@@ -109,7 +115,9 @@ def test_a_disk_that_refuses_any_one_call_of_a_save_harms_nothing(tmp_path, code
             except CheckpointError as error:
                 errors.append(str(error))
                 discard(temporary_path(final))
-        if final.exists():  # the rename was done: the checkpoint is whole, whatever the disk says of its name
+        if (
+            final.exists()
+        ):  # the rename was done: the checkpoint is whole, whatever the disk says of its name
             open_checkpoint(final).verify()
             if calls <= fail_at:
                 break
@@ -119,7 +127,9 @@ def test_a_disk_that_refuses_any_one_call_of_a_save_harms_nothing(tmp_path, code
         check_unharmed(tmp_path, path)
     assert all(os.strerror(code) in text for text in errors)
     assert all(("disk is full" in text) == (code in disk.DISK_FULL_ERRNOS) for text in errors)
-    assert len(errors) == calls == 6, "data, manifest, checksum, their folder, ckpt/, the run's folder"
+    assert len(errors) == calls == 6, (
+        "data, manifest, checksum, their folder, ckpt/, the run's folder"
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):

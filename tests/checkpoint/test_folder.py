@@ -9,7 +9,14 @@ import pytest
 
 from tests.checkpoint.states import save, small_state
 from weft.checkpoint import folder
-from weft.checkpoint.folder import checkpoint_path, checkpoints, find_newest, prune, remove_leftovers, temporary_path
+from weft.checkpoint.folder import (
+    checkpoint_path,
+    checkpoints,
+    find_newest,
+    prune,
+    remove_leftovers,
+    temporary_path,
+)
 from weft.checkpoint.format import DIGEST, MANIFEST
 from weft.checkpoint.read import open_checkpoint
 
@@ -81,12 +88,16 @@ def test_a_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
 
     def rmtree(path, **_):
         if path.exists():
-            seen.append(([path for _, path in checkpoints(tmp_path)], path.name, len(os.listdir(path))))
+            seen.append(
+                ([path for _, path in checkpoints(tmp_path)], path.name, len(os.listdir(path)))
+            )
 
     files = len(os.listdir(old))
     monkeypatch.setattr(folder.shutil, "rmtree", rmtree)
     prune(tmp_path, 1)
-    assert seen == [([new], ".old-step-000001", files)], "removed by its own name, or not whole when it went"
+    assert seen == [([new], ".old-step-000001", files)], (
+        "removed by its own name, or not whole when it went"
+    )
 
 
 def test_leftovers_of_a_run_that_died_are_removed_and_nothing_else(tmp_path):

@@ -31,7 +31,11 @@ def test_every_data_file_is_a_safetensors_file_whose_names_say_the_box(tmp_path)
     hands = held_by(state, ranks=3, seed=4)
     for rank, held in enumerate(hands):
         loaded = safetensors.torch.load_file(path / f"rank-{rank:05d}.safetensors")
-        titled = {FileEntry(piece.name, piece.box, "bool").title: piece.tensor for piece in held if piece.box.size}
+        titled = {
+            FileEntry(piece.name, piece.box, "bool").title: piece.tensor
+            for piece in held
+            if piece.box.size
+        }
         assert loaded.keys() == titled.keys()
         assert all(same_bits(loaded[title], titled[title]) for title in titled)
 
@@ -43,14 +47,19 @@ def test_a_title_is_name_and_box():
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.integers(1, 9)), max_size=12))
 def test_pieces_follow_without_a_gap_and_each_starts_at_a_multiple_of_its_entries(sizes):
-    slots = [FileEntry(f"model/t{i}", Box((0,), (length,)), dtype) for i, (dtype, length) in enumerate(sizes)]
+    slots = [
+        FileEntry(f"model/t{i}", Box((0,), (length,)), dtype)
+        for i, (dtype, length) in enumerate(sizes)
+    ]
     slots.sort(key=write_order)
     layout = lay_out(slots)
     assert len(layout.header) % ALIGNMENT == 0
     assert int.from_bytes(layout.header[:8], "little") == len(layout.header) - 8
     ends = [at + slot.num_bytes for at, slot in zip(layout.offsets, slots, strict=True)]
     assert [len(layout.header), *ends] == [*layout.offsets, layout.num_bytes]
-    assert all(at % DTYPES[slot.dtype][1] == 0 for at, slot in zip(layout.offsets, slots, strict=True))
+    assert all(
+        at % DTYPES[slot.dtype][1] == 0 for at, slot in zip(layout.offsets, slots, strict=True)
+    )
 
 
 def test_equal_checkpoints_have_equal_bytes(tmp_path):
@@ -113,7 +122,9 @@ def test_boxes_cover_a_whole_exactly_where_counting_says_so(shape, seed):
     boxes = list(cut(whole, chance)) if whole.size else []
     if boxes and chance.random() < 0.7:
         index = chance.randrange(len(boxes))
-        boxes = boxes[:index] + boxes[index + 1 :] if chance.random() < 0.5 else [*boxes, boxes[index]]
+        boxes = (
+            boxes[:index] + boxes[index + 1 :] if chance.random() < 0.5 else [*boxes, boxes[index]]
+        )
     chance.shuffle(boxes)
     flaw, times = coverage_flaw(whole, boxes), counted(whole, boxes)
     assert (flaw is None) == bool((times == 1).all())
@@ -128,4 +139,7 @@ def test_a_grid_of_thousands_of_pieces_is_judged_in_a_moment():
     boxes = [Box((i, j), (i + 5, j + 5)) for i, j in itertools.product(range(0, 300, 5), repeat=2)]
     assert coverage_flaw(whole, boxes) is None
     assert str(coverage_flaw(whole, boxes[:-1])) == "entries [295:300, 295:300] are in no piece"
-    assert str(coverage_flaw(whole, [*boxes, Box((7, 7), (8, 8))])) == "entries [7:8, 7:8] are in more than one piece"
+    assert (
+        str(coverage_flaw(whole, [*boxes, Box((7, 7), (8, 8))]))
+        == "entries [7:8, 7:8] are in more than one piece"
+    )

@@ -28,7 +28,9 @@ def kill_during_saves(run: Path, kills: int) -> tuple[int, int]:
     Returns the newest step, and how many kills left a half-written checkpoint.
     """
     command = [sys.executable, "-m", "tests.checkpoint.doomed"]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
     chance, newest, torn, save_s = random.Random(11), 0, 0, 0.01
     try:
         for _ in range(kills):
@@ -44,7 +46,9 @@ def kill_during_saves(run: Path, kills: int) -> tuple[int, int]:
     return newest, torn
 
 
-def one_kill(server: subprocess.Popen[str], run: Path, newest: int, *, saves: int, after_s: float) -> tuple[int, float]:
+def one_kill(
+    server: subprocess.Popen[str], run: Path, newest: int, *, saves: int, after_s: float
+) -> tuple[int, float]:
     """Start a saver, hear of `saves` commits, and kill it `after_s` into the next save.
 
     Returns the last step that it has acknowledged, and how long its last save took, seconds.
@@ -72,7 +76,9 @@ def one_kill(server: subprocess.Popen[str], run: Path, newest: int, *, saves: in
 
 
 def check(run: Path, acknowledged: int) -> int:
-    """The newest is whole and not older than what was acknowledged; so is every other that is there."""
+    """The newest is whole and not older than what was acknowledged; so is every other that is
+    there.
+    """
     found = find_newest(run)
     assert found.faults == ()
     if found.path is None:

@@ -33,7 +33,9 @@ LAYOUTS = (
     Case("dp2 ep2", FAMILY, zero=1, layers=8, microbatches=1),
     Case("pp2 dp2 tp2", FAMILY, sequence=True, layers=8, microbatches=2),
 )
-"""Of one model with everything in it: experts, routers' biases, a tied embedding that stands on two pipeline ranks."""
+"""Of one model with everything in it: experts, routers' biases, a tied embedding that stands on two
+pipeline ranks.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class Entries:
 
 
 def run_of(case: Case, number: int) -> Run:
-    """The run of layout `number`: a seed of its own, so that no two of them ever hold the same values."""
+    """The run of layout `number`: a seed of its own, so that no two of them ever hold the same
+    values.
+    """
     return case.run.model_copy(update={"seed": 100 + number})
 
 
@@ -58,10 +62,15 @@ def trained(case: Case, number: int, comm: Comm) -> TrainStep:
 
 
 def parameters(step: TrainStep) -> list[Entries]:
-    """Whole pieces by global name: gathered by the code that `weft prove` uses, not by the one that saves."""
+    """Whole pieces by global name: gathered by the code that `weft prove` uses, not by the one that
+    saves.
+    """
     found, pieces = step.grads.full_parameters(), step.model.shards
     found |= {name: param.clone() for name, param in step.model.params.items() if name not in found}
-    return [Entries(f"model/{pieces[name].owner}", pieces[name].box, value) for name, value in found.items()]
+    return [
+        Entries(f"model/{pieces[name].owner}", pieces[name].box, value)
+        for name, value in found.items()
+    ]
 
 
 def moments(step: TrainStep) -> list[Entries]:
@@ -85,15 +94,22 @@ def assemble(ranks: list[list[Entries]]) -> dict[str, Tensor]:
     every = [entries for rank in ranks for entries in rank]
     shapes: dict[str, tuple[int, ...]] = {}
     for entries in every:
-        shapes[entries.name] = tuple(map(max, shapes.get(entries.name, entries.box.hi), entries.box.hi))
+        shapes[entries.name] = tuple(
+            map(max, shapes.get(entries.name, entries.box.hi), entries.box.hi)
+        )
     whole = {
-        entries.name: torch.full(shapes[entries.name], float("nan"), dtype=entries.values.dtype) for entries in every
+        entries.name: torch.full(shapes[entries.name], float("nan"), dtype=entries.values.dtype)
+        for entries in every
     }
     for entries in every:
         there = whole[entries.name][entries.box.slices]
-        assert bool((there.isnan() | (there == entries.values)).all()), f"copies of {entries.name} differ"
+        assert bool((there.isnan() | (there == entries.values)).all()), (
+            f"copies of {entries.name} differ"
+        )
         whole[entries.name][entries.box.slices] = entries.values
-    assert not any(bool(tensor.isnan().any()) for tensor in whole.values()), "every entry lies on some rank"
+    assert not any(bool(tensor.isnan().any()) for tensor in whole.values()), (
+        "every entry lies on some rank"
+    )
     return whole
 
 
@@ -144,4 +160,6 @@ def test_what_any_layout_saved_this_one_loads_to_the_last_bit(case, saved):
     assert not [name for _, wrong in ranks for name in wrong]
     last = assemble([here for here, _ in ranks])
     assert last.keys() == truth[-1].keys()
-    assert all(torch.equal(last[name], right) for name, right in truth[-1].items()), "and nothing is left out"
+    assert all(torch.equal(last[name], right) for name, right in truth[-1].items()), (
+        "and nothing is left out"
+    )

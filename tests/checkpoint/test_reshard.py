@@ -59,7 +59,9 @@ def test_many_cuts_of_random_tensors_are_read_back_by_any_other_cut(shapes, rank
 
 
 def check_case(shapes, ranks, seed):
-    state = {f"model/t{i}": bits(shape, dtype=dtype, seed=i) for i, (shape, dtype) in enumerate(shapes)}
+    state = {
+        f"model/t{i}": bits(shape, dtype=dtype, seed=i) for i, (shape, dtype) in enumerate(shapes)
+    }
     with tempfile.TemporaryDirectory() as folder:
         check_any_cut(Path(folder), state, ranks=ranks, seed=seed)
 

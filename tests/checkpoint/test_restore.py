@@ -55,7 +55,10 @@ def test_every_entry_is_written_by_one_rank(case, monkeypatch):
     monkeypatch.setattr(state, "MIN_SHARED_ENTRIES", 64)
 
     def rank(comm: Comm) -> list[tuple[str, tuple[int, ...], Box]]:
-        return [(piece.name, piece.shape, piece.box) for piece in write_items(build_step(run_of(case), comm).state())]
+        return [
+            (piece.name, piece.shape, piece.box)
+            for piece in write_items(build_step(run_of(case), comm).state())
+        ]
 
     every = [piece for pieces in run_ranks(case.mesh, rank) for piece in pieces]
     shapes = {name: shape for name, shape, _ in every}
@@ -80,7 +83,9 @@ def test_ranks_that_hold_copies_share_the_work(monkeypatch):
     monkeypatch.setattr(state, "MIN_SHARED_ENTRIES", 256)
 
     def rank(comm: Comm) -> int:
-        return sum(piece.num_bytes for piece in write_items(build_step(run_of(Case("dp4")), comm).state()))
+        return sum(
+            piece.num_bytes for piece in write_items(build_step(run_of(Case("dp4")), comm).state())
+        )
 
     sizes = run_ranks("dp4", rank)
     assert max(sizes) < 1.3 * sum(sizes) / 4
@@ -88,7 +93,9 @@ def test_ranks_that_hold_copies_share_the_work(monkeypatch):
 
 def test_small_tensors_are_written_whole_and_by_different_ranks():
     def rank(comm: Comm) -> Counter[str]:
-        return Counter(piece.name for piece in write_items(build_step(run_of(Case("dp4")), comm).state()))
+        return Counter(
+            piece.name for piece in write_items(build_step(run_of(Case("dp4")), comm).state())
+        )
 
     counts = run_ranks("dp4", rank)
     assert all(count == 1 for names in counts for count in names.values())
@@ -97,8 +104,13 @@ def test_small_tensors_are_written_whole_and_by_different_ranks():
 
 def test_the_router_bias_has_no_optimizer_state_and_is_stored():
     case = Case("dp2", family="deepseek")
-    ranks = run_ranks("dp2", lambda comm: [piece.name for piece in write_items(build_step(run_of(case), comm).state())])
-    about = {name.split("/")[0] for names in ranks for name in names if name.endswith("router.bias")}
+    ranks = run_ranks(
+        "dp2",
+        lambda comm: [piece.name for piece in write_items(build_step(run_of(case), comm).state())],
+    )
+    about = {
+        name.split("/")[0] for names in ranks for name in names if name.endswith("router.bias")
+    }
     assert about == {"model"}
 
 
@@ -124,7 +136,9 @@ def test_masters_are_stored_and_compute_copies_follow_them(zero, tmp_path):
 
 def test_the_loss_scale_comes_back(tmp_path):
     case = Case("", family="gpt2")
-    run = run_of(case, precision=PrecisionConfig(params="float32", compute="float16", reduce="float32"))
+    run = run_of(
+        case, precision=PrecisionConfig(params="float32", compute="float16", reduce="float32")
+    )
 
     def rank(comm: Comm) -> tuple[object, object]:
         step = trained(run, case, comm)
@@ -161,7 +175,10 @@ def test_another_optimizer_is_refused_by_what_it_remembers(tmp_path):
 def test_another_type_of_parameters_is_refused(tmp_path):
     case = Case("pp2", family="gpt2")
     told = refusal(case, run_of(case), run_of(case, precision=PrecisionConfig()), tmp_path)
-    assert "is stored in another dtype (got float64; need float32). Fix: --precision.params float64" in told
+    assert (
+        "is stored in another dtype (got float64; need float32). Fix: --precision.params float64"
+        in told
+    )
 
 
 def test_missing_and_additional_tensors_are_named(tmp_path):

@@ -63,7 +63,10 @@ class Stretch:
 
 def train(step: TrainStep, case: Case, index: int) -> tuple[float, float]:
     every = batches(case)
-    report = step(micro_batches(every[index % len(every)], step.model.plan, step.model.comm.rank), lr=LR / (1 + index))
+    report = step(
+        micro_batches(every[index % len(every)], step.model.plan, step.model.comm.rank),
+        lr=LR / (1 + index),
+    )
     return report.loss, report.grad_norm
 
 
@@ -108,7 +111,14 @@ def test_another_layout_goes_on_within_rounding(tmp_path):
     told: list[tuple[float, float]] = []
     for number, case in enumerate(legs):
         load = tmp_path / f"step-{3 * number:06d}" if number else None
-        stretch = Stretch(case, case.run, 3 * number, 3 * number + 3, load, tmp_path / f"step-{3 * number + 3:06d}")
+        stretch = Stretch(
+            case,
+            case.run,
+            3 * number,
+            3 * number + 3,
+            load,
+            tmp_path / f"step-{3 * number + 3:06d}",
+        )
         ranks = run_ranks(case.mesh, stretch)
         told += ranks[0][0]
         last = assemble([rank[1] for rank in ranks])
@@ -136,7 +146,13 @@ class Asked:
 
 
 def saver_of(
-    step: TrainStep, folder: Path, run: Run, *, every: int = 2, keep: int = 2, stop: Asked | None = None
+    step: TrainStep,
+    folder: Path,
+    run: Run,
+    *,
+    every: int = 2,
+    keep: int = 2,
+    stop: Asked | None = None,
 ) -> Saver:
     return Saver(
         step.model.comm,
@@ -170,16 +186,25 @@ def test_checkpoints_come_while_training_goes_on_and_the_oldest_go(tmp_path):
         return play(step, case, saver, range(9)) + list(saver.finish(9, save=True))
 
     first, *others = run_ranks(case.mesh, rank)
-    assert [(event["event"], event["step"]) for event in first] == [("save", step) for step in (2, 4, 6, 8, 9)]
+    assert [(event["event"], event["step"]) for event in first] == [
+        ("save", step) for step in (2, 4, 6, 8, 9)
+    ]
     assert others == [[]] * 3, "one rank tells"
     assert [step for step, _ in checkpoints(tmp_path)] == [9, 8]
     for _, path in checkpoints(tmp_path):
         open_checkpoint(path).verify()
-    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["step-000008", "step-000009"]
-    assert all(event["stall_s"] > 0 and event["write_s"] > 0 and event["bytes"] > 10_000 for event in first)
+    assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == [
+        "step-000008",
+        "step-000009",
+    ]
+    assert all(
+        event["stall_s"] > 0 and event["write_s"] > 0 and event["bytes"] > 10_000 for event in first
+    )
 
 
-def test_what_is_saved_is_the_end_of_the_step_whatever_training_does_meanwhile(tmp_path, monkeypatch):
+def test_what_is_saved_is_the_end_of_the_step_whatever_training_does_meanwhile(
+    tmp_path, monkeypatch
+):
     case, may_write, right = Case("dp2", zero=1), Event(), save_write._write_rank
 
     def later(*args: Any) -> None:
@@ -247,7 +272,10 @@ def test_a_rank_whose_disk_refuses_fails_the_save_and_nothing_else(tmp_path, mon
 
     ranks = run_ranks(case.mesh, rank)
     events = ranks[0][0]
-    assert [(event["event"], event["step"]) for event in events] == [("save", 2), ("save_failed", 4)]
+    assert [(event["event"], event["step"]) for event in events] == [
+        ("save", 2),
+        ("save_failed", 4),
+    ]
     assert events[1]["need_bytes"] > 10_000
     assert events[1]["free_bytes"] > 0
     assert events[1]["newest"].endswith("step-000002")
@@ -284,9 +312,15 @@ def test_checkpoints_of_a_way_not_taken_are_set_aside(tmp_path):
 
 
 def test_steps_that_a_resume_went_back_behind_are_left_out():
-    steps = [{"event": "step", "step": step, "loss": loss} for loss, step in enumerate((1, 2, 3, 4))]
+    steps = [
+        {"event": "step", "step": step, "loss": loss} for loss, step in enumerate((1, 2, 3, 4))
+    ]
     events = [*steps, {"event": "resume", "step": 2}, {"event": "step", "step": 3, "loss": 9}]
-    assert [(event["step"], event["loss"]) for event in step_history(events)] == [(1, 0), (2, 1), (3, 9)]
+    assert [(event["step"], event["loss"]) for event in step_history(events)] == [
+        (1, 0),
+        (2, 1),
+        (3, 9),
+    ]
     assert step_history([*events, {"event": "resume", "step": 0}]) == []
 
 
@@ -299,7 +333,14 @@ def test_views_count_on_from_the_checkpoint():
 
 
 def test_what_happens_to_checkpoints_is_one_line_each():
-    done = {"event": "save", "step": 8, "path": "x/ckpt/step-000008", "bytes": 2**21, "stall_s": 0.004, "write_s": 1.5}
+    done = {
+        "event": "save",
+        "step": 8,
+        "path": "x/ckpt/step-000008",
+        "bytes": 2**21,
+        "stall_s": 0.004,
+        "write_s": 1.5,
+    }
     assert event_text(done) == (
         "saved step 8: x/ckpt/step-000008, 2 MiB, training stalled 4 ms, written in 1.5 s"
     )
@@ -319,8 +360,28 @@ def test_what_happens_to_checkpoints_is_one_line_each():
 # the command, in this process
 
 TINY = (
-    *("--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2", "--model.ffn", "32"),
-    *("--data.seq_len", "8", "--batch.global_size", "4", "--batch.micro_size", "1", "--transport", "threads"),
+    *(
+        "--model.layers",
+        "2",
+        "--model.dim",
+        "16",
+        "--model.heads",
+        "2",
+        "--model.kv_heads",
+        "2",
+        "--model.ffn",
+        "32",
+    ),
+    *(
+        "--data.seq_len",
+        "8",
+        "--batch.global_size",
+        "4",
+        "--batch.micro_size",
+        "1",
+        "--transport",
+        "threads",
+    ),
 )
 
 
@@ -332,7 +393,9 @@ def prove(*words: str | Path) -> int:
     try:
         return main(["prove", *map(str, words)])
     finally:
-        torch.set_flush_denormal(False)  # a process of its own keeps it; what comes next in this one wants denormals
+        torch.set_flush_denormal(
+            False
+        )  # a process of its own keeps it; what comes next in this one wants denormals
 
 
 @pytest.fixture(scope="module")
@@ -360,7 +423,10 @@ def test_a_run_that_is_done_has_nothing_to_do_and_more_steps_go_on(place, capsys
     run = copy_of(place, "more")
     assert weft(*place[1], "--out", str(run), "--steps", "5", "--resume", "auto") == EXIT_OK
     assert "all 5 steps are done: to train more, raise --steps" in capsys.readouterr().out
-    assert weft(*place[1], "--out", str(run), "--steps", "7", "--resume", "auto", "--mesh", "dp2") == EXIT_OK
+    assert (
+        weft(*place[1], "--out", str(run), "--steps", "7", "--resume", "auto", "--mesh", "dp2")
+        == EXIT_OK
+    )
     shown = capsys.readouterr().out
     assert f"resumed after step 5: {run}/ckpt/step-000005, written by one rank" in shown
     assert [event["step"] for event in step_history(events_of(run))] == [1, 2, 3, 4, 5, 6, 7]
@@ -369,9 +435,21 @@ def test_a_run_that_is_done_has_nothing_to_do_and_more_steps_go_on(place, capsys
 
 
 def test_the_same_command_can_be_started_for_ever(place, capsys):
-    words = (*place[1], "--out", str(place[0] / "ever"), "--steps", "3", "--save.every", "1", "--resume", "auto")
+    words = (
+        *place[1],
+        "--out",
+        str(place[0] / "ever"),
+        "--steps",
+        "3",
+        "--save.every",
+        "1",
+        "--resume",
+        "auto",
+    )
     assert weft(*words) == EXIT_OK
-    assert "no checkpoint in the run folder yet: training starts at step 1" in capsys.readouterr().out
+    assert (
+        "no checkpoint in the run folder yet: training starts at step 1" in capsys.readouterr().out
+    )
     assert weft(*words) == EXIT_OK
     events = events_of(place[0] / "ever")
     assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
@@ -393,7 +471,10 @@ def test_auto_falls_back_past_broken_checkpoints_and_says_so(place, capsys):
     assert f"resumed after step 2: {run}/ckpt/step-000002" in shown
     right = [event["loss"] for event in step_history(events_of(place[0] / "run"))]
     assert [event["loss"] for event in step_history(events_of(run))] == right
-    assert {path.name for path in (run / "ckpt").iterdir()} >= {"aside-step-000005", "aside-step-000004"}
+    assert {path.name for path in (run / "ckpt").iterdir()} >= {
+        "aside-step-000005",
+        "aside-step-000004",
+    }
 
 
 def test_another_run_folder_begins_with_the_checkpoints_of_one(place, capsys):
@@ -401,7 +482,10 @@ def test_another_run_folder_begins_with_the_checkpoints_of_one(place, capsys):
     words = ("--resume", str(place[0] / "run" / "ckpt" / "step-000004"), "--steps", "5")
     assert weft(*place[1], "--out", str(out), *words) == EXIT_OK
     (step,) = step_history(events_of(out))
-    assert (step["step"], step["loss"]) == (5, step_history(events_of(place[0] / "run"))[-1]["loss"])
+    assert (step["step"], step["loss"]) == (
+        5,
+        step_history(events_of(place[0] / "run"))[-1]["loss"],
+    )
     capsys.readouterr()
     assert prove(out) != EXIT_OK
     assert "starts after step 4" in capsys.readouterr().err
@@ -409,41 +493,79 @@ def test_another_run_folder_begins_with_the_checkpoints_of_one(place, capsys):
 
 def test_a_resumed_run_can_be_proved(place, capsys):
     run = copy_of(place, "proved")
-    assert weft(*place[1], "--out", str(run), "--steps", "6", "--resume", "auto", "--optim.lr", "1") == EXIT_OK
+    assert (
+        weft(*place[1], "--out", str(run), "--steps", "6", "--resume", "auto", "--optim.lr", "1")
+        == EXIT_OK
+    )
     assert prove(run, "--first", "20") == EXIT_OK
-    assert "in 5 steps" in capsys.readouterr().out, "those behind the resume have another learning rate"
+    assert "in 5 steps" in capsys.readouterr().out, (
+        "those behind the resume have another learning rate"
+    )
 
 
 REFUSED = {
-    "not a checkpoint": (("--resume", "{tmp}/text.txt"), "error: resume: {tmp}/text.txt: not a checkpoint"),
-    "no such path": (("--resume", "{tmp}/nowhere"), "error: resume: {tmp}/nowhere: no such checkpoint"),
+    "not a checkpoint": (
+        ("--resume", "{tmp}/text.txt"),
+        "error: resume: {tmp}/text.txt: not a checkpoint",
+    ),
+    "no such path": (
+        ("--resume", "{tmp}/nowhere"),
+        "error: resume: {tmp}/nowhere: no such checkpoint",
+    ),
     "a folder of other things": (("--resume", "{tmp}"), "error: resume: {tmp}: not a checkpoint"),
     "a run without checkpoints": (
         ("--resume", "{tmp}/bare"),
         "error: resume: there is no checkpoint in this run folder",
     ),
-    "auto without a folder": (("--resume", "auto"), "error: resume: auto searches the run folder, and out is not set"),
+    "auto without a folder": (
+        ("--resume", "auto"),
+        "error: resume: auto searches the run folder, and out is not set",
+    ),
     "newer format": (("--resume", "{tmp}/newer/ckpt/step-000005"), "a newer format (got format 99"),
-    "missing shard": (("--resume", "{tmp}/short/ckpt/step-000005"), "rank-00000.safetensors: missing"),
+    "missing shard": (
+        ("--resume", "{tmp}/short/ckpt/step-000005"),
+        "rank-00000.safetensors: missing",
+    ),
     "broken manifest": (
         ("--resume", "{tmp}/torn/ckpt/step-000005"),
         "error: resume: {tmp}/torn/ckpt/step-000005/manifest.json",
     ),
-    "all are broken": (("--resume", "{tmp}/allbroken"), "error: resume: no checkpoint of {tmp}/allbroken is valid"),
-    "another model": (("--resume", "{tmp}/run", "--model.ffn", "48"), "a checkpoint of another model: ffn differs"),
-    "another family": (("--resume", "{tmp}/run", "--model.name", "gpt2"), "a checkpoint of another model"),
-    "another seed": (("--resume", "{tmp}/run", "--seed", "2"), "error: seed: differs from the checkpoint"),
+    "all are broken": (
+        ("--resume", "{tmp}/allbroken"),
+        "error: resume: no checkpoint of {tmp}/allbroken is valid",
+    ),
+    "another model": (
+        ("--resume", "{tmp}/run", "--model.ffn", "48"),
+        "a checkpoint of another model: ffn differs",
+    ),
+    "another family": (
+        ("--resume", "{tmp}/run", "--model.name", "gpt2"),
+        "a checkpoint of another model",
+    ),
+    "another seed": (
+        ("--resume", "{tmp}/run", "--seed", "2"),
+        "error: seed: differs from the checkpoint",
+    ),
     "another batch": (
         ("--resume", "{tmp}/run", "--batch.global_size", "8"),
         "error: batch.global_size: differs from the checkpoint {tmp}/run/ckpt/step-000005 (got 8; need 4). Fix: --batch.",
     ),
-    "another length": (("--resume", "{tmp}/run", "--data.seq_len", "4"), "error: data.seq_len: differs from the"),
-    "another optimizer": (("--resume", "{tmp}/run", "--optim.name", "sgd"), "error: optim.name: differs from the"),
+    "another length": (
+        ("--resume", "{tmp}/run", "--data.seq_len", "4"),
+        "error: data.seq_len: differs from the",
+    ),
+    "another optimizer": (
+        ("--resume", "{tmp}/run", "--optim.name", "sgd"),
+        "error: optim.name: differs from the",
+    ),
     "another type": (
         ("--resume", "{tmp}/run", "--precision.params", "float64", "--precision.reduce", "float64"),
         "error: precision.params: differs from the checkpoint",
     ),
-    "another run's folder": (("--resume", "{tmp}/run", "--out", "{tmp}/bare"), "error: out: holds a run already"),
+    "another run's folder": (
+        ("--resume", "{tmp}/run", "--out", "{tmp}/bare"),
+        "error: out: holds a run already",
+    ),
     "a run is there": (("--out", "{tmp}/run"), "error: out: holds a run already"),
 }
 
@@ -458,7 +580,9 @@ def spoilt(place):
     newer = manifest("newer")
     text = newer.read_text().replace('"format":1', '"format":99').encode()
     newer.write_bytes(text)
-    newer.with_name("manifest.json.sha256").write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
+    newer.with_name("manifest.json.sha256").write_text(
+        f"{hashlib.sha256(text).hexdigest()}  manifest.json\n"
+    )
     manifest("short").with_name("rank-00000.safetensors").unlink()
     manifest("torn").write_text("{")
     for path in (copy_of(place, "allbroken") / "ckpt").iterdir():
@@ -475,7 +599,9 @@ def test_what_cannot_be_resumed_is_one_line_at_the_door(case, spoilt, capsys, mo
     monkeypatch.setattr("weft.commands.train.train", nothing_starts)
     words, line = REFUSED[case]
     told_words = [word.format(tmp=spoilt[0]) for word in words]
-    tiny = [word for word in TINY if "gpt2" not in told_words or not word.startswith("--model.kv_heads")]
+    tiny = [
+        word for word in TINY if "gpt2" not in told_words or not word.startswith("--model.kv_heads")
+    ]
     if "gpt2" in told_words:
         tiny = list(TINY[TINY.index("--data.seq_len") :])
     assert main(["train", *tiny, *spoilt[1], *told_words]) == EXIT_USER
@@ -486,19 +612,29 @@ def test_what_cannot_be_resumed_is_one_line_at_the_door(case, spoilt, capsys, mo
 
 def test_it_is_told_before_torch_is_imported(spoilt):
     words = ["train", *TINY, *spoilt[1], "--resume", f"{spoilt[0]}/short/ckpt/step-000005"]
-    program = (
-        f"import sys; from weft.cli import main; code = main({words}); sys.exit(99 if 'torch' in sys.modules else code)"
+    program = f"import sys; from weft.cli import main; code = main({words}); sys.exit(99 if 'torch' in sys.modules else code)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ran.returncode, len(ran.stderr.splitlines())) == (EXIT_USER, 1), ran.stderr
 
 
 def test_other_data_is_refused(place, capsys):
     other = place[0] / "other.txt"
     other.write_text("another text altogether, and of another length. " * 40)
-    words = ("--data.source", str(other), "--resume", str(place[0] / "run"), "--out", str(place[0] / "never"))
+    words = (
+        "--data.source",
+        str(other),
+        "--resume",
+        str(place[0] / "run"),
+        "--out",
+        str(place[0] / "never"),
+    )
     assert weft(*words, "--steps", "6") == EXIT_USER
-    assert "data.source: other data than the checkpoint was trained on: sha256 differs" in capsys.readouterr().err
+    assert (
+        "data.source: other data than the checkpoint was trained on: sha256 differs"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_full_disk_delays_the_lines_of_events_and_loses_none(tmp_path, monkeypatch):
@@ -536,4 +672,7 @@ def test_lost_lines_are_told(tmp_path, monkeypatch):
     seen = Seen()
     with EventLog(tmp_path, [seen]) as journal:
         journal.emit({"event": "end"})
-    assert seen.told[-1]["text"] == "warning: the disk is full, and the last 16 bytes of events.jsonl are lost"
+    assert (
+        seen.told[-1]["text"]
+        == "warning: the disk is full, and the last 16 bytes of events.jsonl are lost"
+    )

@@ -14,7 +14,13 @@ from tests.checkpoint.states import bits, facts_of, held_by, raw, same_bits, sav
 from weft.checkpoint import commit as commit_module
 from weft.checkpoint import write
 from weft.checkpoint.commit import commit, discard
-from weft.checkpoint.folder import checkpoint_path, find_newest, prune, remove_leftovers, temporary_path
+from weft.checkpoint.folder import (
+    checkpoint_path,
+    find_newest,
+    prune,
+    remove_leftovers,
+    temporary_path,
+)
 from weft.checkpoint.format import DIGEST, MANIFEST
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.write import start_write
@@ -55,7 +61,9 @@ def test_a_checkpoint_is_never_overwritten_and_stays_as_it_was(tmp_path):
     assert list(path.parent.iterdir()) == [path], "what was not to be is gone"
 
 
-def test_a_checkpoint_that_comes_there_during_the_commit_is_not_overwritten_either(tmp_path, monkeypatch):
+def test_a_checkpoint_that_comes_there_during_the_commit_is_not_overwritten_either(
+    tmp_path, monkeypatch
+):
     final = checkpoint_path(tmp_path, 1)
     written(temporary_path(final), [held()])
     real = commit_module.sync_folder
@@ -77,7 +85,9 @@ def test_a_rank_that_has_not_written_is_named(tmp_path):
     final = checkpoint_path(tmp_path, 1)
     tmp = temporary_path(final)
     written(tmp, [held()])
-    with refused("rank 1 has written no file here (need rank-00001.json)", "on several hosts, a shared one"):
+    with refused(
+        "rank 1 has written no file here (need rank-00001.json)", "on several hosts, a shared one"
+    ):
         commit(tmp, final, facts_of(), ranks=2)
     assert not tmp.exists()
     assert not final.exists()
@@ -91,7 +101,10 @@ def test_a_rank_that_has_not_written_is_named(tmp_path):
             "model/a: the pieces of all ranks do not cover the tensor: entries [0:4, 3:6] are in no piece",
         ),
         ([held(), held(lo=(1, 2), hi=(2, 4))], "entries [1:2, 2:4] are in more than one piece"),
-        ([held(), held(lo=(1, 2), hi=(2, 4), dtype=torch.float16)], "model/a: pieces of different tensors have the"),
+        (
+            [held(), held(lo=(1, 2), hi=(2, 4), dtype=torch.float16)],
+            "model/a: pieces of different tensors have the",
+        ),
     ],
 )
 def test_pieces_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path, pieces, words):
@@ -110,9 +123,15 @@ def test_one_rank_does_not_hold_a_piece_twice(tmp_path):
 def test_a_piece_fits_its_box_its_tensor_and_a_type_that_can_be_stored():
     zeros = torch.zeros(4, 6)
     for arguments, words in (
-        (("model/a", (4, 6), Box((0, 0), (4, 7)), torch.zeros(4, 7)), "the piece lies outside its tensor"),
+        (
+            ("model/a", (4, 6), Box((0, 0), (4, 7)), torch.zeros(4, 7)),
+            "the piece lies outside its tensor",
+        ),
         (("model/a", (4, 6), Box((0,), (4,)), torch.zeros(4)), "the piece lies outside its tensor"),
-        (("model/a", (4, 6), Box((0, 0), (3, 6)), zeros), "the piece and its box have different shapes"),
+        (
+            ("model/a", (4, 6), Box((0, 0), (3, 6)), zeros),
+            "the piece and its box have different shapes",
+        ),
         (("model/a", (4, 6), WHOLE, zeros.to(torch.complex64)), "this dtype cannot be stored"),
         (("a", (4, 6), WHOLE, zeros), "is not a valid name of a stored tensor"),
         (("model//a", (4, 6), WHOLE, zeros), "is not a valid name of a stored tensor"),
@@ -130,7 +149,9 @@ def test_a_rank_with_nothing_to_write_and_strided_and_device_like_tensors_are_fi
         WriteItem("model/a", (6, 8), Box((0, 3), (6, 8)), whole[:, 3:]),
     ]
     parameter = torch.nn.Parameter(torch.ones(3))
-    written(temporary_path(final), pieces, [], [WriteItem("model/p", (3,), Box((0,), (3,)), parameter)])
+    written(
+        temporary_path(final), pieces, [], [WriteItem("model/p", (3,), Box((0,), (3,)), parameter)]
+    )
     commit(temporary_path(final), final, facts_of(), ranks=3)
     source = open_checkpoint(final).section("model")
     assert same_bits(source.read("a", Box.whole((6, 8))), whole)
@@ -151,7 +172,10 @@ def test_a_snapshot_does_not_see_what_training_does_next():
 @pytest.mark.gpu
 def test_a_snapshot_of_a_device_is_on_the_cpu_and_complete_when_it_returns(tmp_path):
     tensors = [torch.full((1 << 20,), float(index), device="cuda") for index in range(8)]
-    pieces = [WriteItem(f"model/t{i}", (1 << 20,), Box((0,), (1 << 20,)), tensor) for i, tensor in enumerate(tensors)]
+    pieces = [
+        WriteItem(f"model/t{i}", (1 << 20,), Box((0,), (1 << 20,)), tensor)
+        for i, tensor in enumerate(tensors)
+    ]
     taken = snapshot(pieces)
     for tensor in tensors:
         tensor.zero_()
@@ -169,11 +193,15 @@ def test_pieces_are_written_from_where_they_lie_and_let_go_of_one_by_one(tmp_pat
         return real(data, block_bytes=block_bytes)
 
     monkeypatch.setattr(write, "block_crcs", blocks)
-    monkeypatch.setattr(write.threading.Thread, "start", lambda self: None)  # until `writing` has its name
+    monkeypatch.setattr(
+        write.threading.Thread, "start", lambda self: None
+    )  # until `writing` has its name
     pieces = [WriteItem(f"model/{name}", (4,), Box((0,), (4,)), torch.zeros(4)) for name in "abc"]
     writing = start_write(tmp_path / "tmp", 0, pieces)
     writing._run()
-    assert seen == [(piece.tensor.data_ptr(), left) for piece, left in zip(pieces, (2, 1, 0), strict=True)]
+    assert seen == [
+        (piece.tensor.data_ptr(), left) for piece, left in zip(pieces, (2, 1, 0), strict=True)
+    ]
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
@@ -220,30 +248,46 @@ def handle_path(handle: int) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{handle}"))
 
 
-def test_everything_is_on_the_disk_before_the_rename_and_the_name_is_after_it(tmp_path, monkeypatch):
+def test_everything_is_on_the_disk_before_the_rename_and_the_name_is_after_it(
+    tmp_path, monkeypatch
+):
     final = checkpoint_path(tmp_path, 7)
     tmp, synced, at_rename = temporary_path(final), [], []
 
     def tell(name, first, *rest):
         if name == "fsync":
             path = handle_path(first)
-            synced.append((path, path.stat().st_size if path.is_file() else tuple(sorted(os.listdir(path)))))
+            synced.append(
+                (path, path.stat().st_size if path.is_file() else tuple(sorted(os.listdir(path))))
+            )
         elif name == "rename" and rest == (final,):
             at_rename.append({file: file.stat().st_size for file in first.iterdir()})
-            assert (tmp, tuple(sorted(file.name for file in at_rename[0]))) == synced[-1], "the names in it, last"
-            assert at_rename[0].items() <= dict(synced[:-1]).items(), "every file, at its full length"
+            assert (tmp, tuple(sorted(file.name for file in at_rename[0]))) == synced[-1], (
+                "the names in it, last"
+            )
+            assert at_rename[0].items() <= dict(synced[:-1]).items(), (
+                "every file, at its full length"
+            )
             synced.clear()
 
     with monkeypatch.context() as patch:
         Watched(patch, tell)
         save(tmp_path, small_state(), step=7, ranks=3)
     (files,) = at_rename
-    assert {file.name for file in files} == {MANIFEST, DIGEST, *(f"rank-0000{rank}.safetensors" for rank in range(3))}
-    assert [path for path, _ in synced] == [final.parent, tmp_path], "then its own name, and that of ckpt/"
+    assert {file.name for file in files} == {
+        MANIFEST,
+        DIGEST,
+        *(f"rank-0000{rank}.safetensors" for rank in range(3)),
+    }
+    assert [path for path, _ in synced] == [final.parent, tmp_path], (
+        "then its own name, and that of ckpt/"
+    )
 
 
 def test_at_every_moment_of_a_save_and_a_removal_there_is_a_whole_newest_checkpoint(tmp_path):
-    """The disk is copied before every call that changes it: each copy is what a crash there would leave."""
+    """The disk is copied before every call that changes it: each copy is what a crash there would
+    leave.
+    """
     run, copies = tmp_path / "run", []
     old, new = small_state(1), small_state(2)
     save(run, small_state(0), step=10)
@@ -275,7 +319,9 @@ def test_at_every_moment_of_a_save_and_a_removal_there_is_a_whole_newest_checkpo
         checkpoint.verify()
         for name, tensor in state.items():
             section, _, parameter = name.rpartition("/")
-            assert same_bits(checkpoint.section(section).read(parameter, Box.whole(tensor.shape)), tensor)
+            assert same_bits(
+                checkpoint.section(section).read(parameter, Box.whole(tensor.shape)), tensor
+            )
         remove_leftovers(at)
         assert all(path.name.startswith("step-") for path in (at / "ckpt").iterdir())
 

@@ -11,7 +11,9 @@ from weft.comm.backend_work import BackendCall, MessageCall
 
 
 class LateWork:
-    """A work that ends between the time-out of the first wait and the look at it; `error` is what it ended with."""
+    """A work that ends between the time-out of the first wait and the look at it; `error` is what
+    it ended with.
+    """
 
     def __init__(self, error: str | None) -> None:
         self.error, self.num_waits = error, 0
@@ -29,7 +31,9 @@ class LateWork:
 
 
 class MessageWork:
-    """A message of gloo: incomplete until it is waited for; `arrive` lets it arrive, `error` makes it fail."""
+    """A message of gloo: incomplete until it is waited for; `arrive` lets it arrive, `error` makes
+    it fail.
+    """
 
     def __init__(self, error: str | None = None) -> None:
         self.error = error
@@ -48,7 +52,9 @@ class MessageWork:
 
 
 def test_a_collective_that_completes_just_after_a_wait_timed_out_is_complete() -> None:
-    """On a busy machine a thread may be held up between the two; such a run ended with "did not arrive within 600 s"."""
+    """On a busy machine a thread may be held up between the two; such a run ended with "did not
+    arrive within 600 s".
+    """
     assert BackendCall([LateWork(None)]).wait(0.01)
 
 

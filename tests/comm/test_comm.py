@@ -38,7 +38,9 @@ def test_an_unknown_axis_is_an_error_and_not_an_axis_of_degree_1():
 
 def test_the_transport_must_be_of_this_rank_and_size():
     mesh = Mesh.parse("dp2")
-    with pytest.raises(CommError, match=r"rank 1 of mesh dp2 \(2 ranks\) was given the transport of rank 1 of 3"):
+    with pytest.raises(
+        CommError, match=r"rank 1 of mesh dp2 \(2 ranks\) was given the transport of rank 1 of 3"
+    ):
         Comm(mesh, 1, MetaTransport(3, 1))
 
 

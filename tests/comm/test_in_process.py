@@ -21,7 +21,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", get_args(Reduce))
-def test_reduce_two_has_the_bits_of_reduce_in_order_in_both_orders(op: Reduce, dtype: torch.dtype) -> None:
+def test_reduce_two_has_the_bits_of_reduce_in_order_in_both_orders(
+    op: Reduce, dtype: torch.dtype
+) -> None:
     if op == "avg" and not dtype.is_floating_point:
         return
     generator = torch.Generator().manual_seed(3)

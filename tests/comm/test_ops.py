@@ -12,7 +12,9 @@ from weft.testing import run_ranks
 
 @dataclass(frozen=True)
 class Pair:
-    """A function of Note [Adjoint pairs] and the placements of its argument and result along the axis."""
+    """A function of Note [Adjoint pairs] and the placements of its argument and result along the
+    axis.
+    """
 
     function: Callable
     argument: str
@@ -36,7 +38,9 @@ UNEVEN_SIZES = {"dp2": [3, 1], "dp3": [1, 0, 3], "pp2 dp2 tp2": [2, 1]}
 
 
 def inner_product(comm, axis, placement, a, b):
-    """<a, b> over the group: replicated tensors count once, partial and sharded ones are summed over ranks."""
+    """<a, b> over the group: replicated tensors count once, partial and sharded ones are summed
+    over ranks.
+    """
     local = (a * b).sum()
     if placement == "replicated":
         return local
@@ -162,7 +166,9 @@ def test_pairs_can_be_differentiated_twice(name):
 
 
 def column_and_row_layers(x, a, b, enter, leave):
-    """y = relu(x A) B with the region between `enter` and `leave`; (y, gradients of x, A and B) of sum y^2."""
+    """y = relu(x A) B with the region between `enter` and `leave`; (y, gradients of x, A and B) of
+    sum y^2.
+    """
     leaves = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
     own_x, own_a, own_b = leaves
     hidden = torch.relu(enter(own_x) @ own_a)

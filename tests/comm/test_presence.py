@@ -69,7 +69,9 @@ def test_waiting_for_members_names_those_that_did_not_arrive():
     presence = PresenceStore(DictStore())
     presence.announce(GROUP, 0, 1)
     call = Call("barrier", "dp", RANKS, 1, "barrier")
-    with pytest.raises(CommTimeout, match=r"barrier over dp, ranks 0 2 5: rank 5 did not arrive within 0\.05 s"):
+    with pytest.raises(
+        CommTimeout, match=r"barrier over dp, ranks 0 2 5: rank 5 did not arrive within 0\.05 s"
+    ):
         presence.wait_for_members(GROUP, call, timeout_s=0.05)
 
 

@@ -138,7 +138,9 @@ def test_reduce_scatter_is_a_slice_of_the_sum(case_and_split):
 @given(cases(), st.data())
 def test_all_to_all_transposes_the_pieces(case, data):
     row = st.lists(st.integers(0, 3), min_size=case.degree, max_size=case.degree)
-    sizes = data.draw(st.lists(row, min_size=case.degree, max_size=case.degree))  # sizes[i][j]: rows from i to j
+    sizes = data.draw(
+        st.lists(row, min_size=case.degree, max_size=case.degree)
+    )  # sizes[i][j]: rows from i to j
 
     def all_to_all(comm):
         index = comm.index(case.axis)

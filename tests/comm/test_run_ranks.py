@@ -46,7 +46,9 @@ def test_closures_lambdas_and_recursive_functions_are_sent(transport):
     def factorial(n):
         return 1 if n == 0 else n * factorial(n - 1)
 
-    assert run_ranks("dp2", lambda comm, more=1: offset + comm.rank + more + factorial(4), transport=transport) == [
+    assert run_ranks(
+        "dp2", lambda comm, more=1: offset + comm.rank + more + factorial(4), transport=transport
+    ) == [
         35,
         36,
     ]
@@ -92,7 +94,9 @@ def test_a_rank_that_does_not_finish_is_named_with_its_stack(transport):
             time.sleep(4)
 
     start = time.monotonic()
-    with pytest.raises(CommTimeout, match=r"rank 1 \(tp1\) of mesh tp2 did not finish within 1.5 s") as caught:
+    with pytest.raises(
+        CommTimeout, match=r"rank 1 \(tp1\) of mesh tp2 did not finish within 1.5 s"
+    ) as caught:
         run_ranks("tp2", sleep, transport=transport, timeout_s=1.5)
     assert time.monotonic() - start < 3.5
     assert "in sleep" in caught.value.__notes__[0]
@@ -104,7 +108,9 @@ def test_a_collective_names_the_missing_rank_before_the_run_times_out(transport)
             time.sleep(4)
         comm.barrier("tp")
 
-    with pytest.raises(CommTimeout, match=r"barrier over tp, ranks 0 1: rank 1 did not arrive within 1\.2 s"):
+    with pytest.raises(
+        CommTimeout, match=r"barrier over tp, ranks 0 1: rank 1 did not arrive within 1\.2 s"
+    ):
         run_ranks("tp2", late, transport=transport, timeout_s=1.5)
 
 
@@ -158,7 +164,9 @@ def test_a_generator_of_its_own_gives_each_rank_its_own_draws(transport):
         comm.barrier("dp")
         return torch.rand((), generator=generator).item()
 
-    expected = [torch.rand((), generator=torch.Generator().manual_seed(rank)).item() for rank in range(3)]
+    expected = [
+        torch.rand((), generator=torch.Generator().manual_seed(rank)).item() for rank in range(3)
+    ]
     assert run_ranks("dp3", draw, transport=transport) == expected
 
 
@@ -181,7 +189,9 @@ def test_a_class_with_a_cached_property_is_sent(transport):
 
 def test_a_large_result_is_received():
     """Larger than the buffer of a pipe."""
-    first, second = run_ranks("dp2", lambda comm: torch.full((1_000_000,), comm.rank), transport="processes")
+    first, second = run_ranks(
+        "dp2", lambda comm: torch.full((1_000_000,), comm.rank), transport="processes"
+    )
     assert (first.sum().item(), second.sum().item()) == (0, 1_000_000)
 
 
@@ -190,7 +200,9 @@ def test_a_rank_that_exits_with_0_before_it_returns_is_an_error():
         if comm.rank == 1:
             os._exit(0)
 
-    with pytest.raises(RankError, match=r"rank 1 \(dp1\): process exited before its function returned"):
+    with pytest.raises(
+        RankError, match=r"rank 1 \(dp1\): process exited before its function returned"
+    ):
         run_ranks("dp2", leave, transport="processes")
 
 
@@ -246,7 +258,10 @@ def test_a_killed_caller_leaves_no_server_and_no_ranks(tmp_path):
     caller = subprocess.Popen([sys.executable, str(tmp_path / "script.py"), str(tmp_path)])
     files = [tmp_path / f"pid-{rank}" for rank in range(2)]
     deadline = time.monotonic() + 60
-    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+    while (
+        not all(file.exists() and file.read_text() for file in files)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     caller.kill()
     caller.wait()
@@ -262,12 +277,16 @@ def test_eight_processes_start_in_well_under_a_second_after_the_first_run():
 
 
 def test_backward_of_every_thread_runs_in_that_thread():
-    """See Note [Backward passes in rank threads]: a collective inside backward blocks no other rank."""
+    """See Note [Backward passes in rank threads]: a collective inside backward blocks no other
+    rank.
+    """
 
     def run(comm):
         seen = []
         x = torch.ones(2, requires_grad=True)
-        x.register_hook(lambda grad: seen.append(threading.current_thread().name) or comm.all_reduce(grad, "dp"))
+        x.register_hook(
+            lambda grad: seen.append(threading.current_thread().name) or comm.all_reduce(grad, "dp")
+        )
         (x * (comm.rank + 1)).sum().backward()
         return seen, x.grad.tolist()
 

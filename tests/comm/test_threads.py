@@ -30,7 +30,9 @@ def run_in_threads(function, ranks):
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A call with x = ones(4) that differs between the ranks of dp3, and a part of its error message."""
+    """A call with x = ones(4) that differs between the ranks of dp3, and a part of its error
+    message.
+    """
 
     call: Callable
     message: str
@@ -117,7 +119,9 @@ def test_a_message_of_another_shape_is_a_mismatch_on_both_ends():
 
     def exchange(comm):
         work = start_message(comm)
-        with pytest.raises(MismatchError, match=r"rank 0: send float32\[2\]; rank 1: recv float32\[3\]"):
+        with pytest.raises(
+            MismatchError, match=r"rank 0: send float32\[2\]; rank 1: recv float32\[3\]"
+        ):
             work.wait()
 
     run_ranks("pp2", exchange)
@@ -137,9 +141,7 @@ def test_a_time_out_names_missing_and_present_ranks_with_coordinates():
 
     run_in_threads(wait, ranks=(0, 2))
     for rank in (0, 2):
-        message = (
-            "all_reduce(sum) float32[2] over tp, ranks 0 1 2: rank 1 did not arrive within 0.2 s; present: ranks 0 2"
-        )
+        message = "all_reduce(sum) float32[2] over tp, ranks 0 1 2: rank 1 did not arrive within 0.2 s; present: ranks 0 2"
         assert str(errors[rank]) == message
         note = f"reported by rank {rank} (tp{rank}) of mesh tp3; ranks: 0 = tp0, 1 = tp1, 2 = tp2"
         assert errors[rank].__notes__ == [note]
@@ -169,7 +171,9 @@ def test_a_late_rank_is_reported_once_and_the_collective_completes_when_it_joins
 
 
 def test_the_first_failing_rank_releases_all_waiting_ranks_at_once(monkeypatch):
-    monkeypatch.setattr("weft.comm.rendezvous.WAIT_SLICE_S", 30.0)  # no rank wakes by itself meanwhile
+    monkeypatch.setattr(
+        "weft.comm.rendezvous.WAIT_SLICE_S", 30.0
+    )  # no rank wakes by itself meanwhile
     released = {}
 
     def fail_on_rank_3(comm):
@@ -187,7 +191,11 @@ def test_the_first_failing_rank_releases_all_waiting_ranks_at_once(monkeypatch):
         run_ranks("dp4 tp2", fail_on_rank_3)
     assert time.monotonic() - start_s < PROMPTLY_S
     assert caught.value.__notes__ == ["raised by rank 3 (dp1 tp1) of mesh dp4 tp2"]
-    assert set(released) == {1, 5, 7}  # ranks of even tp are a group without rank 3: their barrier completes
+    assert set(released) == {
+        1,
+        5,
+        7,
+    }  # ranks of even tp are a group without rank 3: their barrier completes
     for message in released.values():
         assert "rank 3 failed first: ValueError: no data" in message
 
@@ -253,7 +261,9 @@ def test_sums_are_in_rank_order_whichever_rank_comes_last():
         return total.item(), own_piece.item()
 
     for late_rank in range(4):
-        sums = run_ranks("dp4", lambda comm, late_rank=late_rank: sums_with_late_rank(comm, late_rank))
+        sums = run_ranks(
+            "dp4", lambda comm, late_rank=late_rank: sums_with_late_rank(comm, late_rank)
+        )
         assert set(sums) == {(3.0, 3.0)}
 
 

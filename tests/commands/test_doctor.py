@@ -36,11 +36,16 @@ def test_doctor_checks_versions_memory_and_a_collective_between_ranks(capsys):
 
 def test_doctor_takes_no_arguments(capsys):
     assert main(["doctor", "please"]) == EXIT_USER
-    assert capsys.readouterr().err == "error: weft doctor: takes no arguments (got please). Fix: weft doctor\n"
+    assert (
+        capsys.readouterr().err
+        == "error: weft doctor: takes no arguments (got please). Fix: weft doctor\n"
+    )
 
 
 def test_doctor_works_without_torch_and_says_how_to_install_it():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (EXIT_FAILED, "")
     *others, last = done.stdout.splitlines()
     assert all(line.startswith("ok ") for line in others)
@@ -62,7 +67,8 @@ def test_little_memory_is_a_problem_with_a_fix(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "fix", "line"), [("2", "", "ok   cores         2"), ("1", "add", "BAD  cores         1. Fix: add")]
+    ("text", "fix", "line"),
+    [("2", "", "ok   cores         2"), ("1", "add", "BAD  cores         1. Fix: add")],
 )
 def test_a_finding_is_one_line(text, fix, line):
     assert str(doctor.Finding("cores", text, fix)) == line

@@ -18,7 +18,12 @@ from weft.schedule.timeline import Timeline, bubble
 
 def test_schedule_clips_rows_and_wraps_text_at_the_columns_of_the_screen(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    assert cli.main(["schedule", "interleaved", "--ranks", "8", "--microbatches", "64", "--chunks", "4"]) == EXIT_OK
+    assert (
+        cli.main(
+            ["schedule", "interleaved", "--ranks", "8", "--microbatches", "64", "--chunks", "4"]
+        )
+        == EXIT_OK
+    )
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if line.startswith("rank")]
     assert len(rows) == 8

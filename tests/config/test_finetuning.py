@@ -36,7 +36,11 @@ def optimizer_keys(run: Run) -> dict[str, float]:
 
 def test_a_run_from_scratch_keeps_the_defaults_of_training():
     run = read()
-    assert optimizer_keys(run) == {"optim.lr": 3e-3, "optim.min_lr": 3e-4, "optim.weight_decay": 0.1}
+    assert optimizer_keys(run) == {
+        "optim.lr": 3e-3,
+        "optim.min_lr": 3e-4,
+        "optim.weight_decay": 0.1,
+    }
     assert run.data.seq_len == 128
     assert not any("fine-tuning" in note for note in training_notes(run))
 
@@ -64,20 +68,48 @@ def test_keys_that_the_user_sets_win_in_a_file_and_as_flags(folder, tmp_path):
 
 def train(place: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
     (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    sizes = ("--batch.global_size", "2", "--batch.micro_size", "1", "--data.seq_len", "8", "--steps", "1")
-    source = ("--data.source", str(place / "text.txt"), "--out", str(place / "run"), "--transport", "threads")
+    sizes = (
+        "--batch.global_size",
+        "2",
+        "--batch.micro_size",
+        "1",
+        "--data.seq_len",
+        "8",
+        "--steps",
+        "1",
+    )
+    source = (
+        "--data.source",
+        str(place / "text.txt"),
+        "--out",
+        str(place / "run"),
+        "--transport",
+        "threads",
+    )
     assert main(["train", *source, *sizes, *words]) == 0
     return capsys.readouterr().err
 
 
 def test_weft_train_prints_the_defaults_that_it_chose(folder, tmp_path, capsys):
     shown = train(tmp_path, capsys, "--model.from_hf", folder)
-    assert "note: fine-tuning defaults: --optim.lr 2e-05 --optim.min_lr 2e-06 --optim.weight_decay 0\n" in shown
+    assert (
+        "note: fine-tuning defaults: --optim.lr 2e-05 --optim.min_lr 2e-06 --optim.weight_decay 0\n"
+        in shown
+    )
     assert "random weights" not in shown
 
 
 def test_adapters_of_a_random_model_are_a_warning(tmp_path, capsys):
-    sizes = ("--model.layers", "1", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2")
+    sizes = (
+        "--model.layers",
+        "1",
+        "--model.dim",
+        "16",
+        "--model.heads",
+        "2",
+        "--model.kv_heads",
+        "2",
+    )
     shown = train(tmp_path, capsys, *sizes, "--model.ffn", "32", "--lora.rank", "2")
     assert "note: warning: the base model of the LoRA adapters has random weights" in shown
     assert "--model.from_hf or --lora.base" in shown

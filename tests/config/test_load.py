@@ -73,7 +73,9 @@ def test_sequences_of_any_length_are_words_or_none():
     assert read("--pipeline.split", "1", "3", "--pipeline.split").pipeline.split == ()
 
 
-@pytest.mark.parametrize("preset", [name for family in FAMILIES.values() for name in family.PRESETS])
+@pytest.mark.parametrize(
+    "preset", [name for family in FAMILIES.values() for name in family.PRESETS]
+)
 def test_every_preset_is_a_model_table_that_explicit_fields_override(preset):
     run = read("--model.preset", preset, "--model.layers", "3")
     family = FAMILIES[run.model.name]
@@ -118,7 +120,9 @@ settings_of_a_run = st.fixed_dictionaries(
         "out": texts,
         "nproc": st.integers(1, 99),
         "mesh": st.sampled_from(["", "dp2", "tp2 pp2"]),
-        "model.preset": st.sampled_from([name for family in FAMILIES.values() for name in family.PRESETS]),
+        "model.preset": st.sampled_from(
+            [name for family in FAMILIES.values() for name in family.PRESETS]
+        ),
         "model.layers": st.integers(1, 200),
         "data.source": texts,
         "optim.lr": st.floats(min_value=5e-324, max_value=1.7e308),
@@ -148,10 +152,13 @@ def test_flatten_undoes_nest(flat):
 
 def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
     file = config_file(
-        tmp_path, 'steps = "many"\nlerning = 1\n[optim]\nlr = -1\nbetas = [0.9]\n[batch]\nglobal_size = true'
+        tmp_path,
+        'steps = "many"\nlerning = 1\n[optim]\nlr = -1\nbetas = [0.9]\n[batch]\nglobal_size = true',
     )
     reported = "\n".join(
-        faults(file, "--mesh", "dp2 dp2 q", "--modle.layers", "3", "--seed", "x", "--optim.name", "sdg")
+        faults(
+            file, "--mesh", "dp2 dp2 q", "--modle.layers", "3", "--seed", "x", "--optim.name", "sdg"
+        )
     )
     for line in (
         "steps: wrong type (got 'many'; need a whole number, at least 1). Fix: for example --steps 200",
@@ -175,9 +182,18 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
         (["--lr", "1"], "lr: unknown key. Fix: did you mean 'optim.lr'?"),
         (["--optim.lrr", "1"], "optim.lrr: unknown key. Fix: did you mean 'optim.lr'?"),
         (["--optimizer.name", "sgd"], "optimizer.name: unknown key"),
-        (["--optim", "3"], "optim: is a section, not a value. Fix: set one of its keys: optim.betas"),
-        (["--parallel.sequence"], "parallel.sequence: has no value (got nothing after the flag; need true or false)"),
-        (["--parallel.sequence", "yes"], "parallel.sequence: wrong type (got 'yes'; need true or false)"),
+        (
+            ["--optim", "3"],
+            "optim: is a section, not a value. Fix: set one of its keys: optim.betas",
+        ),
+        (
+            ["--parallel.sequence"],
+            "parallel.sequence: has no value (got nothing after the flag; need true or false)",
+        ),
+        (
+            ["--parallel.sequence", "yes"],
+            "parallel.sequence: wrong type (got 'yes'; need true or false)",
+        ),
         (
             ["--optim.betas", "0.9"],
             "optim.betas: wrong type (got '0.9'; need 2 values, each a number, at least 0, below 1)",
@@ -185,13 +201,22 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
         (["--steps", "3", "4"], "steps: wrong type (got '3 4'; need a whole number, at least 1)"),
         (["--steps", "1.5"], "steps: wrong type (got '1.5'; need a whole number, at least 1)"),
         (["--optim.lr", "nan"], "optim.lr: out of range (got nan; need a number, above 0)"),
-        (["--parallel.zero", "4"], "parallel.zero: unknown value (got '4'; need one of 0, 1, 2, 3)"),
-        (["--model.name", "lama3"], "model.name: unknown model (got 'lama3'). Fix: did you mean 'llama3'?"),
+        (
+            ["--parallel.zero", "4"],
+            "parallel.zero: unknown value (got '4'; need one of 0, 1, 2, 3)",
+        ),
+        (
+            ["--model.name", "lama3"],
+            "model.name: unknown model (got 'lama3'). Fix: did you mean 'llama3'?",
+        ),
         (
             ["--model.preset", "llama3-8"],
             "model.preset: unknown preset (got 'llama3-8'). Fix: did you mean llama3-8b",
         ),
-        (["--model.name", "gpt2", "--model.preset", "llama3-8b"], "model.preset: is a preset of 'llama3'"),
+        (
+            ["--model.name", "gpt2", "--model.preset", "llama3-8b"],
+            "model.preset: is a preset of 'llama3'",
+        ),
         (
             ["--model.heads", "3"],
             "model.heads: dim 128 does not divide by heads 3. Fix: try dim 126 or 129, or heads 2, 4",
@@ -234,7 +259,10 @@ def test_a_wrong_model_does_not_hide_other_faults_or_invent_any():
     ("words", "fix"),
     [
         (["--device", "gpu"], "did you mean 'cuda'?"),
-        (["--batch_size", "8"], "did you mean 'batch.global_size'? or did you mean 'batch.micro_size'?"),
+        (
+            ["--batch_size", "8"],
+            "did you mean 'batch.global_size'? or did you mean 'batch.micro_size'?",
+        ),
         (["-n", "4"], "did you mean 'nproc'?"),
         (["--steps", "3", "-n", "4"], "did you mean 'nproc'?"),
         (["--learning-rate", "0.1"], "did you mean 'optim.lr'?"),
@@ -252,7 +280,10 @@ def test_words_of_other_programs_get_a_suggestion(words, fix):
 
 
 def test_a_name_near_several_presets_gets_all_of_them():
-    for key, start in (("model.preset", "did you mean "), ("model.name", "did you mean --model.preset ")):
+    for key, start in (
+        ("model.preset", "did you mean "),
+        ("model.name", "did you mean --model.preset "),
+    ):
         (found,) = try_load([f"--{key}", "llama-7b"], FAMILIES).faults
         assert found.fix.startswith(start)
         assert "llama3-8b" in found.fix

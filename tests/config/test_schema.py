@@ -37,7 +37,9 @@ def test_a_run_never_changes():
         read().steps = 3
 
 
-@pytest.mark.parametrize("preset", [name for family in FAMILIES.values() for name in family.PRESETS])
+@pytest.mark.parametrize(
+    "preset", [name for family in FAMILIES.values() for name in family.PRESETS]
+)
 def test_every_preset_fits_by_default(preset):
     assert validation_faults("--model.preset", preset) == []
 
@@ -48,15 +50,34 @@ def test_the_default_fits_eight_ranks():
 
 def test_a_run_counts_its_micro_batches_and_stages():
     run = read(
-        "--mesh", "pp2 dp2 tp2", "--batch.global_size", "24", "--batch.micro_size", "3", "--pipeline.chunks", "2"
+        "--mesh",
+        "pp2 dp2 tp2",
+        "--batch.global_size",
+        "24",
+        "--batch.micro_size",
+        "3",
+        "--pipeline.chunks",
+        "2",
     )
     assert (run.num_data_ranks, run.num_micro, run.num_stages) == (2, 4, 4)
 
 
-@given(degree=st.integers(1, 12), kv_heads=st.integers(1, 12), groups=st.integers(1, 3), ffn=st.integers(1, 60))
+@given(
+    degree=st.integers(1, 12),
+    kv_heads=st.integers(1, 12),
+    groups=st.integers(1, 3),
+    ffn=st.integers(1, 60),
+)
 def test_tp_is_rejected_exactly_where_it_does_not_divide(degree, kv_heads, groups, ffn):
     heads = kv_heads * groups
-    words = ["--model.dim", f"{4 * heads}", "--model.heads", f"{heads}", "--model.kv_heads", f"{kv_heads}"]
+    words = [
+        "--model.dim",
+        f"{4 * heads}",
+        "--model.heads",
+        f"{heads}",
+        "--model.kv_heads",
+        f"{kv_heads}",
+    ]
     words += ["--model.ffn", f"{ffn}", "--mesh", f"tp{degree}"]
     faults = list(validate.axes_divide(read(*words)))
     assert bool(faults) == any(size % degree for size in (heads, kv_heads, ffn))
@@ -68,7 +89,14 @@ def test_a_vocabulary_that_tp_does_not_divide_is_padded_and_no_fault():
 
 @given(ranks=st.integers(1, 9), micro=st.integers(1, 9), size=st.integers(1, 99))
 def test_a_batch_is_refused_exactly_where_it_does_not_divide(ranks, micro, size):
-    words = ["--mesh", f"dp{ranks}", "--batch.micro_size", f"{micro}", "--batch.global_size", f"{size}"]
+    words = [
+        "--mesh",
+        f"dp{ranks}",
+        "--batch.micro_size",
+        f"{micro}",
+        "--batch.global_size",
+        f"{size}",
+    ]
     faults = list(validate.batch_divides(read(*words)))
     assert bool(faults) == bool(size % (ranks * micro))
 
@@ -80,23 +108,39 @@ def test_a_sequence_is_rejected_exactly_where_its_parts_are_unequal(length, degr
     assert bool(faults) == bool(length % degree)
 
 
-@given(ranks=st.integers(1, 4), chunks=st.integers(1, 3), counts=st.lists(st.integers(1, 4), min_size=1, max_size=6))
+@given(
+    ranks=st.integers(1, 4),
+    chunks=st.integers(1, 3),
+    counts=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+)
 def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(ranks, chunks, counts):
     layers = 12
-    words = ["--model.layers", f"{layers}", "--mesh", f"pp{ranks}", "--pipeline.chunks", f"{chunks}"]
+    words = [
+        "--model.layers",
+        f"{layers}",
+        "--mesh",
+        f"pp{ranks}",
+        "--pipeline.chunks",
+        f"{chunks}",
+    ]
     faults = list(validate.layers_make_stages(read(*words, "--pipeline.split", *map(str, counts))))
     assert bool(faults) == (len(counts) != ranks * chunks or sum(counts) != layers)
 
 
 @given(numbers=st.lists(st.integers(1, 60), min_size=1, max_size=3))
 def test_divisors_are_all_common_ones(numbers):
-    assert set(validate.divisors(*numbers)) == {n for n in range(1, 61) if all(number % n == 0 for number in numbers)}
+    assert set(validate.divisors(*numbers)) == {
+        n for n in range(1, 61) if all(number % n == 0 for number in numbers)
+    }
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--mesh", "pp8"], "more stages than layers (got 8 stages, 4 layers; need at most 4 stages)"),
+        (
+            ["--mesh", "pp8"],
+            "more stages than layers (got 8 stages, 4 layers; need at most 4 stages)",
+        ),
         (["--mesh", "pp2", "--pipeline.schedule", "interlaved"], "did you mean 'interleaved'?"),
         (
             ["--mesh", "pp2", "--pipeline.schedule", "gpipe", "--pipeline.chunks", "2"],
@@ -115,12 +159,18 @@ def test_divisors_are_all_common_ones(numbers):
             ],
             "--batch.global_size 16",
         ),
-        (["--model.name", "gpt2", "--data.seq_len", "257"], "data.seq_len: longer than the positions"),
+        (
+            ["--model.name", "gpt2", "--data.seq_len", "257"],
+            "data.seq_len: longer than the positions",
+        ),
         (
             ["--model.vocab", "255"],
             "model.vocab: is smaller than the tokenizer's (got 255; need at least 256 for bytes)",
         ),
-        (["--mesh", "cp3"], "data.seq_len: does not divide by cp3 (got 128; need a multiple of 6: two chunks"),
+        (
+            ["--mesh", "cp3"],
+            "data.seq_len: does not divide by cp3 (got 128; need a multiple of 6: two chunks",
+        ),
         (["--mesh", "cp3"], "Fix: --data.seq_len 126 or --data.seq_len 132"),
         (
             ["--mesh", "cp2 tp2", "--parallel.sequence", "True", "--data.seq_len", "126"],
@@ -134,7 +184,10 @@ def test_divisors_are_all_common_ones(numbers):
             ["--mesh", "cp2 tp2", "--parallel.context", "ulysses"],
             "1 kv_heads on each rank; need a multiple of cp). Fix: --parallel.context ring or --parallel.context allgather",
         ),
-        (["--mesh", "cp2", "--model.name", "mnist", "--data.source", "digits"], 'Fix: --mesh dp2 or --mesh ""'),
+        (
+            ["--mesh", "cp2", "--model.name", "mnist", "--data.source", "digits"],
+            'Fix: --mesh dp2 or --mesh ""',
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_reported_in_one_line(words, line):
@@ -145,7 +198,14 @@ def test_parts_that_do_not_fit_are_reported_in_one_line(words, line):
 
 def test_faults_of_independent_parts_are_reported_together():
     reported = validation_faults(
-        "--mesh", "tp3", "--batch.global_size", "7", "--pipeline.schedule", "f1b1", "--model.vocab", "3"
+        "--mesh",
+        "tp3",
+        "--batch.global_size",
+        "7",
+        "--pipeline.schedule",
+        "f1b1",
+        "--model.vocab",
+        "3",
     )
     assert {line.partition(":")[0] for line in reported} == {
         "mesh",
@@ -155,7 +215,10 @@ def test_faults_of_independent_parts_are_reported_together():
     }
 
 
-@given(st.sampled_from(["optim", "optim.lr", "mesh", "mesh.x"]), st.sampled_from(["optim", "optim.lr", "mesh", "mes"]))
+@given(
+    st.sampled_from(["optim", "optim.lr", "mesh", "mesh.x"]),
+    st.sampled_from(["optim", "optim.lr", "mesh", "mes"]),
+)
 def test_a_check_is_skipped_where_a_key_that_it_reads_is_at_fault(reads, key):
     known, found = Fault(key, "bad"), Fault("x", "found")
     reported = run_checks(read(), [Check((reads,), lambda run: [found])], known=[known])

@@ -36,7 +36,9 @@ OPTIONS = {
 }
 QUICK = (Phase.explicit, Phase.generate)
 """Each example reads several command lines: shrinking would take too long."""
-wanted = st.fixed_dictionaries(dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), AXES), optional=OPTIONS)
+wanted = st.fixed_dictionaries(
+    dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), AXES), optional=OPTIONS
+)
 
 
 def words_of(choices: dict[str, object]) -> list[str]:
@@ -44,7 +46,11 @@ def words_of(choices: dict[str, object]) -> list[str]:
     name = str(choices.get("model.name", "llama3"))
     if name == "mnist":
         choices.pop("model.vocab", None)
-    return ["--mesh", mesh, *(word for key, value in choices.items() for word in (f"--{key}", *str(value).split()))]
+    return [
+        "--mesh",
+        mesh,
+        *(word for key, value in choices.items() for word in (f"--{key}", *str(value).split())),
+    ]
 
 
 def faults_of(words: list[str]) -> tuple[Fault, ...]:
@@ -73,12 +79,16 @@ def test_every_alternative_of_a_fix_removes_its_fault(choices: dict[str, object]
         for way in ways:
             assert way, fault
             assert way[0].startswith("--"), fault
-            assert key_of(fault) not in map(key_of, faults_of([*words, *way])), f"{fault}: {way} does not remove it"
+            assert key_of(fault) not in map(key_of, faults_of([*words, *way])), (
+                f"{fault}: {way} does not remove it"
+            )
 
 
 @settings(max_examples=40, phases=QUICK)
 @given(wanted)
-def test_following_the_first_fix_repeatedly_ends_at_a_valid_config(choices: dict[str, object]) -> None:
+def test_following_the_first_fix_repeatedly_ends_at_a_valid_config(
+    choices: dict[str, object],
+) -> None:
     words = words_of(choices)
     for _ in range(len(validate.CHECKS)):
         faults = faults_of(words)
@@ -94,9 +104,15 @@ def test_following_the_first_fix_repeatedly_ends_at_a_valid_config(choices: dict
         (["--mesh", "tp4"], '--mesh "dp2 tp2" or --mesh tp2'),
         (["--mesh", "pp2 tp4"], '--mesh "pp2 dp2 tp2" or --mesh "pp2 tp2"'),
         (["--mesh", "ep4"], '--mesh dp4 or --mesh ""'),
-        (["--mesh", "cp4", "--parallel.context", "ulysses"], "--parallel.context ring or --parallel.context allgather"),
+        (
+            ["--mesh", "cp4", "--parallel.context", "ulysses"],
+            "--parallel.context ring or --parallel.context allgather",
+        ),
         (["--mesh", "pp8"], '--mesh "pp4 dp2" or --mesh pp4'),
-        (["--mesh", "pp2", "--pipeline.schedule", "zbv", "--pipeline.chunks", "3"], "--pipeline.chunks 2"),
+        (
+            ["--mesh", "pp2", "--pipeline.schedule", "zbv", "--pipeline.chunks", "3"],
+            "--pipeline.chunks 2",
+        ),
         (["--model.name", "mnist", "--mesh", "dp2 cp2"], "--mesh dp4 or --mesh dp2"),
         (["--model.name", "mnist", "--parallel.sequence", "True"], "--parallel.sequence False"),
         (["--model.name", "gpt2", "--data.seq_len", "999"], "--data.seq_len"),
@@ -108,7 +124,10 @@ def test_the_nearest_layout_that_works_is_named(words: list[str], fix: str) -> N
 
 
 def test_flags_are_words_of_the_command_line() -> None:
-    assert as_flags({"mesh": "dp2 tp2", "pipeline.split": (2, 2)}) == '--mesh "dp2 tp2" --pipeline.split 2 2'
+    assert (
+        as_flags({"mesh": "dp2 tp2", "pipeline.split": (2, 2)})
+        == '--mesh "dp2 tp2" --pipeline.split 2 2'
+    )
     assert load(shlex.split(as_flags({"mesh": ""})), FAMILIES).mesh == ""
 
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from weft.core.attention_mask import AttentionMask
 
-spans = st.builds(lambda start, length: range(start, start + length), st.integers(0, 9), st.integers(1, 6))
+spans = st.builds(
+    lambda start, length: range(start, start + length), st.integers(0, 9), st.integers(1, 6)
+)
 masks = st.one_of(
     st.builds(AttentionMask, window=st.none() | st.integers(1, 12), prefix=st.integers(0, 8)),
     st.builds(AttentionMask, causal=st.just(False), window=st.none() | st.integers(1, 12)),
@@ -16,9 +18,13 @@ masks = st.one_of(
 
 
 @given(masks, spans, spans)
-def test_questions_about_a_block_agree_with_its_pairs(mask: AttentionMask, queries: range, keys: range) -> None:
+def test_questions_about_a_block_agree_with_its_pairs(
+    mask: AttentionMask, queries: range, keys: range
+) -> None:
     visible = {(query, key) for query in queries for key in keys if mask.allows(query, key)}
-    triangle = {(queries[i], keys[j]) for i in range(len(queries)) for j in range(min(i + 1, len(keys)))}
+    triangle = {
+        (queries[i], keys[j]) for i in range(len(queries)) for j in range(min(i + 1, len(keys)))
+    }
     assert mask.sees_any(queries, keys) == bool(visible)
     if mask.sees_all(queries, keys):
         assert len(visible) == len(queries) * len(keys)

@@ -8,7 +8,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.axes import Box, box_of, boxes, boxes_of_range, gradient_axes, sharding_axes, span, span_sizes
+from weft.core.axes import (
+    Box,
+    box_of,
+    boxes,
+    boxes_of_range,
+    gradient_axes,
+    sharding_axes,
+    span,
+    span_sizes,
+)
 from weft.core.mesh import Mesh
 
 LETTERS = "abc"
@@ -43,7 +52,11 @@ def test_boxes_of_all_ranks_cover_every_entry_exactly_once(
 
 @given(shapes, rules, meshes, rules, meshes)
 def test_every_wanted_box_is_covered_by_the_boxes_of_another_layout(
-    shape: tuple[int, ...], rule: dict[str, str], mesh: Mesh, other_rule: dict[str, str], other: Mesh
+    shape: tuple[int, ...],
+    rule: dict[str, str],
+    mesh: Mesh,
+    other_rule: dict[str, str],
+    other: Mesh,
 ) -> None:
     axes = tuple(LETTERS[: len(shape)])
     have = set(boxes(shape, axes, rule=rule, mesh=mesh))
@@ -72,11 +85,15 @@ def test_axes_of_degree_one_shard_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=4), st.data())
-def test_a_range_of_a_box_is_few_boxes_in_its_order(sides: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_a_range_of_a_box_is_few_boxes_in_its_order(
+    sides: list[tuple[int, int]], data: st.DataObject
+) -> None:
     box = Box(tuple(lo for lo, _ in sides), tuple(lo + length for lo, length in sides))
     start, stop = sorted((data.draw(st.integers(0, box.size)), data.draw(st.integers(0, box.size))))
     pieces = boxes_of_range(box, start, stop)
     entries = np.arange(box.size).reshape(box.shape)
-    found = np.concatenate([entries[piece.within(box)].ravel() for piece in pieces] or [np.arange(0)])
+    found = np.concatenate(
+        [entries[piece.within(box)].ravel() for piece in pieces] or [np.arange(0)]
+    )
     assert found.tolist() == list(range(start, stop))
     assert len(pieces) <= max(1, 2 * len(sides) - 1)

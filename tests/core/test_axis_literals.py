@@ -40,8 +40,9 @@ def test_axis_names_are_constants_of_their_dimension_alone() -> None:
             continue
         for line, axis in axis_literals(path.read_text(encoding="utf-8")):
             offending.append(f"{name}:{line} {axis!r}")
-    assert not offending, "import AXIS of weft.parallel.x, or ask weft.core.dimension for the role:\n" + "\n".join(
-        offending
+    assert not offending, (
+        "import AXIS of weft.parallel.x, or ask weft.core.dimension for the role:\n"
+        + "\n".join(offending)
     )
 
 

@@ -31,12 +31,17 @@ def test_rank_and_coordinates_are_inverse(mesh: Mesh) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(meshes(), st.sets(st.sampled_from(all_axes())))
-def test_groups_hold_every_rank_once_and_differ_only_along_their_axes(mesh: Mesh, axes: set[str]) -> None:
+def test_groups_hold_every_rank_once_and_differ_only_along_their_axes(
+    mesh: Mesh, axes: set[str]
+) -> None:
     groups = mesh.groups(tuple(axes))
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
     for group in groups:
         assert len(group) == mesh.degree(tuple(axes))
-        fixed = {tuple((axis, i) for axis, i in mesh.coord(rank).items() if axis not in axes) for rank in group}
+        fixed = {
+            tuple((axis, i) for axis, i in mesh.coord(rank).items() if axis not in axes)
+            for rank in group
+        }
         assert len(fixed) == 1
         assert [mesh.index(rank, tuple(axes)) for rank in group] == list(range(len(group)))
 
@@ -81,7 +86,9 @@ def test_all_faults_of_a_text_are_reported_together() -> None:
 
 def test_every_mesh_lists_each_mesh_once() -> None:
     found = all_meshes(16, ("pp", "dp", "tp"))
-    want = sum(1 for p in range(1, 17) for d in range(1, 17) for t in range(1, 17) if p * d * t <= 16)
+    want = sum(
+        1 for p in range(1, 17) for d in range(1, 17) for t in range(1, 17) if p * d * t <= 16
+    )
     assert len(found) == len(set(found)) == want
     assert all(mesh.size == math.prod(degree for _, degree in mesh.axes) for mesh in found)
 

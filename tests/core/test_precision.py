@@ -10,7 +10,9 @@ import pytest
 from weft.core.precision import REPRESENTS, Dtype, dtype_faults
 
 PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
-ROWS = re.findall(r"^\| (\w+\d+) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+ROWS = re.findall(
+    r"^\| (\w+\d+) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("compute", REPRESENTS)

@@ -23,7 +23,9 @@ def columns(length: int, degree: int, index: int) -> list[int]:
     return [column for span in zigzag(length, degree, index) for column in span]
 
 
-def pairs(block: BlockMask, blocks: SequenceBlocks, index: int, source: int) -> list[tuple[int, int]]:
+def pairs(
+    block: BlockMask, blocks: SequenceBlocks, index: int, source: int
+) -> list[tuple[int, int]]:
     """(query column, key column) that a block computes; a partial one those that the mask allows."""
     queries = blocks.columns(index)[block.queries]
     keys = blocks.columns(source)[block.keys]
@@ -54,7 +56,9 @@ def test_every_column_lies_on_one_rank(degree: int, chunk: int) -> None:
 
 
 @given(degrees, chunks, masks)
-def test_blocks_hold_every_visible_pair_once_and_no_other(degree: int, chunk: int, mask: AttentionMask) -> None:
+def test_blocks_hold_every_visible_pair_once_and_no_other(
+    degree: int, chunk: int, mask: AttentionMask
+) -> None:
     length = 2 * degree * chunk
     found = computed_pairs(SequenceBlocks(length, degree, mask))
     visible = [(q, k) for q in range(length) for k in range(length) if mask.allows(q, k)]
@@ -75,7 +79,12 @@ def test_blocks_hold_every_pair_within_a_document_and_skip_chunks_without_one(
     blocks = SequenceBlocks(length, degree, mask, documents=(ranges,), has_documents=True)
     found = computed_pairs(blocks)
     assert len(found) == len(set(found))
-    visible = {(q, k) for q in range(length) for k in range(length) if mask.allows(q, k) and document[q] == document[k]}
+    visible = {
+        (q, k)
+        for q in range(length)
+        for k in range(length)
+        if mask.allows(q, k) and document[q] == document[k]
+    }
     assert visible <= set(found), "a pair is lost"
     for query, key in found:
         query_range, key_range = ranges[query // size], ranges[key // size]
@@ -106,18 +115,24 @@ def test_a_narrow_window_leaves_turns_out() -> None:
                 first_query = blocks.columns(index)[block.queries][0]
                 chunk_sources[first_query // 4].add(source)
     drawn = ["0", "01", "12", "23", "3", "32", "21", "10"]
-    assert [chunk_sources[number] for number in range(8)] == [set(map(int, ranks)) for ranks in drawn]
+    assert [chunk_sources[number] for number in range(8)] == [
+        set(map(int, ranks)) for ranks in drawn
+    ]
 
 
 @given(degrees, chunks)
-def test_in_every_turn_of_the_ring_every_rank_computes_the_same_number_of_scores(degree: int, chunk: int) -> None:
+def test_in_every_turn_of_the_ring_every_rank_computes_the_same_number_of_scores(
+    degree: int, chunk: int
+) -> None:
     blocks = SequenceBlocks(2 * degree * chunk, degree, AttentionMask())
     for turn in range(degree):
         work = set()
         for index in range(degree):
             source = (index - turn) % degree
             found = [
-                pair for block in blocks.block_masks(index, source) for pair in pairs(block, blocks, index, source)
+                pair
+                for block in blocks.block_masks(index, source)
+                for pair in pairs(block, blocks, index, source)
             ]
             work.add(len(found))
         assert work == {2 * chunk**2 if turn else chunk * (2 * chunk + 1)}

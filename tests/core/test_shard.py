@@ -19,7 +19,11 @@ CASES = {
     "qkv tp2": ((16, 3), (QKV, "embed"), "tp2"),
     "qkv bias tp2": ((24,), (QKV,), "tp2"),
     "gate_up tp4": ((16, 2), (Stacked(("ffn", 4), ("ffn", 4)), "embed"), "tp4"),
-    "experts' gate_up": ((4, 8, 3), ("experts", Stacked(("ffn", 4), ("ffn", 4)), "embed"), "ep2 tp2"),
+    "experts' gate_up": (
+        (4, 8, 3),
+        ("experts", Stacked(("ffn", 4), ("ffn", 4)), "embed"),
+        "ep2 tp2",
+    ),
     "stacked input": ((3, 8), ("embed", Stacked(("ffn", 4), ("ffn", 4))), "tp2"),
     "not sharded": ((8, 3), (QKV, "embed"), "dp2"),
 }
@@ -32,7 +36,9 @@ def local(whole: np.ndarray, shard: Shard) -> np.ndarray:
 def shards(case: str) -> list[Shard]:
     shape, axes, text = CASES[case]
     mesh = Mesh.parse(text)
-    return [shard_of("w", shape, axes, rule=RULE, mesh=mesh, rank=rank) for rank in range(mesh.size)]
+    return [
+        shard_of("w", shape, axes, rule=RULE, mesh=mesh, rank=rank) for rank in range(mesh.size)
+    ]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "not sharded"])
@@ -60,7 +66,10 @@ def test_boxes_of_a_range_are_the_local_entries_in_order(case: str, data: st.Dat
 
 def test_a_rank_holds_its_heads_of_each_part() -> None:
     whole = np.arange(16)  # 4 heads of q, 2 of k, 2 of v, head size 2
-    first, second = (shard_of("w", (16,), (QKV,), rule=RULE, mesh=Mesh.parse("tp2"), rank=rank) for rank in (0, 1))
+    first, second = (
+        shard_of("w", (16,), (QKV,), rule=RULE, mesh=Mesh.parse("tp2"), rank=rank)
+        for rank in (0, 1)
+    )
     assert local(whole, first).tolist() == [0, 1, 2, 3, 8, 9, 12, 13]
     assert local(whole, second).tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
 
@@ -71,14 +80,19 @@ def test_a_rank_holds_its_heads_of_each_part() -> None:
         (
             15,
             QKV,
-            "w: Stacked units of heads+kv_heads+kv_heads do not fit the dim (got 15; need a multiple of 8, the units of all parts)",
+            "w: Stacked units of heads+kv_heads+kv_heads do not fit the dim (got 15; need a multiple of 8, the units of all "
+            "parts)",
         ),
         (
             6,
             Stacked(("heads", 4), ("kv_heads", 1), ("kv_heads", 1)),
             "w: part 'kv_heads' of a Stacked dim does not divide (got 1 units; need a multiple of 2, the ranks along tp)",
         ),
-        (8, Stacked(("heads", 1), ("experts", 1)), "parts of heads+experts are sharded over different mesh axes"),
+        (
+            8,
+            Stacked(("heads", 1), ("experts", 1)),
+            "parts of heads+experts are sharded over different mesh axes",
+        ),
     ],
 )
 def test_sizes_that_do_not_match_are_rejected(length: int, axis: Stacked, message: str) -> None:

@@ -31,7 +31,9 @@ IMAGES_MODEL = mnist.Config()
 
 
 def open_tokens(source, *, seq_len=4, model=BYTES_MODEL, token_dtype="uint16"):
-    return open_data(DataConfig(source=str(source), seq_len=seq_len, token_dtype=token_dtype), model)
+    return open_data(
+        DataConfig(source=str(source), seq_len=seq_len, token_dtype=token_dtype), model
+    )
 
 
 def complaint(source, model=BYTES_MODEL, **data):
@@ -80,7 +82,10 @@ def test_every_order_of_three_samples_comes_up_about_as_often():
 @given(length=st.integers(1, 60), size=st.integers(1, 25), seed=st.integers(0, 2**63 - 1))
 def test_steps_walk_through_whole_epochs_without_a_gap(length, size, seed):
     num_steps = 3 * length // size + 1
-    steps = [samples_of_step(k, global_size=size, num_samples=length, seed=seed) for k in range(num_steps)]
+    steps = [
+        samples_of_step(k, global_size=size, num_samples=length, seed=seed)
+        for k in range(num_steps)
+    ]
     walk = np.concatenate(steps)
     for epoch in range(len(walk) // length):
         assert sorted(walk[epoch * length : (epoch + 1) * length].tolist()) == list(range(length))
@@ -97,14 +102,30 @@ def test_epochs_and_seeds_differ():
 
 def test_the_order_is_written_down():
     """A run that is resumed years later must go on in the order in which it began."""
-    assert samples_of_step(3, global_size=8, num_samples=10, seed=1).tolist() == [7, 2, 3, 6, 0, 1, 1, 0]
+    assert samples_of_step(3, global_size=8, num_samples=10, seed=1).tolist() == [
+        7,
+        2,
+        3,
+        6,
+        0,
+        1,
+        1,
+        0,
+    ]
 
 
-@given(degree=st.integers(1, 6), micro=st.integers(1, 5), num_micro=st.integers(1, 6), step=st.integers(0, 50))
+@given(
+    degree=st.integers(1, 6),
+    micro=st.integers(1, 5),
+    num_micro=st.integers(1, 6),
+    step=st.integers(0, 50),
+)
 def test_every_layout_reads_the_same_samples_a_step(degree, micro, num_micro, step):
     size = degree * micro * num_micro
     samples = samples_of_step(step, global_size=size, num_samples=1000, seed=3)
-    parts = [layout_of(samples, index=index, degree=degree, micro_size=micro) for index in range(degree)]
+    parts = [
+        layout_of(samples, index=index, degree=degree, micro_size=micro) for index in range(degree)
+    ]
     assert all(part.shape == (num_micro, micro) for part in parts)
     for m in range(num_micro):
         for d in range(degree):
@@ -123,7 +144,9 @@ def test_a_sample_is_its_tokens_and_its_targets_are_shifted_by_one(tmp_path):
     assert arrays.inputs.tolist() == [[12, 13, 14, 15], [0, 1, 2, 3]]
     assert arrays.targets.tolist() == [[13, 14, 15, 16], [1, 2, 3, 4]]
     assert arrays.positions.tolist() == [[0, 1, 2, 3]] * 2
-    assert {array.dtype for array in (arrays.inputs, arrays.targets, arrays.positions)} == {np.dtype(np.int64)}
+    assert {array.dtype for array in (arrays.inputs, arrays.targets, arrays.positions)} == {
+        np.dtype(np.int64)
+    }
 
 
 @pytest.mark.parametrize(("length", "samples"), [(5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
@@ -134,20 +157,31 @@ def test_the_last_sample_has_its_last_target(tmp_path, length, samples):
     assert data.read(np.array([samples - 1])).targets[0, -1] == samples * 4
 
 
-@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), span=st.tuples(st.integers(0, 40), st.integers(1, 9)))
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    span=st.tuples(st.integers(0, 40), st.integers(1, 9)),
+)
 def test_a_stream_reads_across_files_as_if_they_were_one(sizes, span):
     whole, pieces = np.arange(sum(sizes), dtype=np.uint8), []
     for size in sizes:
         start = sum(map(len, pieces))
         pieces.append(whole[start : start + size])
-    stream = tokens.TokenStream(tuple(Path(f"{i}") for i in range(len(sizes))), tuple(pieces), vocab=256)
+    stream = tokens.TokenStream(
+        tuple(Path(f"{i}") for i in range(len(sizes))), tuple(pieces), vocab=256
+    )
     start, stop = span[0], min(sum(span), len(whole))
     if start < stop:
         assert stream.read(start, stop).tolist() == list(range(start, stop))
 
 
 def test_a_folder_is_its_text_files_end_to_end_sorted_by_path(tmp_path):
-    texts = {"b.txt": b"second ", "a/z.md": b"first ", "c.py": b"third", ".hidden/x.txt": b"no", "d.dat": b"no"}
+    texts = {
+        "b.txt": b"second ",
+        "a/z.md": b"first ",
+        "c.py": b"third",
+        ".hidden/x.txt": b"no",
+        "d.dat": b"no",
+    }
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(text)
@@ -172,7 +206,9 @@ def test_token_files_are_numbers_in_little_endian(tmp_path, monkeypatch, dtype, 
     ids[:60].astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "a.bin")
     ids[60:].astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "b.bin")
     data = open_tokens(tmp_path, model=gpt2.Config(vocab=5000), token_dtype=dtype)
-    assert all(isinstance(piece, tokens.TokenFile) == (left_from == 0) for piece in data.stream.parts)
+    assert all(
+        isinstance(piece, tokens.TokenFile) == (left_from == 0) for piece in data.stream.parts
+    )
     assert data.num_samples == 24
     assert np.array_equal(data.read(np.arange(24)).inputs.ravel(), ids[:96])
 
@@ -183,7 +219,9 @@ def test_the_standard_library_is_what_plain_python_reads():
     found = [file.relative_to(root).as_posix() for file in data.stream.files]
     assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(found)
     assert not [
-        name for name in found if "test" in Path(name).parts or "site-packages" in name or not name.endswith(".py")
+        name
+        for name in found
+        if "test" in Path(name).parts or "site-packages" in name or not name.endswith(".py")
     ]
     assert list(data.stream.files) == sorted(data.stream.files)
     text = b"".join(file.read_bytes() for file in data.stream.files)
@@ -204,8 +242,14 @@ def test_the_standard_library_stops_at_its_limit(monkeypatch):
     [
         (None, "no such file or folder (got '{path}')"),
         (b"", "is empty (got 0 bytes in {path}; need some text or tokens)"),
-        (b"1234", "{path} is too short (got 4 tokens; need at least 5 = data.seq_len + 1). Fix: --data.seq_len 3"),
-        (b"1", "is too short (got 1 tokens; need at least 5 = data.seq_len + 1). Fix: a longer source"),
+        (
+            b"1234",
+            "{path} is too short (got 4 tokens; need at least 5 = data.seq_len + 1). Fix: --data.seq_len 3",
+        ),
+        (
+            b"1",
+            "is too short (got 1 tokens; need at least 5 = data.seq_len + 1). Fix: a longer source",
+        ),
     ],
 )
 def test_text_that_cannot_be_trained_on_is_refused(tmp_path, content, line):
@@ -266,7 +310,9 @@ def test_the_last_token_of_the_vocabulary_is_taken_and_the_one_after_it_is_not(t
     assert "id 256; need below model.vocab = 256" in complaint(tmp_path / "after.bin")
 
 
-def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read_at_the_latest(tmp_path, monkeypatch):
+def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read_at_the_latest(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(tokens, "SCANNED_TOKENS", 5)
     np.array([1, 2, 3, 4, 5, 6, 999, 8, 9], dtype="<u2").tofile(tmp_path / "a.bin")
     data = open_tokens(tmp_path)
@@ -277,8 +323,9 @@ def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read_at_the_latest(tm
 
 def test_a_token_file_that_ends_inside_a_token_is_refused(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"123456789")
-    assert "ends inside a token (got 9 bytes; need a multiple of 2 bytes for uint16 (data.token_dtype))" in complaint(
-        tmp_path
+    assert (
+        "ends inside a token (got 9 bytes; need a multiple of 2 bytes for uint16 (data.token_dtype))"
+        in complaint(tmp_path)
     )
 
 
@@ -286,16 +333,25 @@ def test_a_token_file_that_ends_inside_a_token_is_refused(tmp_path):
 
 
 def idx(array):
-    return struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        struct.pack(">HBB", 0, 8, array.ndim)
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
 
 
 def write_pair(folder, count=7, *, kind="train", zipped=False, size=28, labels=None):
     random = np.random.default_rng(5)
     pictures = random.integers(0, 256, (count, size, size), dtype=np.uint8)
     labels = random.integers(0, 10, count, dtype=np.uint8) if labels is None else labels
-    for name, array in ((f"{kind}-images-idx3-ubyte", pictures), (f"{kind}-labels-idx1-ubyte", labels)):
+    for name, array in (
+        (f"{kind}-images-idx3-ubyte", pictures),
+        (f"{kind}-labels-idx1-ubyte", labels),
+    ):
         content = idx(array)
-        (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
+        (folder / (name + ".gz" * zipped)).write_bytes(
+            gzip.compress(content) if zipped else content
+        )
     return pictures, labels
 
 
@@ -310,13 +366,19 @@ def test_idx_files_are_read_as_they_were_written(tmp_path, zipped):
     assert arrays.inputs.dtype == np.uint8
     assert arrays.targets.tolist() == labels[[6, 0]].tolist()
     assert arrays.positions.tolist() == [0, 0]
-    assert data.facts()["sha256"] == hashlib.sha256(pictures.tobytes() + labels.tobytes()).hexdigest()[:12]
+    assert (
+        data.facts()["sha256"]
+        == hashlib.sha256(pictures.tobytes() + labels.tobytes()).hexdigest()[:12]
+    )
 
 
 def test_the_file_of_the_images_names_the_pair(tmp_path):
     write_pair(tmp_path)
     write_pair(tmp_path, 3, kind="t10k")
-    assert open_data(DataConfig(source=f"{tmp_path}/t10k-images-idx3-ubyte"), IMAGES_MODEL).num_samples == 3
+    assert (
+        open_data(DataConfig(source=f"{tmp_path}/t10k-images-idx3-ubyte"), IMAGES_MODEL).num_samples
+        == 3
+    )
 
 
 def test_the_digits_stand_in_for_mnist():
@@ -342,11 +404,20 @@ def test_the_digits_need_scikit_learn(monkeypatch):
         (lambda content: content[:-1], "is truncated (got 5503 bytes; need 5504 for 7 x 28 x 28)"),
         (lambda content: content + b"x", "is too long (got 5505 bytes"),
         (lambda content: content[:9], "ends inside its header (got 9 bytes; need 16 bytes)"),
-        (lambda content: b"PNG!" + content[4:], "is not an IDX file of 3 dims (got magic 504e4721; need 00000803)"),
-        (lambda content: b"\x00\x00\x0d\x03" + content[4:], "is not an IDX file of 3 dims (got magic 00000d03"),
+        (
+            lambda content: b"PNG!" + content[4:],
+            "is not an IDX file of 3 dims (got magic 504e4721; need 00000803)",
+        ),
+        (
+            lambda content: b"\x00\x00\x0d\x03" + content[4:],
+            "is not an IDX file of 3 dims (got magic 00000d03",
+        ),
         (lambda content: gzip.compress(content)[:-20], "is a broken gzip file"),
         (lambda _content: b"", "is not an IDX file of 3 dims"),
-        (lambda content: content[:4] + struct.pack(">I", 0) + content[8:16], "images and labels differ in number (got 0 in"),
+        (
+            lambda content: content[:4] + struct.pack(">I", 0) + content[8:16],
+            "images and labels differ in number (got 0 in",
+        ),
     ],
 )
 def test_a_broken_idx_file_is_refused(tmp_path, damage, line):
@@ -360,7 +431,9 @@ def test_images_and_labels_of_other_counts_sizes_or_classes_are_refused(tmp_path
     write_pair(tmp_path, labels=np.zeros(6, np.uint8))
     assert "images and labels differ in number (got 7 in" in complaint(tmp_path, IMAGES_MODEL)
     write_pair(tmp_path, labels=np.array([0, 9, 10, 3, 11, 0, 0], np.uint8))
-    assert "out of range at image 2 (got 10; need below model.classes = 10)" in complaint(tmp_path, IMAGES_MODEL)
+    assert "out of range at image 2 (got 10; need below model.classes = 10)" in complaint(
+        tmp_path, IMAGES_MODEL
+    )
     write_pair(tmp_path, size=20)
     assert "images of another size (got 20 x 20; need 28). Fix: --model.image_size 20" in complaint(
         tmp_path, IMAGES_MODEL
@@ -395,19 +468,33 @@ def test_token_files_may_have_fewer_ids_than_bytes_have_alone_in_a_folder_and_mi
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         np.arange(60, dtype="<u2").tofile(tmp_path / name / "x.bin")
-    small = ("--model.vocab", "60", "--data.seq_len", "8", "--batch.global_size", "2", "--batch.micro_size", "2")
+    small = (
+        "--model.vocab",
+        "60",
+        "--data.seq_len",
+        "8",
+        "--batch.global_size",
+        "2",
+        "--batch.micro_size",
+        "2",
+    )
     for source in (
         ("--data.source", f"{tmp_path}/a/x.bin"),
         ("--data.source", f"{tmp_path}/a"),
         ("--data.mix", f"{tmp_path}/a=1", f"{tmp_path}/b/x.bin=2"),
     ):
-        assert run_checks(load((*source, *small), FAMILIES), (*validate.CHECKS, *data_checks.CHECKS)) == ()
+        assert (
+            run_checks(load((*source, *small), FAMILIES), (*validate.CHECKS, *data_checks.CHECKS))
+            == ()
+        )
 
 
 def test_the_vocabulary_of_a_model_from_a_folder_is_not_to_be_changed(tmp_path):
     (tmp_path / "a.txt").write_text("hello " * 100)
     argv = ("--data.source", f"{tmp_path}/a.txt", "--model.vocab", "99")
-    line = "model.vocab: is smaller than the tokenizer's (got 99; need at least 256 for bytes). Fix: "
+    line = (
+        "model.vocab: is smaller than the tokenizer's (got 99; need at least 256 for bytes). Fix: "
+    )
     assert faults_of_run(*argv) == [f"{line}--model.vocab 256"]
     own = "weft data prepare the text with --tokenizer Qwen3-0.6B/tokenizer.json"
     assert faults_of_run(*argv, from_hf="Qwen3-0.6B") == [f"{line}{own}"]

@@ -56,12 +56,16 @@ def complaint(source: str, **reading: Any) -> str:
 
 def test_a_source_names_path_configuration_and_split() -> None:
     assert HubDataset.parse("hf:allenai/c4") == HubDataset("allenai/c4", None, "train")
-    assert HubDataset.parse("hf:allenai/c4,en:validation") == HubDataset("allenai/c4", "en", "validation")
+    assert HubDataset.parse("hf:allenai/c4,en:validation") == HubDataset(
+        "allenai/c4", "en", "validation"
+    )
     with pytest.raises(DataError, match=r"names no data set \(got 'hf::test'; need hf:PATH"):
         HubDataset.parse("hf::test")
 
 
-def test_rows_of_a_split_are_documents_in_their_order_and_empty_ones_are_left_out(tmp_path: Path) -> None:
+def test_rows_of_a_split_are_documents_in_their_order_and_empty_ones_are_left_out(
+    tmp_path: Path,
+) -> None:
     place = folder(tmp_path)
     assert texts_of(f"hf:{place}") == [text for text in TEXTS if text]
     assert texts_of(f"hf:{place}:test") == ["kept apart"]
@@ -72,21 +76,28 @@ def test_a_set_is_prepared_into_the_same_tokens_as_its_file(tmp_path: Path) -> N
     for name, source in (("set", f"hf:{place}"), ("file", f"{place}/train.jsonl")):
         prepare(PrepareOptions((source,), valid=0.3), tmp_path / name)
     for part in ("train.bin", "valid.bin", "train.idx", "valid.idx"):
-        assert (tmp_path / "set" / part).read_bytes() == (tmp_path / "file" / part).read_bytes(), part
+        assert (tmp_path / "set" / part).read_bytes() == (tmp_path / "file" / part).read_bytes(), (
+            part
+        )
     assert (tmp_path / "set" / "train.bin").stat().st_size > 0
 
 
 def test_what_is_wrong_with_a_set_is_one_line(tmp_path: Path) -> None:
     place = folder(tmp_path)
     told = complaint(f"hf:{place}", text_field="txt")
-    assert f"hf:{place}:train has no such column (got 'txt'; need one of text, n). Fix: did you mean 'text'?" in told
+    assert (
+        f"hf:{place}:train has no such column (got 'txt'; need one of text, n). Fix: did you mean 'text'?"
+        in told
+    )
     assert f"hf:{place}:train: the column 'n' is not text (got int; need strings)" in complaint(
         f"hf:{place}", text_field="n"
     )
     assert f"data.source: hf:{place}:dev cannot be read (got " in complaint(f"hf:{place}:dev")
     missing = complaint("hf:missing/dataset")
     assert "data.source: hf:missing/dataset:train cannot be read (got " in missing
-    assert missing.endswith("Fix: check its name, configuration and split, and the network; or name files")
+    assert missing.endswith(
+        "Fix: check its name, configuration and split, and the network; or name files"
+    )
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

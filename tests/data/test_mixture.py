@@ -51,7 +51,9 @@ def mixed(tmp_path):
     """Two sources: 30 samples of the letter a, 9 of b."""
     (tmp_path / "a.txt").write_text("a" * 121)
     (tmp_path / "b.txt").write_text("b" * 37)
-    return open_data(DataConfig(mix=(f"{tmp_path}/a.txt=3", f"{tmp_path}/b.txt=1"), seq_len=4), gpt2.Config())
+    return open_data(
+        DataConfig(mix=(f"{tmp_path}/a.txt=3", f"{tmp_path}/b.txt=1"), seq_len=4), gpt2.Config()
+    )
 
 
 def test_each_source_walks_through_its_own_epochs(mixed):
@@ -59,7 +61,9 @@ def test_each_source_walks_through_its_own_epochs(mixed):
     first, second = walk[walk < 30], walk[walk >= 30] - 30
     assert (len(first), len(second)) == (108, 36)
     for own, size in ((first, 30), (second, 9)):
-        epochs = [own[start : start + size].tolist() for start in range(0, len(own) - size + 1, size)]
+        epochs = [
+            own[start : start + size].tolist() for start in range(0, len(own) - size + 1, size)
+        ]
         assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
         assert epochs[0] != epochs[1]
 
@@ -74,7 +78,10 @@ def test_samples_of_several_sources_come_in_the_order_in_which_they_are_asked_fo
 def test_every_layout_reads_the_same_mixture(mixed):
     chosen = samples_of(mixed, 5, global_size=24, seed=7)
     for degree, micro in ((1, 4), (3, 2), (2, 6)):
-        parts = [layout_of(chosen, index=index, degree=degree, micro_size=micro) for index in range(degree)]
+        parts = [
+            layout_of(chosen, index=index, degree=degree, micro_size=micro)
+            for index in range(degree)
+        ]
         assert sorted(np.concatenate([part.ravel() for part in parts])) == sorted(chosen)
 
 
@@ -103,15 +110,52 @@ def test_a_run_that_is_resumed_goes_on_with_the_same_mixture(tmp_path):
         "--model.ffn",
         "16",
     ]
-    mix = ["--data.mix", f"{tmp_path}/a=2", f"{tmp_path}/b=1", "--data.packing", "documents", "--data.seq_len", "16"]
-    words = ["train", "--transport", "threads", "--optim.decay", "constant", "--batch.global_size", "4", *model, *mix]
+    mix = [
+        "--data.mix",
+        f"{tmp_path}/a=2",
+        f"{tmp_path}/b=1",
+        "--data.packing",
+        "documents",
+        "--data.seq_len",
+        "16",
+    ]
+    words = [
+        "train",
+        "--transport",
+        "threads",
+        "--optim.decay",
+        "constant",
+        "--batch.global_size",
+        "4",
+        *model,
+        *mix,
+    ]
 
     def losses(out):
-        return [event["loss"] for event in read_events(tmp_path / out / "events.jsonl") if event["event"] == "step"]
+        return [
+            event["loss"]
+            for event in read_events(tmp_path / out / "events.jsonl")
+            if event["event"] == "step"
+        ]
 
     assert main([*words, "--steps", "4", "--out", f"{tmp_path}/straight"]) == 0
     assert main([*words, "--steps", "2", "--out", f"{tmp_path}/broken", "--save.every", "2"]) == 0
-    assert main([*words, "--steps", "4", "--out", f"{tmp_path}/broken", "--resume", "auto", "--mesh", "dp2"]) == 0
+    assert (
+        main(
+            [
+                *words,
+                "--steps",
+                "4",
+                "--out",
+                f"{tmp_path}/broken",
+                "--resume",
+                "auto",
+                "--mesh",
+                "dp2",
+            ]
+        )
+        == 0
+    )
     straight, broken = losses("straight"), losses("broken")
     assert len(set(straight)) == 4
     assert broken == pytest.approx(straight, rel=1e-5)

@@ -66,8 +66,14 @@ def test_the_drawing_of_the_note_is_what_is_made():
     bounds = np.array([0, 6, 8, 15, 18])
     windows = [pack(bounds, start, 6) for start in (0, 6)]
     assert [window.documents.tolist() for window in windows] == [[0] * 6, [0, 0, 1, 1, 1, 1]]
-    assert [window.positions.tolist() for window in windows] == [[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3]]
-    assert [window.is_last.tolist() for window in windows] == [[False] * 5 + [True], [False, True] + [False] * 4]
+    assert [window.positions.tolist() for window in windows] == [
+        [0, 1, 2, 3, 4, 5],
+        [0, 1, 0, 1, 2, 3],
+    ]
+    assert [window.is_last.tolist() for window in windows] == [
+        [False] * 5 + [True],
+        [False, True] + [False] * 4,
+    ]
 
 
 @pytest.fixture
@@ -107,15 +113,26 @@ def test_samples_read_one_by_one_are_those_read_together(folder):
 def test_text_files_are_documents_without_being_prepared(tmp_path):
     for name, text in {"a": "aaaaa", "b": "", "c": "ccc"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
-    found = open_data(DataConfig(source=str(tmp_path), seq_len=7, packing="documents"), gpt2.Config()).read(
-        np.array([0])
-    )
+    found = open_data(
+        DataConfig(source=str(tmp_path), seq_len=7, packing="documents"), gpt2.Config()
+    ).read(np.array([0]))
     assert found.documents.tolist() == [[0, 0, 0, 0, 0, 1, 1]]
     assert found.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
     assert found.targets.tolist() == [[97, 97, 97, 97, IGNORE, 99, 99]]
 
 
-MODEL = ["--model.layers", "2", "--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "48"]
+MODEL = [
+    "--model.layers",
+    "2",
+    "--model.dim",
+    "32",
+    "--model.heads",
+    "4",
+    "--model.kv_heads",
+    "2",
+    "--model.ffn",
+    "48",
+]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +158,10 @@ def test_a_document_is_computed_as_if_it_stood_alone(folder):
     from weft.models.common.batch import Batch, chain, token_batch
     from weft.prove.oracle import plain_model
 
-    run = load([*MODEL, "--data.source", folder, "--data.packing", "documents", "--data.seq_len", "16"], FAMILIES)
+    run = load(
+        [*MODEL, "--data.source", folder, "--data.packing", "documents", "--data.seq_len", "16"],
+        FAMILIES,
+    )
     arrays = open_data(run.data, run.model).read(np.arange(6))
     blocks = plain_model(FAMILIES["llama3"], run.model, seed=1, dtype=torch.float64)
     batch = Batch(**{name: torch.from_numpy(array) for name, array in vars(arrays).items()})

@@ -37,12 +37,16 @@ VOCAB = 300
 def bpe(tmp_path_factory):
     """A small tokenizer.json, trained on Python."""
     file = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    file.write_text(train_bpe((path.read_text() for path in list(stdlib_files())[:12]), vocab=VOCAB))
+    file.write_text(
+        train_bpe((path.read_text() for path in list(stdlib_files())[:12]), vocab=VOCAB)
+    )
     return file
 
 
 def write_lines(file, texts=TEXTS, field="text"):
-    rows = "".join(json.dumps({field: text, "id": number}) + "\n" for number, text in enumerate(texts))
+    rows = "".join(
+        json.dumps({field: text, "id": number}) + "\n" for number, text in enumerate(texts)
+    )
     file.write_bytes(gzip.compress(rows.encode()) if file.suffix == ".gz" else rows.encode())
     return str(file)
 
@@ -50,7 +54,11 @@ def write_lines(file, texts=TEXTS, field="text"):
 def documents_of(folder, split="train"):
     """The documents of a prepared folder, as text."""
     found = open_prepared(folder)
-    stream, bounds, tokenizer = found.stream(split, vocab=found.meta.vocab), found.bounds(split), found.tokenizer()
+    stream, bounds, tokenizer = (
+        found.stream(split, vocab=found.meta.vocab),
+        found.bounds(split),
+        found.tokenizer(),
+    )
     return [tokenizer.decode(stream.read(*pair).tolist()) for pair in pairwise(bounds[:])]
 
 
@@ -82,7 +90,9 @@ def test_every_text_file_is_a_document_and_no_byte_is_lost(tmp_path):
     (tmp_path / "empty.txt").touch()
     folder = made(tmp_path, f"{tmp_path}/*.txt")
     found = open_prepared(folder)
-    assert (folder / "train.bin").read_bytes() == np.frombuffer(b"".join(contents), np.uint8).astype("<u2").tobytes()
+    assert (folder / "train.bin").read_bytes() == np.frombuffer(
+        b"".join(contents), np.uint8
+    ).astype("<u2").tobytes()
     assert found.bounds("train")[:].tolist() == np.cumsum([0, *map(len, contents)]).tolist()
     assert (found.meta.files, found.meta.input_bytes) == (4, sum(map(len, contents)))
 
@@ -90,12 +100,20 @@ def test_every_text_file_is_a_document_and_no_byte_is_lost(tmp_path):
 def test_blank_lines_part_the_documents_of_a_text_file(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "READ_BYTES", 7)
     (tmp_path / "a.txt").write_text("\n \none\ntwo\n\n\n  three\n \t\nfour")
-    assert documents_of(made(tmp_path, f"{tmp_path}/a.txt", split_on="blank")) == ["one\ntwo\n", "  three\n", "four"]
+    assert documents_of(made(tmp_path, f"{tmp_path}/a.txt", split_on="blank")) == [
+        "one\ntwo\n",
+        "  three\n",
+        "four",
+    ]
 
 
 def test_files_of_all_kinds_go_into_one_folder_in_their_order(tmp_path):
     (tmp_path / "b.md").write_text("second")
-    inputs = (write_lines(tmp_path / "z.jsonl", ["first"]), str(tmp_path / "b.md"), f"{tmp_path}/b*")
+    inputs = (
+        write_lines(tmp_path / "z.jsonl", ["first"]),
+        str(tmp_path / "b.md"),
+        f"{tmp_path}/b*",
+    )
     assert documents_of(made(tmp_path, *inputs)) == ["first", "second"]
 
 
@@ -126,7 +144,9 @@ def test_the_same_recipe_makes_the_same_bytes(tmp_path):
 
 def test_the_meta_file_counts_what_is_there(tmp_path):
     texts = ["four", "", "seven 7", "one"]
-    part = open_prepared(made(tmp_path, write_lines(tmp_path / "a.jsonl", texts))).meta.splits["train"]
+    part = open_prepared(made(tmp_path, write_lines(tmp_path / "a.jsonl", texts))).meta.splits[
+        "train"
+    ]
     assert (part.documents, part.tokens, part.longest) == (3, 14, 7)
 
 
@@ -146,14 +166,22 @@ def test_a_text_that_is_cut_is_the_same_text(text, limit):
     assert all(0 < len(part) <= limit for part in parts[:-1])
 
 
-@given(lines=st.lists(st.sampled_from(["def f(x):", "    return 1", "", "a  b", "é = 'ß'"]), min_size=8, max_size=40))
+@given(
+    lines=st.lists(
+        st.sampled_from(["def f(x):", "    return 1", "", "a  b", "é = 'ß'"]),
+        min_size=8,
+        max_size=40,
+    )
+)
 def test_the_tokens_of_pieces_are_those_of_the_whole(bpe, lines):
     text, tokenizer = "\n".join(lines), open_tokenizer(str(bpe))
     parts = list(split_text(text, limit=40))
     assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
-@given(words=st.lists(st.sampled_from(["a", " ", "  ", "über", "42", "!?"]), min_size=20, max_size=60))
+@given(
+    words=st.lists(st.sampled_from(["a", " ", "  ", "über", "42", "!?"]), min_size=20, max_size=60)
+)
 def test_the_tokens_of_one_long_line_are_those_of_the_whole(bpe, words):
     text, tokenizer = " ".join(words), open_tokenizer(str(bpe))
     parts = list(split_text(text, limit=17))
@@ -191,7 +219,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
 def test_the_split_is_a_function_of_seed_and_number_alone(tmp_path, monkeypatch, batch_chars):
     monkeypatch.setattr(prepare, "BATCH_CHARS", batch_chars)
     valid = is_valid(range(60), share=0.2, seed=3)
-    assert valid == is_valid(range(30), share=0.2, seed=3) + is_valid(range(30, 60), share=0.2, seed=3)
+    assert valid == is_valid(range(30), share=0.2, seed=3) + is_valid(
+        range(30, 60), share=0.2, seed=3
+    )
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), valid=0.2, seed=3)
     expected = {
         split: [t for t, kept in zip(TEXTS, valid, strict=True) if kept == (split == "valid")]
@@ -215,17 +245,29 @@ def test_a_prepared_folder_brings_its_tokenizer_and_its_facts(tmp_path, bpe):
     data = DataConfig(source=str(folder), seq_len=8)
     facts = open_data(data, gpt2.Config(vocab=VOCAB)).facts()
     part = open_prepared(folder).meta.splits["train"]
-    assert (facts["tokens"], facts["documents"], facts["sha256"]) == (part.tokens, part.documents, part.sha256[:12])
+    assert (facts["tokens"], facts["documents"], facts["sha256"]) == (
+        part.tokens,
+        part.documents,
+        part.sha256[:12],
+    )
     assert tokenizer_of(data).name == str(folder / "tokenizer.json")
-    named = open_data(DataConfig(source=str(folder / "valid.bin"), seq_len=8), gpt2.Config(vocab=VOCAB)).facts()
+    named = open_data(
+        DataConfig(source=str(folder / "valid.bin"), seq_len=8), gpt2.Config(vocab=VOCAB)
+    ).facts()
     assert named["tokens"] == open_prepared(folder).meta.splits["valid"].tokens
 
 
 def test_small_texts_are_made_into_tokens_when_a_run_starts(tmp_path, bpe):
     texts = [*TEXTS, "long " * documents.CHUNK_CHARS, "", "the end"]
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl", texts), tokenizer=str(bpe))
-    model, data = gpt2.Config(vocab=VOCAB), DataConfig(source=f"{tmp_path}/a.jsonl", tokenizer=str(bpe), seq_len=8)
-    here, there = open_data(data, model), open_data(data.model_copy(update={"source": str(folder)}), model)
+    model, data = (
+        gpt2.Config(vocab=VOCAB),
+        DataConfig(source=f"{tmp_path}/a.jsonl", tokenizer=str(bpe), seq_len=8),
+    )
+    here, there = (
+        open_data(data, model),
+        open_data(data.model_copy(update={"source": str(folder)}), model),
+    )
     numbers = np.arange(here.num_samples)
     assert here.num_samples == there.num_samples
     assert np.array_equal(here.read(numbers).inputs, there.read(numbers).inputs)
@@ -238,7 +280,9 @@ def test_raw_text_beside_a_prepared_folder_is_read_by_its_tokenizer(tmp_path, bp
     mixed = load(["--data.mix", f"{folder}=1", f"{tmp_path}/a.jsonl=1", *sizes], FAMILIES)
     whole = open_source(f"{tmp_path}/a.jsonl", DataConfig(tokenizer=str(bpe)), vocab=VOCAB)
     assert len(open_data(mixed.data, mixed.model).parts[1].stream) == len(whole)
-    run = load(["--data.source", str(folder), "--eval.source", f"{tmp_path}/a.jsonl", *sizes], FAMILIES)
+    run = load(
+        ["--data.source", str(folder), "--eval.source", f"{tmp_path}/a.jsonl", *sizes], FAMILIES
+    )
     assert len(open_validation(run.data, run.model, source=run.eval.source).stream) == len(whole)
 
 
@@ -255,12 +299,21 @@ def refused(words, capsys):
 PREPARE = {
     "no input": (["--out", "{tmp}/x"], "input: names no file"),
     "no out": (["{tmp}/a.jsonl"], "out: names no folder"),
-    "out is there": (["{tmp}/a.jsonl", "--out", "{tmp}"], "out: exists already (got '{tmp}'; need a new folder)"),
-    "out below a file": (["{tmp}/a.jsonl", "--out", "{tmp}/a.jsonl/x"], "out: the folder cannot be created (got"),
+    "out is there": (
+        ["{tmp}/a.jsonl", "--out", "{tmp}"],
+        "out: exists already (got '{tmp}'; need a new folder)",
+    ),
+    "out below a file": (
+        ["{tmp}/a.jsonl", "--out", "{tmp}/a.jsonl/x"],
+        "out: the folder cannot be created (got",
+    ),
     "no file": (["{tmp}/no", "--out", "{tmp}/x"], "input: no such file or folder (got '{tmp}/no')"),
     "empty": (["{tmp}/empty.txt", "--out", "{tmp}/x"], "input: is empty (got no text in 1 file"),
     "tokens": (["{tmp}/a.bin", "--out", "{tmp}/x"], "input: holds tokens already (got {tmp}/a.bin"),
-    "broken line": (["{tmp}/broken.jsonl", "--out", "{tmp}/x"], "input: {tmp}/broken.jsonl:2 is not JSON (got "),
+    "broken line": (
+        ["{tmp}/broken.jsonl", "--out", "{tmp}/x"],
+        "input: {tmp}/broken.jsonl:2 is not JSON (got ",
+    ),
     "line is a list": (
         ["{tmp}/list.jsonl", "--out", "{tmp}/x"],
         "input: {tmp}/list.jsonl:1 is not a JSON object (got list",
@@ -281,8 +334,14 @@ PREPARE = {
         ["{tmp}/a.parquet", "--out", "{tmp}/x", "--text_field", "id"],
         "text_field: {tmp}/a.parquet: the column 'id' is not text (got int64; need strings)",
     ),
-    "no parquet": (["{tmp}/b.parquet", "--out", "{tmp}/x"], "input: {tmp}/b.parquet is not a parquet file"),
-    "broken gzip": (["{tmp}/b.jsonl.gz", "--out", "{tmp}/x"], "input: {tmp}/b.jsonl.gz is a broken gzip file"),
+    "no parquet": (
+        ["{tmp}/b.parquet", "--out", "{tmp}/x"],
+        "input: {tmp}/b.parquet is not a parquet file",
+    ),
+    "broken gzip": (
+        ["{tmp}/b.jsonl.gz", "--out", "{tmp}/x"],
+        "input: {tmp}/b.jsonl.gz is a broken gzip file",
+    ),
     "share": (
         ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--valid", "1"],
         "valid: out of range (got 1.0; need a number, at least 0",
@@ -326,7 +385,10 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("case", PREPARE)
 def test_what_cannot_be_prepared_is_told_in_one_line_and_leaves_nothing(case, place, capsys):
-    words, line = ([word.format(tmp=place) for word in PREPARE[case][0]], PREPARE[case][1].format(tmp=place))
+    words, line = (
+        [word.format(tmp=place) for word in PREPARE[case][0]],
+        PREPARE[case][1].format(tmp=place),
+    )
     before = sorted(place.iterdir())
     assert refused(["data", "prepare", *words], capsys).startswith(line)
     assert sorted(place.iterdir()) == before
@@ -345,7 +407,9 @@ DAMAGE = {
     "split_text tokens": (lambda folder: cut_off(folder / "train.bin"), "train.bin is truncated"),
     "split_text bounds": (lambda folder: cut_off(folder / "train.idx"), "train.idx is truncated"),
     "other tokenizer": (
-        lambda folder: (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n"),
+        lambda folder: (folder / "tokenizer.json").write_text(
+            (folder / "tokenizer.json").read_text() + "\n"
+        ),
         "tokenizer.json did not produce the tokens",
     ),
 }
@@ -357,7 +421,8 @@ def test_a_folder_that_is_not_whole_is_refused(case, tmp_path, bpe, capsys):
     damage, line = DAMAGE[case]
     damage(folder)
     assert line in refused(
-        ["train", "--data.source", str(folder), "--model.vocab", "300", "--data.seq_len", "8"], capsys
+        ["train", "--data.source", str(folder), "--model.vocab", "300", "--data.seq_len", "8"],
+        capsys,
     )
     if case != "other tokenizer":
         assert line in refused(["data", "show", str(folder)], capsys)
@@ -386,17 +451,39 @@ RUNS = {
         " Fix: --model.vocab 300",
     ),
     "another tokenizer": (
-        ["--data.source", "{folder}", "--data.tokenizer", "{tmp}/other.json", "--model.vocab", "300"],
+        [
+            "--data.source",
+            "{folder}",
+            "--data.tokenizer",
+            "{tmp}/other.json",
+            "--model.vocab",
+            "300",
+        ],
         "data.tokenizer: is not the tokenizer that prepared {folder} (got {tmp}/other.json; need {folder}/tokenizer.json)",
     ),
-    "no tokenizer": (["--data.tokenizer", "{tmp}/no.json"], "data.tokenizer: cannot read the tokenizer (got '{tmp}/no"),
+    "no tokenizer": (
+        ["--data.tokenizer", "{tmp}/no.json"],
+        "data.tokenizer: cannot read the tokenizer (got '{tmp}/no",
+    ),
     "much text": (
         ["--data.tokenizer", "{folder}/tokenizer.json", "--model.vocab", "300"],
         "data.source: is too large to be tokenized at every start",
     ),
-    "nothing to evaluate on": (["--eval.every", "5"], "eval.source: there is nothing to evaluate on (got 'stdlib'"),
+    "nothing to evaluate on": (
+        ["--eval.every", "5"],
+        "eval.source: there is nothing to evaluate on (got 'stdlib'",
+    ),
     "no validation": (
-        ["--data.source", "{folder}", "--model.vocab", "300", "--data.seq_len", "8", "--eval.every", "5"],
+        [
+            "--data.source",
+            "{folder}",
+            "--model.vocab",
+            "300",
+            "--data.seq_len",
+            "8",
+            "--eval.every",
+            "5",
+        ],
         "eval.source: is empty (got 0 tokens in {folder}/valid.bin",
     ),
     "evaluation by another tokenizer": (
@@ -404,8 +491,14 @@ RUNS = {
         "eval.source: {folder} was prepared by another tokenizer than the training data (got {folder}/tokenizer.json;"
         " need bytes). Fix: weft data prepare it with --tokenizer bytes",
     ),
-    "missing evaluation": (["--eval.every", "5", "--eval.source", "{tmp}/no"], "eval.source: no such file or folder"),
-    "broken line": (["--data.source", "{tmp}/broken.jsonl"], "data.source: {tmp}/broken.jsonl:1 is not JSON"),
+    "missing evaluation": (
+        ["--eval.every", "5", "--eval.source", "{tmp}/no"],
+        "eval.source: no such file or folder",
+    ),
+    "broken line": (
+        ["--data.source", "{tmp}/broken.jsonl"],
+        "data.source: {tmp}/broken.jsonl:1 is not JSON",
+    ),
     "field": (
         ["--data.source", "{tmp}/a.jsonl", "--data.text_field", "tex"],
         "data.text_field: {tmp}/a.jsonl:1 has no such field (got 'tex'). Fix: did you mean 'text'?",
@@ -428,17 +521,40 @@ RUNS = {
         ["--data.source", "{tmp}/a.bin", "--data.packing", "documents", "--data.seq_len", "2"],
         "data.packing: {tmp}/a.bin does not say where documents begin",
     ),
-    "no weight": (["--data.mix", "stdlib"], "data.mix: names no weight (got 'stdlib'; need SOURCE=WEIGHT)"),
-    "weight is a word": (["--data.mix", "stdlib=much"], "data.mix: the weight of stdlib is not valid (got 'much'"),
-    "weight is zero": (["--data.mix", "stdlib=0"], "data.mix: the weight of stdlib is not valid (got '0'; need a"),
-    "weight is nan": (["--data.mix", "stdlib=nan"], "data.mix: the weight of stdlib is not valid (got 'nan'; need a"),
-    "twice": (["--data.mix", "stdlib=1", "stdlib=2"], "data.mix: names a source twice (got 'stdlib'"),
+    "no weight": (
+        ["--data.mix", "stdlib"],
+        "data.mix: names no weight (got 'stdlib'; need SOURCE=WEIGHT)",
+    ),
+    "weight is a word": (
+        ["--data.mix", "stdlib=much"],
+        "data.mix: the weight of stdlib is not valid (got 'much'",
+    ),
+    "weight is zero": (
+        ["--data.mix", "stdlib=0"],
+        "data.mix: the weight of stdlib is not valid (got '0'; need a",
+    ),
+    "weight is nan": (
+        ["--data.mix", "stdlib=nan"],
+        "data.mix: the weight of stdlib is not valid (got 'nan'; need a",
+    ),
+    "twice": (
+        ["--data.mix", "stdlib=1", "stdlib=2"],
+        "data.mix: names a source twice (got 'stdlib'",
+    ),
     "too small": (
         ["--data.mix", "stdlib=1", "{tmp}/a.jsonl=9999"],
         "data.mix: a weight is too small (got 1 of",
     ),
     "tokenizers": (
-        ["--data.mix", "{folder}=1", "{tmp}/second=1", "--model.vocab", "300", "--data.seq_len", "8"],
+        [
+            "--data.mix",
+            "{folder}=1",
+            "{tmp}/second=1",
+            "--model.vocab",
+            "300",
+            "--data.seq_len",
+            "8",
+        ],
         "data.mix: its sources were prepared by different tokenizers (got {folder} and {tmp}/second",
     ),
 }
@@ -446,7 +562,10 @@ RUNS = {
 
 @pytest.mark.parametrize("case", RUNS)
 def test_what_cannot_be_trained_on_is_told_in_one_line(case, tmp_path, bpe, capsys):
-    names = {"tmp": tmp_path, "folder": made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe))}
+    names = {
+        "tmp": tmp_path,
+        "folder": made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe)),
+    }
     (tmp_path / "other.json").write_text(bpe.read_text() + " ")
     (tmp_path / "broken.jsonl").write_text("{")
     (tmp_path / "a.bin").write_bytes(bytes(64))
@@ -456,13 +575,18 @@ def test_what_cannot_be_trained_on_is_told_in_one_line(case, tmp_path, bpe, caps
     assert refused(["train", "--out", f"{tmp_path}/run", *words], capsys).startswith(line)
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 2)])
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 2)]
+)
 def test_what_is_cut_short_leaves_nothing(tmp_path, monkeypatch, capsys, error, code):
     def end(_self):
         raise error
 
     monkeypatch.setattr(prepare.TokenWriter, "end_document", end)
-    assert main(["data", "prepare", write_lines(tmp_path / "a.jsonl"), "--out", f"{tmp_path}/x"]) == code
+    assert (
+        main(["data", "prepare", write_lines(tmp_path / "a.jsonl"), "--out", f"{tmp_path}/x"])
+        == code
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     if code == EXIT_USER:
         assert "out: cannot be written (got '" in (told := capsys.readouterr().err)
@@ -474,8 +598,9 @@ def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").touch()
     words = ["data", "prepare", f"{tmp_path}/a.parquet", "--out", str(tmp_path / "x")]
-    assert "parquet files need pyarrow, which is not installed. Fix: pip install 'weft-train[data]'" in refused(
-        words, capsys
+    assert (
+        "parquet files need pyarrow, which is not installed. Fix: pip install 'weft-train[data]'"
+        in refused(words, capsys)
     )
 
 

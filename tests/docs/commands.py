@@ -32,7 +32,9 @@ class Command:
 
 
 def commands_of(page: Path) -> Iterator[Command]:
-    """The commands in the code blocks of a page, in order; lines after a `$` prompt show output and are left out."""
+    """The commands in the code blocks of a page, in order; lines after a `$` prompt show output and
+    are left out.
+    """
     for language, body in FENCE.findall(page.read_text(encoding="utf-8")):
         if language not in ("", "sh", "bash"):
             continue
@@ -76,7 +78,12 @@ class CommandServer:
         log = folder / "output.txt"
         if command.program != "weft":
             return self._run_program(command, folder)
-        request = {"words": command.words[1:], "folder": str(folder), "log": str(log), "output": command.output}
+        request = {
+            "words": command.words[1:],
+            "folder": str(folder),
+            "log": str(log),
+            "output": command.output,
+        }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -86,7 +93,11 @@ class CommandServer:
 
     def _run_program(self, command: Command, folder: Path) -> Result:
         scripts = str(Path(sys.executable).parent)
-        environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PATH": f"{scripts}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
         done = subprocess.run(
             command.words,
             cwd=folder,

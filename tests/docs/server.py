@@ -7,7 +7,14 @@ import json
 import os
 import sys
 
-PRELOADED = ("torch", "torch._dynamo", "weft.cli", "weft.commands.train", "weft.commands.prove", "weft.generate.main")
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "weft.cli",
+    "weft.commands.train",
+    "weft.commands.prove",
+    "weft.generate.main",
+)
 
 
 def run_command(request: dict[str, object]) -> None:
@@ -38,7 +45,8 @@ def serve() -> None:
         if child == 0:
             run_command(json.loads(line))
         _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ PAGES = [
     "docs/schedules.md",
 ]
 NOT_RUN = ("make", "pip", "python")
-"""make builds the environment of these tests, pip installs, python runs examples, which tests/examples runs."""
+"""make builds the environment of these tests, pip installs, python runs examples, which
+tests/examples runs.
+"""
 TEXT = "The quick brown fox jumps over the lazy dog.\nWeaving threads of many colours, one after another.\n\n"
 
 
@@ -56,7 +58,13 @@ def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    text = [TEXT, *(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src" / "weft" / "core").glob("*.py")))]
+    text = [
+        TEXT,
+        *(
+            path.read_text(encoding="utf-8")
+            for path in sorted((ROOT / "src" / "weft" / "core").glob("*.py"))
+        ),
+    ]
     (folder / "tokenizer.json").write_text(train_bpe(text, vocab=320), encoding="utf-8")
     return folder
 
@@ -67,7 +75,9 @@ def folder(tmp_path: Path, hugging_face_folder: Path) -> Path:
     texts = tmp_path / "texts"
     texts.mkdir()
     for number, source in enumerate(sorted((ROOT / "src" / "weft" / "core").glob("*.py"))):
-        (texts / f"{number:02}.txt").write_text(source.read_text(encoding="utf-8") + TEXT, encoding="utf-8")
+        (texts / f"{number:02}.txt").write_text(
+            source.read_text(encoding="utf-8") + TEXT, encoding="utf-8"
+        )
     shutil.copytree(hugging_face_folder, tmp_path / "Llama-3.2-1B")
     (tmp_path / "main.py").write_text("def main():\n    print(1)\n", encoding="utf-8")
     return tmp_path
@@ -99,8 +109,14 @@ def test_every_page_with_commands_is_run() -> None:
 
 
 def test_make_targets_in_pages_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+    targets = set(
+        re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    for page in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ):
         for command in commands_of(page):
             if command.program == "make":
                 assert command.words[1] in targets, f"{page.name}: {command.text}"

@@ -27,7 +27,9 @@ NO_COMMAND = {"example_tools.py"}
 def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     command = [sys.executable, str(script)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=110, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=110, check=False
+    )
 
 
 @pytest.mark.parametrize("name", SHOWS)
@@ -50,5 +52,8 @@ def test_example_that_is_wrong_says_what_differs_and_fails(tmp_path: Path) -> No
     (tmp_path / "wrong.py").write_text(text.replace(right, wrong), encoding="utf-8")
     done = run(tmp_path / "wrong.py", tmp_path)
     assert done.returncode == 1
-    assert re.match(r"error: rank \d \(tp\d\): DifferenceError: by hand: dx differs from one process by ", done.stderr)
+    assert re.match(
+        r"error: rank \d \(tp\d\): DifferenceError: by hand: dx differs from one process by ",
+        done.stderr,
+    )
     assert "equal" not in done.stdout

@@ -42,7 +42,9 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
 }  # fmt: skip
 CONFIGS |= {name: small_fields(name) for name in TEXT_FAMILIES if name not in CONFIGS}
-"""Vocabulary 53 is cut unevenly, two query heads share a head of keys in three of them, YaRN scales the scores of one."""
+"""Vocabulary 53 is cut unevenly, two query heads share a head of keys in three of them, YaRN scales
+the scores of one.
+"""
 
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7), (9,), (50, 3, 50, 3), (8, 30, 31, 2))
 GREEDY = Sampling(temperature=0)
@@ -55,7 +57,9 @@ def config_of(family: str, **changes: object) -> ModelConfig:
 
 
 def plain(config: ModelConfig) -> dict[str, nn.Module]:
-    """The plain model in float64, every weight moved far from its start, so that each one matters to every token."""
+    """The plain model in float64, every weight moved far from its start, so that each one matters
+    to every token.
+    """
     blocks = plain_model(FAMILIES[config.family], config, seed=SEED, dtype=torch.float64)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
@@ -67,7 +71,9 @@ def plain(config: ModelConfig) -> dict[str, nn.Module]:
 def stored(config: ModelConfig, blocks: Mapping[str, nn.Module]) -> Memory:
     """A model's tensors as a checkpoint has them: a tied one under its owner's name."""
     ties = FAMILIES[config.family].ties(config)
-    return Memory({name: p.detach() for name, p in named_parameters(blocks).items() if name not in ties})
+    return Memory(
+        {name: p.detach() for name, p in named_parameters(blocks).items() if name not in ties}
+    )
 
 
 def plan_of(config: ModelConfig, mesh: str) -> Plan:
@@ -97,7 +103,9 @@ def on_ranks(config: ModelConfig, mesh: str, act: Callable[[Decoder], T]) -> lis
 
 @dataclass(frozen=True)
 class Generation:
-    """What a decoder makes of prompts, and the logits from which each token was sampled, by prompt, on last stages."""
+    """What a decoder makes of prompts, and the logits from which each token was sampled, by prompt,
+    on last stages.
+    """
 
     prompts: Sequence[tuple[int, ...]] = PROMPTS
     num_tokens: int = 10
@@ -111,17 +119,25 @@ class Generation:
             return sample_token(logits_V, self.sampling, at)
 
         rows = [TextRow(prompt, sample=number) for number, prompt in enumerate(self.prompts)]
-        for _ in decode(decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == self.num_tokens):
+        for _ in decode(
+            decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == self.num_tokens
+        ):
             pass
         return [row.tokens for row in rows], logits
 
     def reference(self, config: ModelConfig) -> tuple[list[list[int]], dict[int, list[Tensor]]]:
-        """The same from the plain model: each prompt alone, the whole sequence forward for each token."""
+        """The same from the plain model: each prompt alone, the whole sequence forward for each
+        token.
+        """
         return self.reference_of(plain(config))
 
-    def reference_of(self, blocks: Mapping[str, nn.Module]) -> tuple[list[list[int]], dict[int, list[Tensor]]]:
+    def reference_of(
+        self, blocks: Mapping[str, nn.Module]
+    ) -> tuple[list[list[int]], dict[int, list[Tensor]]]:
         """The same, from these blocks."""
-        kept = {name: block for name, block in blocks.items() if not name.startswith(("loss", "mtp"))}
+        kept = {
+            name: block for name, block in blocks.items() if not name.startswith(("loss", "mtp"))
+        }
         texts: list[list[int]] = []
         logits: dict[int, list[Tensor]] = {}
         for sample, prompt in enumerate(self.prompts):
@@ -131,7 +147,9 @@ class Generation:
                 with torch.no_grad():
                     last_V = chain(kept, inputs, token_batch(inputs, inputs)).x[0, -1]
                 logits.setdefault(sample, []).append(last_V)
-                tokens.append(sample_token(last_V, self.sampling, TokenPosition(sample, len(tokens))))
+                tokens.append(
+                    sample_token(last_V, self.sampling, TokenPosition(sample, len(tokens)))
+                )
             texts.append(tokens[len(prompt) :])
         return texts, logits
 

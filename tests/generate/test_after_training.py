@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.generate.models import CONFIGS, DRAWN, SEED, Generation, config_of, plain, plan_of, stored
+from tests.generate.models import (
+    CONFIGS,
+    DRAWN,
+    SEED,
+    Generation,
+    config_of,
+    plain,
+    plan_of,
+    stored,
+)
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.errors import EXIT_OK
@@ -26,7 +35,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "mesh", "options"), [*((family, "", {}) for family in CONFIGS), *LAYOUTS])
+@pytest.mark.parametrize(
+    ("family", "mesh", "options"), [*((family, "", {}) for family in CONFIGS), *LAYOUTS]
+)
 def test_a_model_on_its_training_layout_generates_the_plain_models_text(family, mesh, options):
     config = config_of(family)
     source = stored(config, plain(config))
@@ -36,7 +47,11 @@ def test_a_model_on_its_training_layout_generates_the_plain_models_text(family, 
 
     def rank(comm: Comm) -> list[list[int]]:
         model = build_model(FAMILIES[family], config, plan, comm, seed=SEED, source=source)
-        decoder = Decoder(model, vocab=config.axis_sizes()["vocab"], max_positions=getattr(config, "max_seq_len", None))
+        decoder = Decoder(
+            model,
+            vocab=config.axis_sizes()["vocab"],
+            max_positions=getattr(config, "max_seq_len", None),
+        )
         generated, _ = generation(decoder)
         return generated
 
@@ -46,14 +61,34 @@ def test_a_model_on_its_training_layout_generates_the_plain_models_text(family, 
 def test_weft_train_samples_at_its_end_the_same_text_on_every_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    words = ["--model.layers", "2", "--model.dim", "32", "--data.seq_len", "16", "--transport", "threads"]
-    words += ["--batch.global_size", "2", "--batch.micro_size", "1", "--steps", "2", "--sample", "20"]
+    words = [
+        "--model.layers",
+        "2",
+        "--model.dim",
+        "32",
+        "--data.seq_len",
+        "16",
+        "--transport",
+        "threads",
+    ]
+    words += [
+        "--batch.global_size",
+        "2",
+        "--batch.micro_size",
+        "1",
+        "--steps",
+        "2",
+        "--sample",
+        "20",
+    ]
     for kind in ("params", "compute", "reduce"):
         words += [f"--precision.{kind}", "float64"]
     texts = set()
     for mesh in ("", "cp2", "dp2 tp2"):
         out = tmp_path / f"run {mesh}"
-        assert main(["train", *words, "--mesh", mesh, "--out", str(out)]) == EXIT_OK, capsys.readouterr().err
+        assert main(["train", *words, "--mesh", mesh, "--out", str(out)]) == EXIT_OK, (
+            capsys.readouterr().err
+        )
         events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
         (event,) = [event for event in events if event["event"] == "sample"]
         assert event["prompt"] == "def "

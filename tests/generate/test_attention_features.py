@@ -29,11 +29,19 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 0.7},
     "sinks": {"sinks": True},
     "head bias": {"head_bias": True},
-    "all at once": {"mask": AttentionMask(window=4), "scale": 0.4, "softcap": 2.0, "sinks": True, "head_bias": True},
+    "all at once": {
+        "mask": AttentionMask(window=4),
+        "scale": 0.4,
+        "softcap": 2.0,
+        "sinks": True,
+        "head_bias": True,
+    },
 }
 
 
-def attend_of(mask: AttentionMask = CAUSAL, *, sinks: bool = False, head_bias: bool = False, **rest: Any) -> Attend:
+def attend_of(
+    mask: AttentionMask = CAUSAL, *, sinks: bool = False, head_bias: bool = False, **rest: Any
+) -> Attend:
     generator = torch.Generator().manual_seed(SEED)
     values = torch.rand(2, HEADS, generator=generator, dtype=torch.float64)
     return Attend(
@@ -54,7 +62,11 @@ def model_with(config: ModelConfig, features: dict[str, Any]) -> dict[str, nn.Mo
 
 @pytest.mark.parametrize(
     "generation",
-    [Generation(num_tokens=8), Generation(prompts=PROMPTS[:1], num_tokens=8), Generation(((1, 2), (3, 4)), 8)],
+    [
+        Generation(num_tokens=8),
+        Generation(prompts=PROMPTS[:1], num_tokens=8),
+        Generation(((1, 2), (3, 4)), 8),
+    ],
     ids=["rows of different length", "one row", "rows in step"],
 )
 @pytest.mark.parametrize("name", FEATURES)
@@ -65,7 +77,9 @@ def test_cached_attention_equals_whole_sequences(name: str, generation: Generati
 
     def rank(comm: Comm) -> None:
         axes = {**FAMILIES["llama3"].AXES, "layer*.attn.attend.*": ("norm",)}
-        model = parallelize(model_with(config, FEATURES[name]), plan_of(config, ""), comm, axes=axes)
+        model = parallelize(
+            model_with(config, FEATURES[name]), plan_of(config, ""), comm, axes=axes
+        )
         ours, held = generation(Decoder(model, vocab=config.vocab))
         assert ours == texts
         assert worst(held, logits) < SAME
@@ -99,7 +113,9 @@ def test_a_window_reads_its_own_cells_only(monkeypatch: pytest.MonkeyPatch) -> N
 class WindowAttend(Attend):
     """Overrides `forward`, declares nothing."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
         return Attend(mask=AttentionMask(window=3))(q, k, v, batch)
 
 
@@ -111,7 +127,10 @@ class WindowAttend(Attend):
             "layer1.attn.attend: cached attention does not support bidirectional (need one of causal, documents, "
             "head_bias, sinks, softcap, window). Fix: a causal mask without a prefix: tokens are generated from left to right",
         ),
-        (Attend(mask=AttentionMask(prefix=2)), "layer1.attn.attend: cached attention does not support prefix (need"),
+        (
+            Attend(mask=AttentionMask(prefix=2)),
+            "layer1.attn.attend: cached attention does not support prefix (need",
+        ),
         (
             WindowAttend(),
             "layer1.attn.attend: WindowAttend overrides Attend.forward without declaring its requirements (need a "

@@ -62,7 +62,9 @@ TABLE = {
 def tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("bad") / "input"
     write_checkpoint(base / "llama3", write_run(base / "llama3"))
-    short = write_run(base / "gpt2", "--model.name", "gpt2", "--model.max_seq_len", "16", "--data.seq_len", "16")
+    short = write_run(
+        base / "gpt2", "--model.name", "gpt2", "--model.max_seq_len", "16", "--data.seq_len", "16"
+    )
     write_checkpoint(base / "gpt2", short)
     write_checkpoint(base / "ascii", write_run(base / "ascii", "--model.vocab", "128"))
     numbers = write_run(base / "numbers", "--model.vocab", "300", "--data.source", "x.bin")
@@ -89,15 +91,28 @@ def test_all_faults_are_reported_before_torch_is_imported(tmp: Path):
     script = "import sys; from weft.cli import main; code = main(); sys.exit(9 if 'torch' in sys.modules else code)"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     words = ["generate", str(tmp / "llama3"), "--mesh", "dp2 tp3"]
-    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == EXIT_USER, done.stderr
-    assert [line[:9] for line in done.stderr.splitlines()] == ["error: me", "error: me", "error: pr"]
+    assert [line[:9] for line in done.stderr.splitlines()] == [
+        "error: me",
+        "error: me",
+        "error: pr",
+    ]
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < LIMIT_S
 
 
-def test_another_number_of_ranks_than_the_mesh_has(tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+def test_another_number_of_ranks_than_the_mesh_has(
+    tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert main(["generate", str(tmp / "llama3"), "--prompt", "x", "--mesh", "tp2"]) == EXIT_USER
     message = "error: mesh: differs from the world size (got 4 ranks started; need 2 for 'tp2'). Fix: start 2 ranks, or choose"
@@ -106,5 +121,19 @@ def test_another_number_of_ranks_than_the_mesh_has(tmp: Path, capsys: pytest.Cap
 
 def test_no_file_is_written(tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.chdir("/proc")
-    assert main(["generate", str(tmp / "llama3"), "--prompt", "x", "--tokens", "1", "--transport", "threads"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(tmp / "llama3"),
+                "--prompt",
+                "x",
+                "--tokens",
+                "1",
+                "--transport",
+                "threads",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.startswith("x")

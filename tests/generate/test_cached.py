@@ -7,7 +7,16 @@ from functools import partial
 import pytest
 from torch import Tensor
 
-from tests.generate.models import CONFIGS, DRAWN, GREEDY, PROMPTS, Generation, config_of, on_ranks, worst
+from tests.generate.models import (
+    CONFIGS,
+    DRAWN,
+    GREEDY,
+    PROMPTS,
+    Generation,
+    config_of,
+    on_ranks,
+    worst,
+)
 from weft.generate import cache
 from weft.generate.decode import Decoder, TextRow, decode
 from weft.generate.sample import Sampling, TokenPosition, sample_token
@@ -68,7 +77,9 @@ def test_cache_grows_with_the_text(monkeypatch: pytest.MonkeyPatch):
     check("llama3", "", Generation(prompts=PROMPTS[:1], num_tokens=12))
 
 
-@pytest.mark.parametrize(("family", "mesh"), [("llama3", ""), ("qwen3-moe", "ep2"), ("gpt2", "pp2 tp2")])
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("llama3", ""), ("qwen3-moe", "ep2"), ("gpt2", "pp2 tp2")]
+)
 def test_finished_rows_leave_the_batch(family: str, mesh: str):
     config, lengths = config_of(family), (2, 6, 1, 4)
     texts, _ = Generation(num_tokens=max(lengths), sampling=DRAWN).reference(config)
@@ -79,7 +90,10 @@ def test_finished_rows_leave_the_batch(family: str, mesh: str):
         alive = [
             [row.sample for row in extended]
             for extended in decode(
-                decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == lengths[row.sample]
+                decoder,
+                rows,
+                choose=choose,
+                is_finished=lambda row: len(row.tokens) == lengths[row.sample],
             )
         ]
         assert alive == [[0, 1, 2, 3], [0, 1, 3], [1, 3], [1, 3], [1], [1]]

@@ -20,9 +20,15 @@ FAST = ("--transport", "threads", "--dtype", "float64", "--tokens", "8", "--seed
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs by their model's name; the weights of an untrained model make each token about as likely as any other."""
+    """Runs by their model's name; the weights of an untrained model make each token about as likely
+    as any other.
+    """
     base = tmp_path_factory.mktemp("runs")
-    families = {"llama3": (), "gpt2": ("--model.max_seq_len", "16", "--data.seq_len", "16"), "qwen3-moe": ()}
+    families = {
+        "llama3": (),
+        "gpt2": ("--model.max_seq_len", "16", "--data.seq_len", "16"),
+        "qwen3-moe": (),
+    }
     for name, more in families.items():
         write_checkpoint(base / name, write_run(base / name, "--model.name", name, *more))
     deep = write_run(base / "deepseek", "--model.name", "deepseek", "--model.mtp_depth", "1")
@@ -42,8 +48,12 @@ def objects(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str
     return [json.loads(line) for line in stdout_of(capsys, *words, *FAST, "--json").splitlines()]
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("llama3", "pp2 tp2"), ("qwen3-moe", "ep2"), ("deepseek", "ep2 tp2")])
-def test_every_layout_prints_the_same(folder: Path, capsys: pytest.CaptureFixture[str], name: str, mesh: str):
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("llama3", "pp2 tp2"), ("qwen3-moe", "ep2"), ("deepseek", "ep2 tp2")]
+)
+def test_every_layout_prints_the_same(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, mesh: str
+):
     asked = (folder / name, "--prompt", "def ", "--samples", "3")
     assert objects(capsys, *asked, "--mesh", mesh) == objects(capsys, *asked)
 
@@ -51,19 +61,30 @@ def test_every_layout_prints_the_same(folder: Path, capsys: pytest.CaptureFixtur
 def test_processes_generate_what_threads_generate(folder: Path, capsys: pytest.CaptureFixture[str]):
     asked = (folder / "llama3", "--prompt", "def ", *FAST)
     words = [*map(str, asked), "--mesh", "tp2", "--transport", "process"]
-    done = subprocess.run([sys.executable, "-m", "weft", "generate", *words], capture_output=True, timeout=90)
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", "generate", *words], capture_output=True, timeout=90
+    )
     assert done.stdout.decode(errors="replace") == stdout_of(capsys, *asked), done.stderr
     assert b"8 tokens; 4 tokens of prompt read in" in done.stderr
 
 
-def test_a_checkpoint_generates_what_its_run_generates(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_checkpoint_generates_what_its_run_generates(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     run, prompt = folder / "llama3", ("--prompt", "x")
     assert objects(capsys, run / "ckpt" / "step-000003", *prompt) == objects(capsys, run, *prompt)
 
 
-def test_a_json_object_holds_the_text_and_its_facts(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_json_object_holds_the_text_and_its_facts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     first, second = objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2")
-    assert (first["prompt"], first["sample"], second["sample"], first["end"]) == ("a", 0, 1, "length")
+    assert (first["prompt"], first["sample"], second["sample"], first["end"]) == (
+        "a",
+        0,
+        1,
+        "length",
+    )
     assert bytes(first["tokens"]).decode(errors="replace") == first["text"]  # type: ignore[arg-type]
     assert first["tokens"] != second["tokens"]
     assert first["seed"] == 4
@@ -80,7 +101,9 @@ def test_a_text_depends_on_its_own_prompt_and_sample_alone(
     assert together[:2] == alone
 
 
-def test_text_output_is_prompt_and_continuation(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_text_output_is_prompt_and_continuation(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "prompt.txt").write_text("def f(x):\n    ")
     (found,) = objects(capsys, folder / "llama3", "--prompt_file", tmp_path / "prompt.txt")
     out = stdout_of(capsys, folder / "llama3", "--prompt_file", tmp_path / "prompt.txt", *FAST)
@@ -88,13 +111,18 @@ def test_text_output_is_prompt_and_continuation(folder: Path, tmp_path: Path, ca
 
 
 def test_several_texts_are_numbered(folder: Path, capsys: pytest.CaptureFixture[str]):
-    one, other = (each["text"] for each in objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2"))
+    one, other = (
+        each["text"]
+        for each in objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2")
+    )
     out = stdout_of(capsys, folder / "llama3", "--prompt", "a", "--samples", "2", *FAST)
     assert out == f"--- 1 of 2\na{one}\n\n--- 2 of 2\na{other}\n"
 
 
 def test_greedy_texts_of_one_prompt_are_equal(folder: Path, capsys: pytest.CaptureFixture[str]):
-    one, other = objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2", "--temperature", "0")
+    one, other = objects(
+        capsys, folder / "llama3", "--prompt", "a", "--samples", "2", "--temperature", "0"
+    )
     assert one["tokens"] == other["tokens"]
 
 
@@ -112,17 +140,29 @@ def test_the_end_of_learned_positions_is_noted(folder: Path, capsys: pytest.Capt
     out, err = capsys.readouterr()
     assert code == EXIT_OK
     assert (json.loads(out)["end"], len(json.loads(out)["tokens"])) == ("context", 6)
-    assert "note: a prompt of 10 tokens and 8 more pass the model's 16 positions: texts end there" in err
+    assert (
+        "note: a prompt of 10 tokens and 8 more pass the model's 16 positions: texts end there"
+        in err
+    )
     assert "note: 1 of 1 texts end with the model's last position, 16" in err
 
 
-def test_rotary_models_generate_beyond_their_training_length(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_rotary_models_generate_beyond_their_training_length(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
     (found,) = objects(capsys, folder / "llama3", "--prompt", "a" * 200)
     assert found["end"] == "length"
 
 
 def test_generation_uses_the_compute_dtype_and_no_training_blocks(tmp_path: Path):
-    words = ("--model.name", "deepseek", "--model.mtp_depth", "1", "--precision.compute", "bfloat16")
+    words = (
+        "--model.name",
+        "deepseek",
+        "--model.mtp_depth",
+        "1",
+        "--precision.compute",
+        "bfloat16",
+    )
     write_checkpoint(tmp_path / "run", write_run(tmp_path / "run", *words))
     job = make_job(Request(prompt="x"), find_model(str(tmp_path / "run")))
     assert (job.plan.compute, job.plan.params) == ("bfloat16", "bfloat16")

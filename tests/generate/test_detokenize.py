@@ -41,7 +41,10 @@ def test_characters_are_never_split(text: str):
     data = text.encode("utf-8", "replace")
     pieces = pieces_of(BYTES, data)
     assert "".join(pieces) == data.decode()
-    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces) or "\N{REPLACEMENT CHARACTER}" in text
+    assert (
+        all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+        or "\N{REPLACEMENT CHARACTER}" in text
+    )
 
 
 @given(st.binary())
@@ -89,7 +92,8 @@ def test_the_end_token_is_no_part_of_the_text():
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "length"), [("a\n\n", "\n\n\n", 2), ("aa", "aa", 1), ("", "a", 0), ("x", "", 0)]
+    ("text", "stop", "length"),
+    [("a\n\n", "\n\n\n", 2), ("aa", "aa", 1), ("", "a", 0), ("x", "", 0)],
 )
 def test_overlap(text: str, stop: str, length: int):
     assert overlap(text, stop) == length

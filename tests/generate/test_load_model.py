@@ -28,7 +28,9 @@ class Counted(Memory):
         return super().read(name, box)
 
 
-@pytest.mark.parametrize(("family", "mesh"), [("qwen3", "pp2 tp2"), ("deepseek", "ep2 tp2"), ("gpt2", "tp4")])
+@pytest.mark.parametrize(
+    ("family", "mesh"), [("qwen3", "pp2 tp2"), ("deepseek", "ep2 tp2"), ("gpt2", "tp4")]
+)
 def test_every_rank_reads_its_own_shards_only(family: str, mesh: str):
     config = config_of(family)
     source = stored(config, plain(config))
@@ -36,7 +38,9 @@ def test_every_rank_reads_its_own_shards_only(family: str, mesh: str):
     def rank(comm: Comm) -> None:
         counted = Counted(source.tensors)
         model = load_model(FAMILIES[family], config, counted, plan=plan_of(config, mesh), comm=comm)
-        assert sorted(counted.reads) == sorted((piece.owner, piece.box.size) for piece in model.shards.values())
+        assert sorted(counted.reads) == sorted(
+            (piece.owner, piece.box.size) for piece in model.shards.values()
+        )
         for name, piece in model.shards.items():
             assert torch.equal(model.params[name], source.tensors[piece.owner][piece.box.slices])
             assert not model.params[name].requires_grad
@@ -47,7 +51,10 @@ def test_every_rank_reads_its_own_shards_only(family: str, mesh: str):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop("layer1.attn.o.weight"), "layer1.attn.o.weight: is not in the checkpoint"),
+        (
+            lambda tensors: tensors.pop("layer1.attn.o.weight"),
+            "layer1.attn.o.weight: is not in the checkpoint",
+        ),
         (
             lambda tensors: tensors.update({"head.norm.weight": torch.ones(33)}),
             r"head.norm.weight: is stored with another shape \(got \(33,\); need \(32,\)\)",
@@ -60,4 +67,9 @@ def test_an_unfit_tensor_is_named(change, message: str):
     change(tensors)
     plan = plan_of(config, "tp2")
     with pytest.raises(CheckpointError, match=message):
-        run_ranks("tp2", lambda comm: load_model(FAMILIES["llama3"], config, Memory(tensors), plan=plan, comm=comm))
+        run_ranks(
+            "tp2",
+            lambda comm: load_model(
+                FAMILIES["llama3"], config, Memory(tensors), plan=plan, comm=comm
+            ),
+        )

@@ -131,7 +131,9 @@ def cells_are_lost_where_the_cache_grows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         cache,
         "_grow",
-        lambda old, new, stop: right(None if old is not None and old.shape[2] < stop else old, new, stop),
+        lambda old, new, stop: right(
+            None if old is not None and old.shape[2] < stop else old, new, stop
+        ),
     )
 
 

@@ -39,7 +39,9 @@ def catch(kind: type[Exception], call: Callable[[], object]) -> Caught:
 def short_timeout_comm(comm: Comm, folder: Path, name: str) -> Comm:
     """A second communicator of the same ranks, with a time-out of 2.5 s."""
     comm.barrier(("dp", "tp", "pp"))
-    transport = ProcessTransport(comm.rank, comm.mesh.size, f"file://{folder}/{name}", timeout_s=TIMEOUT_S)
+    transport = ProcessTransport(
+        comm.rank, comm.mesh.size, f"file://{folder}/{name}", timeout_s=TIMEOUT_S
+    )
     return Comm(comm.mesh, comm.rank, transport)
 
 
@@ -60,10 +62,16 @@ def test_a_mismatch_names_the_ranks_and_the_group_stays_usable():
 
     for messages, total in run_ranks("dp3", mismatch_four_times, transport="processes"):
         operation, shape, dtype, sizes = messages
-        assert "ranks 0 2: all_reduce(sum) float32[4]; rank 1: all_gather(dim 0) float32[4*]" in operation
+        assert (
+            "ranks 0 2: all_reduce(sum) float32[4]; rank 1: all_gather(dim 0) float32[4*]"
+            in operation
+        )
         assert "rank 0: all_reduce(sum) float32[3]; ranks 1 2: all_reduce(sum) float32[4]" in shape
         assert "rank 0: all_reduce(sum) float32[4]; ranks 1 2: all_reduce(sum) float64[4]" in dtype
-        assert "rank 0: all_gather(dim 0) float32[2*] input_split_sizes (2, 2, 2) output_split_sizes (2, 2, 2)" in sizes
+        assert (
+            "rank 0: all_gather(dim 0) float32[2*] input_split_sizes (2, 2, 2) output_split_sizes (2, 2, 2)"
+            in sizes
+        )
         assert total == [3.0] * 4
 
 
@@ -88,7 +96,9 @@ def test_a_missing_rank_is_named_within_the_time_out(tmp_path, num_elements):
         short.checked = num_elements == 4
         caught = []
         if comm.rank != 3:
-            caught.append(catch(CommTimeout, lambda: short.all_reduce(torch.ones(num_elements), all_axes)))
+            caught.append(
+                catch(CommTimeout, lambda: short.all_reduce(torch.ones(num_elements), all_axes))
+            )
             caught.append(catch(CommError, lambda: short.barrier(all_axes)))
         comm.barrier(all_axes)
         return caught
@@ -97,7 +107,9 @@ def test_a_missing_rank_is_named_within_the_time_out(tmp_path, num_elements):
     for first, second in run_ranks("dp2 tp2", miss_rank_3, transport="processes")[:3]:
         assert first.message == message
         assert first.seconds < TIMEOUT_S + 1
-        assert second.message.endswith(f"its connections were closed after an earlier failure: {message}")
+        assert second.message.endswith(
+            f"its connections were closed after an earlier failure: {message}"
+        )
 
 
 def test_among_ranks_that_arrive_one_after_the_other_only_the_missing_one_is_named(tmp_path):
@@ -113,7 +125,10 @@ def test_among_ranks_that_arrive_one_after_the_other_only_the_missing_one_is_nam
         return message
 
     first, second, _ = run_ranks("dp3", arrive_in_order, transport="processes")
-    assert first == "all_reduce(sum) float32[2] over dp, ranks 0 1 2: rank 2 did not arrive within 2.5 s"
+    assert (
+        first
+        == "all_reduce(sum) float32[2] over dp, ranks 0 1 2: rank 2 did not arrive within 2.5 s"
+    )
     assert "rank 2" in second
 
 
@@ -127,7 +142,10 @@ def test_the_first_collective_of_a_group_names_the_missing_rank(tmp_path):
         return caught
 
     for caught in run_ranks("dp3", miss_rank_0, transport="processes")[1:]:
-        assert caught.message == "all_reduce(sum) float32[2] over dp, ranks 0 1 2: rank 0 did not arrive within 2.5 s"
+        assert (
+            caught.message
+            == "all_reduce(sum) float32[2] over dp, ranks 0 1 2: rank 0 did not arrive within 2.5 s"
+        )
         assert caught.seconds < TIMEOUT_S + 1
 
 
@@ -163,7 +181,9 @@ def test_a_send_without_receive_and_a_receive_without_send_name_the_other_end(tm
 
     (sender, _), (_, receiver) = run_ranks("pp2", both, transport="processes")
     assert sender == "send float32[70000] over pp, ranks 0 -> 1: rank 1 did not arrive within 2.5 s"
-    assert receiver == "recv float32[70000] over pp, ranks 0 -> 1: rank 0 did not arrive within 2.5 s"
+    assert (
+        receiver == "recv float32[70000] over pp, ranks 0 -> 1: rank 0 did not arrive within 2.5 s"
+    )
 
 
 def test_a_dead_rank_is_reported_and_not_the_ranks_that_lost_it():
@@ -194,10 +214,14 @@ def test_a_lost_connection_names_the_lost_rank(tmp_path):
     prefix = r"all_reduce\(sum\) float32\[200000\] over dp, ranks 0 1 2: "
     for caught in (first, last):
         assert re.match(f"{prefix}(lost rank 1 |rank 1 did not arrive)", caught.message)
-        assert caught.seconds < TIMEOUT_S + 2  # a closed connection or a time-out, by the order of connections
+        assert (
+            caught.seconds < TIMEOUT_S + 2
+        )  # a closed connection or a time-out, by the order of connections
 
 
 def test_a_missing_rendezvous_is_a_launch_error(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(LaunchError, match=r"rank 0 of 2 cannot meet the others at env://.*MASTER_ADDR"):
+    with pytest.raises(
+        LaunchError, match=r"rank 0 of 2 cannot meet the others at env://.*MASTER_ADDR"
+    ):
         ProcessTransport(0, 2)

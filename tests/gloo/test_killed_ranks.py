@@ -19,7 +19,18 @@ from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from weft.train.event_log import EVENTS, read_events
 
 PROGRAM = "import sys; from weft.cli import main; sys.exit(main())"
-MODEL = ("--model.layers", "1", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2", "--model.ffn", "32")
+MODEL = (
+    "--model.layers",
+    "1",
+    "--model.dim",
+    "16",
+    "--model.heads",
+    "2",
+    "--model.kv_heads",
+    "2",
+    "--model.ffn",
+    "32",
+)
 BATCH = ("--data.seq_len", "8", "--batch.global_size", "6", "--batch.micro_size", "1")
 ENDLESS = ("--steps", "1000000")
 PATIENCE_S = 90
@@ -35,7 +46,18 @@ def source(tmp_path: Path) -> Path:
 @contextmanager
 def training(source: Path, out: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
     """An endless `weft train` on three ranks."""
-    words = ("--mesh", "dp3", *MODEL, *BATCH, "--data.source", str(source), "--out", str(out), *ENDLESS, *words)
+    words = (
+        "--mesh",
+        "dp3",
+        *MODEL,
+        *BATCH,
+        "--data.source",
+        str(source),
+        "--out",
+        str(out),
+        *ENDLESS,
+        *words,
+    )
     command = [sys.executable, "-c", PROGRAM, "train", *words]
     with subprocess.Popen(command, text=True, stdout=-1, stderr=-1, process_group=0) as process:
         try:
@@ -48,7 +70,9 @@ def training(source: Path, out: Path, *words: str) -> Iterator[subprocess.Popen[
 def wait_for_event(out: Path, kind: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        if (out / EVENTS).exists() and any(event["event"] == kind for event in read_events(out / EVENTS)):
+        if (out / EVENTS).exists() and any(
+            event["event"] == kind for event in read_events(out / EVENTS)
+        ):
             return
         assert time.monotonic() < deadline, f"no {kind} event"
         time.sleep(0.02)
@@ -80,7 +104,9 @@ def test_a_killed_rank_leaves_an_end_event_and_the_command_to_resume(source, tmp
 
     resume = shlex.split(last.removeprefix("  resume: weft "))
     command = [sys.executable, "-c", PROGRAM, *resume, "--steps", str(num_steps + 1)]
-    resumed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    resumed = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
     assert (resumed.returncode, resumed.stderr) == (EXIT_OK, "")
     assert list(read_events(out / EVENTS))[-1]["status"] == "finished"
 

@@ -21,17 +21,28 @@ ABSENT_S = 2.0
 """How long the late rank stays away."""
 
 
-def comm_with_short_interval(comm: Comm, folder: Path, on_late: Callable[[LateRanks], None]) -> Comm:
+def comm_with_short_interval(
+    comm: Comm, folder: Path, on_late: Callable[[LateRanks], None]
+) -> Comm:
     """A second transport beside that of `comm`, which reports late ranks after 0.8 s."""
     store = f"file://{folder}/store"
-    transport = ProcessTransport(comm.rank, comm.mesh.size, store, timeout_s=30, late_after_s=LATE_AFTER_S)
+    transport = ProcessTransport(
+        comm.rank, comm.mesh.size, store, timeout_s=30, late_after_s=LATE_AFTER_S
+    )
     return Comm(comm.mesh, comm.rank, transport, on_late=on_late)
 
 
 def reports_of(
-    mesh: str, folder: Path, call: Callable[[Comm], float], *, late_rank: int, connected: bool = True
+    mesh: str,
+    folder: Path,
+    call: Callable[[Comm], float],
+    *,
+    late_rank: int,
+    connected: bool = True,
 ) -> list[tuple[list[LateRanks], float]]:
-    """Per rank: (reports, result of `call`), where `late_rank` comes to the call 2 s after the others."""
+    """Per rank: (reports, result of `call`), where `late_rank` comes to the call 2 s after the
+    others.
+    """
 
     def on_rank(comm: Comm) -> tuple[list[LateRanks], float]:
         reports: list[LateRanks] = []
@@ -88,7 +99,9 @@ def test_the_late_end_of_a_message_is_reported_by_the_other(tmp_path: Path) -> N
     assert receiver[0][0].missing == (0,)
 
 
-def test_ranks_that_started_the_collective_are_not_late_even_if_they_do_not_wait_for_it(tmp_path: Path) -> None:
+def test_ranks_that_started_the_collective_are_not_late_even_if_they_do_not_wait_for_it(
+    tmp_path: Path,
+) -> None:
     def on_rank(comm: Comm) -> list[LateRanks]:
         reports: list[LateRanks] = []
         late = comm_with_short_interval(comm, tmp_path, reports.append)
@@ -104,14 +117,20 @@ def test_ranks_that_started_the_collective_are_not_late_even_if_they_do_not_wait
         late.transport.close()
         return reports
 
-    reports = [report for per_rank in run_ranks("dp3", on_rank, transport="processes") for report in per_rank]
+    reports = [
+        report
+        for per_rank in run_ranks("dp3", on_rank, transport="processes")
+        for report in per_rank
+    ]
     assert [report.missing for report in reports] == [(2,)]
 
 
 def test_by_default_the_note_goes_to_stderr(tmp_path: Path) -> None:
     def on_rank(comm: Comm) -> str:
         store = f"file://{tmp_path}/store"
-        transport = ProcessTransport(comm.rank, comm.mesh.size, store, timeout_s=30, late_after_s=LATE_AFTER_S)
+        transport = ProcessTransport(
+            comm.rank, comm.mesh.size, store, timeout_s=30, late_after_s=LATE_AFTER_S
+        )
         late = Comm(comm.mesh, comm.rank, transport)
         late.barrier("dp")
         if comm.rank == 1:
@@ -124,4 +143,6 @@ def test_by_default_the_note_goes_to_stderr(tmp_path: Path) -> None:
     note, nothing = run_ranks("dp2", on_rank, transport="processes")
     assert nothing == ""
     assert note.startswith("note: rank 0 (dp0) has waited ")
-    assert note.endswith("in barrier over dp, ranks 0 1: rank 1 (dp1) has not arrived; still waiting\n")
+    assert note.endswith(
+        "in barrier over dp, ranks 0 1: rank 1 (dp1) has not arrived; still waiting\n"
+    )

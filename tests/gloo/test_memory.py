@@ -9,7 +9,14 @@ from benchmarks.memory import POLICIES, ZERO_STAGES, MeasureLayer, Setting, meas
 
 from weft.testing import run_ranks
 
-FIELDS: dict[str, Any] = {"layers": 3, "dim": 64, "heads": 4, "kv_heads": 4, "ffn": 192, "vocab": 256}
+FIELDS: dict[str, Any] = {
+    "layers": 3,
+    "dim": 64,
+    "heads": 4,
+    "kv_heads": 4,
+    "ffn": 192,
+    "vocab": 256,
+}
 LAYER: dict[str, Any] = {"layers": 1, "dim": 64, "heads": 8, "kv_heads": 4, "ffn": 176}
 PADDING = 0.005
 """Of the bytes: up to d - 1 entries a unit. The goal is 5%."""
@@ -39,7 +46,9 @@ def test_the_formulas_equal_the_papers_for_its_dtypes() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("mesh", ["", "cp2", "cp4"])
-def test_a_layer_saves_activations_of_its_sequence_shard_under_cp_and_recompute(recompute: Any, mesh: str) -> None:
+def test_a_layer_saves_activations_of_its_sequence_shard_under_cp_and_recompute(
+    recompute: Any, mesh: str
+) -> None:
     num_tokens = 64
     cp_size = int(mesh.removeprefix("cp") or 1)
     expected = predicted_layer_bytes(recompute, LAYER, num_tokens // cp_size)

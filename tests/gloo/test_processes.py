@@ -130,7 +130,10 @@ def test_checked_and_unchecked_calls_keep_their_order():
             works.append(comm.start_all_reduce(x + turn, "dp"))
         return [work.wait().item() for work in reversed(works)]
 
-    assert run_ranks("dp3", run_rank, transport="processes") == [[3.0 + 3 * turn for turn in reversed(range(10))]] * 3
+    assert (
+        run_ranks("dp3", run_rank, transport="processes")
+        == [[3.0 + 3 * turn for turn in reversed(range(10))]] * 3
+    )
 
 
 def test_reductions_are_the_same_bits_every_time():

@@ -21,8 +21,28 @@ from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED
 from weft.train.event_log import EVENTS, read_events, step_history
 
 WORDS = (
-    *("--mesh", "dp3", "--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2"),
-    *("--model.ffn", "32", "--data.seq_len", "8", "--batch.global_size", "6", "--batch.micro_size", "1"),
+    *(
+        "--mesh",
+        "dp3",
+        "--model.layers",
+        "2",
+        "--model.dim",
+        "16",
+        "--model.heads",
+        "2",
+        "--model.kv_heads",
+        "2",
+    ),
+    *(
+        "--model.ffn",
+        "32",
+        "--data.seq_len",
+        "8",
+        "--batch.global_size",
+        "6",
+        "--batch.micro_size",
+        "1",
+    ),
     *("--optim.decay", "constant", "--optim.warmup", "2"),
 )
 FOREVER = ("--steps", "1000000")
@@ -37,7 +57,9 @@ def command(folder: Path, *words: str) -> list[str]:
 
 @contextmanager
 def running(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(command(folder, *words), text=True, stdout=-1, stderr=-1, process_group=0) as process:
+    with subprocess.Popen(
+        command(folder, *words), text=True, stdout=-1, stderr=-1, process_group=0
+    ) as process:
         try:
             yield process
         finally:
@@ -46,7 +68,9 @@ def running(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def finished(folder: Path, *words: str) -> str:
-    ran = subprocess.run(command(folder, *words), capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    ran = subprocess.run(
+        command(folder, *words), capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
     assert (ran.returncode, ran.stderr) == (EXIT_OK, ""), ran.stderr
     return ran.stdout
 
@@ -64,7 +88,10 @@ def count(events: list[dict[str, Any]], kind: str) -> int:
 
 
 def numbers(out: Path) -> list[tuple[int, float, float]]:
-    return [(step["step"], step["loss"], step["grad_norm"]) for step in step_history(read_events(out / EVENTS))]
+    return [
+        (step["step"], step["loss"], step["grad_norm"])
+        for step in step_history(read_events(out / EVENTS))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +116,10 @@ def test_asked_to_leave_then_killed_then_started_again_it_ends_with_the_same_num
     with running(folder, *again, *FOREVER) as process:
         wait_until(
             out,
-            lambda events: max((event["step"] for event in events if event["event"] == "save"), default=0) > stopped_at,
+            lambda events: (
+                max((event["step"] for event in events if event["event"] == "save"), default=0)
+                > stopped_at
+            ),
         )
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=PATIENCE_S)
@@ -122,7 +152,9 @@ def small_disk(tmp_path):
     """A disk of its own, with room for one checkpoint and no second one."""
     if (
         os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=280k", "weft", tmp_path], check=False).returncode
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=280k", "weft", tmp_path], check=False
+        ).returncode
     ):
         pytest.skip("only root can mount a small disk")
     yield tmp_path
@@ -147,7 +179,9 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(folder, small_disk):
 def test_a_last_checkpoint_that_cannot_be_saved_is_a_failed_run(folder, small_disk):
     out = small_disk / "run"
     words = ("--out", str(out), "--steps", "3", "--save.every", "2", "--save.keep", "9")
-    ran = subprocess.run(command(folder, *words), capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    ran = subprocess.run(
+        command(folder, *words), capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
     assert ran.returncode == EXIT_FAILED
     assert "finished after step 3, which could not be saved: " in ran.stderr
     assert "the disk is full" in ran.stderr

@@ -47,32 +47,50 @@ DEEPSEEK = deepseek.Config(
 CONFIGS: dict[str, ModelConfig] = {
     "gpt2": gpt2.Config(layers=2, dim=24, heads=4, ffn=40, vocab=50, max_seq_len=16),
     "llama3": llama3.Config(layers=2, dim=32, heads=4, kv_heads=2, ffn=44, vocab=50),
-    "llama3 tied": llama3.Config(layers=1, dim=32, heads=4, kv_heads=2, ffn=44, vocab=50, tied=True),
+    "llama3 tied": llama3.Config(
+        layers=1, dim=32, heads=4, kv_heads=2, ffn=44, vocab=50, tied=True
+    ),
     "qwen3": qwen3.Config(layers=2, dim=32, heads=4, kv_heads=2, head_size=12, ffn=44, vocab=50),
     "qwen3-moe": qwen3_moe.Config(
-        layers=2, dim=32, heads=4, kv_heads=2, head_size=12, vocab=50, experts=4, top_k=2, expert_ffn=12
+        layers=2,
+        dim=32,
+        heads=4,
+        kv_heads=2,
+        head_size=12,
+        vocab=50,
+        experts=4,
+        top_k=2,
+        expert_ffn=12,
     ),
     "deepseek": DEEPSEEK,
     "deepseek, second next": DEEPSEEK.model_copy(update={"mtp_depth": 1}),
-    "deepseek, second next, q whole": DEEPSEEK.model_copy(update={"mtp_depth": 1, "q_lora_rank": 0}),
+    "deepseek, second next, q whole": DEEPSEEK.model_copy(
+        update={"mtp_depth": 1, "q_lora_rank": 0}
+    ),
     "deepseek, q whole": DEEPSEEK.model_copy(update={"q_lora_rank": 0, "shared_experts": 0}),
 }
 
-CONFIGS |= {name: small_config(name, layers=2, tied=False) for name in HF_FAMILIES if name not in CONFIGS}
+CONFIGS |= {
+    name: small_config(name, layers=2, tied=False) for name in HF_FAMILIES if name not in CONFIGS
+}
 
 
 def shapes_of(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Whole shape of each parameter, by its owner's name."""
     family = FAMILIES[cfg.family]
     params = named_parameters(meta_modules(lambda: family.blocks(cfg)))
-    return {name: tuple(param.shape) for name, param in params.items() if name not in family.ties(cfg)}
+    return {
+        name: tuple(param.shape) for name, param in params.items() if name not in family.ties(cfg)
+    }
 
 
 def random_values(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Memory:
     """A value for every parameter."""
     generator = torch.Generator().manual_seed(seed)
     shapes = shapes_of(cfg)
-    return Memory({name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()})
+    return Memory(
+        {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    )
 
 
 def write(folder: Path, cfg: ModelConfig, values: Memory, *, max_shard_bytes: int = 10**9) -> Path:
@@ -114,7 +132,10 @@ def pack_experts(folder: Path, num_experts: int) -> None:
         for head in heads:
 
             def stacked(name: str, head: str = head) -> Tensor:
-                each = [tensors.pop(f"{head}.experts.{e}.{name}_proj.weight") for e in range(num_experts)]
+                each = [
+                    tensors.pop(f"{head}.experts.{e}.{name}_proj.weight")
+                    for e in range(num_experts)
+                ]
                 return torch.stack(each)
 
             both = torch.cat((stacked("gate"), stacked("up")), dim=1)

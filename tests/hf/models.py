@@ -20,7 +20,9 @@ from weft.config.run import Run
 from weft.hf.export_hf import export_hf
 from weft.models import FAMILIES
 
-transformers = pytest.importorskip("transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)")
+transformers = pytest.importorskip(
+    "transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)"
+)
 
 TRUNK = {
     "num_hidden_layers": 2,
@@ -41,7 +43,13 @@ YARN = {
 }
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=61, n_positions=64, bos_token_id=1, eos_token_id=2
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        vocab_size=61,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
     "llama3": lambda: transformers.LlamaConfig(
         **TRUNK,
@@ -55,10 +63,17 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             "original_max_position_embeddings": 64,
         },
     ),
-    "llama3 tied": lambda: transformers.LlamaConfig(**TRUNK, intermediate_size=48, tie_word_embeddings=True),
+    "llama3 tied": lambda: transformers.LlamaConfig(
+        **TRUNK, intermediate_size=48, tie_word_embeddings=True
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**TRUNK, head_dim=12, intermediate_size=48),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
-        **TRUNK, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
+        **TRUNK,
+        head_dim=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
     ),
     "deepseek": lambda: transformers.DeepseekV3Config(
         **{**TRUNK, "num_key_value_heads": 4},
@@ -97,7 +112,9 @@ def their_model(name: str, dtype: torch.dtype) -> nn.Module:
     return shaken(model).to(dtype)
 
 
-def written(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB") -> Path:
+def written(
+    name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB"
+) -> Path:
     """A folder as transformers writes it."""
     their_model(name, dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
@@ -128,6 +145,12 @@ def run_of(folder: Path, *words: str) -> Run:
 
 
 def exported(checkpoint: Path, folder: Path, **asked: Any) -> Path:
-    options = {"dtype": None, "max_shard_bytes": 10**9, "sidecar_folders": (), "compares": False, **asked}
+    options = {
+        "dtype": None,
+        "max_shard_bytes": 10**9,
+        "sidecar_folders": (),
+        "compares": False,
+        **asked,
+    }
     export_hf(checkpoint, folder, **options)
     return folder

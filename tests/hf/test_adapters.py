@@ -44,18 +44,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 4, "v_head_dim": 4, "ffn": 24, "vocab": 31, "experts": 4, "top_k": 2, "expert_ffn": 8,
     },
 }  # fmt: skip
-CONFIGS |= {name: small_fields(name, layers=2, dim=16, vocab=31) for name in HF_FAMILIES if name not in CONFIGS}
+CONFIGS |= {
+    name: small_fields(name, layers=2, dim=16, vocab=31)
+    for name in HF_FAMILIES
+    if name not in CONFIGS
+}
 
 
 def config_of(name: str) -> ModelConfig:
     return FAMILIES[name].Config(**CONFIGS[name])
 
 
-def trained(name: str, lora: LoraConfig, *, dtype: torch.dtype = torch.float64) -> tuple[dict[str, nn.Module], Memory]:
+def trained(
+    name: str, lora: LoraConfig, *, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, nn.Module], Memory]:
     """A model that has been somewhere: nothing is 0 or 1 any more."""
     cfg = config_of(name)
     blocks = plain_model(adapted(FAMILIES[name], lora), cfg, seed=3, dtype=dtype)
-    params = {each: p for each, p in named_parameters(blocks).items() if each not in FAMILIES[name].ties(cfg)}
+    params = {
+        each: p
+        for each, p in named_parameters(blocks).items()
+        if each not in FAMILIES[name].ties(cfg)
+    }
     with torch.no_grad():
         for param in params.values():
             param.add_(0.1 * torch.randn_like(param))
@@ -78,21 +88,29 @@ def near(ours: Tensor, theirs: Tensor, bound: float) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_merged_model_is_the_one_with_adapters(name: str) -> None:
-    """Every box of W + (alpha / rank) B A, and the logits of the plain family with them; 1e-12 is rounding in float64."""
+    """Every box of W + (alpha / rank) B A, and the logits of the plain family with them; 1e-12 is
+    rounding in float64.
+    """
     blocks, source = trained(name, LORA)
     cfg, whole = config_of(name), merge_adapters(source, LORA)
     plain_blocks = plain_model(FAMILIES[name], cfg, seed=0, dtype=torch.float64)
     params = named_parameters(plain_blocks)
-    assert set(whole.shapes) == set(params) - set(FAMILIES[name].ties(cfg)), "the names of the plain model, no other"
+    assert set(whole.shapes) == set(params) - set(FAMILIES[name].ties(cfg)), (
+        "the names of the plain model, no other"
+    )
     linears = set(adapted_linears((), cfg.linears()))
     with torch.no_grad():
         for each, shape in whole.shapes.items():
             value, linear = whole.read(each, Box.whole(shape)), each.removesuffix(".weight")
             right = source.tensors[each]
             if linear in linears and linear != each:
-                right = right + 3.0 * source.tensors[linear + LORA_B] @ source.tensors[linear + LORA_A]
+                right = (
+                    right + 3.0 * source.tensors[linear + LORA_B] @ source.tensors[linear + LORA_A]
+                )
                 box = Box((1, 2), (shape[0] - 1, shape[1] - 3))
-                assert torch.equal(whole.read(each, box), value[box.slices]), "the same bits in every box"
+                assert torch.equal(whole.read(each, box), value[box.slices]), (
+                    "the same bits in every box"
+                )
                 near(value, right, 1e-12)
             else:
                 assert torch.equal(value, right)
@@ -104,10 +122,22 @@ def test_bits_do_not_depend_on_the_box() -> None:
     """Bands of rows are computed alike whatever part of them is asked for."""
     linear, generator = "layer0.attn.q", torch.Generator().manual_seed(5)
     shapes = {f"{linear}.weight": (700, 96), linear + LORA_A: (8, 96), linear + LORA_B: (700, 8)}
-    source = Memory({each: torch.randn(shape, generator=generator) for each, shape in shapes.items()})
-    whole = merge_adapters(source, LoraConfig(rank=8)).read(f"{linear}.weight", Box((0, 0), (700, 96)))
-    for box in (Box((0, 0), (350, 96)), Box((350, 0), (700, 96)), Box((255, 33), (513, 71)), Box((699, 95), (700, 96))):
-        assert torch.equal(merge_adapters(source, LoraConfig(rank=8)).read(f"{linear}.weight", box), whole[box.slices])
+    source = Memory(
+        {each: torch.randn(shape, generator=generator) for each, shape in shapes.items()}
+    )
+    whole = merge_adapters(source, LoraConfig(rank=8)).read(
+        f"{linear}.weight", Box((0, 0), (700, 96))
+    )
+    for box in (
+        Box((0, 0), (350, 96)),
+        Box((350, 0), (700, 96)),
+        Box((255, 33), (513, 71)),
+        Box((699, 95), (700, 96)),
+    ):
+        assert torch.equal(
+            merge_adapters(source, LoraConfig(rank=8)).read(f"{linear}.weight", box),
+            whole[box.slices],
+        )
 
 
 def test_merging_computes_wide_and_rounds_once() -> None:
@@ -120,7 +150,9 @@ def test_merging_computes_wide_and_rounds_once() -> None:
     )
     each, linear = "layer0.attn.q.weight", "layer0.attn.q"
     merged = merge_adapters(low, LORA).read(each, Box.whole(low.shapes[each]))
-    wide = low.tensors[each].float() + 3.0 * (low.tensors[linear + LORA_B] @ low.tensors[linear + LORA_A])
+    wide = low.tensors[each].float() + 3.0 * (
+        low.tensors[linear + LORA_B] @ low.tensors[linear + LORA_A]
+    )
     assert merged.dtype == torch.bfloat16
     assert torch.equal(merged, wide.bfloat16())
 
@@ -134,7 +166,9 @@ def test_a_checkpoint_knows_its_adapters() -> None:
     run = {"lora": json.loads(LoraConfig(rank=4, alpha=8.0, targets=("q", "v")).model_dump_json())}
     facts = Facts(step=1, seed=1, family="llama3", architecture={}, plan={}, run=run)
     assert stored_lora(facts) == LoraConfig(rank=4, alpha=8.0, targets=("q", "v"))
-    assert stored_lora(facts.model_copy(update={"run": {}})).rank == 0, "written before there were adapters"
+    assert stored_lora(facts.model_copy(update={"run": {}})).rank == 0, (
+        "written before there were adapters"
+    )
 
 
 def test_names_and_shapes_are_those_of_pefts_layout(tmp_path: Path) -> None:
@@ -157,22 +191,29 @@ def test_names_and_shapes_are_those_of_pefts_layout(tmp_path: Path) -> None:
     assert tensors[f"{heads[0]}.lora_B.weight"].shape == (16, 2)
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "q_proj"]
-    assert (config["peft_type"], config["task_type"], config["r"], config["lora_alpha"]) == ("LORA", "CAUSAL_LM", 2, 16)
+    assert (config["peft_type"], config["task_type"], config["r"], config["lora_alpha"]) == (
+        "LORA",
+        "CAUSAL_LM",
+        2,
+        16,
+    )
     assert config["base_model_name_or_path"] == "some/model"
 
 
 def test_modules_are_named_by_the_shortest_ending_that_means_no_other() -> None:
     def modules(name: str, *words: str) -> list[str]:
-        found: list[str] = adapter_config(config_of(name), LoraConfig(rank=1, targets=words), base=None)[
-            "target_modules"
-        ]
+        found: list[str] = adapter_config(
+            config_of(name), LoraConfig(rank=1, targets=words), base=None
+        )["target_modules"]
         return found
 
     assert modules("qwen3-moe") == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert modules("llama3", "layer1.attn.q") == ["1.self_attn.q_proj"]
     names = ("down_proj", "gate_proj", "up_proj")
     dense, shared = [f"mlp.{each}" for each in names], [f"shared_experts.{each}" for each in names]
-    assert modules("deepseek", "gate", "up", "down") == sorted([*dense, *shared]), "and no routed expert"
+    assert modules("deepseek", "gate", "up", "down") == sorted([*dense, *shared]), (
+        "and no routed expert"
+    )
 
 
 SOME = {
@@ -184,14 +225,22 @@ SOME = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks transformers for it
+@pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing:FutureWarning"
+)  # PEFT asks transformers for it
 @pytest.mark.parametrize(
-    ("name", "targets"), [*((each, ()) for each in CONFIGS if each != "deepseek"), *SOME.items()], ids=str
+    ("name", "targets"),
+    [*((each, ()) for each in CONFIGS if each != "deepseek"), *SOME.items()],
+    ids=str,
 )
-def test_peft_computes_the_same_with_the_adapters(name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
-    """The base goes to transformers, the adapters to PEFT; 1e-5 is float32 in two orders of summation.
+def test_peft_computes_the_same_with_the_adapters(
+    name: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The base goes to transformers, the adapters to PEFT; 1e-5 is float32 in two orders of
+    summation.
 
-    DeepSeek's dense and shared feed-forward parts are left out: see `unexpected_keys` in hf/peft.py.
+    DeepSeek's dense and shared feed-forward parts are left out: see `unexpected_keys` in
+    hf/peft.py.
     """
     peft = pytest.importorskip("peft", reason="the oracle is PEFT (extra `oracle`)")
     transformers = pytest.importorskip("transformers")
@@ -200,23 +249,31 @@ def test_peft_computes_the_same_with_the_adapters(name: str, targets: tuple[str,
     cfg = config_of(name)
     write_base(tmp_path / "base", cfg, source)
     write_adapters(tmp_path / "adapters", source, cfg=cfg, lora=lora, base=str(tmp_path / "base"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float32
+    ).eval()
     before = model(input_ids=tokens_of(), use_cache=False).logits.detach()
     with_adapters = peft.PeftModel.from_pretrained(model, tmp_path / "adapters").eval()
     theirs = with_adapters(input_ids=tokens_of(), use_cache=False).logits.detach()
     ours = logits_of(blocks, tokens_of())
     assert (before - theirs).abs().max() > 1e-2 * theirs.abs().max(), "the adapters count"
     near(ours, theirs, 1e-5)
-    merged = with_adapters.merge_and_unload()(input_ids=tokens_of(), use_cache=False).logits.detach()
+    merged = with_adapters.merge_and_unload()(
+        input_ids=tokens_of(), use_cache=False
+    ).logits.detach()
     near(ours, merged, 1e-5)
     read_back = set(load_file(tmp_path / "adapters" / "adapter_model.safetensors"))
-    saved = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(model, tmp_path / "adapters"))
+    saved = peft.get_peft_model_state_dict(
+        peft.PeftModel.from_pretrained(model, tmp_path / "adapters")
+    )
     assert set(saved) == read_back, "every tensor has its place, none is left over"
 
 
 def write_base(folder: Path, cfg: ModelConfig, source: Memory) -> None:
     """The frozen part alone, as transformers reads it."""
-    base = Memory({each: tensor for each, tensor in source.tensors.items() if adapted_linear(each) is None})
+    base = Memory(
+        {each: tensor for each, tensor in source.tensors.items() if adapted_linear(each) is None}
+    )
     ties = FAMILIES[cfg.family].ties(cfg)
     mapping = mapping_of(cfg.family)
     tensors = hf_tensors(mapping.weights, cfg, base.shapes, ties=ties, where=str(folder))
@@ -234,5 +291,7 @@ def test_adapters_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already"):
         write_adapters(tmp_path / "full", Memory({}), cfg=cfg, lora=LORA, base=None)
     with pytest.raises(CheckpointError, match="no counterpart in transformers"):
-        write_adapters(tmp_path / "b", Memory({}), cfg=FAMILIES["mnist"].Config(), lora=LORA, base=None)
+        write_adapters(
+            tmp_path / "b", Memory({}), cfg=FAMILIES["mnist"].Config(), lora=LORA, base=None
+        )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]

@@ -33,7 +33,12 @@ TRAIN = (
 def small(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Memory:
     """Values with which a model trains."""
     values = random_values(cfg, dtype=dtype)
-    return Memory({name: tensor if tensor.ndim < 2 else 0.1 * tensor for name, tensor in values.tensors.items()})
+    return Memory(
+        {
+            name: tensor if tensor.ndim < 2 else 0.1 * tensor
+            for name, tensor in values.tensors.items()
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +79,9 @@ def test_small_files_of_the_model_come_along(life: Path):
     assert read(str(life / "run" / "run.toml")).get("model.from_hf") is None
 
 
-def test_a_run_that_starts_from_the_folder_is_the_run_that_starts_from_its_import(life: Path, tmp_path: Path):
+def test_a_run_that_starts_from_the_folder_is_the_run_that_starts_from_its_import(
+    life: Path, tmp_path: Path
+):
     words = ("--data.source", str(life / "text.txt"), *TRAIN, "--save.every", "0")
     for layout, zero in (("pp2 tp2", "0"), ("dp2 tp2", "3")):
         out = tmp_path / layout.replace(" ", "")
@@ -86,13 +93,17 @@ def test_a_run_that_starts_from_the_folder_is_the_run_that_starts_from_its_impor
             assert losses(out) == pytest.approx(losses(life / "run"), rel=1e-5)
 
 
-def test_a_type_and_files_of_a_size_may_be_asked_for(life: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_type_and_files_of_a_size_may_be_asked_for(
+    life: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     words = ("--dtype", "float16", "--max_shard_bytes", "9000", "--compare", "False")
     checkpoint = str(checkpoint_path(life / "run", 2))
     assert main(["export", checkpoint, str(tmp_path / "out"), *words]) == 0
     files = sorted((tmp_path / "out").glob("model-*-of-*.safetensors"))
     assert len(files) > 3
-    assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.float16}
+    assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {
+        torch.float16
+    }
     assert "float16" in capsys.readouterr().out
 
 
@@ -100,7 +111,14 @@ def test_adapters_beside_the_values_of_a_folder_are_merged_on_export_or_written_
     life: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run, merged, alone = str(tmp_path / "run"), tmp_path / "merged", tmp_path / "alone"
-    data = ("--data.source", str(life / "text.txt"), "--model.from_hf", str(life / "hf"), "--out", run)
+    data = (
+        "--data.source",
+        str(life / "text.txt"),
+        "--model.from_hf",
+        str(life / "hf"),
+        "--out",
+        run,
+    )
     assert main(["train", *data, *TRAIN, "--lora.rank", "2", "--lora.targets", "q"]) == 0
     assert main(["export", run, str(merged), "--compare", "False"]) == 0
     before, after = HfFolder(life / "hf", LLAMA), HfFolder(merged, LLAMA)
@@ -108,7 +126,10 @@ def test_adapters_beside_the_values_of_a_folder_are_merged_on_export_or_written_
         values = (each.read(name, Box.whole(shape)).float() for each in (before, after))
         assert torch.equal(*values) != name.endswith("attn.q.weight"), name
     assert main(["export", run, str(alone), "--adapters", "True"]) == 0
-    assert {path.name for path in alone.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in alone.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
     capsys.readouterr()
     assert main(["export", str(life / "run"), str(tmp_path / "none"), "--adapters", "True"]) == 2
     assert "the model has no adapters to write" in capsys.readouterr().err
@@ -127,7 +148,10 @@ def less(name: str) -> Callable[[Path], None]:
 
 
 def more(base: Path) -> None:
-    edit(base / "hf", lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": torch.ones(3)}))
+    edit(
+        base / "hf",
+        lambda tensors: tensors.update({"model.layers.9.mlp.up_proj.weight": torch.ones(3)}),
+    )
 
 
 def without(name: str) -> Callable[[Path], None]:
@@ -150,8 +174,16 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
         ("import", "{base}/no", "--out", "x"),
         "error: model.from_hf: {base}/no: no such folder",
     ),
-    "no config.json": (without("config.json"), IMPORT, "error: model.from_hf: {hf}/config.json: no such file"),
-    "no weights": (without("model.safetensors"), IMPORT, "error: model.from_hf: {hf}: holds no weights"),
+    "no config.json": (
+        without("config.json"),
+        IMPORT,
+        "error: model.from_hf: {hf}/config.json: no such file",
+    ),
+    "no weights": (
+        without("model.safetensors"),
+        IMPORT,
+        "error: model.from_hf: {hf}: holds no weights",
+    ),
     "unknown architecture": (
         changed(architectures=["BertModel"]),
         IMPORT,
@@ -177,7 +209,11 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "no run folder": (nothing, ("import", "{hf}"), "error: out: no run folder is named"),
     "unknown key": (nothing, (*IMPORT, "--outt", "x"), "error: outt: unknown key"),
     "one folder to export": (nothing, ("export", "{hf}"), "error: weft export: takes two folders"),
-    "export of nothing": (nothing, ("export", "{base}/no", "{base}/x"), "error: {base}/no: no such folder"),
+    "export of nothing": (
+        nothing,
+        ("export", "{base}/no", "{base}/x"),
+        "error: {base}/no: no such folder",
+    ),
     "export of a Hugging Face folder": (
         nothing,
         ("export", "{hf}", "{base}/x"),
@@ -198,7 +234,9 @@ def fresh(tmp_path: Path, fast_disk: None) -> Path:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_an_error_is_reported_in_one_line(fresh: Path, capsys: pytest.CaptureFixture[str], name: str):
+def test_an_error_is_reported_in_one_line(
+    fresh: Path, capsys: pytest.CaptureFixture[str], name: str
+):
     harm, words, message = FAULTS[name]
     harm(fresh)
     places = {"hf": fresh / "hf", "base": fresh}
@@ -216,7 +254,9 @@ def test_a_shape_that_does_not_fit_is_reported_before_anything_is_written(
     edit_config(fresh / "hf", intermediate_size=48)
     for words in (IMPORT, FROM_HF, (*FROM_HF, "--resume", "auto")):
         assert main([word.format_map({"hf": fresh / "hf", "base": fresh}) for word in words]) == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+        lines = [
+            line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")
+        ]
         assert len(lines) == 2 * 3, "up, gate and down of both layers"
         assert (
             f"error: {fresh / 'hf'}: model.layers.0.mlp.up_proj.weight: config.json makes another shape of it"
@@ -225,27 +265,46 @@ def test_a_shape_that_does_not_fit_is_reported_before_anything_is_written(
         assert not (fresh / "run").exists()
 
 
-def test_a_head_that_differs_from_its_tied_embedding_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_head_that_differs_from_its_tied_embedding_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     tied = CONFIGS["llama3 tied"].model_copy(update={"vocab": 256})
     write(tmp_path / "hf", tied, small(tied))
     edit(tmp_path / "hf", lambda tensors: tensors.update({"lm_head.weight": torch.ones(256, 32)}))
     for words in (IMPORT, FROM_HF):
-        assert main([word.format_map({"hf": tmp_path / "hf", "base": tmp_path}) for word in words]) == 2
+        assert (
+            main([word.format_map({"hf": tmp_path / "hf", "base": tmp_path}) for word in words])
+            == 2
+        )
         assert "lm_head.weight differs from model.embed_tokens.weight" in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_does_not_look_at_its_folder(life: Path, tmp_path: Path):
+def test_a_run_that_goes_on_from_a_checkpoint_does_not_look_at_its_folder(
+    life: Path, tmp_path: Path
+):
     write(tmp_path / "hf", LLAMA, small(LLAMA))
     run, data = str(tmp_path / "run"), ("--data.source", str(life / "text.txt"))
-    anew = ("train", "--model.from_hf", str(tmp_path / "hf"), "--out", run, "--resume", "auto", *data, *TRAIN)
+    anew = (
+        "train",
+        "--model.from_hf",
+        str(tmp_path / "hf"),
+        "--out",
+        run,
+        "--resume",
+        "auto",
+        *data,
+        *TRAIN,
+    )
     assert main(anew) == 0
     (tmp_path / "hf").rename(tmp_path / "gone")
     assert main(["train", f"{run}/run.toml", "--resume", "auto", "--steps", "3"]) == 0
     assert len(losses(tmp_path / "run")) == 3
 
 
-def test_nothing_is_imported_or_exported_over_something(life: Path, capsys: pytest.CaptureFixture[str]):
+def test_nothing_is_imported_or_exported_over_something(
+    life: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["import", str(life / "hf"), "--out", str(life / "run")]) == 2
     assert "error: out: holds a run already" in capsys.readouterr().err
     assert main(["export", str(life / "run"), str(life / "out")]) == 2
@@ -262,7 +321,11 @@ def test_errors_are_reported_within_two_seconds_and_without_torch(fresh: Path):
         "sys.exit('torch' in sys.modules or (a, b, c) != (2, 2, 2))"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == 3
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2, "CPU seconds of all three"
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2, (
+        "CPU seconds of all three"
+    )

@@ -16,7 +16,9 @@ from weft.config.toml import dump
 from weft.errors import CheckpointError
 from weft.models import FAMILIES, PRESETS
 
-COUNTERPARTS = {name: config for name, config in PRESETS.items() if not list(unwritable(config, FAMILIES))}
+COUNTERPARTS = {
+    name: config for name, config in PRESETS.items() if not list(unwritable(config, FAMILIES))
+}
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,7 +28,12 @@ LLAMA = {
     "num_hidden_layers": 2,
     "vocab_size": 256,
 }
-QWEN3_MOE = {**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "intermediate_size": 1}
+QWEN3_MOE = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "intermediate_size": 1,
+}
 DEEPSEEK = {
     **LLAMA,
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -36,12 +43,31 @@ DEEPSEEK = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": 2}
-GPT2 = {"architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 256}
+GEMMA3 = {
+    **LLAMA,
+    "architectures": ["Gemma3ForCausalLM"],
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 4,
+    "vocab_size": 256,
+}
 
 REFUSED = {
-    "rope of a type that is not there": (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-    "rope that LLaMA does not scale so": (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+    "rope of a type that is not there": (
+        LLAMA,
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "'dynamic'",
+    ),
+    "rope that LLaMA does not scale so": (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "'yarn'",
+    ),
     "rope that Qwen3 does not scale so": (
         QWEN3_MOE,
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
@@ -54,7 +80,11 @@ REFUSED = {
         "rope: bend",
     ),
     "rope that is no table": (LLAMA, {"rope_scaling": "llama3"}, "rope_scaling is no table"),
-    "rope with a word": (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": "8"}}, "rope: factor is no number"),
+    "rope with a word": (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "llama3", "factor": "8"}},
+        "rope: factor is no number",
+    ),
     "yarn with its own gain": (
         DEEPSEEK,
         {"rope_scaling": {"type": "yarn", "factor": 40, "attention_factor": 1.2}},
@@ -95,24 +125,44 @@ REFUSED = {
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         "'linear'",
     ),
-    "a window": (QWEN3_MOE, {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+    "a window": (
+        QWEN3_MOE,
+        {"use_sliding_window": True, "sliding_window": 8},
+        "use_sliding_window",
+    ),
     "layers with a window": (
         QWEN3_MOE,
         {"layer_types": ["full_attention", "sliding_attention"]},
         "layer_types",
     ),
     "layers without experts": (QWEN3_MOE, {"mlp_only_layers": [0]}, "mlp_only_layers"),
-    "every other layer with experts": (QWEN3_MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    "every other layer with experts": (
+        QWEN3_MOE,
+        {"decoder_sparse_step": 2},
+        "decoder_sparse_step",
+    ),
     "softmax scores in DeepSeek": (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
     "another choice of experts": (DEEPSEEK, {"topk_method": "greedy"}, "topk_method"),
     "every other layer mixed": (DEEPSEEK, {"moe_layer_freq": 2}, "moe_layer_freq"),
-    "fewer heads of keys in DeepSeek": (DEEPSEEK, {"num_key_value_heads": 2}, "num_key_value_heads"),
+    "fewer heads of keys in DeepSeek": (
+        DEEPSEEK,
+        {"num_key_value_heads": 2},
+        "num_key_value_heads",
+    ),
     "a tied DeepSeek": (DEEPSEEK, {"tie_word_embeddings": True}, "tie_word_embeddings"),
     "an untied GPT-2": (GPT2, {"tie_word_embeddings": False}, "tie_word_embeddings"),
-    "scores by layer": (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    "scores by layer": (
+        GPT2,
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx",
+    ),
     "scores as they come": (GPT2, {"scale_attn_weights": False}, "scale_attn_weights"),
     "cross attention": (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
-    "quantized weights": (DEEPSEEK, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "quantized weights": (
+        DEEPSEEK,
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config",
+    ),
     "an unknown key": (LLAMA, {"logit_softcap": 30.0}, "logit_softcap: unknown key"),
     "a size that is missing": (LLAMA, {"hidden_size": None}, "has no hidden_size"),
     "a size that is a word": (LLAMA, {"hidden_size": "64"}, "hidden_size is no number"),
@@ -143,11 +193,16 @@ def test_config_of_each_preset_comes_back_as_it_was(tmp_path: Path, name: str):
     assert found.family == config.family
     fields = found.fields | found.suggested
     assert type(config)(**fields) == config.model_copy(
-        update={name: getattr(type(config)(**fields), name) for name in set(type(config).model_fields) - set(fields)}
+        update={
+            name: getattr(type(config)(**fields), name)
+            for name in set(type(config).model_fields) - set(fields)
+        }
     )
     training_only = {"balance_loss", "balance_rate", "mtp_loss"}
     scaling = {name for name in type(config).model_fields if name.startswith("rope_scaling")}
-    assert set(type(config).model_fields) - set(fields) <= training_only | scaling, "the folder decides all others"
+    assert set(type(config).model_fields) - set(fields) <= training_only | scaling, (
+        "the folder decides all others"
+    )
 
 
 LLAMA3_ROPE = {
@@ -407,18 +462,39 @@ def test_a_key_of_the_wrong_kind_is_reported_with_all_others(tmp_path: Path):
     folder = folder_with(tmp_path, {**LLAMA, "mlp_bias": True, "head_dim": 32, "unheard_of": 1})
     with pytest.raises(CheckpointError) as caught:
         described(folder)
-    assert [fault.what.partition(":")[0] for fault in caught.value.faults] == ["head_dim", "mlp_bias", "unheard_of"]
+    assert [fault.what.partition(":")[0] for fault in caught.value.faults] == [
+        "head_dim",
+        "mlp_bias",
+        "unheard_of",
+    ]
 
 
 def test_keys_that_change_no_logit_pass(tmp_path: Path):
-    more = {"_name_or_path": "x", "torch_dtype": "bfloat16", "bos_token_id": 1, "use_cache": True, "pretraining_tp": 1}
-    assert described(folder_with(tmp_path, {**LLAMA, **more, "sliding_window": None})).family == "llama3"
+    more = {
+        "_name_or_path": "x",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "use_cache": True,
+        "pretraining_tp": 1,
+    }
+    assert (
+        described(folder_with(tmp_path, {**LLAMA, **more, "sliding_window": None})).family
+        == "llama3"
+    )
 
 
 def test_missing_keys_have_transformers_defaults(tmp_path: Path):
     fields = described(folder_with(tmp_path, LLAMA)).fields
-    assert (fields["kv_heads"], fields["norm_eps"], fields["rope_theta"], fields["tied"]) == (4, 1e-6, 1e4, False)
-    assert described(folder_with(tmp_path, {**DEEPSEEK, "q_lora_rank": None})).fields["q_lora_rank"] == 0
+    assert (fields["kv_heads"], fields["norm_eps"], fields["rope_theta"], fields["tied"]) == (
+        4,
+        1e-6,
+        1e4,
+        False,
+    )
+    assert (
+        described(folder_with(tmp_path, {**DEEPSEEK, "q_lora_rank": None})).fields["q_lora_rank"]
+        == 0
+    )
     assert described(folder_with(tmp_path, DEEPSEEK)).fields["q_lora_rank"] == 1536
     assert described(folder_with(tmp_path, {**GPT2, "n_inner": None})).fields["ffn"] == 4 * 64
 
@@ -428,18 +504,37 @@ def test_missing_keys_have_transformers_defaults(tmp_path: Path):
     [
         {
             "rope_theta": 5e5,
-            "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64},
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+            },
         },
-        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 8, "original_max_position_embeddings": 64}},
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}, "max_position_embeddings": 64},
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {"type": "llama3", "factor": 8, "original_max_position_embeddings": 64},
+        },
+        {
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0},
+            "max_position_embeddings": 64,
+        },
     ],
     ids=["published", "older", "newer"],
 )
 def test_rotary_embedding_is_read_in_every_spelling(tmp_path: Path, spelling: dict[str, Any]):
     fields = described(folder_with(tmp_path, {**LLAMA, **spelling})).fields
-    scaling = {name.removeprefix("rope_scaling_"): fields[name] for name in fields if name.startswith("rope_scaling")}
+    scaling = {
+        name.removeprefix("rope_scaling_"): fields[name]
+        for name in fields
+        if name.startswith("rope_scaling")
+    }
     assert fields["rope_theta"] == 5e5
-    assert scaling == {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 64}
+    assert scaling == {
+        "factor": 8,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_context": 64,
+    }
 
 
 @pytest.mark.parametrize(
@@ -457,20 +552,35 @@ def test_rotary_embedding_is_read_in_every_spelling(tmp_path: Path, spelling: di
     ],
     ids=["published", "newer"],
 )
-def test_gemma3s_two_kinds_of_layers_are_read_in_every_spelling(tmp_path: Path, spelling: dict[str, Any]):
+def test_gemma3s_two_kinds_of_layers_are_read_in_every_spelling(
+    tmp_path: Path, spelling: dict[str, Any]
+):
     fields = described(folder_with(tmp_path, {**GEMMA3, **spelling})).fields
-    assert (fields["rope_theta"], fields["rope_local_theta"], fields["global_every"]) == (5e5, 2e4, 2)
+    assert (fields["rope_theta"], fields["rope_local_theta"], fields["global_every"]) == (
+        5e5,
+        2e4,
+        2,
+    )
 
 
 def test_a_window_of_null_is_no_window(tmp_path: Path):
     mistral = {**LLAMA, "architectures": ["MistralForCausalLM"]}
     assert described(folder_with(tmp_path, mistral)).fields["window"] == 4096
-    assert described(folder_with(tmp_path, {**mistral, "sliding_window": None})).fields["window"] == 0
+    assert (
+        described(folder_with(tmp_path, {**mistral, "sliding_window": None})).fields["window"] == 0
+    )
 
 
 def test_yarn_without_mscales_scales_what_it_rotates_alone(tmp_path: Path):
     """transformers: the gain of cosine and sine is that of mscale 1, scores stay."""
-    yarn = {"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 0.7}}
+    yarn = {
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 64,
+            "mscale": 0.7,
+        }
+    }
     fields = described(folder_with(tmp_path, {**DEEPSEEK, **yarn})).fields
     assert (fields["rope_scaling_mscale"], fields["rope_scaling_mscale_all_dim"]) == (1.0, 0.0)
 
@@ -485,16 +595,26 @@ def test_configs_that_transformers_cannot_compute_are_not_written():
 
 def test_original_keys_that_change_no_logit_are_kept():
     config = PRESETS["llama3-tiny"]
-    kept = {"eos_token_id": 7, "hidden_size": 9, "transformers_version": "4.0", "rope_scaling": {"type": "linear"}}
+    kept = {
+        "eos_token_id": 7,
+        "hidden_size": 9,
+        "transformers_version": "4.0",
+        "rope_scaling": {"type": "linear"},
+    }
     written = config_json(FAMILIES["llama3"].hf, config, dtype="float32", original=kept)
-    assert (written["eos_token_id"], written["hidden_size"], written["rope_scaling"]) == (7, config.dim, None)
+    assert (written["eos_token_id"], written["hidden_size"], written["rope_scaling"]) == (
+        7,
+        config.dim,
+        None,
+    )
     assert "transformers_version" not in written
 
 
 def test_an_unknown_architecture_is_reported_with_the_known_ones(tmp_path: Path):
     folder = folder_with(tmp_path, {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     with pytest.raises(
-        CheckpointError, match=r"unknown architecture .got 'MambaForCausalLM'; need one of Deepseek.*Qwen3"
+        CheckpointError,
+        match=r"unknown architecture .got 'MambaForCausalLM'; need one of Deepseek.*Qwen3",
     ):
         described(folder)
 
@@ -507,7 +627,11 @@ def test_a_family_is_known_by_its_type_where_no_architecture_is_named(tmp_path: 
 def test_from_hf_sets_the_model_and_suggests_fields_that_the_folder_does_not_decide(tmp_path: Path):
     folder = str(folder_with(tmp_path, {**DEEPSEEK, "num_nextn_predict_layers": 1}))
     run = try_load(["--model.from_hf", folder, "--model.balance_loss", "0"], FAMILIES).run
-    assert (run.model.name, run.model.preset, run.model.architecture["dim"]) == ("deepseek", None, 64)
+    assert (run.model.name, run.model.preset, run.model.architecture["dim"]) == (
+        "deepseek",
+        None,
+        64,
+    )
     assert run.model.architecture["balance_loss"] == 0
     assert run.model.architecture["mtp_depth"] == 0, "there are no tensors for it"
 
@@ -522,7 +646,9 @@ def test_from_hf_sets_the_model_and_suggests_fields_that_the_folder_does_not_dec
         (["--model.dim", "64", "--model.name", "llama3"], []),
     ],
 )
-def test_flags_that_contradict_the_folder_are_faults(tmp_path: Path, words: list[str], keys: list[str]):
+def test_flags_that_contradict_the_folder_are_faults(
+    tmp_path: Path, words: list[str], keys: list[str]
+):
     loaded = try_load(["--model.from_hf", str(folder_with(tmp_path, LLAMA)), *words], FAMILIES)
     assert [fault.key for fault in loaded.faults] == keys
     assert loaded.run.model.architecture["dim"] == 64
@@ -536,20 +662,27 @@ def test_a_run_that_sets_every_field_does_not_need_its_folder(tmp_path: Path):
     again = try_load([str(tmp_path / "run.toml")], FAMILIES)
     assert not again.faults
     assert again.run == run
-    assert [fault.key for fault in try_load(["--model.from_hf", str(folder)], FAMILIES).faults] == ["model.from_hf"]
+    assert [fault.key for fault in try_load(["--model.from_hf", str(folder)], FAMILIES).faults] == [
+        "model.from_hf"
+    ]
 
 
 def test_text_is_read_with_the_tokenizer_of_the_folder_unless_another_is_named(tmp_path: Path):
     folder = folder_with(tmp_path / "a", LLAMA)
     assert try_load(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == "bytes"
     (folder / "tokenizer.json").write_text("{}")
-    assert try_load(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == str(folder / "tokenizer.json")
+    assert try_load(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == str(
+        folder / "tokenizer.json"
+    )
     named = ["--model.from_hf", str(folder), "--data.tokenizer", "bytes"]
     assert try_load(named, FAMILIES).run.data.tokenizer == "bytes"
 
 
 def test_another_folder_on_the_command_line_takes_the_place_of_that_in_the_file(tmp_path: Path):
-    first, second = folder_with(tmp_path / "a", LLAMA), folder_with(tmp_path / "b", {**GPT2, "n_layer": 3})
+    first, second = (
+        folder_with(tmp_path / "a", LLAMA),
+        folder_with(tmp_path / "b", {**GPT2, "n_layer": 3}),
+    )
     (tmp_path / "run.toml").write_text(f'[model]\nfrom_hf = "{first}"\nlayers = 2\n')
     loaded = try_load([str(tmp_path / "run.toml"), "--model.from_hf", str(second)], FAMILIES)
     assert not loaded.faults

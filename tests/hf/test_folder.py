@@ -45,7 +45,8 @@ GPT2, LLAMA, TIED, MOE = (CONFIGS[name] for name in ("gpt2", "llama3", "llama3 t
 
 def equal(source: HfFolder | Memory, values: Memory) -> bool:
     return source.shapes == values.shapes and all(
-        torch.equal(source.read(name, Box.whole(tensor.shape)), tensor) for name, tensor in values.tensors.items()
+        torch.equal(source.read(name, Box.whole(tensor.shape)), tensor)
+        for name, tensor in values.tensors.items()
     )
 
 
@@ -64,7 +65,10 @@ def test_tensors_are_read_as_written_bit_by_bit(tmp_path: Path, name: str, max_s
     assert is_cut == (max_shard_bytes == 5000)
     if is_cut:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
-        sizes = [sum(t.nbytes for t in load_file(folder / file).values()) for file in set(index["weight_map"].values())]
+        sizes = [
+            sum(t.nbytes for t in load_file(folder / file).values())
+            for file in set(index["weight_map"].values())
+        ]
         assert sum(sizes) == index["metadata"]["total_size"]
         assert len(sizes) > 2
 
@@ -82,7 +86,10 @@ def test_any_box_has_the_stored_values(tmp_path_factory: pytest.TempPathFactory,
     @given(st.data())
     def holds(data: st.DataObject) -> None:
         chosen = data.draw(st.sampled_from(sorted(values.tensors)))
-        spans = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in values.shapes[chosen]]
+        spans = [
+            sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
+            for n in values.shapes[chosen]
+        ]
         box = Box(tuple(lo for lo, _ in spans), tuple(hi for _, hi in spans))
         found = source.read(chosen, box)
         assert torch.equal(found, values.tensors[chosen][box.slices])
@@ -109,7 +116,9 @@ def test_every_rule_of_every_family_is_used(tmp_path: Path):
             if is_packed:
                 pack_experts(folder, 4)
             matched = match_folder(folder, cfg)
-            expanded = {source.rule for source in (*matched.params.values(), *matched.aliases.values())}
+            expanded = {
+                source.rule for source in (*matched.params.values(), *matched.aliases.values())
+            }
             mapping = mapping_of(cfg.family).weights
             indices = mapping.index_sets(cfg)
             for rule in (*mapping.rules, *mapping.packed):
@@ -122,7 +131,9 @@ def test_every_rule_of_every_family_is_used(tmp_path: Path):
         assert unused == ({"head.proj.weight"} if is_always_tied else set())
 
 
-def put(name: str, value: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+def put(
+    name: str, value: Callable[[dict[str, Tensor]], Tensor]
+) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.update({name: value(tensors)})
 
 
@@ -133,7 +144,9 @@ def test_tensors_without_weights_are_ignored(tmp_path: Path):
 
 
 def test_the_oldest_files_of_gpt2_are_read(tmp_path: Path):
-    """They leave `transformer.` out and hold the causal masks; some of them repeat the embedding as the head."""
+    """They leave `transformer.` out and hold the causal masks; some of them repeat the embedding as
+    the head.
+    """
     folder = write(tmp_path / "hf", GPT2, values := random_values(GPT2))
 
     def as_first_published(tensors: dict[str, Tensor]) -> None:
@@ -150,30 +163,47 @@ def test_the_oldest_files_of_gpt2_are_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
-def test_a_head_that_is_tied_may_stand_in_the_files_if_it_is_the_embedding(tmp_path: Path, is_equal: bool):
+def test_a_head_that_is_tied_may_stand_in_the_files_if_it_is_the_embedding(
+    tmp_path: Path, is_equal: bool
+):
     folder = write(tmp_path / "hf", TIED, random_values(TIED))
-    edit(folder, put("lm_head.weight", lambda t: t["model.embed_tokens.weight"] + (0 if is_equal else 1e-3)))
+    edit(
+        folder,
+        put("lm_head.weight", lambda t: t["model.embed_tokens.weight"] + (0 if is_equal else 1e-3)),
+    )
     source = HfFolder(folder, TIED)
     if is_equal:
         source.check_aliases()
         return
     with pytest.raises(
-        CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight, and the model ties"
+        CheckpointError,
+        match=r"lm_head.weight differs from model.embed_tokens.weight, and the model ties",
     ):
         source.check_aliases()
 
 
-def test_the_layer_that_predicts_the_second_next_token_is_found_by_its_tensors_and_may_be_left_out(tmp_path: Path):
+def test_the_layer_that_predicts_the_second_next_token_is_found_by_its_tensors_and_may_be_left_out(
+    tmp_path: Path,
+):
     cfg = CONFIGS["deepseek, second next"]
     folder = write(tmp_path / "hf", cfg, values := random_values(cfg))
     names = set(load_file(folder / "model.safetensors"))
-    assert {f"model.layers.3.{name}.weight" for name in ("embed_tokens", "shared_head.head", "eh_proj")} <= names
+    assert {
+        f"model.layers.3.{name}.weight" for name in ("embed_tokens", "shared_head.head", "eh_proj")
+    } <= names
     assert config_of(folder).mtp_depth == 1
     HfFolder(folder, cfg).check_aliases()
     without = HfFolder(folder, DEEPSEEK)
-    assert equal(without, Memory({n: t for n, t in values.tensors.items() if not n.startswith("mtp")}))
-    edit(folder, put("model.layers.3.embed_tokens.weight", lambda t: t["model.embed_tokens.weight"] + 1))
-    with pytest.raises(CheckpointError, match=r"model.layers.3.embed_tokens.weight differs from model.embed_tokens"):
+    assert equal(
+        without, Memory({n: t for n, t in values.tensors.items() if not n.startswith("mtp")})
+    )
+    edit(
+        folder,
+        put("model.layers.3.embed_tokens.weight", lambda t: t["model.embed_tokens.weight"] + 1),
+    )
+    with pytest.raises(
+        CheckpointError, match=r"model.layers.3.embed_tokens.weight differs from model.embed_tokens"
+    ):
         HfFolder(folder, cfg).check_aliases()
 
 
@@ -182,18 +212,26 @@ def test_a_header_of_odd_length_is_no_matter(tmp_path: Path):
     path = folder / "model.safetensors"
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    path.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
+    path.write_bytes(
+        (length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :]
+    )
     assert equal(HfFolder(folder, LLAMA), values)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3-moe"])
-def test_parameters_that_no_folder_has_a_place_for_are_not_left_out_in_silence(tmp_path: Path, name: str):
+def test_parameters_that_no_folder_has_a_place_for_are_not_left_out_in_silence(
+    tmp_path: Path, name: str
+):
     values = random_values(CONFIGS[name])
     more = Memory({**values.tensors, "layer0.attn.q.lora_a.weight": torch.ones(2, 2)})
     with pytest.raises(CheckpointError, match=r"has no place for .got layer0.attn.q.lora_a.weight"):
         write(tmp_path / "hf", CONFIGS[name], more)
-    less = Memory({key: tensor for key, tensor in values.tensors.items() if key != "head.norm.weight"})
-    with pytest.raises(CheckpointError, match=r"holds no tensor of these names .got head.norm.weight"):
+    less = Memory(
+        {key: tensor for key, tensor in values.tensors.items() if key != "head.norm.weight"}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"holds no tensor of these names .got head.norm.weight"
+    ):
         write(tmp_path / "hf", CONFIGS[name], less)
 
 
@@ -233,10 +271,14 @@ class Watched:
 
 
 def test_tensors_are_written_slab_by_slab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of a model of 140 kB with 18 kB matrices two slabs of 1 kB are in memory, or a chunk where chunks are written."""
+    """Of a model of 140 kB with 18 kB matrices two slabs of 1 kB are in memory, or a chunk where
+    chunks are written.
+    """
     monkeypatch.setattr(hf_folder, "SLAB_ENTRIES", 256)
     for name in ("llama3", "gpt2", "qwen3-moe"):
-        cfg = CONFIGS[name].model_copy(update={"ffn": 140} if name != "qwen3-moe" else {"expert_ffn": 70})
+        cfg = CONFIGS[name].model_copy(
+            update={"ffn": 140} if name != "qwen3-moe" else {"expert_ffn": 70}
+        )
         values = random_values(cfg)
         watched = Watched(values)
         folder = write(tmp_path / name, cfg, watched)  # type: ignore[arg-type]
@@ -252,7 +294,9 @@ def test_tensors_are_written_slab_by_slab(tmp_path: Path, monkeypatch: pytest.Mo
         stored.verify()
         assert stored.manifest.sections == ("model",)
         section = stored.section("model")
-        assert all(torch.equal(section.read(n, Box.whole(t.shape)), t) for n, t in values.tensors.items())
+        assert all(
+            torch.equal(section.read(n, Box.whole(t.shape)), t) for n, t in values.tensors.items()
+        )
 
 
 def test_slabs_make_up_a_tensor(monkeypatch: pytest.MonkeyPatch):

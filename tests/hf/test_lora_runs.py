@@ -71,27 +71,43 @@ def test_it_goes_on_under_any_layout(case: Case, written: tuple[Path, tuple[floa
         step.restore(checkpoint)
         for piece in write_items(step.state()):
             section, _, name = piece.name.rpartition("/")
-            assert torch.equal(piece.tensor, checkpoint.section(section).read(name, piece.box)), piece.name
+            assert torch.equal(piece.tensor, checkpoint.section(section).read(name, piece.box)), (
+                piece.name
+            )
         return train(step, case, 2)
 
     for losses in run_ranks(case.mesh, rank):
         assert losses == (right if case == WRITER else pytest.approx(right, rel=1e-9))
 
 
-def test_optimizer_state_is_stored_of_adapters_alone(written: tuple[Path, tuple[float, float]]) -> None:
+def test_optimizer_state_is_stored_of_adapters_alone(
+    written: tuple[Path, tuple[float, float]],
+) -> None:
     tensors = open_checkpoint(written[0]).manifest.tensors
-    assert {adapted_linear(name) is not None for name in tensors if name.startswith("optim/")} == {True}
-    assert {adapted_linear(name) is not None for name in tensors if name.startswith("model/")} == {True, False}
+    assert {adapted_linear(name) is not None for name in tensors if name.startswith("optim/")} == {
+        True
+    }
+    assert {adapted_linear(name) is not None for name in tensors if name.startswith("model/")} == {
+        True,
+        False,
+    }
 
 
-@pytest.mark.parametrize("case", [Case("dp2", layers=2), Case("tp2", layers=2), Case("dp2", zero=3, layers=2)], ids=str)
-def test_new_adapters_stand_beside_what_old_ones_made(case: Case, written: tuple[Path, tuple[float, float]]) -> None:
+@pytest.mark.parametrize(
+    "case", [Case("dp2", layers=2), Case("tp2", layers=2), Case("dp2", zero=3, layers=2)], ids=str
+)
+def test_new_adapters_stand_beside_what_old_ones_made(
+    case: Case, written: tuple[Path, tuple[float, float]]
+) -> None:
     """The base is the merged model, under any layout; new adapters are nothing yet."""
     path, _ = written
     run = run_of(case, lora=LoraConfig(rank=3, base=str(path)))
 
     def rank(comm: Comm) -> None:
-        step, old = build_step(run, comm), merge_adapters(open_checkpoint(path).section("model"), LORA)
+        step, old = (
+            build_step(run, comm),
+            merge_adapters(open_checkpoint(path).section("model"), LORA),
+        )
         for piece in write_items(step.state()):
             section, _, name = piece.name.rpartition("/")
             if section == "model" and adapted_linear(name) is None:
@@ -121,37 +137,73 @@ def test_the_base_is_stored_in_the_type_of_compute(zero: int, tmp_path: Path) ->
         assert stored.dtype == ("bfloat16" if frozen else "float32"), name
 
 
-SIZES = ("--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2", "--model.ffn", "24")
+SIZES = (
+    "--model.layers",
+    "2",
+    "--model.dim",
+    "16",
+    "--model.heads",
+    "2",
+    "--model.kv_heads",
+    "2",
+    "--model.ffn",
+    "24",
+)
 JOB = (
     *SIZES,
-    *("--data.seq_len", "16", "--batch.global_size", "4", "--batch.micro_size", "1", "--transport", "threads"),
+    *(
+        "--data.seq_len",
+        "16",
+        "--batch.global_size",
+        "4",
+        "--batch.micro_size",
+        "1",
+        "--transport",
+        "threads",
+    ),
 )
 
 
-def test_commands_from_a_base_to_both_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_from_a_base_to_both_exports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base, out = str(tmp_path / "base"), str(tmp_path / "out")
     short = (*JOB, "--steps", "2", "--save.every", "2")
     assert main(["train", *short, "--out", base]) == EXIT_OK
     adapters = ("--lora.rank", "2", "--lora.alpha", "4", "--lora.targets", "q", "down")
-    assert main(["train", *short, "--out", out, *adapters, "--lora.base", base, "--mesh", "tp2"]) == EXIT_OK
+    assert (
+        main(["train", *short, "--out", out, *adapters, "--lora.base", base, "--mesh", "tp2"])
+        == EXIT_OK
+    )
     assert main(["export", out, str(tmp_path / "adapters"), "--adapters", "True"]) == EXIT_OK
     assert main(["export", out, str(tmp_path / "merged"), "--compare", "False"]) == EXIT_OK
     capsys.readouterr()
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 4, ["down_proj", "q_proj"])
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (
+        2,
+        4,
+        ["down_proj", "q_proj"],
+    )
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     first, last = (newest(Path(each)) for each in (base, out))
     for name, shape in first.section("model").shapes.items():
         whole = Box.whole(shape)
-        assert torch.equal(last.section("model").read(name, whole), first.section("model").read(name, whole)), name
+        assert torch.equal(
+            last.section("model").read(name, whole), first.section("model").read(name, whole)
+        ), name
     for words, message in (
         (("--lora.alpha", "8"), "error: lora.alpha: differs from the checkpoint"),
         (("--lora.targets", "q"), "error: lora.targets: differs from the checkpoint"),
     ):
-        assert refused(["train", *short, *adapters, "--resume", out, *words], capsys).startswith(message)
+        assert refused(["train", *short, *adapters, "--resume", out, *words], capsys).startswith(
+            message
+        )
     for words, message in (
         (("--lora.rank", "2", "--lora.base", base, "--model.dim", "32"), "error: lora.base: "),
-        (("--lora.base", base), "error: lora.rank: is 0, no adapters, but lora.base names their base model"),
+        (
+            ("--lora.base", base),
+            "error: lora.rank: is 0, no adapters, but lora.base names their base model",
+        ),
         (("--lora.rank", "2", "--lora.base", str(tmp_path)), "error: lora.base: "),
     ):
         assert refused(["train", *short, *words], capsys).startswith(message)
@@ -188,7 +240,10 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
             "error: lora.targets: no linear of llama3 has this name (got 'qq')",
         ),
         (("--lora.rank", "2", "--lora.targets", "q", "gates"), "Fix: did you mean 'gate'?"),
-        (("--lora.targets", "q"), "error: lora.rank: is 0 (no adapters), and lora.targets names some"),
+        (
+            ("--lora.targets", "q"),
+            "error: lora.rank: is 0 (no adapters), and lora.targets names some",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -201,7 +256,10 @@ def test_bad_input_is_reported_in_one_line(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--model.name", "mnist"), "mnist has no attention or feed-forward projections that adapters can extend"),
+        (
+            ("--model.name", "mnist"),
+            "mnist has no attention or feed-forward projections that adapters can extend",
+        ),
         (
             ("--model.name", "deepseek", "--lora.targets", "experts"),
             "Fix: routed experts take no adapters; these do: down",
@@ -211,4 +269,6 @@ def test_bad_input_is_reported_in_one_line(
 def test_models_without_such_linears_are_refused(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert message in refused(["train", "--lora.rank", "2", "--out", str(tmp_path / "out"), *words], capsys)
+    assert message in refused(
+        ["train", "--lora.rank", "2", "--out", str(tmp_path / "out"), *words], capsys
+    )

@@ -51,8 +51,12 @@ def test_in_and_out_gives_the_same_bytes_and_the_same_logits(tmp_path: Path, nam
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
     tokens = torch.randint(61, (2, 40))
     with torch.no_grad():
-        assert torch.equal(*(loaded(each)(input_ids=tokens).logits for each in (folder, tmp_path / "ours")))
-    assert (tmp_path / "ours" / "generation_config.json").read_text() == (folder / "generation_config.json").read_text()
+        assert torch.equal(
+            *(loaded(each)(input_ids=tokens).logits for each in (folder, tmp_path / "ours"))
+        )
+    assert (tmp_path / "ours" / "generation_config.json").read_text() == (
+        folder / "generation_config.json"
+    ).read_text()
     assert loaded(tmp_path / "ours").config.eos_token_id == 2
 
 
@@ -62,7 +66,12 @@ def test_a_folder_of_fewer_digits_is_rounded_once(tmp_path: Path, name: str):
     import_run(folder, tmp_path / "run", run_of(folder), compares=False)
     start = checkpoint_path(tmp_path / "run", 0)
     done = export_hf(
-        start, tmp_path / "ours", dtype="bfloat16", max_shard_bytes=10**9, sidecar_folders=(), compares=True
+        start,
+        tmp_path / "ours",
+        dtype="bfloat16",
+        max_shard_bytes=10**9,
+        sidecar_folders=(),
+        compares=True,
     )
     assert done.is_equal
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["torch_dtype"] == "bfloat16"
@@ -72,7 +81,9 @@ def test_a_folder_of_fewer_digits_is_rounded_once(tmp_path: Path, name: str):
         assert tensor.dtype == (torch.float32 if is_wide else torch.bfloat16), key
         assert torch.equal(tensor, theirs[key].to(tensor.dtype))
     loaded(tmp_path / "ours")
-    again = import_run(tmp_path / "ours", tmp_path / "again", run_of(tmp_path / "ours"), compares=True)
+    again = import_run(
+        tmp_path / "ours", tmp_path / "again", run_of(tmp_path / "ours"), compares=True
+    )
     assert again.is_equal
     section = open_checkpoint(checkpoint_path(tmp_path / "again", 0)).section("model")
     assert section.dtype("layer0.attn.o.weight") == torch.bfloat16, "stored as it was"
@@ -88,7 +99,9 @@ def test_transformers_loads_both_layouts_of_experts(tmp_path: Path):
     assert compare_logits(packed, plain, run.model).is_equal
 
 
-def test_the_layer_that_predicts_the_second_next_token_computes_what_transformers_does(tmp_path: Path):
+def test_the_layer_that_predicts_the_second_next_token_computes_what_transformers_does(
+    tmp_path: Path,
+):
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpLayer"):
         pytest.skip("this transformers has no multi-token prediction")
@@ -104,7 +117,12 @@ def test_the_layer_that_predicts_the_second_next_token_computes_what_transformer
         f"{head}embed_tokens.weight": main.model.embed_tokens.weight,
         f"{head}shared_head.head.weight": main.lm_head.weight,
     }
-    edit(folder, lambda tensors: tensors.update({name: tensor.detach().clone() for name, tensor in own.items()}))
+    edit(
+        folder,
+        lambda tensors: tensors.update(
+            {name: tensor.detach().clone() for name, tensor in own.items()}
+        ),
+    )
     run = run_of(folder, "--model.balance_loss", "0")
     assert (run.model.architecture["mtp_depth"], run.model.architecture["mtp_loss"]) == (1, 0.3)
 
@@ -114,17 +132,25 @@ def test_the_layer_that_predicts_the_second_next_token_computes_what_transformer
         ours = forward(load_model(source, run.model, dtypes={}), batch)
         hidden = main.model(input_ids=batch.inputs, use_cache=False).last_hidden_state
         turns = main.model.rotary_emb(hidden, batch.positions)
-        joined = side(main.model.embed_tokens(batch.next_inputs), hidden, turns, None, batch.positions, None)
-        theirs = _summed(main.lm_head(hidden), batch.targets) + 0.3 * _summed(main.lm_head(joined), batch.later_targets)
+        joined = side(
+            main.model.embed_tokens(batch.next_inputs), hidden, turns, None, batch.positions, None
+        )
+        theirs = _summed(main.lm_head(hidden), batch.targets) + 0.3 * _summed(
+            main.lm_head(joined), batch.later_targets
+        )
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5), "float32"
 
 
 def _renamed(name: str, heads: dict[str, str]) -> str:
-    return next((new + name.removeprefix(old) for old, new in heads.items() if name.startswith(old)), name)
+    return next(
+        (new + name.removeprefix(old) for old, new in heads.items() if name.startswith(old)), name
+    )
 
 
 def _summed(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+    )
 
 
 def exchange_rules(family: str, first: str, second: str) -> HFMapping:
@@ -141,12 +167,18 @@ def exchange_rules(family: str, first: str, second: str) -> HFMapping:
 
 def drop_transposition(family: str, param: str) -> HFMapping:
     mapping = FAMILIES[family].hf
-    rules = [replace(rule, transposed=False) if rule.param.endswith(param) else rule for rule in mapping.weights.rules]
+    rules = [
+        replace(rule, transposed=False) if rule.param.endswith(param) else rule
+        for rule in mapping.weights.rules
+    ]
     return replace(mapping, weights=replace(mapping.weights, rules=tuple(rules)))
 
 
 BROKEN = {
-    "gate and up exchanged": ("llama3", exchange_rules("llama3", "mlp.gate.weight", "mlp.up.weight")),
+    "gate and up exchanged": (
+        "llama3",
+        exchange_rules("llama3", "mlp.gate.weight", "mlp.up.weight"),
+    ),
     "norms exchanged": ("llama3", exchange_rules("llama3", "attn_norm.weight", "mlp_norm.weight")),
     "q and k exchanged": ("gpt2", exchange_rules("gpt2", "attn.q.weight", "attn.k.weight")),
     "a square not transposed": ("gpt2", drop_transposition("gpt2", "attn.o.weight")),
@@ -154,7 +186,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_mapping_is_found_by_the_logits_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_a_broken_mapping_is_found_by_the_logits_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
     family, mapping = BROKEN[name]
     folder = written(family, tmp_path / "theirs")
     import_run(folder, tmp_path / "right", run_of(folder), compares=False)
@@ -189,7 +223,9 @@ def test_the_commands_report_and_fail_if_the_models_differ(
     assert main(["export", run, str(tmp_path / "more")]) == 0
     assert "not compared: transformers is not installed" in capsys.readouterr().out
     monkeypatch.undo()
-    monkeypatch.setattr("weft.hf.check_logits.hf_logits", lambda folder, tokens: torch.zeros(2, 32, 61))
+    monkeypatch.setattr(
+        "weft.hf.check_logits.hf_logits", lambda folder, tokens: torch.zeros(2, 32, 61)
+    )
     assert main(["export", run, str(tmp_path / "wrong")]) == 1
 
 

@@ -36,12 +36,18 @@ def drop(name: str) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.__delitem__(name)
 
 
-def put(name: str, value: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+def put(
+    name: str, value: Callable[[dict[str, Tensor]], Tensor]
+) -> Callable[[dict[str, Tensor]], None]:
     return lambda tensors: tensors.update({name: value(tensors)})
 
 
 WRONG: dict[str, tuple[ModelConfig, Callable[[dict[str, Tensor]], None], str]] = {
-    "a tensor is missing": (LLAMA, drop("model.norm.weight"), "1 tensor is missing (need model.norm.weight)"),
+    "a tensor is missing": (
+        LLAMA,
+        drop("model.norm.weight"),
+        "1 tensor is missing (need model.norm.weight)",
+    ),
     "an expert is missing": (
         MOE,
         drop("model.layers.1.mlp.experts.2.up_proj.weight"),
@@ -59,7 +65,9 @@ WRONG: dict[str, tuple[ModelConfig, Callable[[dict[str, Tensor]], None], str]] =
     ),
     "an expert is left over": (
         MOE,
-        put("model.layers.1.mlp.experts.4.up_proj.weight", lambda t: t["model.norm.weight"].clone()),
+        put(
+            "model.layers.1.mlp.experts.4.up_proj.weight", lambda t: t["model.norm.weight"].clone()
+        ),
         "no place for (got model.layers.1.mlp.experts.4.up_proj.weight)",
     ),
     "experts differ": (
@@ -126,7 +134,9 @@ def test_a_rule_that_is_dropped_or_doubled_is_found(tmp_path: Path):
             with pytest.raises(CheckpointError, match=r"no place for|not used exactly once"):
                 match_tensors(less, cfg, listed, ties=ties, folder="hf")
             if rule.param.format_map(_First()) not in ties:
-                more = replace(mapping, rules=(*mapping.rules, replace(rule, param=f"{rule.param}.again")))
+                more = replace(
+                    mapping, rules=(*mapping.rules, replace(rule, param=f"{rule.param}.again"))
+                )
                 with pytest.raises(CheckpointError, match="not used exactly once"):
                     match_tensors(more, cfg, listed, ties=ties, folder="hf")
 

@@ -1,8 +1,9 @@
 """Models of transformers trained by weft on a layout, and by transformers on one process: the same weights.
 
-Both sides train in float64 with the casts to float32 taken out of transformers' norms and routers (the code is otherwise
-theirs), so 1e-9 is asked of weights after three steps of AdamW with weight decay and clipping. The mixtures train without
-losses and biases that balance their load: transformers' models have none of these while they train.
+Both sides train in float64 with the casts to float32 taken out of transformers' norms and routers
+(the code is otherwise theirs), so 1e-9 is asked of weights after three steps of AdamW with weight
+decay and clipping. The mixtures train without losses and biases that balance their load:
+transformers' models have none of these while they train.
 """
 
 from __future__ import annotations
@@ -35,33 +36,49 @@ from weft.train.optim import learning_rate
 pytestmark = pytest.mark.usefixtures("fast_disk")
 
 STEPS, LR = 3, 1e-2
-UNBALANCED = {"qwen3-moe": {"balance_loss": 0.0}, "deepseek": {"balance_loss": 0.0, "balance_rate": 0.0}}
+UNBALANCED = {
+    "qwen3-moe": {"balance_loss": 0.0},
+    "deepseek": {"balance_loss": 0.0, "balance_rate": 0.0},
+}
 
 
 def ours_after_steps(run: Run, start: Path, folder: Path, batches: list[Batch]) -> Path:
-    """The steps on the run's layout, ranks as threads, from the imported checkpoint; then the export."""
+    """The steps on the run's layout, ranks as threads, from the imported checkpoint; then the
+    export.
+    """
     plan, final = plan_of(run), checkpoint_path(folder.parent / "trained", STEPS)
 
     def rank(comm: Comm) -> None:
         step = build_step(run, comm)
         load_parameters(step.state(), open_checkpoint(start).section("model"))
         for index, batch in enumerate(batches):
-            step(micro_batches(batch, plan, comm.rank), lr=learning_rate(index, run.optim, run.steps))
+            step(
+                micro_batches(batch, plan, comm.rank), lr=learning_rate(index, run.optim, run.steps)
+            )
         save(step, final, run)
 
     run_ranks(plan.mesh, rank, timeout_s=100)
     return exported(final, folder)
 
 
-def theirs_after_steps(folder: Path, run: Run, batches: list[Batch], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+def theirs_after_steps(
+    folder: Path, run: Run, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> nn.Module:
     """The same steps with transformers and torch.optim.AdamW on one process."""
     model = loaded(folder, torch.float64)
-    kinds = {type(module) for module in model.modules() if type(module).__name__.endswith(("RMSNorm", "Router"))}
+    kinds = {
+        type(module)
+        for module in model.modules()
+        if type(module).__name__.endswith(("RMSNorm", "Router"))
+    }
     for kind in kinds:
         monkeypatch.setattr(kind, "forward", widened(kind.forward))
     decayed = [param for param in model.parameters() if param.ndim >= 2]
     rest = [param for param in model.parameters() if param.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": run.optim.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": run.optim.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=run.optim.betas, eps=run.optim.eps)
     for batch in batches:
         logits = model(input_ids=batch.inputs, use_cache=False).logits
@@ -78,12 +95,38 @@ def test_three_steps_on_a_layout_are_three_steps_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     folder = written(name, tmp_path / "theirs", dtype=torch.float64)
-    wide = [word for kind in ("params", "compute", "reduce") for word in (f"--precision.{kind}", "float64")]
-    free = [word for key, value in UNBALANCED.get(name, {}).items() for word in (f"--model.{key}", str(value))]
+    wide = [
+        word
+        for kind in ("params", "compute", "reduce")
+        for word in (f"--precision.{kind}", "float64")
+    ]
+    free = [
+        word
+        for key, value in UNBALANCED.get(name, {}).items()
+        for word in (f"--model.{key}", str(value))
+    ]
     run = run_of(
         folder,
-        *("--mesh", "pp2 tp2 dp2", "--batch.global_size", "8", "--data.seq_len", "48", "--steps", str(STEPS)),
-        *("--optim.lr", str(LR), "--optim.decay", "constant", "--optim.warmup", "0", "--optim.clip", "0.25"),
+        *(
+            "--mesh",
+            "pp2 tp2 dp2",
+            "--batch.global_size",
+            "8",
+            "--data.seq_len",
+            "48",
+            "--steps",
+            str(STEPS),
+        ),
+        *(
+            "--optim.lr",
+            str(LR),
+            "--optim.decay",
+            "constant",
+            "--optim.warmup",
+            "0",
+            "--optim.clip",
+            "0.25",
+        ),
         *wide,
         *free,
     )
@@ -109,11 +152,24 @@ def test_three_steps_on_a_layout_are_three_steps_of_transformers(
             assert (tensor - untrained[key]).abs().max() > 1e-3, f"{key} has moved"
 
 
-def test_each_rank_starts_from_its_own_boxes_under_zero_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_each_rank_starts_from_its_own_boxes_under_zero_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = written("qwen3-moe", tmp_path / "theirs")
-    words = ("--mesh", "pp2 ep2 tp2", "--parallel.zero", "3", "--batch.global_size", "8", "--data.seq_len", "16")
+    words = (
+        "--mesh",
+        "pp2 ep2 tp2",
+        "--parallel.zero",
+        "3",
+        "--batch.global_size",
+        "8",
+        "--data.seq_len",
+        "16",
+    )
     run = run_of(folder, *words, "--precision.params", "float64", "--precision.compute", "float64")
-    run = run.model_copy(update={"precision": run.precision.model_copy(update={"reduce": "float64"})})
+    run = run.model_copy(
+        update={"precision": run.precision.model_copy(update={"reduce": "float64"})}
+    )
     whole, plain = HfFolder(folder, run.model), HfFolder.read
     read: dict[str, int] = {}
 
@@ -126,7 +182,9 @@ def test_each_rank_starts_from_its_own_boxes_under_zero_3(tmp_path: Path, monkey
 
     def rank(comm: Comm) -> None:
         step = build_step(run, comm)
-        assert read[threading.current_thread().name] == sum(piece.box.size for piece in step.model.shards.values())
+        assert read[threading.current_thread().name] == sum(
+            piece.box.size for piece in step.model.shards.values()
+        )
         for name, value in step.grads.full_parameters().items():
             piece = step.model.shards[name]
             assert torch.equal(value, plain(whole, piece.owner, piece.box).to(torch.float64)), name

@@ -52,7 +52,9 @@ def test_a_block_on_two_stages_is_named(plan: Plan) -> None:
 
 def test_boundary_shape_is_what_one_rank_holds(plan: Plan) -> None:
     assert plan.boundary_shape(0) == (1, 4, 32)
-    assert plan.model_copy(update={"sequence_parallel": False, "micro_size": 3}).boundary_shape(0) == (3, 8, 32)
+    assert plan.model_copy(update={"sequence_parallel": False, "micro_size": 3}).boundary_shape(
+        0
+    ) == (3, 8, 32)
 
 
 def test_explanation_names_mesh_stages_bubble_and_traffic(plan: Plan) -> None:
@@ -67,7 +69,9 @@ def test_explanation_names_mesh_stages_bubble_and_traffic(plan: Plan) -> None:
         assert said in text
 
 
-@pytest.mark.parametrize(("context", "said"), [("ring", "around a ring"), ("ulysses", "between positions and heads")])
+@pytest.mark.parametrize(
+    ("context", "said"), [("ring", "around a ring"), ("ulysses", "between positions and heads")]
+)
 def test_explanation_says_how_attention_crosses_cp(plan: Plan, context: Context, said: str) -> None:
     layout = {"mesh": Mesh.parse("pp2 cp2 tp2"), "context": context}
     assert said in explain(plan.model_copy(update=layout))

@@ -25,7 +25,9 @@ def num_layers(stages: tuple[tuple[str, ...], ...]) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 9), st.data())
-def test_no_other_split_has_a_faster_slowest_stage(costs: list[int], head: int, data: st.DataObject) -> None:
+def test_no_other_split_has_a_faster_slowest_stage(
+    costs: list[int], head: int, data: st.DataObject
+) -> None:
     parts = data.draw(st.integers(1, len(costs)))
     blocks = chain(costs, head)
     price = {block.name: block.flops for block in blocks}
@@ -34,7 +36,10 @@ def test_no_other_split_has_a_faster_slowest_stage(costs: list[int], head: int, 
     found = max(sum(price[name] for name in stage) for stage in stages)
     weights = [*costs[:-1], costs[-1] + head]
     cuts = itertools.combinations(range(1, len(costs)), parts - 1)
-    best = min(max(sum(weights[lo:hi]) for lo, hi in itertools.pairwise((0, *cut, len(costs)))) for cut in cuts)
+    best = min(
+        max(sum(weights[lo:hi]) for lo, hi in itertools.pairwise((0, *cut, len(costs))))
+        for cut in cuts
+    )
     assert found == best
 
 

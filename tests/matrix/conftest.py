@@ -50,7 +50,9 @@ def _commit() -> str:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Write down what a layout's test found; where tests run on several workers, the first process hears of all."""
+    """Write down what a layout's test found; where tests run on several workers, the first process
+    hears of all.
+    """
     if RESULTS and report.when == "call" and "PYTEST_XDIST_WORKER" not in os.environ:
         found = dict(report.user_properties)
         if "case" in found:

@@ -1,8 +1,9 @@
 """Covering rows: few layouts that contain every feasible combination of any three choices at least once.
 
-The full product of the choices below has some hundred million layouts. Faults of composed parallelism need two dimensions,
-seldom three, to meet; so every three choices that can meet do meet in some row of covering_rows.txt (a covering array of
-strength 3). The first rows of it hold every two.
+The full product of the choices below has some hundred million layouts. Faults of composed
+parallelism need two dimensions, seldom three, to meet; so every three choices that can meet do meet
+in some row of covering_rows.txt (a covering array of strength 3). The first rows of it hold every
+two.
 
     PYTHONPATH=. .venv/bin/python -m tests.matrix.cover      finds the rows anew and writes the list (a quarter of a minute)
 """
@@ -57,7 +58,9 @@ Part = tuple[tuple[str, Any], ...]
 
 
 def case_of(row: Row) -> Case:
-    """The layout that a row stands for: layers for every stage, the shortest sequences that its ranks divide."""
+    """The layout that a row stands for: layers for every stage, the shortest sequences that its
+    ranks divide.
+    """
     words = " ".join(f"{axis}{row[axis]}" for axis in row["nesting"].split() if row[axis] > 1)
     mesh, (schedule, chunks) = Mesh.parse(words), row["schedule"].split()
     family, grouped = row["model"].partition(" ")[0], "grouped" in row["model"]
@@ -111,7 +114,9 @@ def every_part(strength: int) -> Iterator[Part]:
 
 
 def complete(part: Part, dice: random.Random, tries: int) -> Iterator[Row]:
-    """Valid rows that contain these choices, the others drawn; small meshes more often than large ones."""
+    """Valid rows that contain these choices, the others drawn; small meshes more often than large
+    ones.
+    """
     for _ in range(tries):
         row = {name: dice.choice(CHOICES[name]) for name in NAMES}
         for axis in all_axes():
@@ -138,7 +143,9 @@ def cost(row: Row) -> float:
 
 
 def find_rows(strength: int, dice: random.Random, known: tuple[Row, ...] = ()) -> Iterator[Row]:
-    """Rows until every feasible combination of `strength` choices is held by `known` or by them; greedy."""
+    """Rows until every feasible combination of `strength` choices is held by `known` or by them;
+    greedy.
+    """
     held = {part for row in known for part in parts(row, strength)}
     left = dict.fromkeys(part for part in every_part(strength) if part not in held)
     while left:

@@ -17,7 +17,13 @@ from weft.config.checks import run_checks
 from weft.config.families import run_type
 from weft.config.run import Run, plan_of
 from weft.config.schema import BatchConfig as BatchSizes
-from weft.config.schema import DataConfig, OptimConfig, ParallelConfig, PipelineConfig, PrecisionConfig
+from weft.config.schema import (
+    DataConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+)
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.sequence import Context
@@ -58,7 +64,15 @@ MIXTURES: dict[str, dict[str, object]] = {
         "balance_rate": 0.05, "balance_loss": 0.2, "mtp_depth": 1,
     },
 }  # fmt: skip
-GROUPED: dict[str, object] = {"layers": 5, "dim": 32, "heads": 8, "kv_heads": 4, "ffn": 48, "vocab": 53, "tied": True}
+GROUPED: dict[str, object] = {
+    "layers": 5,
+    "dim": 32,
+    "heads": 8,
+    "kv_heads": 4,
+    "ffn": 48,
+    "vocab": 53,
+    "tied": True,
+}
 
 
 @dataclass(frozen=True)
@@ -135,7 +149,10 @@ class Case:
                 "batch": BatchSizes(global_size=size, micro_size=self.micro_size),
                 "optim": OptimConfig(clip=self.clip),
                 "parallel": ParallelConfig(
-                    sequence=self.sequence, zero=self.zero, context=self.context, recompute=self.recompute
+                    sequence=self.sequence,
+                    zero=self.zero,
+                    context=self.context,
+                    recompute=self.recompute,
                 ),
                 "pipeline": PipelineConfig(schedule=self.schedule, chunks=self.chunks),
                 "precision": PrecisionConfig(params="float64", compute="float64", reduce="float64"),
@@ -237,7 +254,9 @@ def on_one_device(case: Case) -> Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Comparison of a layout with one device: all differences, and parameters that no rank holds in full."""
+    """Comparison of a layout with one device: all differences, and parameters that no rank holds in
+    full.
+    """
 
     differences: tuple[Difference, ...]
     missing: tuple[str, ...]
@@ -250,15 +269,21 @@ class Verdict:
     @property
     def wrong(self) -> tuple[Difference, ...]:
         """Differences that rounding does not explain, in the order in which they are computed."""
-        return tuple(difference for difference in self.differences if not difference.relative <= TOLERANCE)
+        return tuple(
+            difference for difference in self.differences if not difference.relative <= TOLERANCE
+        )
 
 
 def compare(case: Case, *, transport: Literal["threads", "processes"] = "threads") -> Verdict:
     """Compare a layout with one device."""
     ranks = run_ranks(case.mesh, RunRank(case), transport=transport, timeout_s=PATIENCE_S)
     right = truth(on_one_device(case))
-    assert case.clip != CLIP or all(step.grad_norm > CLIP for step in right), "clipping must act in this test"
-    return Verdict(tuple(differences(right, ranks, lr=LR)), tuple(uncovered(right[0].params, ranks)))
+    assert case.clip != CLIP or all(step.grad_norm > CLIP for step in right), (
+        "clipping must act in this test"
+    )
+    return Verdict(
+        tuple(differences(right, ranks, lr=LR)), tuple(uncovered(right[0].params, ranks))
+    )
 
 
 def check(case: Case, transport: Literal["threads", "processes"] = "threads") -> Verdict:

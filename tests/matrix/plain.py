@@ -42,17 +42,20 @@ HALF = Dtypes("float32", "float16", "float32")
 
 
 class InParts(TorchFunctionMode):
-    """Every linear is computed in parts of its input features, as row-parallel ranks would, or of its output features.
+    """Every linear is computed in parts of its input features, as row-parallel ranks would, or of
+    its output features.
 
-    Parts of the input are rounded to the type of compute before they are added, and so are, in the backward, the input
-    gradients of parts of the output.
+    Parts of the input are rounded to the type of compute before they are added, and so are, in the
+    backward, the input gradients of parts of the output.
     """
 
     def __init__(self, num: int, *, dim: int) -> None:
         super().__init__()
         self.num, self.dim = num, dim
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is not F.linear or args[1].shape[self.dim] % self.num:
             return func(*args, **(kwargs or {}))
         x, weight = args[:2]
@@ -66,7 +69,9 @@ class InParts(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Order:
-    """An order of summation: sequences a forward (None: all), the order of sequences, parts of linears."""
+    """An order of summation: sequences a forward (None: all), the order of sequences, parts of
+    linears.
+    """
 
     micro: int | None = None
     backwards: bool = False
@@ -104,9 +109,13 @@ class Replica:
         family, config = FAMILIES[case.family], case.config
         blocks, ties = family.blocks(config), family.ties(config)
         tie(blocks, ties)
-        starts = {name: param for name, param in named_parameters(blocks).items() if name not in ties}
+        starts = {
+            name: param for name, param in named_parameters(blocks).items() if name not in ties
+        }
         init_params(starts, family.init(config), seed=SEED)
-        values = {name: param.detach().to(dtypes["params"], copy=True) for name, param in starts.items()}
+        values = {
+            name: param.detach().to(dtypes["params"], copy=True) for name, param in starts.items()
+        }
         low = copy.deepcopy(nn.ModuleDict(blocks)).to(dtypes["compute"])
         params = {name: param for name, param in named_parameters(low).items() if name not in ties}
         return Replica(dict(low.items()), params, values)
@@ -118,7 +127,9 @@ class Replica:
                 self.params[name].copy_(value)
 
 
-def train(case: Case, steps: Sequence[Batch], dtypes: Dtypes, order: Order, *, lr: float) -> list[float]:
+def train(
+    case: Case, steps: Sequence[Batch], dtypes: Dtypes, order: Order, *, lr: float
+) -> list[float]:
     """Losses of training on one device."""
     replica = Replica.make(case, dtypes)
     optimizer = adamw(replica.values, matrices(replica.params))
@@ -126,7 +137,9 @@ def train(case: Case, steps: Sequence[Batch], dtypes: Dtypes, order: Order, *, l
     for whole in steps:
         replica.refresh()
         loss, gradients = _gradients(replica, whole, dtypes, order)
-        norm = sum(gradient.float().norm().double().square() for gradient in gradients.values()) ** 0.5
+        norm = (
+            sum(gradient.float().norm().double().square() for gradient in gradients.values()) ** 0.5
+        )
         for name, value in replica.values.items():
             value.grad = gradients[name].to(value.dtype).mul_((CLIP / (norm + 1e-6)).clamp(max=1.0))
         for group in optimizer.param_groups:
@@ -136,8 +149,13 @@ def train(case: Case, steps: Sequence[Batch], dtypes: Dtypes, order: Order, *, l
     return losses
 
 
-def _gradients(replica: Replica, whole: Batch, dtypes: Dtypes, order: Order) -> tuple[float, dict[str, Tensor]]:
-    sums = {name: torch.zeros_like(value, dtype=dtypes["reduce"]) for name, value in replica.values.items()}
+def _gradients(
+    replica: Replica, whole: Batch, dtypes: Dtypes, order: Order
+) -> tuple[float, dict[str, Tensor]]:
+    sums = {
+        name: torch.zeros_like(value, dtype=dtypes["reduce"])
+        for name, value in replica.values.items()
+    }
     total, targets = 0.0, whole.num_targets().double()
     for rows in order.rows(len(whole.inputs)):
         with InParts(order.parts[0], dim=order.parts[1]) if order.parts else nullcontext():

@@ -27,7 +27,9 @@ REFUSALS = "## Rejected layouts"
 
 @dataclass(frozen=True)
 class Result:
-    """What the test of one layout found; `relative` is the largest difference of its `compared` numbers and tensors."""
+    """What the test of one layout found; `relative` is the largest difference of its `compared`
+    numbers and tensors.
+    """
 
     case: Case
     held: bool
@@ -42,7 +44,9 @@ def read_results(path: Path) -> tuple[Result, ...]:
     for line in path.read_text(encoding="utf-8").splitlines():
         found = json.loads(line)
         case, held = Case(**found["case"]), found["outcome"] == "passed"
-        last[case] = Result(case, held, found["commit"], found.get("relative", 0.0), found.get("compared", 0))
+        last[case] = Result(
+            case, held, found["commit"], found.get("relative", 0.0), found.get("compared", 0)
+        )
     return tuple(last.values())
 
 

@@ -19,8 +19,23 @@ CONTEXTS: tuple[Context, ...] = ("ring", "allgather", "ulysses")
 GRID_FAMILIES = ("gpt2", "llama3")
 WHOLE = (
     Case("pp2 dp2 ep2 cp2 tp2", family="deepseek", sequence=True, microbatches=2),
-    Case("pp2 dp2 ep2 cp2 tp2", family="qwen3-moe", microbatches=2, zero=3, schedule="zbv", chunks=2, layers=4),
-    Case("tp2 cp2 ep2 dp2 pp2", family="qwen3-moe", microbatches=2, zero=2, context="ulysses", schedule="zero_bubble"),
+    Case(
+        "pp2 dp2 ep2 cp2 tp2",
+        family="qwen3-moe",
+        microbatches=2,
+        zero=3,
+        schedule="zbv",
+        chunks=2,
+        layers=4,
+    ),
+    Case(
+        "tp2 cp2 ep2 dp2 pp2",
+        family="qwen3-moe",
+        microbatches=2,
+        zero=2,
+        context="ulysses",
+        schedule="zero_bubble",
+    ),
 )
 """All five dimensions at once."""
 
@@ -50,7 +65,8 @@ def family_cases() -> Iterator[Case]:
 
 
 def grid(most_ranks: int = 16) -> Iterator[Case]:
-    """Every mesh of up to `most_ranks` ranks over pp, dp, cp and tp, with and without sequence parallelism, by every schedule.
+    """Every mesh of up to `most_ranks` ranks over pp, dp, cp and tp, with and without sequence
+    parallelism, by every schedule.
 
     The ways across cp take turns, and so do sequences of one document and of several.
     """
@@ -93,7 +109,9 @@ def every_case() -> tuple[Case, ...]:
 
 
 def sample(number: int, *, seed: int, most_ranks: int = 32) -> tuple[Case, ...]:
-    """A seeded sample: half of the covering rows, half of the grid, of meshes of up to `most_ranks`."""
+    """A seeded sample: half of the covering rows, half of the grid, of meshes of up to
+    `most_ranks`.
+    """
     dice = random.Random(seed)
     chosen: dict[Case, None] = {}
     for cases in (read_rows(LIST), grid()):

@@ -1,11 +1,12 @@
 """In bfloat16 no two orders of summation agree: a layout's losses stay within the spread of orders on one device.
 
-How the bound is found. On one device the same data is trained on in eight orders (tests/matrix/plain.py: micro-batches of
-other sizes, sequences backwards, linears in 2 or 4 parts as tensor-parallel ranks sum them). The spread is the largest
-relative difference of any of their losses from the plain order: 5e-5 to 1.3e-4. How far outside it a further order may
-lie is measured too: leaving out the farthest order, it lies 1.00, 1.07, 1.19, 1.28, 1.29 and 1.39 times as far as the
-farthest of the other seven, for three families under two policies. So the bound is 1.5 times the spread. The layouts below
-lie at 0.19 to 0.90 of it.
+How the bound is found. On one device the same data is trained on in eight orders
+(tests/matrix/plain.py: micro-batches of other sizes, sequences backwards, linears in 2 or 4 parts
+as tensor-parallel ranks sum them). The spread is the largest relative difference of any of their
+losses from the plain order: 5e-5 to 1.3e-4. How far outside it a further order may lie is measured
+too: leaving out the farthest order, it lies 1.00, 1.07, 1.19, 1.28, 1.29 and 1.39 times as far as
+the farthest of the other seven, for three families under two policies. So the bound is 1.5 times
+the spread. The layouts below lie at 0.19 to 0.90 of it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def losses_of(case: Case, dtypes: Dtypes) -> list[float]:
     def rank(comm: Comm) -> list[float]:
         steps = steps_of(case.family)
         family, config = FAMILIES[case.family], case.config
-        held = run_layout(family, config, steps, plan=plan, comm=comm, seed=SEED, optimizer=adamw, lr=LR)
+        held = run_layout(
+            family, config, steps, plan=plan, comm=comm, seed=SEED, optimizer=adamw, lr=LR
+        )
         return [step.loss for step in held.steps]
 
     first, *others = run_ranks(case.mesh, rank)
@@ -74,7 +77,9 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize(("dtypes", "case"), LAYOUTS, ids=str)
-def test_losses_of_a_layout_lie_within_the_spread_of_orders_on_one_device(dtypes: Dtypes, case: Case) -> None:
+def test_losses_of_a_layout_lie_within_the_spread_of_orders_on_one_device(
+    dtypes: Dtypes, case: Case
+) -> None:
     plain, spread = one_device(case.family, dtypes)
     assert farthest(losses_of(case, dtypes), plain) <= FACTOR * spread
 
@@ -102,5 +107,11 @@ def test_gradients_that_are_not_reduced_lie_outside(monkeypatch: pytest.MonkeyPa
 def test_16_bits_train_as_float32_does_within_their_rounding(dtypes: Dtypes) -> None:
     plain, _ = one_device("llama3" if dtypes == MIXED else "gpt2", dtypes)
     family = "llama3" if dtypes == MIXED else "gpt2"
-    exact = train(Case("", family=family), steps_of(family), Dtypes("float32", "float32", "float32"), PLAIN, lr=LR)
+    exact = train(
+        Case("", family=family),
+        steps_of(family),
+        Dtypes("float32", "float32", "float32"),
+        PLAIN,
+        lr=LR,
+    )
     assert farthest(plain, exact) < torch.finfo(torch.bfloat16).eps / 8

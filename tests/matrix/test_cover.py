@@ -7,7 +7,17 @@ import random
 import pytest
 
 from tests.matrix import cover
-from tests.matrix.cover import CHOICES, LIST, NAMES, case_of, complete, every_part, is_valid, parts, read_rows
+from tests.matrix.cover import (
+    CHOICES,
+    LIST,
+    NAMES,
+    case_of,
+    complete,
+    every_part,
+    is_valid,
+    parts,
+    read_rows,
+)
 from tests.matrix.layouts import Case, fits
 from tests.matrix.sweep import every_case
 from tests.small_models import TEXT_FAMILIES
@@ -15,15 +25,24 @@ from weft.schedule.catalog import SCHEDULES
 
 
 def rows() -> list[dict[str, object]]:
-    """The rows of the list, as choices; one whose axes come in the same order under several nestings, as several."""
+    """The rows of the list, as choices; one whose axes come in the same order under several
+    nestings, as several.
+    """
     models = {(name.partition(" ")[0], "grouped" in name): name for name in CHOICES["model"]}
     found = []
     for case in read_rows(LIST):
         axes = [axis for axis, _ in case.grid.axes]
-        nested = [text for text in CHOICES["nesting"] if [axis for axis in text.split() if axis in axes] == axes]
+        nested = [
+            text
+            for text in CHOICES["nesting"]
+            if [axis for axis in text.split() if axis in axes] == axes
+        ]
         row = {name: getattr(case, name) for name in NAMES[NAMES.index("microbatches") :]}
         row |= {axis: case.grid.degree(axis) for axis in ("pp", "dp", "ep", "cp", "tp")}
-        row |= {"model": models[case.family, case.grouped], "schedule": f"{case.schedule} {case.chunks}"}
+        row |= {
+            "model": models[case.family, case.grouped],
+            "schedule": f"{case.schedule} {case.chunks}",
+        }
         found += [{**row, "nesting": text} for text in nested]
     return found
 

@@ -13,7 +13,9 @@ from tests.small_models import TEXT_FAMILIES
 COVERED = {case.family for case in read_rows(LIST)}
 
 
-@pytest.mark.parametrize("case", [case for case in family_cases() if case.family not in COVERED], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in family_cases() if case.family not in COVERED], ids=str
+)
 def test_family_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)
 
@@ -23,4 +25,6 @@ def test_small_configs_support_every_layout() -> None:
     for case in family_cases():
         missing[case.family] += 1
     assert set(missing) == set(TEXT_FAMILIES)
-    assert all(count == len(EVERY_FAMILY) for family, count in missing.items() if family not in COVERED)
+    assert all(
+        count == len(EVERY_FAMILY) for family, count in missing.items() if family not in COVERED
+    )

@@ -1,6 +1,7 @@
 """Each deliberate defect that trains silently wrong numbers makes the comparison with one device fail.
 
-Most of these shipped in systems that people trained with; docs/anchors of the kind are in each mutant's line.
+Most of these shipped in systems that people trained with; docs/anchors of the kind are in each
+mutant's line.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def gradients_are_never_reduced(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(Case("dp2", microbatches=2))
-def gradients_are_averaged_although_the_loss_is_normalised_globally(patch: pytest.MonkeyPatch) -> None:
+def gradients_are_averaged_although_the_loss_is_normalised_globally(
+    patch: pytest.MonkeyPatch,
+) -> None:
     """Gradients come out 1 / dp too small; AdamW hides it from the loss."""
 
     def average(self: ParamGroup, unsharded: Tensor) -> Work:
@@ -85,7 +88,9 @@ def gradients_are_reduced_after_the_first_micro_batch(patch: pytest.MonkeyPatch)
 
     def early(self: player.Player, *args: Any, **kwargs: Any) -> None:
         right(self, *args, **kwargs)
-        self.last_backward = {stage: act._replace(mb=0) for stage, act in self.last_backward.items()}
+        self.last_backward = {
+            stage: act._replace(mb=0) for stage, act in self.last_backward.items()
+        }
 
     patch.setattr(player.Player, "__init__", early)
 
@@ -93,7 +98,9 @@ def gradients_are_reduced_after_the_first_micro_batch(patch: pytest.MonkeyPatch)
 @mutant(Case("dp2 tp2", microbatches=2))
 def the_gradient_rule_names_the_wrong_axis(patch: pytest.MonkeyPatch) -> None:
     """Replicated parameters are summed over tp instead of dp."""
-    patch.setattr(parallelize_module, "gradient_axes", lambda mesh, *, varies, cut: ("tp",) if not cut else ())
+    patch.setattr(
+        parallelize_module, "gradient_axes", lambda mesh, *, varies, cut: ("tp",) if not cut else ()
+    )
 
 
 @mutant(Case("tp2", sequence=True))
@@ -147,14 +154,18 @@ def the_bias_of_a_row_linear_is_added_on_every_rank(patch: pytest.MonkeyPatch) -
 
     def forward(self: tensor_linear.RowParallelLinear, x: Tensor) -> Tensor:
         return ops.reduce_from_region(
-            torch.nn.functional.linear(x, self.weight, self.bias), self.region.comm, self.region.axis
+            torch.nn.functional.linear(x, self.weight, self.bias),
+            self.region.comm,
+            self.region.axis,
         )
 
     patch.setattr(tensor_linear.RowParallelLinear, "forward", forward)
 
 
 @mutant(Case("tp2", sequence=True, family="gpt2"))
-def every_rank_adds_the_first_positions_under_sequence_parallelism(patch: pytest.MonkeyPatch) -> None:
+def every_rank_adds_the_first_positions_under_sequence_parallelism(
+    patch: pytest.MonkeyPatch,
+) -> None:
     """Learned positions of the wrong part of the sequence."""
 
     def of_the_first_rank(comm: Any) -> Any:
@@ -232,7 +243,9 @@ def every_data_rank_trains_on_the_same_samples(patch: pytest.MonkeyPatch) -> Non
     from weft.prove import layout
 
     right = layout.layout_of
-    patch.setattr(layout, "layout_of", lambda samples, *, index, **rest: right(samples, index=0, **rest))
+    patch.setattr(
+        layout, "layout_of", lambda samples, *, index, **rest: right(samples, index=0, **rest)
+    )
 
 
 @mutant(Case("pp2", microbatches=2))
@@ -283,5 +296,8 @@ def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, patch = MUTANTS[name]
     check(case)
     patch(monkeypatch)
-    with pytest.raises((AssertionError, CommError), match=r"relative difference|arrived after its group was reduced"):
+    with pytest.raises(
+        (AssertionError, CommError),
+        match=r"relative difference|arrived after its group was reduced",
+    ):
         check(case)

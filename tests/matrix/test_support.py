@@ -8,7 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.matrix.layouts import Case
-from tests.matrix.support import FEATURES, PAGE, REFUSALS, REFUSED, Result, messages, page, read_results, refusals
+from tests.matrix.support import (
+    FEATURES,
+    PAGE,
+    REFUSALS,
+    REFUSED,
+    Result,
+    messages,
+    page,
+    read_results,
+    refusals,
+)
 from weft.config import validate
 from weft.config.load import try_load
 from weft.models import FAMILIES
@@ -16,12 +26,18 @@ from weft.models import FAMILIES
 
 def test_refusals_of_the_page_are_what_the_door_says() -> None:
     _, _, after = PAGE.read_text(encoding="utf-8").partition(REFUSALS)
-    assert (REFUSALS + after).splitlines() == "\n".join(refusals()).splitlines(), "run `make support`"
+    assert (REFUSALS + after).splitlines() == "\n".join(refusals()).splitlines(), (
+        "run `make support`"
+    )
 
 
 def test_every_check_of_the_door_refuses_something_on_the_page() -> None:
     runs = [try_load(shlex.split(words), FAMILIES).run for words in REFUSED]
-    idle = [check.find.__qualname__ for check in validate.CHECKS if not any(list(check.find(run)) for run in runs)]
+    idle = [
+        check.find.__qualname__
+        for check in validate.CHECKS
+        if not any(list(check.find(run)) for run in runs)
+    ]
     assert not idle, f"add a command to REFUSED for each of {idle}"
     assert all(messages(shlex.split(words)) for words in REFUSED)
 
@@ -30,8 +46,20 @@ def test_the_last_result_of_a_layout_counts(tmp_path: Path) -> None:
     case, other = Case("dp2", zero=1), Case("tp2", sequence=True)
     lines = [
         {"outcome": "failed", "case": asdict(case), "commit": "a"},
-        {"outcome": "passed", "case": asdict(other), "commit": "a", "relative": 2e-13, "compared": 5},
-        {"outcome": "passed", "case": asdict(case), "commit": "b", "relative": 3e-12, "compared": 7},
+        {
+            "outcome": "passed",
+            "case": asdict(other),
+            "commit": "a",
+            "relative": 2e-13,
+            "compared": 5,
+        },
+        {
+            "outcome": "passed",
+            "case": asdict(case),
+            "commit": "b",
+            "relative": 3e-12,
+            "compared": 7,
+        },
     ]
     file = tmp_path / "results.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -51,6 +79,18 @@ def test_a_layout_that_failed_is_named() -> None:
 
 
 def test_features_tell_cases_apart() -> None:
-    case = Case("tp2 cp2", context="ulysses", documents=True, schedule="zbv", chunks=2, recompute="full")
+    case = Case(
+        "tp2 cp2", context="ulysses", documents=True, schedule="zbv", chunks=2, recompute="full"
+    )
     has = {name for name, feature in FEATURES.items() if feature(case)}
-    assert has == {"llama3", "zbv", "cp", "tp", "full", "ulysses", "docs", "accumulation", "other nesting"}
+    assert has == {
+        "llama3",
+        "zbv",
+        "cp",
+        "tp",
+        "full",
+        "ulysses",
+        "docs",
+        "accumulation",
+        "other nesting",
+    }

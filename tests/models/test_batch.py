@@ -8,13 +8,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.models.common.batch import IGNORE, Batch, Extra, chain, forward, token_batch, with_later_targets
+from weft.models.common.batch import (
+    IGNORE,
+    Batch,
+    Extra,
+    chain,
+    forward,
+    token_batch,
+    with_later_targets,
+)
 
 
 class Add(nn.Module):
     """Adds a number to x, and may return extras."""
 
-    def __init__(self, number: float, *, loss: float | None = None, load: list[int] | None = None) -> None:
+    def __init__(
+        self, number: float, *, loss: float | None = None, load: list[int] | None = None
+    ) -> None:
         super().__init__()
         self.number, self.loss, self.load = number, loss, load
 
@@ -68,7 +78,10 @@ TARGETS = torch.tensor([[2, 3, 4, 5, 6, 7], [12, IGNORE, 14, 15, 16, IGNORE]])
 def test_later_targets_are_the_targets_after_and_next_inputs_the_inputs_after():
     batch = with_later_targets(token_batch(INPUTS, TARGETS))
     assert batch.next_inputs.tolist() == [[2, 3, 4, 5, 6, 7], [12, 13, 14, 15, 16, 0]]
-    assert batch.later_targets.tolist() == [[3, 4, 5, 6, 7, IGNORE], [IGNORE, 14, 15, 16, IGNORE, IGNORE]]
+    assert batch.later_targets.tolist() == [
+        [3, 4, 5, 6, 7, IGNORE],
+        [IGNORE, 14, 15, 16, IGNORE, IGNORE],
+    ]
 
 
 def test_nothing_is_predicted_beyond_a_document():

@@ -18,8 +18,18 @@ from weft.models.qwen3.config import Config as Qwen3
 from weft.models.qwen3_moe.config import Config as Qwen3Moe
 
 REFUSED = [
-    (Gpt2, {"dim": 130}, "heads", "dim 130 does not divide by heads 4; try dim 128 or 132, or heads 2, 5"),
-    (Gpt2, {"heads": 200}, "heads", "dim 128 does not divide by heads 200; try dim 200, or heads 128"),
+    (
+        Gpt2,
+        {"dim": 130},
+        "heads",
+        "dim 130 does not divide by heads 4; try dim 128 or 132, or heads 2, 5",
+    ),
+    (
+        Gpt2,
+        {"heads": 200},
+        "heads",
+        "dim 128 does not divide by heads 200; try dim 200, or heads 128",
+    ),
     (
         Llama3,
         {"heads": 6, "kv_heads": 4, "dim": 96},
@@ -44,7 +54,12 @@ REFUSED = [
         '30 is not divisible by 4, and arch "conv" halves it twice; try',
     ),
     (Mnist, {"arch": "cnn"}, "arch", "'mlp' or 'conv'"),
-    (Qwen3, {"kv_heads": 3}, "kv_heads", "heads 4 does not divide by kv_heads 3; try heads 3 or 6, or kv_heads 2, 4"),
+    (
+        Qwen3,
+        {"kv_heads": 3},
+        "kv_heads",
+        "heads 4 does not divide by kv_heads 3; try heads 3 or 6, or kv_heads 2, 4",
+    ),
     (Qwen3, {"head_size": 31}, "head_size", "multiple of 2"),
     (Qwen3Moe, {"top_k": 9}, "top_k", "9 of 8 experts; try 8 or less"),
     (Deepseek, {"first_k_dense": 5}, "first_k_dense", "5 of 4 layers; try 4 or less"),
@@ -54,7 +69,12 @@ REFUSED = [
         "n_group",
         "experts 8 does not divide by n_group 3; try experts 6 or 9, or n_group 2, 4",
     ),
-    (Deepseek, {"n_group": 2, "topk_group": 3}, "topk_group", "3 of n_group 2 groups; try 2 or less"),
+    (
+        Deepseek,
+        {"n_group": 2, "topk_group": 3},
+        "topk_group",
+        "3 of n_group 2 groups; try 2 or less",
+    ),
     (
         Deepseek,
         {"n_group": 4, "top_k": 3},
@@ -83,7 +103,12 @@ def test_a_bad_field_is_rejected_under_its_key_with_values_that_work(config, fie
 def test_all_faults_are_reported_at_once():
     with pytest.raises(ValidationError) as refused:
         Llama3(layers=-1, dim=130, ffn=0, vocab=0)
-    assert [error["loc"] for error in refused.value.errors()] == [("layers",), ("heads",), ("vocab",), ("ffn",)]
+    assert [error["loc"] for error in refused.value.errors()] == [
+        ("layers",),
+        ("heads",),
+        ("vocab",),
+        ("ffn",),
+    ]
 
 
 def test_learned_positions_bound_the_sequence_and_rotary_ones_do_not():
@@ -128,7 +153,9 @@ def test_every_family_rejects_sizes_below_one_under_their_own_key(family: str):
         assert (name,) in [error["loc"] for error in rejected.value.errors()]
 
 
-@pytest.mark.parametrize("family", [name for name in TEXT_FAMILIES if "kv_heads" in FAMILIES[name].Config.model_fields])
+@pytest.mark.parametrize(
+    "family", [name for name in TEXT_FAMILIES if "kv_heads" in FAMILIES[name].Config.model_fields]
+)
 def test_every_family_rejects_key_value_heads_that_do_not_divide_heads(family: str):
     with pytest.raises(ValidationError, match="heads 4 does not divide by kv_heads 3"):
         FAMILIES[family].Config(**small_fields(family, kv_heads=3))

@@ -21,7 +21,9 @@ from weft.models.deepseek.model import blocks as deepseek_blocks
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 """Sums of some 100 terms near 1 in float64, where one operation rounds by 1e-16."""
 
-TINY = deepseek.Config(layers=3, dim=24, heads=4, vocab=29, ffn=20, expert_ffn=8, n_group=4, topk_group=2)
+TINY = deepseek.Config(
+    layers=3, dim=24, heads=4, vocab=29, ffn=20, expert_ffn=8, n_group=4, topk_group=2
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +33,9 @@ def _float64():
     torch.set_default_dtype(torch.float32)
 
 
-def make_attention(*, q_lora_rank: int = 10, v_head_dim: int = 5, heads: int = 4) -> LatentAttention:
+def make_attention(
+    *, q_lora_rank: int = 10, v_head_dim: int = 5, heads: int = 4
+) -> LatentAttention:
     return LatentAttention(
         24,
         heads=heads,
@@ -69,7 +73,9 @@ def written_out(attn: LatentAttention, x_SD: Tensor) -> Tensor:
             scores, values = [], []
             for t in range(s + 1):
                 latent, k_rope = attn.kv_a(x_SD[t]).split((9, 6))
-                k_nope, v = attn.kv_b(attn.kv_a_norm(latent)).chunk(num_heads)[h].split((7, attn.v_size))
+                k_nope, v = (
+                    attn.kv_b(attn.kv_a_norm(latent)).chunk(num_heads)[h].split((7, attn.v_size))
+                )
                 scores.append(0.3 * (q_nope @ k_nope + q_rope @ turned_pairs(k_rope, attn.rope, t)))
                 values.append(v)
             heads.append(torch.stack(scores).softmax(0) @ torch.stack(values))
@@ -90,7 +96,9 @@ def test_latent_attention_whose_heads_are_cut_sums_to_the_whole():
     whole, x = make_attention(), torch.randn(2, 5, 24)
     total = torch.zeros_like(x)
     for half in (0, 1):
-        cut = make_attention()  # built whole, like a rank's: only the weights that belong to heads are cut
+        cut = (
+            make_attention()
+        )  # built whole, like a rank's: only the weights that belong to heads are cut
         cut.load_state_dict(whole.state_dict())
         for name, dim in (("q_b", 0), ("kv_b", 0), ("o", 1)):
             weight = getattr(whole, name).weight.detach().chunk(2, dim)[half]
@@ -131,21 +139,29 @@ def test_yarn_keeps_fast_features_and_slows_down_slow_ones():
     ratio = scaling(plain) / plain
     turns = 4096 * plain / (2 * math.pi)
     assert (ratio[turns > 32 * 1.34] == 1.0).all()  # features are a factor of 1.33 apart
-    torch.testing.assert_close(ratio[turns < 1 / 1.34] * 40, torch.ones_like(ratio[turns < 1 / 1.34]))
+    torch.testing.assert_close(
+        ratio[turns < 1 / 1.34] * 40, torch.ones_like(ratio[turns < 1 / 1.34])
+    )
     assert (ratio.diff() < 1e-8).all()  # rounding of the quotient by the slowest: 0.025 x 6e-8
     assert ((ratio > 0.03) & (ratio < 0.99)).sum() == 12
 
 
 def test_yarn_scales_scores_and_rotated_parts_with_the_logarithm_of_the_factor():
-    scaling = YarnScaling(factor=math.e**5, theta=1e4, original_context=64, mscale=2.0, mscale_all_dim=1.0)
+    scaling = YarnScaling(
+        factor=math.e**5, theta=1e4, original_context=64, mscale=2.0, mscale_all_dim=1.0
+    )
     assert scaling.gain == pytest.approx((0.1 * 2 * 5 + 1) / (0.1 * 1 * 5 + 1), rel=1e-12)
     assert scaling.sharpness == pytest.approx(1.5**2, rel=1e-12)
     turn = Rope(8, theta=1e4, scaling=scaling)(torch.tensor([[0]]))
-    torch.testing.assert_close(turn[0].flatten(), torch.full((4,), scaling.gain, dtype=torch.float32))
+    torch.testing.assert_close(
+        turn[0].flatten(), torch.full((4,), scaling.gain, dtype=torch.float32)
+    )
 
 
 def test_attention_is_sharpened_and_only_where_the_context_is_stretched():
-    plain, stretched = (TINY.model_copy(update={"rope_scaling_factor": factor}) for factor in (1.0, 40.0))
+    plain, stretched = (
+        TINY.model_copy(update={"rope_scaling_factor": factor}) for factor in (1.0, 40.0)
+    )
     scales = [deepseek_blocks(cfg)["layer0"].attn.attend.scale for cfg in (plain, stretched)]
     assert scales[0] == 48**-0.5
     assert scales[1] == pytest.approx(48**-0.5 * (0.1 * math.log(40) + 1) ** 2, rel=1e-12)
@@ -172,7 +188,9 @@ def test_side_block_hands_on_x_and_adds_the_weighted_loss_of_the_token_after_the
     out = side(x, batch)
     assert out.x is x
     hidden = blocks["head"].norm(x)
-    joined = side.join(torch.cat((side.next_norm(blocks["embed"].tok(batch.next_inputs)), side.x_norm(hidden)), -1))
+    joined = side.join(
+        torch.cat((side.next_norm(blocks["embed"].tok(batch.next_inputs)), side.x_norm(hidden)), -1)
+    )
     logits = blocks["head"].proj(side.norm(side.layer(joined, batch).x))
     want = sum(
         -logits[b, s].log_softmax(-1)[batch.targets[b, s + 1]]
@@ -201,7 +219,10 @@ def test_no_token_sees_what_it_is_to_predict():
     x = torch.randn(2, 8, 24)
     side(x, batch)
     later = torch.cat((batch.inputs[:, :5], (batch.inputs[:, 5:] + 1) % TINY.vocab), dim=1)
-    side(torch.cat((x[:, :4], torch.randn(2, 4, 24)), 1), with_later_targets(token_batch(later, batch.targets)))
+    side(
+        torch.cat((x[:, :4], torch.randn(2, 4, 24)), 1),
+        with_later_targets(token_batch(later, batch.targets)),
+    )
     assert torch.equal(seen[0][:, :4], seen[1][:, :4])
     assert not torch.equal(seen[0][:, 4], seen[1][:, 4])
 
@@ -234,7 +255,9 @@ def test_a_batch_without_later_targets_is_refused_with_what_to_do():
 def test_it_learns_a_sequence_by_heart_while_its_routers_are_rebalanced():
     cfg, blocks, batch = model_and_batch(balance_rate=0.01)
     parameters = named_parameters(blocks)
-    optimizer = torch.optim.AdamW({id(p): p for p in parameters.values() if p.requires_grad}.values(), lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        {id(p): p for p in parameters.values() if p.requires_grad}.values(), lr=1e-2
+    )
     for _ in range(60):
         optimizer.zero_grad()
         out = chain(blocks, batch.inputs, batch)
@@ -254,7 +277,10 @@ def test_layers_are_dense_first_and_mixed_then():
     assert blocks["layer2"].mlp.router.rate == TINY.balance_rate
     every = deepseek_blocks(TINY.model_copy(update={"first_k_dense": 3}))
     assert not any("router" in name for name in named_parameters(every))
-    assert not any(".shared." in name for name in named_parameters(deepseek_blocks(deepseek.Config(shared_experts=0))))
+    assert not any(
+        ".shared." in name
+        for name in named_parameters(deepseek_blocks(deepseek.Config(shared_experts=0)))
+    )
 
 
 def test_units_of_the_feed_forward_axis_divide_every_width_that_is_there():
@@ -276,11 +302,26 @@ def test_v3_preset_is_the_released_config():
         18432,
         2048,
     )
-    assert (cfg.q_lora_rank, cfg.kv_lora_rank, cfg.qk_head_dim, cfg.qk_rope_head_dim) == (1536, 512, 192, 64)
-    assert (cfg.v_head_dim, cfg.experts, cfg.top_k, cfg.n_group, cfg.topk_group) == (128, 256, 8, 8, 4)
+    assert (cfg.q_lora_rank, cfg.kv_lora_rank, cfg.qk_head_dim, cfg.qk_rope_head_dim) == (
+        1536,
+        512,
+        192,
+        64,
+    )
+    assert (cfg.v_head_dim, cfg.experts, cfg.top_k, cfg.n_group, cfg.topk_group) == (
+        128,
+        256,
+        8,
+        8,
+        4,
+    )
     assert (cfg.shared_experts, cfg.routed_scaling_factor, cfg.norm_topk_prob) == (1, 2.5, True)
     assert (cfg.scoring, cfg.vocab, cfg.max_seq_len) == ("sigmoid", 129_280, 163_840)
-    assert (cfg.rope_scaling_factor, cfg.rope_scaling_original_context, cfg.rope_theta) == (40.0, 4096, 1e4)
+    assert (cfg.rope_scaling_factor, cfg.rope_scaling_original_context, cfg.rope_theta) == (
+        40.0,
+        4096,
+        1e4,
+    )
     assert (cfg.balance_loss, cfg.balance_rate) == (1e-4, 1e-3)  # technical report, section 4.2
 
 
@@ -288,4 +329,6 @@ def test_37_billion_parameters_of_v3_meet_each_token():
     cfg = PRESETS["deepseek-v3-671b"]
     per_token = sum(spec.flops for spec in cfg.block_specs(1)) / 2
     attention = cfg.layers * cfg.heads * (cfg.qk_head_dim + cfg.v_head_dim) / 2
-    assert 36.0e9 < per_token - attention < 37.6e9  # "37B activated"; the embedding's 0.9B are looked up
+    assert (
+        36.0e9 < per_token - attention < 37.6e9
+    )  # "37B activated"; the embedding's 0.9B are looked up

@@ -20,8 +20,12 @@ MODELS = {
     "mnist-mlp": PRESETS["mnist-mlp"],
     "mnist-conv": PRESETS["mnist-conv"],
     "head size": PRESETS["qwen3-tiny"].model_copy(update={"head_size": 48}),
-    "deepseek, all parts": deepseek.Config(layers=3, first_k_dense=2, top_k=3, shared_experts=2, mtp_depth=1),
-    "deepseek, parts left out": deepseek.Config(q_lora_rank=0, shared_experts=0, first_k_dense=0, v_head_dim=16),
+    "deepseek, all parts": deepseek.Config(
+        layers=3, first_k_dense=2, top_k=3, shared_experts=2, mtp_depth=1
+    ),
+    "deepseek, parts left out": deepseek.Config(
+        q_lora_rank=0, shared_experts=0, first_k_dense=0, v_head_dim=16
+    ),
 }
 
 
@@ -45,20 +49,32 @@ def test_flops_of_each_block_equal_torchs_count(name: str):
 
 
 def masked_flops(cfg: ModelConfig, layer: int) -> float:
-    """torch counts the whole S x S square of attention, a spec counts the pairs inside mask and window."""
+    """torch counts the whole S x S square of attention, a spec counts the pairs inside mask and
+    window.
+    """
     if cfg.kind == "images":
         return 0.0
-    if isinstance(cfg, deepseek.Config):  # and torch counts the zeros by which v is made as wide as q and k
+    if isinstance(
+        cfg, deepseek.Config
+    ):  # and torch counts the zeros by which v is made as wide as q and k
         padding = cfg.heads * max(cfg.qk_head_dim - cfg.v_head_dim, 0)
-        return SEQ * SEQ * cfg.heads * (cfg.qk_head_dim + cfg.v_head_dim) + 2.0 * SEQ * SEQ * padding
+        return (
+            SEQ * SEQ * cfg.heads * (cfg.qk_head_dim + cfg.v_head_dim) + 2.0 * SEQ * SEQ * padding
+        )
     width = cfg.heads * cfg.head_size if isinstance(cfg, DecoderConfig) else cfg.dim
     window = cfg.window_of(layer) if isinstance(cfg, DecoderConfig) else None
     return 4.0 * SEQ * SEQ * width - attention_flops(SEQ, width, window=window)
 
 
 def test_flops_of_a_window_count_its_pairs_of_queries_and_keys():
-    """A query at column p sees min(p + 1, window) keys; half of its own key counts, as without a window."""
+    """A query at column p sees min(p + 1, window) keys; half of its own key counts, as without a
+    window.
+    """
     seq_len, width, window = 12, 7, 5
-    num_pairs = sum(min(p + 1, window) for p in range(seq_len)) - seq_len / 2 + (seq_len - window) / 2
+    num_pairs = (
+        sum(min(p + 1, window) for p in range(seq_len)) - seq_len / 2 + (seq_len - window) / 2
+    )
     assert attention_flops(seq_len, width, window=window) == 4.0 * width * num_pairs
-    assert attention_flops(seq_len, width, window=seq_len) == attention_flops(seq_len, width, window=None)
+    assert attention_flops(seq_len, width, window=seq_len) == attention_flops(
+        seq_len, width, window=None
+    )

@@ -8,10 +8,20 @@ import torch
 from weft.models import PRESETS, family
 from weft.models.common.init import draw, init_params, name_seed, named_parameters, tie
 
-SMALL = ("gpt2-tiny", "llama3-tiny", "mnist-mlp", "mnist-conv", "qwen3-tiny", "qwen3-moe-tiny", "deepseek-tiny")
+SMALL = (
+    "gpt2-tiny",
+    "llama3-tiny",
+    "mnist-mlp",
+    "mnist-conv",
+    "qwen3-tiny",
+    "qwen3-moe-tiny",
+    "deepseek-tiny",
+)
 
 
-def started(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def started(
+    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
     cfg = PRESETS[name]
     module = family(cfg.family)
     parameters = {k: v.to(dtype) for k, v in named_parameters(module.blocks(cfg)).items()}
@@ -46,7 +56,9 @@ def test_a_rank_keeps_its_shard_of_the_full_draw():
         cuts = {name: torch.empty_like(value.chunk(2)[half]) for name, value in whole.items()}
         seen: dict[str, tuple[int, ...]] = {}
 
-        def shard(name: str, full: torch.Tensor, half: int = half, seen: dict = seen) -> torch.Tensor:
+        def shard(
+            name: str, full: torch.Tensor, half: int = half, seen: dict = seen
+        ) -> torch.Tensor:
             seen[name] = tuple(full.shape)
             return full.chunk(2)[half]
 
@@ -77,7 +89,9 @@ def test_an_alias_is_drawn_by_its_owners_row():
 
 
 def test_a_parameter_that_a_block_holds_twice_has_both_names():
-    block = torch.nn.ModuleDict({"one": torch.nn.Linear(2, 2, bias=False), "two": torch.nn.Linear(2, 2, bias=False)})
+    block = torch.nn.ModuleDict(
+        {"one": torch.nn.Linear(2, 2, bias=False), "two": torch.nn.Linear(2, 2, bias=False)}
+    )
     tie({"block": block}, {"block.two.weight": "block.one.weight"})
     parameters = named_parameters({"block": block})
     assert parameters["block.one.weight"] is parameters["block.two.weight"]
@@ -98,13 +112,17 @@ def test_seeds_of_names_stay_what_they_are():
     assert name_seed("layer17.attn.q.weight", 3) == 1486042774
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama3-tiny", "qwen3-tiny", "qwen3-moe-tiny", "deepseek-tiny"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-tiny", "llama3-tiny", "qwen3-tiny", "qwen3-moe-tiny", "deepseek-tiny"]
+)
 def test_standard_deviation_is_002_and_residual_projections_are_scaled_down(name: str):
     whole = started(name)
     layers = PRESETS[name].layers
     for parameter_name, value in whole.items():
         if value.dim() < 2:
-            assert value.unique().tolist() == [1.0 if parameter_name.endswith("norm.weight") else 0.0], parameter_name
+            assert value.unique().tolist() == [
+                1.0 if parameter_name.endswith("norm.weight") else 0.0
+            ], parameter_name
             continue
         residual = parameter_name.endswith((".o.weight", ".down.weight", ".experts.down"))
         want = 0.02 / math.sqrt(2 * layers) if residual else 0.02

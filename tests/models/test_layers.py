@@ -47,11 +47,15 @@ def test_a_token_attends_to_itself_and_earlier_tokens_of_its_document(documents)
         allowed = torch.ones(7, 7, dtype=torch.bool).tril()
         if documents is not None:
             allowed &= documents[b][:, None] == documents[b][None, :]
-        torch.testing.assert_close(out[b], plain_attention(q[b], k[b], v[b], allowed), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            out[b], plain_attention(q[b], k[b], v[b], allowed), rtol=1e-12, atol=1e-12
+        )
 
 
 def test_packed_documents_with_restarted_positions_equal_documents_alone():
-    attention = Attention(DIM, heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE, rope=Rope(HEAD_SIZE, theta=100.0))
+    attention = Attention(
+        DIM, heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE, rope=Rope(HEAD_SIZE, theta=100.0)
+    )
     x = torch.randn(1, 9, DIM)
     tokens = torch.zeros(1, 9, dtype=torch.int64)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
@@ -66,7 +70,13 @@ def test_packed_documents_with_restarted_positions_equal_documents_alone():
 
 def test_attention_whose_heads_are_cut_sums_to_the_whole():
     def attention(heads: int, kv_heads: int) -> Attention:
-        return Attention(DIM, heads=heads, kv_heads=kv_heads, head_size=HEAD_SIZE, rope=Rope(HEAD_SIZE, theta=100.0))
+        return Attention(
+            DIM,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_size=HEAD_SIZE,
+            rope=Rope(HEAD_SIZE, theta=100.0),
+        )
 
     whole = attention(HEADS, KV_HEADS)
     x, tokens = torch.randn(2, 7, DIM), torch.zeros(2, 7, dtype=torch.int64)
@@ -76,7 +86,9 @@ def test_attention_whose_heads_are_cut_sums_to_the_whole():
         cut = attention(HEADS, KV_HEADS)  # built whole, like a rank's: only its weights are cut
         for name in "qkvo":
             weight = getattr(whole, name).weight
-            getattr(cut, name).weight = torch.nn.Parameter(weight.detach().chunk(2, 1 if name == "o" else 0)[half])
+            getattr(cut, name).weight = torch.nn.Parameter(
+                weight.detach().chunk(2, 1 if name == "o" else 0)[half]
+            )
         total = total + cut(x, batch)
     torch.testing.assert_close(total, whole(x, batch), rtol=1e-12, atol=1e-12)
 
@@ -89,7 +101,9 @@ def test_mlp_whose_features_are_cut_sums_to_the_whole(mlp):
         cut = mlp(DIM, 10)
         for name, linear in whole.named_children():
             part = getattr(cut, name)
-            part.weight = torch.nn.Parameter(linear.weight.detach().chunk(2, 1 if name == "down" else 0)[half])
+            part.weight = torch.nn.Parameter(
+                linear.weight.detach().chunk(2, 1 if name == "down" else 0)[half]
+            )
             if linear.bias is not None:
                 bias = linear.bias.detach()
                 part.bias = torch.nn.Parameter(bias / 2 if name == "down" else bias.chunk(2)[half])
@@ -109,7 +123,9 @@ def test_rotation_keeps_lengths_and_makes_scores_depend_on_distance_only():
     torch.testing.assert_close(turned(q, 9).norm(), q.norm(), rtol=2.4e-7, atol=0.0)
     # position x frequency is rounded too, up to 19 x 6e-8 radians here, in q and in k
     near, far = turned(q, 9) @ turned(k, 4), turned(q, 19) @ turned(k, 14)
-    torch.testing.assert_close(near, far, rtol=0.0, atol=4 * 19 * 6e-8 * (q.norm() * k.norm()).item())
+    torch.testing.assert_close(
+        near, far, rtol=0.0, atol=4 * 19 * 6e-8 * (q.norm() * k.norm()).item()
+    )
     assert abs(near - turned(q, 9) @ turned(k, 5)) > 0.01
 
 
@@ -117,16 +133,23 @@ def test_rotation_has_no_state_that_a_cast_or_an_empty_start_could_spoil():
     rope, positions = Rope(8, theta=100.0), torch.arange(1000)[None]
     before = rope(positions)
     rope.to(torch.bfloat16).to_empty(device="cpu")
-    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(before, rope(positions), strict=True))
+    assert all(
+        torch.equal(a, b) and a.dtype == torch.float32
+        for a, b in zip(before, rope(positions), strict=True)
+    )
     assert not list(rope.buffers())
     assert rotate(torch.randn(1, 1000, 2, 8).bfloat16(), before).dtype == torch.bfloat16
 
 
 def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_ramps_between():
-    scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
+    scaling = Llama3Scaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
+    )
     plain = 2 * math.pi / torch.tensor([10.0, 2048.0, 8192 / 2.5, 8192.0, 100_000.0])
     ratio = scaling(plain) / plain
-    torch.testing.assert_close(ratio, torch.tensor([1.0, 1.0, 0.5 / 8 + 0.5, 1 / 8, 1 / 8]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        ratio, torch.tensor([1.0, 1.0, 0.5 / 8 + 0.5, 1 / 8, 1 / 8]), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (6,)])
@@ -139,7 +162,8 @@ def test_loss_is_the_sum_over_the_targets_that_count(shape):
     torch.testing.assert_close(Loss()(logits, batch), want, rtol=1e-13, atol=0.0)
     assert batch.num_targets() == targets.numel() - 1
     assert torch.equal(
-        Loss()(logits, batch), F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+        Loss()(logits, batch),
+        F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum"),
     )
 
 
@@ -154,7 +178,11 @@ def test_loss_of_a_batch_without_targets_is_zero_with_zero_gradients():
 
 @pytest.mark.parametrize(
     ("dtype", "wide"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
 )
 def test_loss_is_accumulated_in_float32_at_least(dtype, wide):
     logits, targets = torch.randn(1, 3, 11).to(dtype), torch.randint(11, (1, 3))
@@ -166,7 +194,7 @@ def test_loss_is_accumulated_in_float32_at_least(dtype, wide):
 def test_map_reaches_every_tensor_of_a_batch():
     x = torch.arange(12).view(3, 4)
     cut = Batch(x, x + 1, x + 2, x + 3).map(lambda field: field[1:])
-    assert [field.tolist() for field in (cut.inputs, cut.targets, cut.positions, cut.documents)] == [
-        (x[1:] + i).tolist() for i in range(4)
-    ]
+    assert [
+        field.tolist() for field in (cut.inputs, cut.targets, cut.positions, cut.documents)
+    ] == [(x[1:] + i).tolist() for i in range(4)]
     assert Batch(x, x, x).map(lambda field: field).documents is None

@@ -11,11 +11,19 @@ from weft.models.mnist.config import Config
 
 
 @pytest.mark.parametrize(
-    "cfg", [Config(), Config(layers=0), Config(arch="conv", layers=1, dim=8, ffn=64), Config(image_size=8)]
+    "cfg",
+    [
+        Config(),
+        Config(layers=0),
+        Config(arch="conv", layers=1, dim=8, ffn=64),
+        Config(image_size=8),
+    ],
 )
 def test_it_learns_32_random_images_by_heart(cfg: Config):
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (32, 1, cfg.image_size, cfg.image_size), generator=generator, dtype=torch.uint8)
+    images = torch.randint(
+        256, (32, 1, cfg.image_size, cfg.image_size), generator=generator, dtype=torch.uint8
+    )
     batch = image_batch(images, torch.randint(10, (32,), generator=generator))
     blocks = family("mnist").blocks(cfg)
     parameters = named_parameters(blocks)
@@ -47,7 +55,9 @@ def relu_mlp(images, p):
 
 
 def relu_conv(images, p):
-    x = F.max_pool2d(F.relu(F.conv2d(images, p["embed.conv.weight"], p["embed.conv.bias"], padding=1)), 2)
+    x = F.max_pool2d(
+        F.relu(F.conv2d(images, p["embed.conv.weight"], p["embed.conv.bias"], padding=1)), 2
+    )
     for i in range(2):
         x = F.relu(F.conv2d(x, p[f"layer{i}.conv.weight"], p[f"layer{i}.conv.bias"], padding=1))
     x = F.max_pool2d(x, 2).flatten(1)
@@ -60,5 +70,8 @@ def test_the_chain_is_the_network_written_out(arch, written_out):
     torch.manual_seed(0)
     blocks = family("mnist").blocks(Config(arch=arch, layers=2, dim=8, ffn=12))
     images = torch.rand(5, 1, 28, 28)
-    logits = forward({name: block for name, block in blocks.items() if name != "loss"}, image_batch(images, images))
+    logits = forward(
+        {name: block for name, block in blocks.items() if name != "loss"},
+        image_batch(images, images),
+    )
     assert torch.equal(logits, written_out(images, named_parameters(blocks)))

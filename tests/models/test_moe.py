@@ -63,11 +63,16 @@ def test_dispatch_equals_a_dense_loop_with_every_gradient(num_tokens: int, num_e
     gradients = []
     for run in (Dispatch(num_experts), dense_loop):
         torch.manual_seed(1)
-        x, weights = torch.randn(num_tokens, DIM, requires_grad=True), torch.rand(num_tokens, top_k, requires_grad=True)
+        x, weights = (
+            torch.randn(num_tokens, DIM, requires_grad=True),
+            torch.rand(num_tokens, top_k, requires_grad=True),
+        )
         experts.zero_grad()
         y = run(x, chosen, weights, experts)
         y.backward(torch.randn_like(y))
-        gradients.append([y.detach(), x.grad, weights.grad, *(p.grad.clone() for p in experts.parameters())])
+        gradients.append(
+            [y.detach(), x.grad, weights.grad, *(p.grad.clone() for p in experts.parameters())]
+        )
     torch.testing.assert_close(*gradients, **EXACT)
 
 
@@ -132,7 +137,9 @@ def test_experts_cut_along_their_features_sum_to_the_whole_and_along_their_numbe
     for half in (0, 1):
         cut, own = make_experts(4), slice(2 * half, 2 * half + 2)
         for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
-            setattr(cut, name, torch.nn.Parameter(getattr(whole, name).detach().chunk(2, dim)[half]))
+            setattr(
+                cut, name, torch.nn.Parameter(getattr(whole, name).detach().chunk(2, dim)[half])
+            )
         by_features += cut(x, counts)
         few = make_experts(4)
         for name in ("gate", "up", "down"):
@@ -167,7 +174,13 @@ def test_group_limited_choice_equals_a_naive_one(sizes: tuple[int, int], negativ
     num_experts, n_group = sizes
     topk_group = data.draw(st.integers(1, n_group))
     top_k = data.draw(st.integers(1, topk_group * num_experts // n_group))
-    choice = Choice(num_experts=num_experts, top_k=top_k, scoring="sigmoid", n_group=n_group, topk_group=topk_group)
+    choice = Choice(
+        num_experts=num_experts,
+        top_k=top_k,
+        scoring="sigmoid",
+        n_group=n_group,
+        topk_group=topk_group,
+    )
     torch.manual_seed(0)
     scores = torch.rand(5, 4, num_experts) - int(negative)  # a bias may make all of them negative
     chosen = choice.experts(scores).flatten(0, 1).tolist()
@@ -178,7 +191,9 @@ def test_group_limited_choice_equals_a_naive_one(sizes: tuple[int, int], negativ
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
 def test_weights_are_scores_without_bias_normalised_and_scaled(scoring, normalise):
-    choice = Choice(num_experts=4, top_k=2, scoring=scoring, norm_topk_prob=normalise, routed_scaling_factor=2.5)
+    choice = Choice(
+        num_experts=4, top_k=2, scoring=scoring, norm_topk_prob=normalise, routed_scaling_factor=2.5
+    )
     router, x = Router(DIM, choice), torch.randn(1, 1, DIM)
     if scoring == "sigmoid":
         router.bias.data = torch.tensor([0.0, 9.0, 0.0, 8.0])
@@ -201,13 +216,17 @@ def test_softmax_routing_has_no_bias_and_the_bias_of_sigmoid_routing_no_gradient
     assert router.proj.weight.grad is not None
 
 
-@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
+)
 def test_routing_is_computed_in_float32_at_least_and_tokens_keep_their_dtype(dtype, wide):
     moe, x = make_moe().to(dtype), torch.randn(2, 3, DIM).to(dtype)
     routing = moe.router(x)
     assert routing.scores.dtype == routing.weights.dtype == wide
     scores = (x.to(wide) @ moe.router.proj.weight.to(wide).T).sigmoid()
-    torch.testing.assert_close(routing.scores, scores, rtol=1e-6, atol=0.0)  # float32: 6 products, 6e-8 each
+    torch.testing.assert_close(
+        routing.scores, scores, rtol=1e-6, atol=0.0
+    )  # float32: 6 products, 6e-8 each
     out = moe(x, flat_batch(x))
     assert (out.x.dtype, out.loss.dtype, out.load.dtype) == (dtype, wide, torch.int64)
 
@@ -221,7 +240,11 @@ def test_bias_goes_one_step_up_under_the_mean_and_down_over_it():
 
 def test_load_just_off_the_mean_is_seen_where_floats_would_round_it_away():
     load = torch.tensor([2**60, 2**60 + 1, 2**60 - 1])
-    assert rebalance(torch.zeros(3, dtype=torch.float32), load, rate=1.0).tolist() == [0.0, -1.0, 1.0]
+    assert rebalance(torch.zeros(3, dtype=torch.float32), load, rate=1.0).tolist() == [
+        0.0,
+        -1.0,
+        1.0,
+    ]
 
 
 def test_rebalancing_evens_out_a_router_that_prefers_some_experts():
@@ -247,7 +270,10 @@ def naive_balance(scores_SE: Tensor, top_k: int) -> Tensor:
     num_tokens, num_experts = scores_SE.shape
     total = torch.zeros(())
     for i in range(num_experts):
-        chosen = sum(i in sorted(range(num_experts), key=lambda e: -row[e])[:top_k] for row in scores_SE.tolist())
+        chosen = sum(
+            i in sorted(range(num_experts), key=lambda e: -row[e])[:top_k]
+            for row in scores_SE.tolist()
+        )
         f = num_experts / (top_k * num_tokens) * chosen
         p = sum(scores_SE[t, i] / scores_SE[t].sum() for t in range(num_tokens)) / num_tokens
         total = total + f * p
@@ -259,8 +285,12 @@ def flat_batch(x_BSD: Tensor, targets: Tensor | None = None) -> Batch:
     return token_batch(tokens, tokens if targets is None else targets)
 
 
-def scores_and_batch(num_sequences: int = 3, seq: int = 6, num_experts: int = 5) -> tuple[Tensor, Batch]:
-    """Scores, and a batch of which each sequence has another number of targets that count, one none."""
+def scores_and_batch(
+    num_sequences: int = 3, seq: int = 6, num_experts: int = 5
+) -> tuple[Tensor, Batch]:
+    """Scores, and a batch of which each sequence has another number of targets that count, one
+    none.
+    """
     scores = torch.rand(num_sequences, seq, num_experts, requires_grad=True)
     targets = torch.zeros(num_sequences, seq, dtype=torch.int64)
     for row in range(num_sequences):
@@ -282,7 +312,9 @@ def test_balance_loss_of_even_scores_is_its_weight_for_each_target():
     _, batch = scores_and_batch(num_experts=4)
     even = torch.full((3, 6, 4), 0.3)
     # every choice of 4 of 4 experts is even too
-    torch.testing.assert_close(Balance(top_k=4, weight=0.5)(even, batch), 0.5 * batch.num_targets(), **EXACT)
+    torch.testing.assert_close(
+        Balance(top_k=4, weight=0.5)(even, batch), 0.5 * batch.num_targets(), **EXACT
+    )
 
 
 def test_balance_loss_does_not_depend_on_how_sequences_are_batched():
@@ -302,7 +334,10 @@ def test_balance_losses_of_the_parts_of_cut_sequences_add_up_to_the_whole():
             chosen = F.one_hot(scores.topk(2).indices, 5).sum((1, 2))
             return chosen, (batch.targets != IGNORE).sum(1)
 
-    parts = sum(Whole(top_k=2, weight=1.0)(scores[:, cut], batch.map(lambda x, cut=cut: x[:, cut])) for cut in cuts)
+    parts = sum(
+        Whole(top_k=2, weight=1.0)(scores[:, cut], batch.map(lambda x, cut=cut: x[:, cut]))
+        for cut in cuts
+    )
     whole = Balance(top_k=2, weight=1.0)(scores, batch)
     torch.testing.assert_close(parts, whole, **EXACT)
     gradients = [torch.autograd.grad(value, scores)[0] for value in (parts, whole)]
@@ -319,7 +354,9 @@ def test_balance_loss_of_weight_0_costs_nothing():
 def make_moe(**choice) -> MoE:
     choice = Choice(**({"num_experts": 4, "top_k": 2, "scoring": "sigmoid"} | choice))
     router, shared = Router(DIM, choice, rate=1e-3), SwiGLU(DIM, FFN)
-    return MoE(router=router, experts=make_experts(choice.num_experts), shared=shared, balance_weight=0.1)
+    return MoE(
+        router=router, experts=make_experts(choice.num_experts), shared=shared, balance_weight=0.1
+    )
 
 
 def test_layer_adds_the_shared_expert_and_tells_loss_and_load():
@@ -344,7 +381,10 @@ def test_packed_documents_do_not_change_a_layer():
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 4), (5, 7), (16, 4)])
 def test_a_dry_run_takes_the_load_as_even(num_tokens: int, num_experts: int):
     with torch.device("meta"):
-        moe, x = make_moe(num_experts=num_experts), torch.empty(1, num_tokens, DIM, requires_grad=True)
+        moe, x = (
+            make_moe(num_experts=num_experts),
+            torch.empty(1, num_tokens, DIM, requires_grad=True),
+        )
         out = moe(x, Batch(*[torch.zeros(1, num_tokens, dtype=torch.int64)] * 3))
         (out.x.sum() + out.loss).backward()
     assert isinstance(out, Extra)

@@ -41,15 +41,25 @@ def test_presets_have_the_released_shapes(name: str):
 def test_the_mixed_preset_routes_as_released():
     cfg = PRESETS["qwen3-moe-30b-a3b"]
     assert isinstance(cfg, qwen3_moe.Config)
-    assert (cfg.experts, cfg.top_k, cfg.expert_ffn, cfg.norm_topk_prob, cfg.balance_loss) == (128, 8, 768, True, 0.0)
+    assert (cfg.experts, cfg.top_k, cfg.expert_ffn, cfg.norm_topk_prob, cfg.balance_loss) == (
+        128,
+        8,
+        768,
+        True,
+        0.0,
+    )
 
 
 def test_about_a_tenth_of_the_mixed_preset_meets_each_token():
     cfg = PRESETS["qwen3-moe-30b-a3b"]
     per_token = sum(spec.flops for spec in cfg.block_specs(1)) / 2
-    attention = cfg.layers * cfg.heads * cfg.head_size  # of a token to itself: products without weights
+    attention = (
+        cfg.layers * cfg.heads * cfg.head_size
+    )  # of a token to itself: products without weights
     embedding, norms = cfg.vocab * cfg.dim, cfg.layers * 2 * (cfg.dim + cfg.head_size) + cfg.dim
-    assert 3.3e9 < per_token - attention + embedding + norms < 3.4e9  # the model card's "3.3B activated"
+    assert (
+        3.3e9 < per_token - attention + embedding + norms < 3.4e9
+    )  # the model card's "3.3B activated"
 
 
 def test_length_of_queries_and_keys_does_not_matter_as_they_are_normalised():
@@ -79,9 +89,16 @@ def test_heads_are_normalised_one_by_one_before_they_are_rotated():
             h = h / math.sqrt((h @ h).item() / 6 + cfg.norm_eps) * norm.weight
             angles = torch.tensor([s * 1e6 ** (-pair / 3) for pair in range(3)])
             left, right = h[:3], h[3:]
-            turned = torch.cat((left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()))
+            turned = torch.cat(
+                (
+                    left * angles.cos() - right * angles.sin(),
+                    right * angles.cos() + left * angles.sin(),
+                )
+            )
             # angles up to 3 are float32 in the model: 3 x 6e-8 radians, and sine and cosine 6e-8 more
-            torch.testing.assert_close(ours[0, s, head], turned, rtol=0.0, atol=4 * 6e-8 * h.norm().item())
+            torch.testing.assert_close(
+                ours[0, s, head], turned, rtol=0.0, atol=4 * 6e-8 * h.norm().item()
+            )
 
 
 @pytest.mark.parametrize("family", [FAMILIES["qwen3"], FAMILIES["qwen3-moe"]])

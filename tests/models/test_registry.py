@@ -66,7 +66,9 @@ def test_each_preset_belongs_to_the_family_that_its_config_names():
         assert module.PRESETS, f"{name} has no preset"
         assert module.Config().family == name
         assert module.Config() in module.PRESETS.values(), "the defaults are a preset"
-        assert all(cfg.family == name and type(cfg) is module.Config for cfg in module.PRESETS.values())
+        assert all(
+            cfg.family == name and type(cfg) is module.Config for cfg in module.PRESETS.values()
+        )
     assert len(PRESETS) == sum(len(module.PRESETS) for module in FAMILIES.values())
 
 
@@ -84,13 +86,16 @@ def test_each_parameter_has_one_row_of_axes_and_one_of_init(name: str):
 def test_axes_agree_with_shapes(name: str):
     """An axis that may be cut has one length throughout a model, or lengths of so many units each.
 
-    Units are heads of several features, and what the widths of several kinds of feed-forward parts have in common.
+    Units are heads of several features, and what the widths of several kinds of feed-forward parts
+    have in common.
     """
     cfg = PRESETS[name]
     module = family(cfg.family)
     lengths: dict[str, set[int]] = {}
     for parameter_name, parameter in named_parameters(meta_blocks(cfg)).items():
-        for axis, length in zip(logical_axes(parameter_name, module.AXES), parameter.shape, strict=True):
+        for axis, length in zip(
+            logical_axes(parameter_name, module.AXES), parameter.shape, strict=True
+        ):
             lengths.setdefault(axis, set()).add(length)
     for axis, units in cfg.axis_sizes().items():
         if "heads" in axis or len(lengths[axis]) > 1:
@@ -113,12 +118,18 @@ def test_llama_presets_have_the_published_heads_and_rotation(name: str):
     cfg = PRESETS[name]
     assert isinstance(cfg, llama3.Config)
     assert (cfg.dim, cfg.heads, cfg.kv_heads, cfg.rope_scaling_factor, cfg.tied) == LLAMA[name]
-    ramp = (cfg.rope_scaling_low_freq_factor, cfg.rope_scaling_high_freq_factor, cfg.rope_scaling_original_context)
+    ramp = (
+        cfg.rope_scaling_low_freq_factor,
+        cfg.rope_scaling_high_freq_factor,
+        cfg.rope_scaling_original_context,
+    )
     assert (cfg.rope_theta, *ramp) == (500_000.0, 1.0, 4.0, 8192)
     assert (cfg.max_seq_len, cfg.norm_eps) == (131_072, 1e-5)
 
 
-@pytest.mark.parametrize(("name", "heads"), [("124m", 12), ("355m", 16), ("774m", 20), ("1.5b", 25)])
+@pytest.mark.parametrize(
+    ("name", "heads"), [("124m", 12), ("355m", 16), ("774m", 20), ("1.5b", 25)]
+)
 def test_gpt2_presets_have_the_published_heads(name: str, heads: int):
     cfg = PRESETS[f"gpt2-{name}"]
     assert (cfg.axis_sizes()["heads"], cfg.axis_sizes()["vocab"]) == (heads, 50_257)
@@ -143,7 +154,11 @@ def test_tying_makes_one_parameter_of_two_and_leaves_a_lone_half_alone():
     tie(last_stage, ties)
     parameters = named_parameters(blocks)
     assert parameters["head.proj.weight"] is parameters["embed.tok.weight"]
-    assert set(named_parameters(last_stage)) == {"head.norm.weight", "head.norm.bias", "head.proj.weight"}
+    assert set(named_parameters(last_stage)) == {
+        "head.norm.weight",
+        "head.norm.bias",
+        "head.proj.weight",
+    }
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -185,8 +200,11 @@ def test_unknown_names_are_answered_with_the_nearest():
 
 def test_a_parameter_that_no_row_or_two_rows_match_is_named_with_the_rows():
     with pytest.raises(
-        PlanError, match=r"'layer0.new.weight' is matched by 0 rows \(got 'embed.\*'; need exactly one row\)"
+        PlanError,
+        match=r"'layer0.new.weight' is matched by 0 rows \(got 'embed.\*'; need exactly one row\)",
     ):
         logical_axes("layer0.new.weight", {"embed.*": ("vocab", "embed")})
-    with pytest.raises(PlanError, match=r"AXES: parameter 'a.w' is matched by 2 rows \(got 'a.\*', '\*.w';"):
+    with pytest.raises(
+        PlanError, match=r"AXES: parameter 'a.w' is matched by 2 rows \(got 'a.\*', '\*.w';"
+    ):
         logical_axes("a.w", {"a.*": ("embed",), "*.w": ("ffn",), "b.w": ("ffn",)})

@@ -2,8 +2,9 @@
 
 Tolerances are relative to the largest entry of each tensor.
 
-EXACT = 1e-10: what is asked of two float64 programs. Rounding is 1e-16 an operation, sums have some 1e3 terms, and a
-gradient passes some 1e2 operations, so 1e-12 would be no surprise; 0 to 2e-15 is what comes out.
+EXACT = 1e-10: what is asked of two float64 programs. Rounding is 1e-16 an operation, sums have some
+1e3 terms, and a gradient passes some 1e2 operations, so 1e-12 would be no surprise; 0 to 2e-15 is
+what comes out.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ EXACT = 1e-10
 NUM, SEQ = 2, 48
 
 Views = dict[str, Tensor]
-"""Our parameter name -> the part of Hugging Face's tensor that holds it, as a view: it may be read and written."""
+"""Our parameter name -> the part of Hugging Face's tensor that holds it, as a view: it may be read
+and written.
+"""
 
 ViewsOf = Callable[[dict[str, Tensor], ModelConfig], Views]
 
 
 def compare(cfg: ModelConfig, theirs: nn.Module, *, views: ViewsOf, tolerance: float) -> None:
-    """Logits and every gradient with their weights copied here; then the logits with our weights copied there."""
+    """Logits and every gradient with their weights copied here; then the logits with our weights
+    copied there.
+    """
     theirs = shaken(theirs.double())
     blocks = our_blocks(cfg)
     ours = named_parameters(blocks)
@@ -40,7 +45,9 @@ def compare(cfg: ModelConfig, theirs: nn.Module, *, views: ViewsOf, tolerance: f
     logits = _their_logits(theirs, batch.inputs)
     near(_our_logits(blocks, batch), logits, "logits", tolerance)
 
-    loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
     our_loss = forward(blocks, batch)
     near(our_loss, loss, "loss", tolerance)
     loss.backward()
@@ -50,7 +57,12 @@ def compare(cfg: ModelConfig, theirs: nn.Module, *, views: ViewsOf, tolerance: f
     shaken(nn.ModuleDict(blocks))
     copy_into(views(tensors_of(theirs), cfg), ours)
     assert not torch.equal(logits, _their_logits(theirs, batch.inputs)), "the weights were shaken"
-    near(_our_logits(blocks, batch), _their_logits(theirs, batch.inputs), "logits with our weights", tolerance)
+    near(
+        _our_logits(blocks, batch),
+        _their_logits(theirs, batch.inputs),
+        "logits with our weights",
+        tolerance,
+    )
 
 
 def compare_gradients(ours: dict[str, nn.Parameter], theirs: Views, tolerance: float) -> None:
@@ -63,7 +75,9 @@ def compare_gradients(ours: dict[str, nn.Parameter], theirs: Views, tolerance: f
 
 
 def widened(function: types.FunctionType) -> types.FunctionType:
-    """The very same code, in which float32 means float64: `torch.float32`, `torch.float` and `x.float()` alike."""
+    """The very same code, in which float32 means float64: `torch.float32`, `torch.float` and
+    `x.float()` alike.
+    """
     wide = {"float": "double", "float32": "float64"}
     code = function.__code__
     return types.FunctionType(
@@ -83,7 +97,9 @@ def our_blocks(cfg: ModelConfig) -> dict[str, nn.Module]:
 
 
 def shaken(model: nn.Module) -> nn.Module:
-    """Every weight, norms and biases too, moved far enough from its special start that a mix-up shows."""
+    """Every weight, norms and biases too, moved far enough from its special start that a mix-up
+    shows.
+    """
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if not name.endswith("inv_freq"):
@@ -101,7 +117,9 @@ def make_batch(vocab: int) -> Batch:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
-    return {name: tensor.data for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return {
+        name: tensor.data for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
@@ -118,7 +136,9 @@ def copy_into(target: dict[str, Tensor], source: dict[str, Tensor]) -> None:
             tensor.copy_(source[name])
 
 
-def near(ours: Tensor, theirs: Tensor, what: str, tolerance: float, *, scale: Tensor | None = None) -> None:
+def near(
+    ours: Tensor, theirs: Tensor, what: str, tolerance: float, *, scale: Tensor | None = None
+) -> None:
     """Equal to within `tolerance` of the largest entry."""
     error = ((ours - theirs).abs().max() / (theirs if scale is None else scale).abs().max()).item()
     assert error <= tolerance, f"{what}: off by {error:.2g} of its largest entry"

@@ -1,5 +1,6 @@
 """Every requirement of attention (window, prefix, documents, soft-cap, sinks, bias, ...) == the formula on one device, for the
-fused, ring, all-gather and Ulysses implementations: forward and all gradients, float64 within 1e-9; hidden blocks are skipped."""
+fused, ring, all-gather and Ulysses implementations: forward and all gradients, float64 within 1e-9;
+hidden blocks are skipped."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ FEATURES = {
     "head bias": Features(head_bias=True),
     "gpt-oss layer": Features(AttentionMask(window=4), sinks=True, packed=True),
     "gemma layer": Features(AttentionMask(window=4), scale=0.4, softcap=2.0),
-    "all at once": Features(AttentionMask(window=9, prefix=3), 0.7, 1.5, sinks=True, head_bias=True, packed=True),
+    "all at once": Features(
+        AttentionMask(window=9, prefix=3), 0.7, 1.5, sinks=True, head_bias=True, packed=True
+    ),
 }
 
 
@@ -87,7 +90,9 @@ class Problem:
 def problem(features: Features) -> Problem:
     generator = torch.Generator().manual_seed(1)
     sizes = (H, G, G, H)
-    q, k, v, grad = (torch.randn(B, LENGTH, n, K, generator=generator, dtype=torch.float64) for n in sizes)
+    q, k, v, grad = (
+        torch.randn(B, LENGTH, n, K, generator=generator, dtype=torch.float64) for n in sizes
+    )
     tokens = torch.zeros(B, LENGTH, dtype=torch.int64)
     documents = (torch.rand(B, LENGTH, generator=generator) < 0.15).cumsum(1)
     batch = replace(token_batch(tokens, tokens), documents=documents if features.packed else None)
@@ -99,7 +104,9 @@ def formula(features: Features) -> tuple[Tensor, ...]:
     given = problem(features)
     q, k, v = (x.clone().requires_grad_() for x in given.given)
     arguments = features.attend_arguments()
-    allowed = torch.tensor([[features.mask.allows(i, j) for j in range(LENGTH)] for i in range(LENGTH)])
+    allowed = torch.tensor(
+        [[features.mask.allows(i, j) for j in range(LENGTH)] for i in range(LENGTH)]
+    )
     allowed = allowed.expand(B, 1, LENGTH, LENGTH)
     if features.packed and features.mask.documents:
         documents = given.batch.documents
@@ -109,7 +116,9 @@ def formula(features: Features) -> tuple[Tensor, ...]:
         scores = features.softcap * (scores / features.softcap).tanh()
     if features.head_bias:
         columns = torch.arange(LENGTH)
-        scores = scores + arguments["head_bias"][:, None, None] * (columns[None, :] - columns[:, None])
+        scores = scores + arguments["head_bias"][:, None, None] * (
+            columns[None, :] - columns[:, None]
+        )
     weights = torch.where(allowed, scores.exp(), 0.0)
     total = weights.sum(-1, keepdim=True)
     if features.sinks:
@@ -148,7 +157,9 @@ def test_attention_across_cp_computes_the_formula(name: str, variant: Context, d
     expected = formula(features)
 
     def rank(comm: Comm) -> float:
-        own = Problem(tuple(shard(x, comm) for x in whole.given), shard(whole.grad, comm), whole.batch)
+        own = Problem(
+            tuple(shard(x, comm) for x in whole.given), shard(whole.grad, comm), whole.batch
+        )
         batch = whole.batch.columns(index=comm.index("cp"), degree=degree)
         attend = attend_across(variant, comm, **features.attend_arguments())
         out, dq, dk, dv, *learned = results(attend, own, batch)
@@ -179,7 +190,9 @@ class ScoreCounter:
         self.num_scores = 0
         self.num_blocks = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scores: kernels.Scores) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: kernels.Scores
+    ) -> tuple[Tensor, Tensor]:
         self.num_scores += q.shape[0] * q.shape[2] * k.shape[2]
         self.num_blocks += 1
         return self.right(q, k, v, scores)
@@ -192,11 +205,15 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScoreCounter]:
     return found
 
 
-@pytest.mark.parametrize(("variant", "window", "most"), [("ring", 3, 0.3), ("allgather", 3, 0.3), ("ring", 6, 0.45)])
+@pytest.mark.parametrize(
+    ("variant", "window", "most"), [("ring", 3, 0.3), ("allgather", 3, 0.3), ("ring", 6, 0.45)]
+)
 def test_a_window_computes_no_block_that_it_hides(
     variant: Context, window: int, most: float, counter: ScoreCounter
 ) -> None:
-    """Against the causal scores of the whole sequence; `most` covers the masked corners of narrowed blocks."""
+    """Against the causal scores of the whole sequence; `most` covers the masked corners of narrowed
+    blocks.
+    """
     features = Features(AttentionMask(window=window))
     whole = problem(features)
 
@@ -211,8 +228,12 @@ def test_a_window_computes_no_block_that_it_hides(
 
 
 @pytest.mark.parametrize("variant", ["ring", "allgather"])
-def test_documents_skip_the_blocks_of_other_documents(variant: Context, counter: ScoreCounter) -> None:
-    """Four documents of two chunks each: a chunk is computed with itself and at most one more, not with the other six."""
+def test_documents_skip_the_blocks_of_other_documents(
+    variant: Context, counter: ScoreCounter
+) -> None:
+    """Four documents of two chunks each: a chunk is computed with itself and at most one more, not
+    with the other six.
+    """
     documents = torch.arange(LENGTH).div(6, rounding_mode="floor").expand(B, -1)
     whole = problem(Features())
     batch = replace(whole.batch, documents=documents)
@@ -222,7 +243,9 @@ def test_documents_skip_the_blocks_of_other_documents(variant: Context, counter:
         attend_across(variant, comm)(*own, batch.columns(index=comm.index("cp"), degree=4))
 
     run_ranks("cp4", rank)
-    assert counter.num_blocks == 8 + 4, "8 chunks with themselves, the second chunk of each document with its first"
+    assert counter.num_blocks == 8 + 4, (
+        "8 chunks with themselves, the second chunk of each document with its first"
+    )
     assert counter.num_scores == B * 12 * 3 * 3
 
 

@@ -24,7 +24,9 @@ class Net(nn.Module):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.blocks = nn.ModuleList([nn.Linear(7, 13), nn.Linear(13, 11), nn.Linear(11, 5)]).double()
+        self.blocks = nn.ModuleList(
+            [nn.Linear(7, 13), nn.Linear(13, 11), nn.Linear(11, 5)]
+        ).double()
         self.blocks[1].requires_grad_(False)
         self.gain = nn.Parameter(torch.ones(7, dtype=torch.float64))
 
@@ -46,7 +48,9 @@ def join_torch(comm: Comm, folder: str) -> None:
 
 
 def train(net: nn.Module, rank: int, *, finish: Any, backwards: int = 2) -> None:
-    optimizer = torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [param for param in net.parameters() if param.requires_grad], lr=1e-2
+    )
     for step in range(3):
         optimizer.zero_grad()
         for backward in range(backwards):
@@ -71,7 +75,10 @@ def test_zero_3_equals_torchs_fsdp2() -> None:
         train(ours, comm.rank, finish=ours.finish_gradient_synchronization)
         state, full = theirs.state_dict(), ours.full_state_dict()
         assert state.keys() == full.keys()
-        found = [(x.full_tensor() if isinstance(x, DTensor) else x, full[key]) for key, x in state.items()]
+        found = [
+            (x.full_tensor() if isinstance(x, DTensor) else x, full[key])
+            for key, x in state.items()
+        ]
         dist.destroy_process_group()
         return [(a.detach().clone(), b) for a, b in found]
 
@@ -87,8 +94,13 @@ def test_sharded_optimizer_equals_torchs_zero_redundancy_optimizer() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         join_torch(comm, folder)
-        theirs, ours = nn.parallel.DistributedDataParallel(Net()), weft.DistributedDataParallel(Net(comm.rank))
-        trained = [[param for param in net.parameters() if param.requires_grad] for net in (theirs, ours)]
+        theirs, ours = (
+            nn.parallel.DistributedDataParallel(Net()),
+            weft.DistributedDataParallel(Net(comm.rank)),
+        )
+        trained = [
+            [param for param in net.parameters() if param.requires_grad] for net in (theirs, ours)
+        ]
         optimizers = [
             ZeroRedundancyOptimizer(trained[0], torch.optim.AdamW, lr=1e-2, weight_decay=0.3),
             weft.ShardedOptimizer(trained[1], torch.optim.AdamW, lr=1e-2, weight_decay=0.3),
@@ -100,7 +112,10 @@ def test_sharded_optimizer_equals_torchs_zero_redundancy_optimizer() -> None:
                 if net is ours:
                     net.finish_gradient_synchronization()
                 optimizer.step()
-        found = [(a.detach(), b.detach()) for a, b in zip(theirs.parameters(), ours.parameters(), strict=True)]
+        found = [
+            (a.detach(), b.detach())
+            for a, b in zip(theirs.parameters(), ours.parameters(), strict=True)
+        ]
         dist.destroy_process_group()
         return found
 

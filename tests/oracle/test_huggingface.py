@@ -1,9 +1,9 @@
 """gpt2 and llama3 against Hugging Face's models.
 
-UNMODIFIED = 3e-6: Hugging Face's LlamaRMSNorm computes in float32 whatever the dtype. Each of its 2 x 2 + 1 norms here
-rounds about five times at 2^-24 = 6e-8, forward, and as often backward: 10 x 5 x 6e-8 = 3e-6 if all errors point
-one way (4e-7 comes out). So the exact claim is made with that one cast taken out of Hugging Face's norm, and the loose
-one with the model as it is shipped.
+UNMODIFIED = 3e-6: Hugging Face's LlamaRMSNorm computes in float32 whatever the dtype. Each of its 2
+x 2 + 1 norms here rounds about five times at 2^-24 = 6e-8, forward, and as often backward: 10 x 5 x
+6e-8 = 3e-6 if all errors point one way (4e-7 comes out). So the exact claim is made with that one
+cast taken out of Hugging Face's norm, and the loose one with the model as it is shipped.
 """
 
 import pytest
@@ -16,7 +16,9 @@ from weft.models.gpt2 import config as gpt2
 from weft.models.llama3 import config as llama3
 from weft.models.llama3.model import blocks as llama3_blocks
 
-transformers = pytest.importorskip("transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)")
+transformers = pytest.importorskip(
+    "transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)"
+)
 
 UNMODIFIED = 3e-6
 
@@ -84,7 +86,9 @@ LLAMA3 = llama3.Config(
 LLAMAS = {
     "untied": LLAMA3,
     "tied": LLAMA3.model_copy(update={"tied": True}),
-    "one kv head, no scaling": LLAMA3.model_copy(update={"kv_heads": 1, "rope_scaling_factor": 1.0}),
+    "one kv head, no scaling": LLAMA3.model_copy(
+        update={"kv_heads": 1, "rope_scaling_factor": 1.0}
+    ),
     "as many kv heads": LLAMA3.model_copy(update={"kv_heads": 4}),
 }
 
@@ -128,7 +132,10 @@ def llama_config(cfg: llama3.Config):
         max_position_embeddings=cfg.max_seq_len,
         rms_norm_eps=cfg.norm_eps,
         tie_word_embeddings=cfg.tied,
-        rope_parameters={"rope_theta": cfg.rope_theta, **(plain if cfg.rope_scaling_factor == 1 else scaling)},
+        rope_parameters={
+            "rope_theta": cfg.rope_theta,
+            **(plain if cfg.rope_scaling_factor == 1 else scaling),
+        },
         attn_implementation="sdpa",
     )
 
@@ -143,7 +150,9 @@ def test_gpt2_equals_hugging_face():
 
 
 @pytest.mark.parametrize("name", LLAMAS)
-def test_llama3_equals_hugging_face_but_for_its_float32_norm(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_llama3_equals_hugging_face_but_for_its_float32_norm(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     torch.manual_seed(0)
     norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
     monkeypatch.setattr(norm, "forward", widened(norm.forward))
@@ -157,7 +166,9 @@ def test_llama3_equals_hugging_face_as_it_is_shipped():
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("llama3-")])
 def test_rotation_of_each_preset_is_hugging_faces_bit_for_bit_along_its_whole_context(preset: str):
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # late: skipped where it is missing
+    from transformers.models.llama.modeling_llama import (
+        LlamaRotaryEmbedding,
+    )  # late: skipped where it is missing
 
     cfg = PRESETS[preset]
     assert isinstance(cfg, llama3.Config)

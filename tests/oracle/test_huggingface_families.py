@@ -11,7 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.oracle.hugging_face import EXACT, compare_gradients, make_batch, near, our_blocks, widened
+from tests.oracle.hugging_face import (
+    EXACT,
+    compare_gradients,
+    make_batch,
+    near,
+    our_blocks,
+    widened,
+)
 from tests.small_models import HF_FAMILIES, small_config
 from weft.config.hf.safetensors_files import TensorEntry
 from weft.config.hf.write_config import config_json
@@ -23,11 +30,15 @@ from weft.models import FAMILIES
 from weft.models.common.batch import IGNORE, forward
 from weft.models.common.init import named_parameters
 
-transformers = pytest.importorskip("transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)")
+transformers = pytest.importorskip(
+    "transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)"
+)
 
 
 @pytest.mark.parametrize("family", HF_FAMILIES)
-def test_logits_and_gradients_equal_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_logits_and_gradients_equal_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     torch.manual_seed(0)
     cfg = small_config(family, balance_loss=0.0)
     hf_model = random_hf_model(cfg, tmp_path)
@@ -52,20 +63,26 @@ def test_logits_and_gradients_equal_transformers(family: str, tmp_path: Path, mo
     weft_loss.backward()
     hf_gradients = {name: param.grad for name, param in hf_model.named_parameters()}
     ties = FAMILIES[family].ties(cfg)
-    trained = {name: param for name, param in params.items() if param.requires_grad and name not in ties}
+    trained = {
+        name: param for name, param in params.items() if param.requires_grad and name not in ties
+    }
     gradients = {name: assemble(matched.params[name], hf_gradients) for name in trained}
     compare_gradients(trained, gradients, EXACT)
 
 
 def random_hf_model(cfg: ModelConfig, folder: Path) -> nn.Module:
-    """transformers' model of the config.json that weft writes, float64, every weight moved far from its start."""
+    """transformers' model of the config.json that weft writes, float64, every weight moved far from
+    its start.
+    """
     config = config_json(mapping_of(cfg.family), cfg, dtype="float64")
     (folder / "config.json").write_text(json.dumps(config))
     hf_config = transformers.AutoConfig.from_pretrained(folder)
     implementations = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
     hf_model = transformers.AutoModelForCausalLM.from_config(hf_config, **implementations).double()
     with torch.no_grad():
-        for tensor in {tensor.data_ptr(): tensor for tensor in hf_model.state_dict().values()}.values():
+        for tensor in {
+            tensor.data_ptr(): tensor for tensor in hf_model.state_dict().values()
+        }.values():
             tensor.add_(0.1 * torch.randn_like(tensor))
     return hf_model
 
@@ -83,7 +100,9 @@ def match_state(hf_model: nn.Module, cfg: ModelConfig) -> MatchedFolder:
     for name, tensor in hf_model.state_dict().items():
         entries[name] = TensorEntry(Path("state_dict"), "F64", tuple(tensor.shape), 0, 0)
     ties = FAMILIES[cfg.family].ties(cfg)
-    return match_tensors(mapping_of(cfg.family).weights, cfg, entries, ties=ties, folder="state_dict")
+    return match_tensors(
+        mapping_of(cfg.family).weights, cfg, entries, ties=ties, folder="state_dict"
+    )
 
 
 def assemble(source: ParamSource, tensors: Mapping[str, Tensor]) -> Tensor:

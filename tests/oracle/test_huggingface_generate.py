@@ -11,7 +11,14 @@ from torch import nn
 
 from tests.generate.models import Generation, Memory, plan_of
 from tests.oracle.hugging_face import ViewsOf, copy_into, our_blocks, shaken, tensors_of
-from tests.oracle.test_huggingface import GPT2, LLAMAS, gpt2_views, llama3_views, their_gpt2, their_llama3
+from tests.oracle.test_huggingface import (
+    GPT2,
+    LLAMAS,
+    gpt2_views,
+    llama3_views,
+    their_gpt2,
+    their_llama3,
+)
 from weft.cli import main
 from weft.core.model_config import ModelConfig
 from weft.generate.decode import Decoder, load_model
@@ -37,7 +44,8 @@ def test_greedy_text_is_hugging_faces(name: str, mesh: str):
     texts = [their_text(theirs, prompt) for prompt in PROMPTS]
     assert len({token for text in texts for token in text}) > 5, "the texts say something"
     for ours, _ in run_ranks(
-        mesh, lambda comm: Generation(PROMPTS, NUM_TOKENS)(decoder(config, theirs, views, mesh, comm))
+        mesh,
+        lambda comm: Generation(PROMPTS, NUM_TOKENS)(decoder(config, theirs, views, mesh, comm)),
     ):
         assert ours == texts
 
@@ -46,7 +54,11 @@ def their_text(model: nn.Module, prompt: tuple[int, ...]) -> list[int]:
     model.generation_config.eos_token_id = None
     tokens = torch.tensor([prompt])
     out = model.generate(
-        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -56,16 +68,31 @@ def decoder(config: ModelConfig, theirs: nn.Module, views: ViewsOf, mesh: str, c
     blocks, family = our_blocks(config), FAMILIES[config.family]
     copy_into(named_parameters(blocks), views(tensors_of(theirs), config))
     source = Memory({name: param.detach() for name, param in named_parameters(blocks).items()})
-    return Decoder(load_model(family, config, source, plan=plan_of(config, mesh), comm=comm), vocab=config.vocab)
+    return Decoder(
+        load_model(family, config, source, plan=plan_of(config, mesh), comm=comm),
+        vocab=config.vocab,
+    )
 
 
-def test_a_hugging_face_folder_writes_what_its_model_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_hugging_face_folder_writes_what_its_model_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     torch.manual_seed(0)
     config = LLAMAS["untied"].model_copy(update={"vocab": 256})
     theirs = shaken(their_llama3(config)).eval()
     theirs.save_pretrained(tmp_path)
     right = their_text(theirs.double(), tuple(b"def f"))
-    words = ["--prompt", "def f", "--tokenizer", "bytes", "--temperature", "0", "--tokens", str(NUM_TOKENS), "--json"]
+    words = [
+        "--prompt",
+        "def f",
+        "--tokenizer",
+        "bytes",
+        "--temperature",
+        "0",
+        "--tokens",
+        str(NUM_TOKENS),
+        "--json",
+    ]
     for mesh in ("", "tp2"):
         layout = ["--mesh", mesh, "--dtype", "float64", "--transport", "threads"]
         assert main(["generate", str(tmp_path), *words, *layout]) == 0, capsys.readouterr().err

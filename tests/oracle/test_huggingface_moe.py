@@ -1,16 +1,18 @@
 """deepseek, qwen3 and qwen3-moe against Hugging Face's models.
 
-EXACT claims are made with the casts to float32 taken out of Hugging Face's norms and routers (the code is otherwise theirs),
-the loose one with the models as they are shipped.
+EXACT claims are made with the casts to float32 taken out of Hugging Face's norms and routers (the
+code is otherwise theirs), the loose one with the models as they are shipped.
 
-UNMODIFIED = 1.1e-5: float32 rounds at 2^-24 = 6e-8. A norm rounds about five times forward and as often backward; a
-router's scores some 8 times (64 products, added pairwise: 6; the sigmoid or softmax; its sum), as often backward. Here are
-at most 3 layers with 4 norms and a router each, and the last norm: 13 x 10 x 6e-8 + 3 x 16 x 6e-8 = 1.1e-5 if all errors
-point one way (4e-7 to 9e-7 comes out).
+UNMODIFIED = 1.1e-5: float32 rounds at 2^-24 = 6e-8. A norm rounds about five times forward and as
+often backward; a router's scores some 8 times (64 products, added pairwise: 6; the sigmoid or
+softmax; its sum), as often backward. Here are at most 3 layers with 4 norms and a router each, and
+the last norm: 13 x 10 x 6e-8 + 3 x 16 x 6e-8 = 1.1e-5 if all errors point one way (4e-7 to 9e-7
+comes out).
 
-V2 is compared as it is shipped only: its rotations are complex64 products with a table by torch.polar, of which each entry
-may differ by 6e-8 from the sine or cosine that its float32 angle has elsewhere. Four such errors in q and in k, forward and
-backward, in 3 layers add 3 x 16 x 6e-8 = 3e-6 (1.2e-6 comes out in all).
+V2 is compared as it is shipped only: its rotations are complex64 products with a table by
+torch.polar, of which each entry may differ by 6e-8 from the sine or cosine that its float32 angle
+has elsewhere. Four such errors in q and in k, forward and backward, in 3 layers add 3 x 16 x 6e-8 =
+3e-6 (1.2e-6 comes out in all).
 """
 
 from __future__ import annotations
@@ -46,12 +48,17 @@ from weft.models.deepseek.model import blocks as deepseek_blocks
 from weft.models.qwen3 import config as qwen3
 from weft.models.qwen3_moe import config as qwen3_moe
 
-transformers = pytest.importorskip("transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)")
+transformers = pytest.importorskip(
+    "transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)"
+)
 
 UNMODIFIED, V2 = 1.1e-5, 1.4e-5
 
 ATTENTION = {
-    **{f"attn.{name}.weight": f"self_attn.{name}_proj.weight" for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")},
+    **{
+        f"attn.{name}.weight": f"self_attn.{name}_proj.weight"
+        for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_b")
+    },
     "attn.q_norm.weight": "self_attn.q_norm.weight",
     "attn.k_norm.weight": "self_attn.k_norm.weight",
     "attn.q_a_norm.weight": "self_attn.q_a_layernorm.weight",
@@ -62,7 +69,10 @@ ATTENTION = {
 }
 MLP = {
     **{f"mlp.{name}.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
-    **{f"mlp.shared.{name}.weight": f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")},
+    **{
+        f"mlp.shared.{name}.weight": f"mlp.shared_experts.{name}_proj.weight"
+        for name in ("gate", "up", "down")
+    },
     "mlp.router.proj.weight": "mlp.gate.weight",
     "mlp.router.bias": "mlp.gate.e_score_correction_bias",
     "mlp.experts.down": "mlp.experts.down_proj",
@@ -92,9 +102,19 @@ def views(tensors: dict[str, Tensor], cfg: ModelConfig) -> Views:
     return whole
 
 
-QWEN3 = qwen3.Config(layers=2, dim=64, heads=4, kv_heads=2, head_size=24, ffn=88, vocab=101, rope_theta=10_000.0)
+QWEN3 = qwen3.Config(
+    layers=2, dim=64, heads=4, kv_heads=2, head_size=24, ffn=88, vocab=101, rope_theta=10_000.0
+)
 QWEN3_MOE = qwen3_moe.Config(
-    layers=2, dim=64, heads=4, kv_heads=2, head_size=24, vocab=101, experts=6, top_k=2, expert_ffn=40
+    layers=2,
+    dim=64,
+    heads=4,
+    kv_heads=2,
+    head_size=24,
+    vocab=101,
+    experts=6,
+    top_k=2,
+    expert_ffn=40,
 )
 DEEPSEEK = deepseek.Config(
     layers=3,
@@ -127,15 +147,30 @@ CASES: dict[str, ModelConfig] = {
     "qwen3": QWEN3,
     "qwen3 tied": QWEN3.model_copy(update={"tied": True}),
     "qwen3-moe": QWEN3_MOE,
-    "qwen3-moe, weights as they come": QWEN3_MOE.model_copy(update={"norm_topk_prob": False, "tied": True}),
+    "qwen3-moe, weights as they come": QWEN3_MOE.model_copy(
+        update={"norm_topk_prob": False, "tied": True}
+    ),
     "v3": DEEPSEEK,
     "v3 yarn": DEEPSEEK.model_copy(update=YARN),
     "v3, no groups, q whole, v wide": DEEPSEEK.model_copy(
-        update={"n_group": 1, "topk_group": 1, "q_lora_rank": 0, "v_head_dim": 32, "norm_topk_prob": False}
+        update={
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 0,
+            "v_head_dim": 32,
+            "norm_topk_prob": False,
+        }
     ),
 }
 DEEPSEEK_V2 = DEEPSEEK.model_copy(
-    update={"scoring": "softmax", "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "shared_experts": 2, **YARN}
+    update={
+        "scoring": "softmax",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "shared_experts": 2,
+        **YARN,
+    }
 )
 
 
@@ -178,7 +213,10 @@ def deepseek_config(cfg: deepseek.Config):
     if cfg.rope_scaling_factor > 1:
         names = ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         rope |= {name: getattr(cfg, f"rope_scaling_{name}") for name in names}
-        rope |= {"rope_type": "yarn", "original_max_position_embeddings": cfg.rope_scaling_original_context}
+        rope |= {
+            "rope_type": "yarn",
+            "original_max_position_embeddings": cfg.rope_scaling_original_context,
+        }
     fields = {
         **shared_fields(cfg),
         "num_key_value_heads": cfg.heads,
@@ -198,7 +236,11 @@ def deepseek_config(cfg: deepseek.Config):
     }
     if cfg.scoring == "softmax":
         return transformers.DeepseekV2Config(**fields)
-    groups = {"n_group": cfg.n_group, "topk_group": cfg.topk_group, "norm_topk_prob": cfg.norm_topk_prob}
+    groups = {
+        "n_group": cfg.n_group,
+        "topk_group": cfg.topk_group,
+        "norm_topk_prob": cfg.norm_topk_prob,
+    }
     return transformers.DeepseekV3Config(**fields, **groups)
 
 
@@ -209,14 +251,20 @@ def their_model(cfg: ModelConfig) -> nn.Module:
 
 def take_casts_out(monkeypatch: pytest.MonkeyPatch, model: nn.Module) -> None:
     """Let norms and routers of this model compute in float64."""
-    kinds = {type(module) for module in model.modules() if type(module).__name__.endswith(("RMSNorm", "Router"))}
+    kinds = {
+        type(module)
+        for module in model.modules()
+        if type(module).__name__.endswith(("RMSNorm", "Router"))
+    }
     assert kinds
     for kind in kinds:
         monkeypatch.setattr(kind, "forward", widened(kind.forward))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_model_equals_hugging_face_but_for_its_float32_parts(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_model_equals_hugging_face_but_for_its_float32_parts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     theirs = their_model(CASES[name])
     take_casts_out(monkeypatch, theirs)
     compare(CASES[name], theirs, views=views, tolerance=EXACT)
@@ -255,18 +303,26 @@ def test_second_next_token_is_predicted_as_by_hugging_faces_layer(monkeypatch: p
     embedded = main.model.embed_tokens(batch.next_inputs)
     turns = main.model.rotary_emb(hidden, batch.positions)
     joined = side(embedded, hidden, turns, None, batch.positions, None)
-    loss = summed(main.lm_head(hidden), batch.targets) + 0.7 * summed(main.lm_head(joined), batch.later_targets)
+    loss = summed(main.lm_head(hidden), batch.targets) + 0.7 * summed(
+        main.lm_head(joined), batch.later_targets
+    )
     loss.backward()
     near(our_loss, loss, "loss", EXACT)
     compare_gradients(ours, mtp_views(gradients_of(theirs), cfg), EXACT)
 
 
 def summed(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
 
 
 def mtp_views(tensors: dict[str, Tensor], cfg: deepseek.Config) -> Views:
-    main = {name.removeprefix("main."): tensor for name, tensor in tensors.items() if name.startswith("main.")}
+    main = {
+        name.removeprefix("main."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("main.")
+    }
     owners = {"tok": "model.embed_tokens", "last_norm": "model.norm", "proj": "lm_head"}
     own = {"x_norm": "hnorm", "next_norm": "enorm", "join": "eh_proj", "norm": "post_norm"}
     return {
@@ -279,7 +335,9 @@ def mtp_views(tensors: dict[str, Tensor], cfg: deepseek.Config) -> Views:
 
 @pytest.mark.parametrize("preset", ["deepseek-16b", "deepseek-v3-671b"])
 def test_rotation_of_each_preset_is_hugging_faces_bit_for_bit_along_its_whole_context(preset: str):
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding  # late: may be missing
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+        DeepseekV3RotaryEmbedding,
+    )  # late: may be missing
 
     cfg = PRESETS[preset].model_copy(update={"layers": 1, "scoring": "sigmoid"})
     with torch.device("meta"):

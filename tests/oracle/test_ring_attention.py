@@ -26,7 +26,9 @@ B, K = 2, 6
 
 @dataclass(frozen=True)
 class Whole:
-    """One attention over whole sequences: inputs, the gradient of the output, and what one device makes of them."""
+    """One attention over whole sequences: inputs, the gradient of the output, and what one device
+    makes of them.
+    """
 
     given: tuple[Tensor, ...]
     grad: Tensor
@@ -49,7 +51,9 @@ def whole(
     generator = torch.Generator().manual_seed(length)
 
     def draw(heads: int, size: int) -> Tensor:
-        return torch.randn(B, length, heads, size, dtype=torch.float64, generator=generator).to(dtype)
+        return torch.randn(B, length, heads, size, dtype=torch.float64, generator=generator).to(
+            dtype
+        )
 
     q, k, v, grad = draw(heads, K), draw(kv_heads, K), draw(kv_heads, width), draw(heads, width)
     documents = (torch.rand(B, length, generator=generator) < 0.2).cumsum(1) if packed else None
@@ -73,7 +77,9 @@ def attended(
     if documents is not None:
         seen = seen & (documents[:, :, None] == documents[:, None, :])
     q, k, v = (x.transpose(1, 2) for x in given)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=True).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=True
+    ).transpose(1, 2)
     return Whole(given, grad, documents, out.detach(), torch.autograd.grad(out, given, grad))
 
 
@@ -83,7 +89,9 @@ def cut(x: Tensor, comm: Comm) -> Tensor:
     return torch.cat([x.detach()[:, span.start : span.stop] for span in spans], dim=1)
 
 
-def largest_difference(case: Whole, comm: Comm, act: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
+def largest_difference(
+    case: Whole, comm: Comm, act: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> float:
     """Of this rank's columns of the output and of the three gradients."""
     own = tuple(cut(x, comm).requires_grad_() for x in case.given)
     out = act(*own)
@@ -101,7 +109,9 @@ def test_ring_attention_is_one_fused_attention(degree: int, causal: bool, packed
     def rank(comm: Comm) -> float:
         documents = None if case.documents is None else cut(case.documents, comm)
         return largest_difference(
-            case, comm, lambda q, k, v: weft.ring_attention(q, k, v, comm, causal=causal, documents=documents)
+            case,
+            comm,
+            lambda q, k, v: weft.ring_attention(q, k, v, comm, causal=causal, documents=documents),
         )
 
     assert max(run_ranks(f"cp{degree}", rank)) < TOLERANCE
@@ -110,25 +120,38 @@ def test_ring_attention_is_one_fused_attention(degree: int, causal: bool, packed
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("degree", [2, 3, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_variant_equals_attention_on_one_device(variant: Context, degree: int, packed: bool) -> None:
+def test_each_variant_equals_attention_on_one_device(
+    variant: Context, degree: int, packed: bool
+) -> None:
     case = whole(6 * degree, heads=24, kv_heads=12, packed=packed)
-    batch = token_batch(torch.zeros(B, 6 * degree, dtype=torch.int64), torch.zeros(B, 6 * degree, dtype=torch.int64))
+    batch = token_batch(
+        torch.zeros(B, 6 * degree, dtype=torch.int64), torch.zeros(B, 6 * degree, dtype=torch.int64)
+    )
     batch = Batch(**{**vars(batch), "documents": case.documents})
 
     def rank(comm: Comm) -> tuple[float, float]:
         attend = attend_across(variant, comm)
         own = batch.columns(index=comm.index("cp"), degree=degree)
-        alone = Batch(**{**vars(own), "whole_documents": None})  # cut by someone else: ranks must ask each other
-        return tuple(largest_difference(case, comm, lambda q, k, v, b=b: attend(q, k, v, b)) for b in (own, alone))
+        alone = Batch(
+            **{**vars(own), "whole_documents": None}
+        )  # cut by someone else: ranks must ask each other
+        return tuple(
+            largest_difference(case, comm, lambda q, k, v, b=b: attend(q, k, v, b))
+            for b in (own, alone)
+        )
 
     assert max(max(differences) for differences in run_ranks(f"cp{degree}", rank)) < TOLERANCE
 
 
 @pytest.mark.parametrize("width", [4, 9])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_values_may_be_narrower_or_wider_than_keys_and_scores_may_have_a_scale(variant: Context, width: int) -> None:
+def test_values_may_be_narrower_or_wider_than_keys_and_scores_may_have_a_scale(
+    variant: Context, width: int
+) -> None:
     case = whole(12, heads=4, kv_heads=4, width=width, scale=0.7)
-    batch = token_batch(torch.zeros(B, 12, dtype=torch.int64), torch.zeros(B, 12, dtype=torch.int64))
+    batch = token_batch(
+        torch.zeros(B, 12, dtype=torch.int64), torch.zeros(B, 12, dtype=torch.int64)
+    )
 
     def rank(comm: Comm) -> float:
         attend = attend_across(variant, comm, scale=0.7)
@@ -140,16 +163,21 @@ def test_values_may_be_narrower_or_wider_than_keys_and_scores_may_have_a_scale(v
 
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_in_lower_precision_the_ring_rounds_as_one_fused_attention_does(dtype: torch.dtype, degree: int) -> None:
-    """Against float64 on the same inputs. A block's gradients are rounded once each before they are summed in float32, a
-    whole attention's once: measured, the ring errs 0.5 to 1.5 times as much as one fused attention in the same type."""
+def test_in_lower_precision_the_ring_rounds_as_one_fused_attention_does(
+    dtype: torch.dtype, degree: int
+) -> None:
+    """Against float64 on the same inputs. A block's gradients are rounded once each before they are
+    summed in float32, a whole attention's once: measured, the ring errs 0.5 to 1.5 times as much as
+    one fused attention in the same type."""
     one = whole(64, heads=4, kv_heads=2, dtype=dtype)
     truth = attended(tuple(x.detach().double() for x in one.given), one.grad.double())
     given = replace(truth, given=one.given, grad=one.grad)
     ring = max(
         run_ranks(
             f"cp{degree}",
-            lambda comm: largest_difference(given, comm, lambda q, k, v: weft.ring_attention(q, k, v, comm)),
+            lambda comm: largest_difference(
+                given, comm, lambda q, k, v: weft.ring_attention(q, k, v, comm)
+            ),
         )
     )
     pairs = zip((one.out, *one.grads), (truth.out, *truth.grads), strict=True)
@@ -175,7 +203,9 @@ def ring_of_three(comm: Comm) -> float:
         (((2, 3, 4, 8), (2, 3, 4, 8), (2, 3, 4, 8)), False, ""),
     ],
 )
-def test_shapes_that_do_not_fit_are_rejected(shapes: tuple[tuple[int, ...], ...], causal: bool, message: str) -> None:
+def test_shapes_that_do_not_fit_are_rejected(
+    shapes: tuple[tuple[int, ...], ...], causal: bool, message: str
+) -> None:
     def rank(comm: Comm) -> None:
         weft.ring_attention(*(torch.zeros(shape) for shape in shapes), comm, causal=causal)
 

@@ -65,7 +65,11 @@ def test_column_and_row_parallel_linears_equal_dtensors() -> None:
 
     def rank(comm: Comm) -> list[tuple[Tensor, Tensor]]:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         join_torch(comm, folder)
         whole = mlp()
@@ -78,7 +82,9 @@ def test_column_and_row_parallel_linears_equal_dtensors() -> None:
             row.weight.copy_(whole[2].weight[:, lo:hi])
             row.bias.copy_(whole[2].bias)
         theirs = parallelize_module(
-            whole, init_device_mesh("cpu", (comm.degree("tp"),)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            whole,
+            init_device_mesh("cpu", (comm.degree("tp"),)),
+            {"0": ColwiseParallel(), "2": RowwiseParallel()},
         )
         x, mine = inputs(0).requires_grad_(), inputs(0).requires_grad_()
         y, ours = theirs(x), row(torch.tanh(column(mine)))

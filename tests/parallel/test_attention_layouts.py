@@ -25,19 +25,28 @@ LLAMA = FAMILIES["llama3"]
 
 @dataclass(frozen=True)
 class WindowedFamily:
-    """LLaMA whose even layers have a window and sinks, whose odd ones a soft-cap and one bias per head."""
+    """LLaMA whose even layers have a window and sinks, whose odd ones a soft-cap and one bias per
+    head.
+    """
 
     Config: Any = LLAMA.Config
 
     @property
     def AXES(self) -> dict[str, tuple[Any, ...]]:
-        return {**LLAMA.AXES, "layer*.attn.attend.sinks": ("heads",), "layer*.attn.attend.head_bias": ("heads",)}
+        return {
+            **LLAMA.AXES,
+            "layer*.attn.attend.sinks": ("heads",),
+            "layer*.attn.attend.head_bias": ("heads",),
+        }
 
     def ties(self, cfg: ModelConfig) -> dict[str, str]:
         return LLAMA.ties(cfg)
 
     def init(self, cfg: ModelConfig) -> dict[str, Any]:
-        draws = {"layer*.attn.attend.sinks": ("normal", 1.0), "layer*.attn.attend.head_bias": ("normal", 0.3)}
+        draws = {
+            "layer*.attn.attend.sinks": ("normal", 1.0),
+            "layer*.attn.attend.head_bias": ("normal", 0.3),
+        }
         return {**LLAMA.init(cfg), **draws}
 
     def blocks(self, cfg: ModelConfig) -> dict[str, nn.Module]:
@@ -64,7 +73,14 @@ class RankSteps:
     def __call__(self, comm: Comm) -> RankTrace:
         steps = batches(self.case)
         return run_layout(
-            FAMILY, self.case.config, steps, plan=self.case.plan, comm=comm, seed=SEED, optimizer=adamw, lr=LR
+            FAMILY,
+            self.case.config,
+            steps,
+            plan=self.case.plan,
+            comm=comm,
+            seed=SEED,
+            optimizer=adamw,
+            lr=LR,
         )
 
 

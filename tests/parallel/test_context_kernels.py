@@ -12,10 +12,14 @@ from weft.parallel.context import kernels
 from weft.parallel.context.kernels import Kernel, Scores
 
 MASK = (torch.arange(7)[:, None] % 3 == torch.arange(5)[None, :] % 4).expand(2, 1, 7, 5)
-"""Rows 2 and 5 see key 2 only, others one or two keys; row 0 of a causal block is full of what it may see."""
+"""Rows 2 and 5 see key 2 only, others one or two keys; row 0 of a causal block is full of what it
+may see.
+"""
 
 
-def kernel_grads(kernel: Kernel, scores: Scores, kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def kernel_grads(
+    kernel: Kernel, scores: Scores, kv_heads: int, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(3)
     q, k, v, grad = (
         torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64).to(dtype)
@@ -29,7 +33,10 @@ def kernel_grads(kernel: Kernel, scores: Scores, kv_heads: int, dtype: torch.dty
 @pytest.mark.parametrize(("kind", "kv_heads"), list(product(["full", "causal", "mask"], [4, 2, 1])))
 def test_the_cpu_kernel_equals_the_plain_one(kind: str, kv_heads: int) -> None:
     scores = Scores(0.3, causal=kind == "causal", mask=MASK if kind == "mask" else None)
-    fused, plain = (kernel_grads(kernel, scores, kv_heads, torch.float64) for kernel in (kernels.CPU, kernels.PLAIN))
+    fused, plain = (
+        kernel_grads(kernel, scores, kv_heads, torch.float64)
+        for kernel in (kernels.CPU, kernels.PLAIN)
+    )
     for mine, right in zip(fused, plain, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
 

@@ -92,13 +92,19 @@ class GatedMLP(nn.Module):
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("block", [OwnAttention, Convolution, MeanOverSequence])
 def test_a_block_that_mixes_tokens_is_rejected(block: type[nn.Module], device: str) -> None:
-    with pytest.raises(weft.WeftError, match=r"layer1: mixes tokens outside of Attend, or counts positions itself"):
-        check_blocks({"layer0": GatedMLP().to(device), "layer1": block().to(device)}, hidden_shape=(DIM,))
+    with pytest.raises(
+        weft.WeftError, match=r"layer1: mixes tokens outside of Attend, or counts positions itself"
+    ):
+        check_blocks(
+            {"layer0": GatedMLP().to(device), "layer1": block().to(device)}, hidden_shape=(DIM,)
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_positions_that_a_block_counts_itself_are_rejected(device: str) -> None:
-    with pytest.raises(weft.WeftError, match=r"embed: mixes tokens outside of Attend, or counts positions itself"):
+    with pytest.raises(
+        weft.WeftError, match=r"embed: mixes tokens outside of Attend, or counts positions itself"
+    ):
         check_blocks({"embed": CountsItself().to(device)}, hidden_shape=None)
 
 
@@ -110,10 +116,14 @@ def test_blocks_that_mix_through_attend_pass_unchanged(dtype: torch.dtype) -> No
     check_blocks(blocks, hidden_shape=(DIM,))
     assert blocks["layer0"].attend.implementation is implementation
     assert blocks["layer0"].dropout.training
-    assert all(torch.equal(*pair) for pair in zip(before, blocks["layer0"].parameters(), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(before, blocks["layer0"].parameters(), strict=True)
+    )
 
 
-@pytest.mark.parametrize("family", sorted(name for name, known in FAMILIES.items() if known.Config.kind == "tokens"))
+@pytest.mark.parametrize(
+    "family", sorted(name for name, known in FAMILIES.items() if known.Config.kind == "tokens")
+)
 def test_families_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not checked in use; here they are."""
     monkeypatch.setattr(probe, "_is_tested", lambda module: False)
@@ -141,7 +151,10 @@ def test_parallelize_rejects_own_attention_in_a_model(mesh: str) -> None:
         case = Case(mesh)
         blocks = FAMILIES["llama3"].blocks(case.config)
         blocks["layer3"].attn = OwnAttention(case.config.dim)
-        qkv_axes = {"layer3.attn.qkv.weight": ("whole", "whole"), "layer3.attn.qkv.bias": ("whole",)}
+        qkv_axes = {
+            "layer3.attn.qkv.weight": ("whole", "whole"),
+            "layer3.attn.qkv.bias": ("whole",),
+        }
         weft.parallelize(blocks, case.plan, comm, axes={**FAMILIES["llama3"].AXES, **qkv_axes})
 
     with pytest.raises(weft.WeftError, match="layer3: mixes tokens outside of Attend"):

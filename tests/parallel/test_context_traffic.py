@@ -31,10 +31,14 @@ def own_part(comm: Comm, dtype: torch.dtype, device: str = "cpu") -> tuple[Tenso
     """Queries, keys and values of one rank, G = H / 2 key heads."""
     columns = S // comm.degree("cp")
     sizes = (H, G, G)
-    return tuple(torch.ones(B, columns, n, K, dtype=dtype, device=device, requires_grad=True) for n in sizes)
+    return tuple(
+        torch.ones(B, columns, n, K, dtype=dtype, device=device, requires_grad=True) for n in sizes
+    )
 
 
-def traffic(comm: Comm, variant: Context, dtype: torch.dtype, device: str = "cpu") -> tuple[Counter, Counter]:
+def traffic(
+    comm: Comm, variant: Context, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Counter, Counter]:
     """What one rank sends in a forward and in the backward of one attention."""
     forward, backward = Counter(), Counter()
     q, k, v = own_part(comm, dtype, device)
@@ -60,9 +64,13 @@ FORMULAS: dict[Context, tuple[Callable[[int], int], Callable[[int], int]]] = {
 @pytest.mark.parametrize("degree", [2, 3, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sent_bytes_equal_the_formula(variant: Context, degree: int) -> None:
-    """Ring: (c-1) x 2(s/c) b kv forward and twice that backward; Ulysses (c-1)/c (s/c) b (2h + 2kv) either way."""
+    """Ring: (c-1) x 2(s/c) b kv forward and twice that backward; Ulysses (c-1)/c (s/c) b (2h + 2kv)
+    either way.
+    """
     expected = tuple(8 * formula(degree) for formula in FORMULAS[variant])
-    for forward, backward in run_ranks(f"cp{degree}", lambda comm: traffic(comm, variant, torch.float64)):
+    for forward, backward in run_ranks(
+        f"cp{degree}", lambda comm: traffic(comm, variant, torch.float64)
+    ):
         assert (forward.total().sent_bytes, backward.total().sent_bytes) == expected
         assert {axis for axis, _ in (*forward.traffic, *backward.traffic)} == {"cp"}
 
@@ -70,7 +78,10 @@ def test_sent_bytes_equal_the_formula(variant: Context, degree: int) -> None:
 def test_gradients_of_16_bit_keys_travel_in_float32() -> None:
     for forward, backward in run_ranks("cp4", lambda comm: traffic(comm, "ring", torch.bfloat16)):
         entries = FORMULAS["ring"][0](4)
-        assert (forward.total().sent_bytes, backward.total().sent_bytes) == (2 * entries, 2 * entries + 4 * entries)
+        assert (forward.total().sent_bytes, backward.total().sent_bytes) == (
+            2 * entries,
+            2 * entries + 4 * entries,
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -119,7 +130,11 @@ def test_transfers_overlap_the_computation_of_a_block(
         return log.lines[threading.get_ident()]
 
     for lines in run_ranks("cp3", rank):
-        words = " ".join(lines).replace("start recv start send", "hop").replace("start send start recv", "hop")
+        words = (
+            " ".join(lines)
+            .replace("start recv start send", "hop")
+            .replace("start send start recv", "hop")
+        )
         words = words.replace("end recv end send", "came").replace("end send end recv", "came")
         assert words == TURNS[variant]
 
@@ -158,9 +173,13 @@ class MessageRecorder:
         return Work.done(out)
 
 
-@pytest.mark.parametrize(("degree", "step"), [(degree, step) for degree in range(3, 10) for step in range(1, degree)])
+@pytest.mark.parametrize(
+    ("degree", "step"), [(degree, step) for degree in range(3, 10) for step in range(1, degree)]
+)
 def test_hops_cannot_deadlock_with_blocking_messages(degree: int, step: int) -> None:
-    """One line a pair, no tags, sends and receives one after the other on each rank; two ranks exchange in one operation."""
+    """One line a pair, no tags, sends and receives one after the other on each rank; two ranks
+    exchange in one operation.
+    """
     rows = []
     for index in range(degree):
         recorder = MessageRecorder(index, degree)

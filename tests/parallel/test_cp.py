@@ -28,7 +28,14 @@ CASES = (
     Case("pp2 cp2", grouped=True, documents=True, context="ulysses"),
     Case("dp2 cp2 tp2", sequence=True, context="allgather", microbatches=2),
     Case("cp2 dp2", zero=3, microbatches=2),
-    Case("pp2 dp2 cp2 tp2", sequence=True, documents=True, schedule="interleaved", chunks=2, microbatches=2),
+    Case(
+        "pp2 dp2 cp2 tp2",
+        sequence=True,
+        documents=True,
+        schedule="interleaved",
+        chunks=2,
+        microbatches=2,
+    ),
     Case("pp2 cp2", schedule="zbv", chunks=2),
     Case("cp2", family="mistral", documents=True, seq_len=16),
     Case("cp4", family="mistral", context="allgather", seq_len=16),
@@ -103,7 +110,9 @@ class DeclaredWindowAttend(WindowAttend):
 
 @pytest.mark.parametrize("context", ["ring", "allgather", "ulysses"])
 def test_a_subclass_of_attend_without_a_declaration_is_rejected(context: Context) -> None:
-    """Before, ring and all-gather replaced it by full causal attention: other numbers, without a message."""
+    """Before, ring and all-gather replaced it by full causal attention: other numbers, without a
+    message.
+    """
 
     def rank(comm: Comm) -> None:
         case = Case("cp2", context=context)
@@ -122,7 +131,16 @@ def test_a_subclass_of_attend_without_a_declaration_is_rejected(context: Context
 
 
 def test_weft_prove_takes_a_config_with_cp() -> None:
-    words = ["--mesh", "cp2 dp2", "--data.seq_len", "16", "--batch.global_size", "4", "--batch.micro_size", "1"]
+    words = [
+        "--mesh",
+        "cp2 dp2",
+        "--data.seq_len",
+        "16",
+        "--batch.global_size",
+        "4",
+        "--batch.micro_size",
+        "1",
+    ]
     words += ["--model.layers", "2", "--model.dim", "32", "--model.ffn", "32"]
     verdict = prove_config(load(words, FAMILIES), steps=2)
     assert not verdict.wrong

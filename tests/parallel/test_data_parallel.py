@@ -39,7 +39,9 @@ class Net(nn.Module):
 
 
 def inputs(samples: int) -> Tensor:
-    return torch.randn(samples, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(
+        samples, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
 
 
 def run(net: nn.Module, samples: int) -> tuple[Tensor, Tensor]:
@@ -67,7 +69,9 @@ def test_gradients_do_not_depend_on_which_thread_was_faster() -> None:
     nets = [DataParallel(Net(), CPUS) for _ in range(4)]
     for net in nets:
         run(net, 9)
-    first, *others = ([param.grad for param in net.module.parameters() if param.requires_grad] for net in nets)
+    first, *others = (
+        [param.grad for param in net.module.parameters() if param.requires_grad] for net in nets
+    )
     assert all(all(map(torch.equal, first, other)) for other in others)
 
 
@@ -113,7 +117,9 @@ def test_training_equals_one_device() -> None:
     plain = Net()
     net = DataParallel(copy.deepcopy(plain), CPUS)
     for each in (plain, net):
-        optimizer = torch.optim.SGD([param for param in each.parameters() if param.requires_grad], lr=0.1)
+        optimizer = torch.optim.SGD(
+            [param for param in each.parameters() if param.requires_grad], lr=0.1
+        )
         for samples in (6, 7, 8):
             optimizer.zero_grad()
             run(each, samples)

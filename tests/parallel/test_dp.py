@@ -24,7 +24,9 @@ from weft.train.step import TrainStep
 
 def make_step(case: Case, comm: Comm) -> TrainStep:
     model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
-    return TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0)
+    return TrainStep(
+        model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0
+    )
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -49,7 +51,11 @@ def test_gradients_are_reduced_once_a_step_however_many_micro_batches(microbatch
 def _params(case: Case) -> list[nn.Parameter]:
     blocks = FAMILIES[case.family].blocks(case.config)
     ties = FAMILIES[case.family].ties(case.config)
-    named = {f"{name}.{path}": p for name, block in blocks.items() for path, p in block.named_parameters()}
+    named = {
+        f"{name}.{path}": p
+        for name, block in blocks.items()
+        for path, p in block.named_parameters()
+    }
     return [param for name, param in named.items() if name not in ties]
 
 
@@ -60,7 +66,9 @@ def test_buckets_are_reduced_while_the_last_backward_still_runs() -> None:
         step = make_step(case, comm)
         log = Log()
         first = step.model.params["embed.tok.weight"]
-        first.register_post_accumulate_grad_hook(lambda _: log.lines.append("first layer's gradient"))
+        first.register_post_accumulate_grad_hook(
+            lambda _: log.lines.append("first layer's gradient")
+        )
         comm.observers = (log,)
         step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
         return log.lines
@@ -70,7 +78,9 @@ def test_buckets_are_reduced_while_the_last_backward_still_runs() -> None:
         starts = [place for place, line in enumerate(lines) if line == "start all_reduce"][1:]
         assert len(marks) == 2
         assert starts[0] > marks[0], "nothing is reduced before the last micro-batch"
-        assert sum(start < marks[1] for start in starts) >= len(starts) - 2, "only the last buckets wait for the end"
+        assert sum(start < marks[1] for start in starts) >= len(starts) - 2, (
+            "only the last buckets wait for the end"
+        )
 
 
 def test_gradients_stay_views_into_their_buckets_and_bucket_order_does_not_change() -> None:
@@ -120,21 +130,29 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_distributed_data_parallel_trains_as_one_process_on_the_whole_batch(set_to_none: bool) -> None:
+def test_distributed_data_parallel_trains_as_one_process_on_the_whole_batch(
+    set_to_none: bool,
+) -> None:
     torch.manual_seed(9)
     steps = torch.randn(3, 2, 12, 5, dtype=torch.float64)  # step, accumulation, sample, feature
     alone = Net(0)
-    optimizer = torch.optim.SGD([p for p in alone.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in alone.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+    )
     for step in steps:
         optimizer.zero_grad()
         sum(alone(x).square().mean() for x in step).backward()
         optimizer.step()
 
-    nets = [Net(seed) for seed in range(3)]  # made here: the ranks are threads and share torch's random generator
+    nets = [
+        Net(seed) for seed in range(3)
+    ]  # made here: the ranks are threads and share torch's random generator
 
     def rank(comm: Comm) -> dict[str, Tensor]:
         net = DistributedDataParallel(nets[comm.rank], comm, bucket_bytes=128)
-        mine = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        mine = torch.optim.SGD(
+            [p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+        )
         for step in steps:
             mine.zero_grad(set_to_none=set_to_none)
             first, second = (x.chunk(3)[comm.rank] for x in step)
@@ -156,7 +174,9 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.trunk, self.left, self.right, self.unused = (nn.Linear(3, 3).double() for _ in range(4))
+        self.trunk, self.left, self.right, self.unused = (
+            nn.Linear(3, 3).double() for _ in range(4)
+        )
 
     def forward(self, x: Tensor, branch: str) -> Tensor:
         y: Tensor = getattr(self, branch)(self.trunk(x))
@@ -199,7 +219,10 @@ def test_a_forward_before_gradients_are_synchronized_is_an_error() -> None:
         net(x).sum().backward()
         with torch.no_grad():
             net(x)
-        with pytest.raises(PlanError, match=r"not synchronised before this forward.*finish_gradient_synchronization"):
+        with pytest.raises(
+            PlanError,
+            match=r"not synchronised before this forward.*finish_gradient_synchronization",
+        ):
             net(x)
         net.finish_gradient_synchronization()
         net(x)

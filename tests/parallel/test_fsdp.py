@@ -26,7 +26,10 @@ class Cell(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width, bias=False)
+        self.up, self.down = (
+            nn.Linear(width, 2 * width + 1),
+            nn.Linear(2 * width + 1, width, bias=False),
+        )
         self.unused = nn.Parameter(torch.ones(4))
         self.register_buffer("shift", torch.randn(width))
 
@@ -66,7 +69,9 @@ def data() -> Tensor:
 
 def train_alone(*, clip: float = 0.0) -> dict[str, Tensor]:
     net = Net().double()
-    optimizer = torch.optim.AdamW([param for param in net.parameters() if param.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [param for param in net.parameters() if param.requires_grad], lr=1e-2
+    )
     for step in data():
         optimizer.zero_grad()
         sum(loss_of(net, tokens) for tokens in step).backward()  # type: ignore[union-attr]
@@ -76,7 +81,13 @@ def train_alone(*, clip: float = 0.0) -> dict[str, Tensor]:
     return net.state_dict()
 
 
-def train(net: FullyShardedDataParallel, *, defer: bool = False, set_to_none: bool = True, clip: float = 0.0) -> None:
+def train(
+    net: FullyShardedDataParallel,
+    *,
+    defer: bool = False,
+    set_to_none: bool = True,
+    clip: float = 0.0,
+) -> None:
     trained = [param for param in net.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     for step in data():
@@ -98,7 +109,9 @@ def train(net: FullyShardedDataParallel, *, defer: bool = False, set_to_none: bo
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_a_module_trains_as_one_process_on_the_whole_batch(zero: Any, defer: bool, set_to_none: bool) -> None:
+def test_a_module_trains_as_one_process_on_the_whole_batch(
+    zero: Any, defer: bool, set_to_none: bool
+) -> None:
     nets = [Net(seed).double() for seed in range(3)]
 
     def rank(comm: Comm) -> dict[str, Tensor]:
@@ -133,7 +146,11 @@ def test_clipping_takes_the_norm_of_all_ranks(zero: Any) -> None:
 def test_blocks_may_be_none_nested_or_small(blocks: str) -> None:
     def chosen(net: Net) -> list[nn.Module]:
         linears = [module for module in net.modules() if isinstance(module, nn.Linear)]
-        return {"root": [], "nested": [net.cells[0], net.cells[0].up, net.cells[1]], "linears": linears}[blocks]
+        return {
+            "root": [],
+            "nested": [net.cells[0], net.cells[0].up, net.cells[1]],
+            "linears": linears,
+        }[blocks]
 
     def rank(comm: Comm) -> dict[str, Tensor]:
         net = copy.deepcopy(plain)
@@ -186,7 +203,11 @@ def test_gradients_accumulate_until_they_are_zeroed() -> None:
 
 def held_bytes(net: FullyShardedDataParallel) -> int:
     """Bytes of unsharded parameters and shards that a rank holds between steps."""
-    tensors = [tensor for group in net._reducer.groups for tensor in (group.unsharded_params.flat, group.sharded_param)]
+    tensors = [
+        tensor
+        for group in net._reducer.groups
+        for tensor in (group.unsharded_params.flat, group.sharded_param)
+    ]
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
@@ -201,7 +222,10 @@ def test_between_steps_a_rank_holds_its_shards(zero: Any, fraction: float) -> No
     num_params = sum(param.numel() for param in plain.parameters())
     padding = 8 * 2 * 6  # up to 2 entries for each of 6 groups
     results = run_ranks(RANKS, rank)
-    assert all(8 * num_params * fraction <= held <= 8 * num_params * fraction + padding for held, _ in results)
+    assert all(
+        8 * num_params * fraction <= held <= 8 * num_params * fraction + padding
+        for held, _ in results
+    )
     assert sum(entries for _, entries in results) == num_params
 
 
@@ -223,7 +247,9 @@ def test_a_module_on_the_meta_device_is_never_unsharded_on_any_rank() -> None:
     class Peak(Live):
         most = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = super().__torch_dispatch__(func, types, args, kwargs)
             self.most = max(self.most, self.num_bytes())
             return out
@@ -293,13 +319,17 @@ def test_a_full_state_dict_is_loaded_into_shards() -> None:
     other, tokens = Net(7).double(), data()[0, 0]
     for zero in (2, 3):
         for state, logits in run_ranks("dp2", lambda comm, zero=zero: rank(comm, zero)):
-            assert all(torch.equal(state[name], value) for name, value in other.state_dict().items())
+            assert all(
+                torch.equal(state[name], value) for name, value in other.state_dict().items()
+            )
             assert torch.equal(logits, other(tokens))
 
 
 def test_a_state_dict_with_other_keys_is_refused() -> None:
     def rank(comm: Comm) -> None:
-        FullyShardedDataParallel(nn.Linear(2, 2), comm).load_full_state_dict({"weight": torch.zeros(2, 2)})
+        FullyShardedDataParallel(nn.Linear(2, 2), comm).load_full_state_dict(
+            {"weight": torch.zeros(2, 2)}
+        )
 
     with pytest.raises(DataError, match="missing or unknown keys: bias"):
         run_ranks("dp2", rank)
@@ -319,7 +349,9 @@ def test_parameters_of_a_module_around_it_are_the_shards() -> None:
     def rank(comm: Comm) -> bool:
         net = FullyShardedDataParallel(nn.Linear(4, 4), comm)
         around = nn.Sequential(net, nn.Tanh())
-        return {id(param) for param in around.parameters()} == {id(shard) for shard in net._shard_of.values()}
+        return {id(param) for param in around.parameters()} == {
+            id(shard) for shard in net._shard_of.values()
+        }
 
     assert all(run_ranks("dp2", rank))
 
@@ -334,12 +366,17 @@ def test_blocks_run_in_the_compute_dtype_and_the_optimizer_updates_the_params_dt
 
     def rank(comm: Comm) -> tuple[torch.dtype, set[torch.dtype]]:
         net = FullyShardedDataParallel(
-            nn.Sequential(Look(4, 4), Look(4, 4)), comm, compute=torch.bfloat16, reduce=torch.float32
+            nn.Sequential(Look(4, 4), Look(4, 4)),
+            comm,
+            compute=torch.bfloat16,
+            reduce=torch.float32,
         )
         y = net(torch.ones(2, 4))
         y.float().sum().backward()
         net.finish_gradient_synchronization()
-        return y.dtype, {dtype for param in net.parameters() for dtype in (param.dtype, param.grad.dtype)}
+        return y.dtype, {
+            dtype for param in net.parameters() for dtype in (param.dtype, param.grad.dtype)
+        }
 
     for y, params in run_ranks("dp2", rank):
         assert (y, params) == (torch.bfloat16, {torch.float32})
@@ -373,7 +410,9 @@ def test_frozen_blocks_are_resharded_during_the_backward() -> None:
         held: list[int] = []
         for layer in deep.layers:
             layer.register_full_backward_pre_hook(
-                lambda *_: held.append(sum(group.unsharded_params.is_allocated for group in net._reducer.groups))
+                lambda *_: held.append(
+                    sum(group.unsharded_params.is_allocated for group in net._reducer.groups)
+                )
             )
         net(torch.ones(2, width, requires_grad=True)).sum().backward()
         assert not any(group.unsharded_params.is_allocated for group in net._reducer.groups)
@@ -446,7 +485,9 @@ def test_a_wrapped_module_keeps_its_parameter_names(zero: Any) -> None:
         net = FullyShardedDataParallel(copy.deepcopy(plain), comm, zero=zero)
         assert [name for name, _ in net.named_parameters()] == names
         assert [name for name, _ in net.module.named_parameters()] == names
-        assert [name for name, _ in net.named_parameters(prefix="net")] == [f"net.{name}" for name in names]
+        assert [name for name, _ in net.named_parameters(prefix="net")] == [
+            f"net.{name}" for name in names
+        ]
         frozen = [name for name, param in net.named_parameters() if not param.requires_grad]
         assert frozen == ["frozen.weight", "frozen.bias"]
         assert net.module.scale.shape == (5,), "the forward uses the unsharded parameter"

@@ -1,5 +1,6 @@
 """Adapters on any layout: every gradient, norm and update is one device's, what is frozen stays bit for bit, only adapters
-have optimizer state. The truth's truth: autograd through W + (alpha / rank) B A as a function of A and B."""
+have optimizer state. The truth's truth: autograd through W + (alpha / rank) B A as a function of A
+and B."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ NUM_STEPS = 2
 
 @dataclass(frozen=True)
 class Shaken(AdaptedFamily):
-    """Adapters whose B is not zero at the start, so that every gradient has something to say from the first step on."""
+    """Adapters whose B is not zero at the start, so that every gradient has something to say from
+    the first step on.
+    """
 
     def init(self, cfg: Any) -> Any:
         return {**super().init(cfg), f"*{LORA_B}": ("normal", 0.3)}
@@ -90,7 +93,9 @@ def ranks_of(case: Case, lora: LoraConfig) -> list[RankTrace]:
 
 def check(case: Case, lora: LoraConfig = LORA) -> None:
     right, ranks = truth(on_one_device(case), lora), ranks_of(case, lora)
-    assert lora != LORA or case.clip != CLIP or right[0].grad_norm > CLIP, "clipping must act in this test"
+    assert lora != LORA or case.clip != CLIP or right[0].grad_norm > CLIP, (
+        "clipping must act in this test"
+    )
     for rank in ranks:
         assert {adapted_linear(name) is not None for name in rank.steps[0].grads} <= {True}, (
             "only adapters have gradients"
@@ -102,11 +107,15 @@ def check(case: Case, lora: LoraConfig = LORA) -> None:
     for rank in ranks:
         for name, value in rank.steps[-1].params.items():
             own = start[name][rank.shards[name].boxes[0].slices]
-            assert torch.equal(value, own) == (adapted_linear(name) is None), f"{name}: the base stays, adapters move"
+            assert torch.equal(value, own) == (adapted_linear(name) is None), (
+                f"{name}: the base stays, adapters move"
+            )
 
 
 def starting_values(case: Case, lora: LoraConfig) -> dict[str, Tensor]:
-    return named_parameters(plain_model(family_of(case, lora), case.config, seed=SEED, dtype=torch.float64))
+    return named_parameters(
+        plain_model(family_of(case, lora), case.config, seed=SEED, dtype=torch.float64)
+    )
 
 
 TINY = {"layers": 2, "microbatches": 2}
@@ -124,7 +133,9 @@ LAYOUTS = (
     Case("cp2", **TINY),
     Case("pp2", schedule="zero_bubble", **TINY),
     Case("pp2 dp2", zero=3, recompute="selective", schedule="zero_bubble", **TINY),
-    Case("pp2 tp2", schedule="zbv", chunks=2, family="gpt2", sequence=True, layers=4, microbatches=2),
+    Case(
+        "pp2 tp2", schedule="zbv", chunks=2, family="gpt2", sequence=True, layers=4, microbatches=2
+    ),
     Case("tp2", family="deepseek", sequence=True, **TINY),
     Case("ep2", family="deepseek", **TINY),
     Case("ep2", family="qwen3-moe", zero=3, **TINY),
@@ -152,7 +163,9 @@ def test_sampled_layout_computes_what_one_device_computes(case: Case) -> None:
     ],
     ids=str,
 )
-def test_some_linears_alone_and_stages_where_nothing_is_trained(case: Case, targets: tuple[str, ...]) -> None:
+def test_some_linears_alone_and_stages_where_nothing_is_trained(
+    case: Case, targets: tuple[str, ...]
+) -> None:
     check(case, LoraConfig(rank=2, alpha=8.0, targets=targets))
 
 
@@ -162,13 +175,19 @@ def test_one_device_computes_the_gradients_of_merged_weights(name: str) -> None:
     case = Case("", family=name, **TINY)
     plain = plain_model(FAMILIES[name], case.config, seed=SEED, dtype=torch.float64)
     start = starting_values(case, LORA)
-    factors = {each: start[each].detach().requires_grad_() for each in start if adapted_linear(each) is not None}
+    factors = {
+        each: start[each].detach().requires_grad_()
+        for each in start
+        if adapted_linear(each) is not None
+    }
     for linear in adapted_linears((), case.config.linears()):
         block, _, path = linear.partition(".")
         module = plain[block].get_submodule(path)
         weight = start[f"{linear}.weight"].detach()
         del module.weight
-        module.weight = weight + LORA.alpha / LORA.rank * factors[linear + LORA_B] @ factors[linear + LORA_A]
+        module.weight = (
+            weight + LORA.alpha / LORA.rank * factors[linear + LORA_B] @ factors[linear + LORA_A]
+        )
     batch = batches(case)[0]
     out = chain(plain, batch.inputs, batch)
     loss = (out.x if out.loss is None else out.x + out.loss) / batch.num_targets()
@@ -180,7 +199,9 @@ def test_one_device_computes_the_gradients_of_merged_weights(name: str) -> None:
     assert first.grad_norm == pytest.approx(norm.item(), rel=1e-12)
     for each, factor in factors.items():
         right = factor.grad * CLIP / (norm + 1e-6)
-        torch.testing.assert_close(first.grads[each], right, rtol=0, atol=1e-12 * right.abs().max().item())
+        torch.testing.assert_close(
+            first.grads[each], right, rtol=0, atol=1e-12 * right.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -218,9 +239,9 @@ def test_an_adapter_starts_as_nothing_whatever_the_layout(name: str) -> None:
             assert not value.any()
         else:
             assert value.std().item() == pytest.approx((3 * value.shape[1]) ** -0.5, rel=0.2)
-    assert len({value.sum().item() for each, value in params.items() if each.endswith(LORA_A)}) == len(cfg.linears()), (
-        "each by its own name"
-    )
+    assert len(
+        {value.sum().item() for each, value in params.items() if each.endswith(LORA_A)}
+    ) == len(cfg.linears()), "each by its own name"
 
 
 def test_rank_0_is_the_plain_family() -> None:
@@ -229,16 +250,24 @@ def test_rank_0_is_the_plain_family() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_only_adapters_have_gradients_and_optimizer_state(zero: Any) -> None:
-    """12 bytes an entry in float32 (gradient, two moments) for adapters alone; the base is halved by ZeRO 3."""
+    """12 bytes an entry in float32 (gradient, two moments) for adapters alone; the base is halved
+    by ZeRO 3.
+    """
     case = Case("dp2", zero=zero, **TINY)
 
     def rank(comm: Comm) -> tuple[int, int, int, int]:
-        plan = case.plan.model_copy(update=dict.fromkeys(("params", "compute", "reduce"), "float32"))
+        plan = case.plan.model_copy(
+            update=dict.fromkeys(("params", "compute", "reduce"), "float32")
+        )
         built = build_model(family_of(case), case.config, plan, comm, seed=SEED)
         grads = make_gradient_reducer(built)
         states = 2 * sum(tensor.numel() for tensor in grads.sharded_params.values())
         gradients = sum(tensor.grad.numel() for tensor in grads.sharded_params.values())
-        adapters = sum(piece.box.size for name, piece in built.shards.items() if adapted_linear(name) is not None)
+        adapters = sum(
+            piece.box.size
+            for name, piece in built.shards.items()
+            if adapted_linear(name) is not None
+        )
         assert {adapted_linear(name) is not None for name in grads.sharded_params} == {True}
         return (
             states,
@@ -252,9 +281,15 @@ def test_only_adapters_have_gradients_and_optimizer_state(zero: Any) -> None:
     shards = 2 if zero else 1
     assert sum(states for states, *_ in found) == 2 * adapters * 2 // shards
     assert sum(gradients for _, gradients, *_ in found) == adapters * 2 // shards
-    base = sum(value.numel() * 4 for name, value in starting_values(case, LORA).items() if not adapted_linear(name))
+    base = sum(
+        value.numel() * 4
+        for name, value in starting_values(case, LORA).items()
+        if not adapted_linear(name)
+    )
     for *_, num_bytes in found:
-        assert num_bytes == (0 if zero == 3 else base), "on demand the blocks' own memory is given away between steps"
+        assert num_bytes == (0 if zero == 3 else base), (
+            "on demand the blocks' own memory is freed between steps"
+        )
 
 
 def _memory(tensors: Any) -> int:
@@ -271,10 +306,15 @@ def test_mixed_precision_holds_the_base_in_the_type_of_compute(mesh: str) -> Non
             update={"zero": zero, "params": "float32", "compute": "bfloat16", "reduce": "float32"}
         )
         built = build_model(family_of(case), case.config, plan, comm, seed=SEED)
-        step = TrainStep(built, make_optimizer=lambda tensors: adamw(tensors, matrices(built.params)), clip=CLIP)
+        step = TrainStep(
+            built, make_optimizer=lambda tensors: adamw(tensors, matrices(built.params)), clip=CLIP
+        )
         assert {value.dtype for value in step.grads.sharded_params.values()} == {torch.float32}
         assert {value.dtype for value in built.params.values()} == {torch.bfloat16}
-        return tuple(step(micro_batches(batch, plan, comm.rank), lr=LR).loss for batch in batches(case)[:NUM_STEPS])
+        return tuple(
+            step(micro_batches(batch, plan, comm.rank), lr=LR).loss
+            for batch in batches(case)[:NUM_STEPS]
+        )
 
     losses = [run_ranks(mesh, lambda comm, zero=zero: rank(comm, zero))[0] for zero in (0, 1, 3)]
     assert losses[0] == losses[1] == losses[2]
@@ -283,17 +323,25 @@ def test_mixed_precision_holds_the_base_in_the_type_of_compute(mesh: str) -> Non
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_adapters_add_no_operation_between_tensor_ranks_but_the_sum_of_their_gradients(sequence: bool) -> None:
-    """What the plain model sends over tp, less the input gradient of the first layer, and the whole factors' gradients once."""
+def test_adapters_add_no_operation_between_tensor_ranks_but_the_sum_of_their_gradients(
+    sequence: bool,
+) -> None:
+    """What the plain model sends over tp, less the input gradient of the first layer, and the whole
+    factors' gradients once.
+    """
     case = Case("tp2", sequence=sequence, bucket_bytes=2**30, **TINY)
 
     def rank(comm: Comm, family: Family) -> tuple[Sum[str], int]:
         built = build_model(family, case.config, case.plan, comm, seed=SEED)
-        step = TrainStep(built, make_optimizer=lambda tensors: adamw(tensors, matrices(built.params)), clip=CLIP)
+        step = TrainStep(
+            built, make_optimizer=lambda tensors: adamw(tensors, matrices(built.params)), clip=CLIP
+        )
         comm.observers = (counter := Counter(),)
         step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
         summed = sum(
-            piece.box.size for name, piece in built.shards.items() if piece.reduce_axes and built.params[name].requires_grad
+            piece.box.size
+            for name, piece in built.shards.items()
+            if piece.reduce_axes and built.params[name].requires_grad
         )
         sent = Sum[str]()
         for (axis, _), traffic in counter.traffic.items():
@@ -322,13 +370,21 @@ def mutant(case: Case) -> Callable[[Patch], Patch]:
 @mutant(Case("tp2", **TINY))
 def the_gradient_of_a_whole_a_is_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
     right = tensor_transform._every_name
-    patch.setattr(tensor_transform, "_every_name", lambda *a: {name for name in right(*a) if not name.endswith(LORA_A)})
+    patch.setattr(
+        tensor_transform,
+        "_every_name",
+        lambda *a: {name for name in right(*a) if not name.endswith(LORA_A)},
+    )
 
 
 @mutant(Case("tp2", **TINY))
 def the_gradient_of_a_whole_b_is_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
     right = tensor_transform._every_name
-    patch.setattr(tensor_transform, "_every_name", lambda *a: {name for name in right(*a) if not name.endswith(LORA_B)})
+    patch.setattr(
+        tensor_transform,
+        "_every_name",
+        lambda *a: {name for name in right(*a) if not name.endswith(LORA_B)},
+    )
 
 
 @mutant(Case("dp2", zero=3, **TINY))
@@ -343,7 +399,11 @@ def every_rank_holds_the_same_rows_of_b(patch: pytest.MonkeyPatch) -> None:
 
     def same(params: Any, table: Any, *, shard: Any, **rest: Any) -> None:
         def first(name: str, whole: Tensor) -> Tensor:
-            return whole[Box.whole(params[name].shape).slices] if name.endswith(LORA_B) else shard(name, whole)
+            return (
+                whole[Box.whole(params[name].shape).slices]
+                if name.endswith(LORA_B)
+                else shard(name, whole)
+            )
 
         right(params, table, shard=first, **rest)
 
@@ -355,7 +415,9 @@ def the_rank_is_cut_instead_of_the_features(patch: pytest.MonkeyPatch) -> None:
     right = AdaptedFamily.AXES.fget
 
     def axes(self: AdaptedFamily) -> Any:
-        turned = {row: (*names[::-1],) for row, names in right(self).items() if row.endswith(LORA_B)}
+        turned = {
+            row: (*names[::-1],) for row, names in right(self).items() if row.endswith(LORA_B)
+        }
         return {**right(self), **turned}
 
     patch.setattr(AdaptedFamily, "AXES", property(axes))
@@ -364,7 +426,9 @@ def the_rank_is_cut_instead_of_the_features(patch: pytest.MonkeyPatch) -> None:
 @mutant(Case("tp2", family="gpt2", **TINY))
 def a_row_linears_adapter_is_added_behind_the_sum(patch: pytest.MonkeyPatch) -> None:
     def forward(self: tensor_linear.RowParallelLinear, x: Tensor) -> Tensor:
-        y = tensor_linear.plus_adapter(self, x, self.region.leave(nn.functional.linear(x, self.weight)))
+        y = tensor_linear.plus_adapter(
+            self, x, self.region.leave(nn.functional.linear(x, self.weight))
+        )
         return y if self.bias is None else y + self.bias
 
     patch.setattr(tensor_linear.RowParallelLinear, "forward", forward)

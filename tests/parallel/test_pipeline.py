@@ -18,7 +18,9 @@ from weft.testing import run_ranks
 def chain() -> list[nn.Module]:
     torch.manual_seed(3)
     widths = (6, 10, 7, 9, 5, 4)
-    return [nn.Sequential(nn.Linear(a, b), nn.Tanh()).double() for a, b in itertools.pairwise(widths)]
+    return [
+        nn.Sequential(nn.Linear(a, b), nn.Tanh()).double() for a, b in itertools.pairwise(widths)
+    ]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -65,7 +67,9 @@ def test_pipeline_of_plain_modules_has_the_gradients_of_one_process(
         )
         value = pipe.step(mine[0], mine[1]).item()
         return value, {
-            name.replace(".module", ""): p.grad for name, p in pipe.model.params.items() if p.grad is not None
+            name.replace(".module", ""): p.grad
+            for name, p in pipe.model.params.items()
+            if p.grad is not None
         }
 
     seen: set[str] = set()
@@ -93,11 +97,16 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "schedule"), [("", "1f1b"), ("pp2", "1f1b"), ("pp2 dp2", "zero_bubble"), ("pp2", "zbv")]
+    ("mesh", "schedule"),
+    [("", "1f1b"), ("pp2", "1f1b"), ("pp2 dp2", "zero_bubble"), ("pp2", "zbv")],
 )
 def test_inputs_may_be_token_ids(mesh: str, schedule: str) -> None:
     torch.manual_seed(3)
-    blocks = [Tokens().double(), *(nn.Linear(4, 4).double() for _ in range(3)), nn.Linear(4, 7).double()]
+    blocks = [
+        Tokens().double(),
+        *(nn.Linear(4, 4).double() for _ in range(3)),
+        nn.Linear(4, 7).double(),
+    ]
     tokens = torch.randint(0, 7, (8, 6), generator=torch.Generator().manual_seed(1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     whole = nn.Sequential(*copy.deepcopy(blocks))
@@ -116,7 +125,9 @@ def test_inputs_may_be_token_ids(mesh: str, schedule: str) -> None:
             schedule=schedule,
         )
         value = pipe.step(own[0], own[1]).item()
-        return value, {name.replace(".module", "", 1): param.grad for name, param in pipe.model.params.items()}
+        return value, {
+            name.replace(".module", "", 1): param.grad for name, param in pipe.model.params.items()
+        }
 
     seen = set()
     for value, grads in run_ranks(mesh, rank):
@@ -131,7 +142,16 @@ def test_a_stage_that_ends_with_integers_is_refused() -> None:
     blocks = [nn.Identity(), nn.Embedding(7, 4), nn.Linear(4, 4)]
 
     def rank(comm: Comm) -> None:
-        PipelineParallel(blocks, comm, loss=cross_entropy, example=torch.zeros(2, 5, dtype=torch.int64), microbatches=1)
+        PipelineParallel(
+            blocks,
+            comm,
+            loss=cross_entropy,
+            example=torch.zeros(2, 5, dtype=torch.int64),
+            microbatches=1,
+        )
 
-    with pytest.raises(PlanError, match=r"blocks\[0\]: ends a stage, and its output cannot carry a gradient .*int64"):
+    with pytest.raises(
+        PlanError,
+        match=r"blocks\[0\]: ends a stage, and its output cannot carry a gradient .*int64",
+    ):
         run_ranks("pp3", rank)

@@ -27,7 +27,9 @@ from weft.schedule.validate_table import validate
 from weft.testing import run_ranks
 
 SPLIT = (
-    Case("pp2", family="gpt2", schedule="zbv", chunks=2, microbatches=5),  # tied: first and last stage on one rank
+    Case(
+        "pp2", family="gpt2", schedule="zbv", chunks=2, microbatches=5
+    ),  # tied: first and last stage on one rank
     Case("pp2 tp2", family="gpt2", schedule="zbv", chunks=2, sequence=True),
     Case("pp2 dp2", grouped=True, schedule="dual_pipe_v", chunks=2, microbatches=5),
     Case("pp2 dp2 tp2", schedule="dual_pipe_v", chunks=2, sequence=True, zero=3),
@@ -54,7 +56,9 @@ def saved(table: Table, path: Path) -> str:
 
 
 def random_tables() -> Iterator[Table]:
-    """Two stages on each of two ranks, in any order; unsplit and split backwards mixed, in any order."""
+    """Two stages on each of two ranks, in any order; unsplit and split backwards mixed, in any
+    order.
+    """
     for seed in range(100):
         table = random_table(random.Random(seed), ranks=2, stages=4, microbatches=3)
         if all(len(table.stages(rank)) == 2 for rank in range(2)):
@@ -68,16 +72,22 @@ def test_any_table_computes_what_one_device_computes(index: int, tmp_path: Path)
 
 
 def with_late_last_stage() -> Table:
-    """A V on which rank 0 is done with stage 0 first and computes all weight gradients of the last stage after that."""
+    """A V on which rank 0 is done with stage 0 first and computes all weight gradients of the last
+    stage after that.
+    """
     table = make_table("zbv", ranks=2, microbatches=3)
     late = [act for act in table.rows[0] if act.kind == "W" and act.stage == 3]
     return Table(
-        (tuple(act for act in table.rows[0] if act not in late) + tuple(late), table.rows[1]), table.stage_to_rank, 3
+        (tuple(act for act in table.rows[0] if act not in late) + tuple(late), table.rows[1]),
+        table.stage_to_rank,
+        3,
     )
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_a_tied_parameter_is_reduced_when_the_later_of_its_two_stages_is_done(zero: int, tmp_path: Path) -> None:
+def test_a_tied_parameter_is_reduced_when_the_later_of_its_two_stages_is_done(
+    zero: int, tmp_path: Path
+) -> None:
     schedule = saved(with_late_last_stage(), tmp_path / "table.txt")
     check(Case("pp2 dp2", family="gpt2", schedule=schedule, chunks=2, microbatches=3, zero=zero))
 
@@ -122,7 +132,9 @@ def micro_batches(number: int) -> list[Batch]:
 def plan_of(schedule: str, mesh: str, microbatches: int, layers: int) -> Plan:
     ranks, chunks = Mesh.parse(mesh).degree("pp"), SCHEDULES[schedule].default_chunks
     each = layers // (ranks * chunks)
-    names = [tuple(f"layer{layer}" for layer in range(at, at + each)) for at in range(0, layers, each)]
+    names = [
+        tuple(f"layer{layer}" for layer in range(at, at + each)) for at in range(0, layers, each)
+    ]
     stages = [Stage(blocks=run, out=(3, 4), flops=1.0) for run in names]
     stages[-1] = Stage(blocks=(*names[-1], "loss"), out=(), flops=1.0)
     return Plan(
@@ -153,7 +165,9 @@ def test_extra_losses_of_any_stage_count_and_loads_are_summed_over_the_step(sche
 
     def rank(comm: Comm) -> tuple[PlayResult, dict[str, Tensor | None]]:
         model = parallelize(copy.deepcopy(start), plan_of(schedule, "pp2", 5, layers=4), comm)
-        result = Player(model, before_last_backward=lambda stage: None).play(batches, torch.tensor(0.25))
+        result = Player(model, before_last_backward=lambda stage: None).play(
+            batches, torch.tensor(0.25)
+        )
         return result, {name: param.grad for name, param in model.params.items()}
 
     ranks = run_ranks("pp2", rank)
@@ -168,13 +182,19 @@ def test_extra_losses_of_any_stage_count_and_loads_are_summed_over_the_step(sche
 
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
-def test_before_last_backward_is_called_once_right_before_the_last_b_or_w_of_a_stage(schedule: str) -> None:
+def test_before_last_backward_is_called_once_right_before_the_last_b_or_w_of_a_stage(
+    schedule: str,
+) -> None:
     batches = micro_batches(4)
 
     def rank(comm: Comm) -> list[Act | int]:
         model = parallelize(chain_of_layers(("",) * 4), plan_of(schedule, "pp2", 4, layers=4), comm)
         events: list[Act | int] = []
-        player = Player(model, before_last_backward=events.append, on_action=lambda act, *times: events.append(act))
+        player = Player(
+            model,
+            before_last_backward=events.append,
+            on_action=lambda act, *times: events.append(act),
+        )
         player.play(batches, torch.tensor(1.0))
         return events
 
@@ -182,17 +202,23 @@ def test_before_last_backward_is_called_once_right_before_the_last_b_or_w_of_a_s
     for index, events in enumerate(run_ranks("pp2", rank)):
         assert tuple(act for act in events if isinstance(act, Act)) == table.rows[index]
         for stage in table.stages(index):
-            acts = [act for act in table.rows[index] if act.stage == stage and act.kind in ("B", "W")]
+            acts = [
+                act for act in table.rows[index] if act.stage == stage and act.kind in ("B", "W")
+            ]
             assert events.count(stage) == 1
             assert events[events.index(stage) + 1] == acts[-1]
 
 
 def test_buckets_are_reduced_during_the_last_w(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each bucket starts when its last gradient arrives: the first one before the last parameter has its own."""
+    """Each bucket starts when its last gradient arrives: the first one before the last parameter
+    has its own.
+    """
     batches = micro_batches(3)
 
     def rank(comm: Comm) -> list[str]:
-        model = parallelize(chain_of_layers(("",) * 2), plan_of("zero_bubble", "dp2", 3, layers=2), comm)
+        model = parallelize(
+            chain_of_layers(("",) * 2), plan_of("zero_bubble", "dp2", 3, layers=2), comm
+        )
         events: list[str] = []
         reducer = bucket_reducer(
             model.params,
@@ -204,7 +230,10 @@ def test_buckets_are_reduced_during_the_last_w(monkeypatch: pytest.MonkeyPatch) 
             events_of[id(group)] = events
         player = Player(
             model,
-            before_last_backward=lambda stage: (events.append("last"), reducer.set_requires_gradient_sync(stage)),
+            before_last_backward=lambda stage: (
+                events.append("last"),
+                reducer.set_requires_gradient_sync(stage),
+            ),
             on_action=lambda act, *times: events.append(str(act)),
         )
         player.play(copy.deepcopy(batches), torch.tensor(1.0))

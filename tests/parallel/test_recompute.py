@@ -37,7 +37,9 @@ MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 def llama_layer(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(3)
     family = FAMILIES["llama3"]
-    return family.blocks(family.Config(layers=1, dim=D, heads=H, kv_heads=G, ffn=FFN))["layer0"].to(dtype)
+    return family.blocks(family.Config(layers=1, dim=D, heads=H, kv_heads=G, ffn=FFN))["layer0"].to(
+        dtype
+    )
 
 
 def some_batch() -> Batch:
@@ -46,11 +48,15 @@ def some_batch() -> Batch:
 
 
 def some_input(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(B, S, D, generator=torch.Generator().manual_seed(5)).to(dtype).requires_grad_()
+    return (
+        torch.randn(B, S, D, generator=torch.Generator().manual_seed(5)).to(dtype).requires_grad_()
+    )
 
 
 def saved_by_layer(mode: Recompute, dtype: torch.dtype) -> int:
-    """Bytes that the layer's forward leaves allocated, besides its parameters, its input and its output."""
+    """Bytes that the layer's forward leaves allocated, besides its parameters, its input and its
+    output.
+    """
     layer, x, batch, live = llama_layer(dtype), some_input(dtype), some_batch(), Live()
     given = (x, *layer.parameters(), batch.positions)
     block = recompute_block("layer0", layer, mode)
@@ -83,12 +89,16 @@ def test_a_layer_saves_what_the_formula_says(mode: Recompute, numbers: int) -> N
 def test_in_bfloat16_selective_saves_no_float32_copies_of_norms() -> None:
     # the norm that torch composes on the CPU makes float32 of its input: 3 x D x 4 bytes a norm and token
     assert saved_by_layer("selective", torch.bfloat16) == B * S * (2 * SELECTIVE + 4 * STATS)
-    assert saved_by_layer("none", torch.bfloat16) >= B * S * (2 * (SELECTIVE + 2 * FFN) + 2 * 2 * 4 * D)
+    assert saved_by_layer("none", torch.bfloat16) >= B * S * (
+        2 * (SELECTIVE + 2 * FFN) + 2 * 2 * 4 * D
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_gradients_are_bit_equal_to_those_without_recomputation(mode: Recompute, dtype: torch.dtype) -> None:
+def test_gradients_are_bit_equal_to_those_without_recomputation(
+    mode: Recompute, dtype: torch.dtype
+) -> None:
     def gradients(mode: Recompute) -> list[Tensor]:
         layer, x = llama_layer(dtype), some_input(dtype)
         recompute_block("layer0", layer, mode)(x, some_batch()).square().sum().backward()
@@ -134,7 +144,9 @@ def test_selective_repeats_each_norm_once_and_no_matrix_product_or_attention() -
 
 
 def kept_over_time(mode: Recompute, *, is_split: bool) -> tuple[int, int]:
-    """Bytes that are left after the forward, and after the backward of the input (all of it, or I where it is split)."""
+    """Bytes that are left after the forward, and after the backward of the input (all of it, or I
+    where it is split).
+    """
     layer, x, batch, live = llama_layer(), some_input(), some_batch(), Live()
     given = (x, *layer.parameters(), batch.positions)
     split = SplitBackward(layer.parameters()) if is_split else None
@@ -146,7 +158,11 @@ def kept_over_time(mode: Recompute, *, is_split: bool) -> tuple[int, int]:
         with live:
             y.backward(torch.ones_like(y))
         after = live.num_bytes(
-            but=(y, *given, *(g for g in (x.grad, *(p.grad for p in layer.parameters())) if g is not None))
+            but=(
+                y,
+                *given,
+                *(g for g in (x.grad, *(p.grad for p in layer.parameters())) if g is not None),
+            )
         )
     finally:
         gc.enable()
@@ -182,7 +198,9 @@ def test_without_gradients_nothing_is_saved() -> None:
 
 def test_embedding_head_and_loss_are_not_recomputed() -> None:
     blocks = {name: nn.Identity() for name in ("embed", "layer0", "mtp0", "head", "loss")}
-    changed = {name for name, block in blocks.items() if recompute_block(name, block, "full") is not block}
+    changed = {
+        name for name, block in blocks.items() if recompute_block(name, block, "full") is not block
+    }
     assert changed == {"layer0", "mtp0"}
 
 
@@ -210,7 +228,10 @@ def test_an_argument_modified_in_place_after_the_forward_is_an_error_as_in_autog
 
 def test_views_of_recomputed_results_are_views_of_the_repeated_one() -> None:
     torch.manual_seed(2)
-    x, weight = torch.randn(6, 8, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, dtype=torch.float64)
+    x, weight = (
+        torch.randn(6, 8, dtype=torch.float64, requires_grad=True),
+        torch.randn(3, 4, dtype=torch.float64),
+    )
     weight.requires_grad_()
 
     def act() -> Tensor:
@@ -251,7 +272,9 @@ def all_reduces_of_a_step(mode: Recompute) -> int:
 
     def rank(comm: Comm) -> int:
         model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
-        step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0)
+        step = TrainStep(
+            model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0
+        )
         comm.observers = (counter := Counter(),)
         step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
         return counter.traffic["tp", "all_reduce"].operations
@@ -263,4 +286,6 @@ def test_full_repeats_one_of_two_forward_collectives_of_a_layer_selective_none()
     layers = Case("tp2", family="gpt2").config.layers
     plain = all_reduces_of_a_step("none")
     assert all_reduces_of_a_step("selective") == plain
-    assert all_reduces_of_a_step("full") == plain + layers, "no node of the block needs the all-reduce at its end"
+    assert all_reduces_of_a_step("full") == plain + layers, (
+        "no node of the block needs the all-reduce at its end"
+    )

@@ -28,7 +28,9 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]
 
 
 class Net(nn.Module):
-    """Uneven shapes, a scalar, float32 among float64, a frozen parameter, one without a gradient, a tied one."""
+    """Uneven shapes, a scalar, float32 among float64, a frozen parameter, one without a gradient, a
+    tied one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +93,9 @@ def test_states_are_held_for_the_shard_of_the_rank_alone() -> None:
         optimizer = ShardedOptimizer(net.parameters(), torch.optim.AdamW, comm, lr=1e-3)
         net(torch.ones(2, 31, dtype=torch.float64)).sum().backward()
         optimizer.step()
-        return sum(x.numel() for state in optimizer.inner.state.values() for x in state.values() if x.dim())
+        return sum(
+            x.numel() for state in optimizer.inner.state.values() for x in state.values() if x.dim()
+        )
 
     held = run_ranks("dp4", rank)
     assert sum(held) == 2 * (31 * 33 + 33)
@@ -99,7 +103,9 @@ def test_states_are_held_for_the_shard_of_the_rank_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD with momentum", "SGD", "NAdam"])
-def test_full_states_load_into_the_plain_optimizer_and_back_on_another_number_of_ranks(name: str) -> None:
+def test_full_states_load_into_the_plain_optimizer_and_back_on_another_number_of_ranks(
+    name: str,
+) -> None:
     kind, kwargs = OPTIMIZERS[name]
     plain, nets = Net(), [Net() for _ in range(3)]
     theirs = kind(groups(plain), **kwargs)
@@ -122,11 +128,16 @@ def test_full_states_load_into_the_plain_optimizer_and_back_on_another_number_of
             assert again["state"].keys() == saved[1]["state"].keys()
             for number, state in saved[1]["state"].items():
                 assert all(
-                    torch.equal(again["state"][number][key], value) for key, value in state.items() if value is not None
+                    torch.equal(again["state"][number][key], value)
+                    for key, value in state.items()
+                    if value is not None
                 )
             for key, want in values(plain).items():
                 torch.testing.assert_close(
-                    moved[key], want, rtol=1e-12 if want.dtype == torch.float64 else 1e-6, atol=1e-12
+                    moved[key],
+                    want,
+                    rtol=1e-12 if want.dtype == torch.float64 else 1e-6,
+                    atol=1e-12,
                 )
 
 
@@ -167,7 +178,9 @@ def test_named_parameters_and_closures_are_taken_as_torch_takes_them() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon])
-def test_an_optimizer_that_updates_parameters_as_a_whole_is_refused(kind: Callable[..., torch.optim.Optimizer]) -> None:
+def test_an_optimizer_that_updates_parameters_as_a_whole_is_refused(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
     def rank(comm: Comm) -> None:
         ShardedOptimizer(nn.Linear(4, 4, bias=False).parameters(), kind, comm)
 
@@ -178,7 +191,9 @@ def test_an_optimizer_that_updates_parameters_as_a_whole_is_refused(kind: Callab
 def test_states_of_other_parameters_are_refused() -> None:
     def rank(comm: Comm) -> None:
         optimizer = ShardedOptimizer(nn.Linear(4, 4).parameters(), torch.optim.AdamW, comm)
-        optimizer.load_full_state_dict(torch.optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict())
+        optimizer.load_full_state_dict(
+            torch.optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict()
+        )
 
     with pytest.raises(DataError, match="another number of parameters"):
         run_ranks("dp2", rank)

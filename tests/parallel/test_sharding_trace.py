@@ -149,7 +149,9 @@ def rejection(block: Callable[[], nn.Module], layout: str, axes: AxisTable = PLA
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2, sequence parallel"])
 @pytest.mark.parametrize("block", REJECTED, ids=lambda block: block.__name__)
-def test_what_would_compute_other_numbers_on_shards_is_rejected(block: Callable[[], nn.Module], layout: str) -> None:
+def test_what_would_compute_other_numbers_on_shards_is_rejected(
+    block: Callable[[], nn.Module], layout: str
+) -> None:
     if block is ScaleOnBothSides and "sequence" in layout:  # both uses give partial gradients there
         assert compare(Shape(block, {**PLAIN, "layer*.scale": ()}), layout) < TOLERANCE
     elif block is GateFromOutside and "sequence" in layout:
@@ -170,7 +172,9 @@ def test_sequence_parallelism_rejects_what_mixes_positions_outside_regions(
 
 class SmoothedLoss(Loss):
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), reduction="sum", label_smoothing=0.1)
+        return F.cross_entropy(
+            logits.flatten(0, -2), batch.targets.flatten(), reduction="sum", label_smoothing=0.1
+        )
 
 
 class DeclaredSmoothedLoss(SmoothedLoss):
@@ -187,8 +191,14 @@ class OwnLoss(nn.Module):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (SmoothedLoss, "loss: SmoothedLoss overrides Loss.forward without declaring its requirements"),
-        (DeclaredSmoothedLoss, "loss: the vocabulary-parallel loss does not support label_smoothing"),
+        (
+            SmoothedLoss,
+            "loss: SmoothedLoss overrides Loss.forward without declaring its requirements",
+        ),
+        (
+            DeclaredSmoothedLoss,
+            "loss: the vocabulary-parallel loss does not support label_smoothing",
+        ),
         (OwnLoss, "log_softmax over a sharded dim"),
     ],
 )
@@ -217,7 +227,9 @@ def test_an_embedding_with_a_padding_index_is_rejected() -> None:
 
 
 class CappedDispatch(Dispatch):
-    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module) -> Tensor:
+    def forward(
+        self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
+    ) -> Tensor:
         return super().forward(x_ND, experts_NK[:, :1], weights_NK[:, :1], experts)
 
 
@@ -230,7 +242,10 @@ class DeclaredCappedDispatch(CappedDispatch):
 @pytest.mark.parametrize(
     ("dispatch", "message"),
     [
-        (CappedDispatch, "mixture: CappedDispatch overrides Dispatch.forward without declaring its requirements"),
+        (
+            CappedDispatch,
+            "mixture: CappedDispatch overrides Dispatch.forward without declaring its requirements",
+        ),
         (DeclaredCappedDispatch, "expert parallelism does not support capacity"),
     ],
 )
@@ -242,7 +257,10 @@ def test_a_dispatch_that_expert_parallelism_does_not_compute_is_rejected(
         mixture = MoE(router=Router(D, choice), experts=Experts(D, FFN, num_experts=4))
         mixture.dispatch = dispatch(4)
         blocks = {**user_model(SHAPES["inline MLP"]), "layer1": mixture}
-        experts: AxisTable = {"*.experts.*": ("experts", "ffn", "embed"), "*.router.proj.weight": ("router", "embed")}
+        experts: AxisTable = {
+            "*.experts.*": ("experts", "ffn", "embed"),
+            "*.router.proj.weight": ("router", "embed"),
+        }
         plan = plan_of("tp2").model_copy(update={"mesh": comm.mesh})
         weft.parallelize(blocks, plan, comm, axes={**ENDS, **PLAIN, **experts})
 
@@ -253,12 +271,16 @@ def test_a_dispatch_that_expert_parallelism_does_not_compute_is_rejected(
 
 
 def test_linears_that_read_the_same_tensor_share_one_entry() -> None:
-    """q, k, v and up of a parallel block: two sums forward (o, down), one sum of input gradients backward."""
+    """q, k, v and up of a parallel block: two sums forward (o, down), one sum of input gradients
+    backward.
+    """
     blocks = user_model(Shape(ParallelBlock, PLAIN))
     batch = micro_batches_of_one_device()
 
     def rank(comm: Comm) -> dict[str, int]:
-        model = weft.parallelize(copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN})
+        model = weft.parallelize(
+            copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN}
+        )
         counter = Counter()
         comm.observers = (counter,)
         x = torch.randn(2, 8, D, dtype=torch.float64, requires_grad=True)
@@ -281,7 +303,9 @@ def test_entries_are_right_under_recomputation(name: str, recompute: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["inline MLP", "parallel block", "fused qkv", "layer used twice"])
-def test_entries_are_right_with_a_split_backward_and_several_micro_batches_in_flight(name: str) -> None:
+def test_entries_are_right_with_a_split_backward_and_several_micro_batches_in_flight(
+    name: str,
+) -> None:
     for layout in ("tp2", "tp2, sequence parallel"):
         assert compare(name, layout, mesh="pp2 tp2", schedule="zero_bubble") < TOLERANCE
 
@@ -293,7 +317,9 @@ def test_boxes_that_a_checkpoint_gets_of_a_fused_weight_make_up_the_whole_one(na
     whole = {param_name: param.detach() for param_name, param in named_parameters(blocks).items()}
 
     def rank(comm: Comm) -> list[tuple[str, object, Tensor]]:
-        model = weft.parallelize(copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **shape.axes})
+        model = weft.parallelize(
+            copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **shape.axes}
+        )
         items = [item for local in param_values(model) for item in local.write_items()]
         return [(item.name.removeprefix("model/"), item.box, item.tensor.clone()) for item in items]
 
@@ -315,7 +341,9 @@ def test_a_block_used_under_two_names_is_one_set_of_parameters() -> None:
     want = {name: param.grad for name, param in named_parameters(one_device).items()}
 
     def rank(comm: Comm) -> float:
-        model = weft.parallelize(copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN})
+        model = weft.parallelize(
+            copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN}
+        )
         assert not any(name.startswith("layer1") for name in model.params)
         forward(model.stages[0], batch).backward()
         differences = []

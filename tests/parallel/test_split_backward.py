@@ -55,7 +55,9 @@ def stages_of(family: str) -> tuple[list[dict[str, nn.Module]], Batch]:
 
 
 def params_of(blocks: dict[str, nn.Module]) -> list[nn.Parameter]:
-    return [param for block in blocks.values() for param in block.parameters() if param.requires_grad]
+    return [
+        param for block in blocks.values() for param in block.parameters() if param.requires_grad
+    ]
 
 
 class RecordedStep:
@@ -74,10 +76,18 @@ class RecordedStep:
             x = out.x.detach().requires_grad_()
         gradient = torch.ones_like(x)
         for blocks, halves, x, out in reversed(everything):
-            roots = [(out.x, gradient), *([] if out.loss is None else [(out.loss, torch.ones_like(out.loss))])]
-            self._count("I" if split else "B", lambda roots=roots: torch.autograd.backward(*zip(*roots, strict=True)))
+            roots = [
+                (out.x, gradient),
+                *([] if out.loss is None else [(out.loss, torch.ones_like(out.loss))]),
+            ]
+            self._count(
+                "I" if split else "B",
+                lambda roots=roots: torch.autograd.backward(*zip(*roots, strict=True)),
+            )
             if halves is not None:
-                assert all(param.grad is None for param in params_of(blocks)), "I leaves every parameter alone"
+                assert all(param.grad is None for param in params_of(blocks)), (
+                    "I leaves every parameter alone"
+                )
                 self._count("W", halves.backward_weights)
             if x.is_floating_point():
                 self.inputs.append(x.grad)
@@ -96,18 +106,29 @@ class RecordedStep:
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mnist"}))
 def test_both_parts_yield_the_bits_of_the_whole_backward_for_the_same_flops(family: str) -> None:
     stages, batch = stages_of(family)
-    whole, halves = RecordedStep(stages, batch, split=False), RecordedStep(stages, batch, split=True)
-    for right, ours in zip([*whole.inputs, *whole.params], [*halves.inputs, *halves.params], strict=True):
+    whole, halves = (
+        RecordedStep(stages, batch, split=False),
+        RecordedStep(stages, batch, split=True),
+    )
+    for right, ours in zip(
+        [*whole.inputs, *whole.params], [*halves.inputs, *halves.params], strict=True
+    ):
         assert (right is None) == (ours is None)
         assert right is None or torch.equal(right, ours)
-    assert [i + w for i, w in zip(halves.flops["I"], halves.flops["W"], strict=True)] == whole.flops["B"]
+    assert [
+        i + w for i, w in zip(halves.flops["I"], halves.flops["W"], strict=True)
+    ] == whole.flops["B"]
 
 
 def test_half_of_the_products_of_a_layer_run_in_w() -> None:
-    """I holds dx = dy W, W holds dW = dy^T x of each linear; attention (no weights) is not counted by torch on a CPU."""
+    """I holds dx = dy W, W holds dW = dy^T x of each linear; attention (no weights) is not counted
+    by torch on a CPU.
+    """
     stages, batch = stages_of("llama3")
     flops = RecordedStep(
-        stages[1:], Batch(torch.randn(2, 8, 128, dtype=torch.float64, requires_grad=True), *rest(batch)), split=True
+        stages[1:],
+        Batch(torch.randn(2, 8, 128, dtype=torch.float64, requires_grad=True), *rest(batch)),
+        split=True,
     ).flops
     assert flops["I"] == flops["W"]
     assert min(flops["I"]) > 0
@@ -128,7 +149,10 @@ class Bag(nn.Module):
         torch.manual_seed(1)
         self.w, self.v = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
         self.b, self.s = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(()))
-        self.experts, self.frozen = nn.Parameter(torch.randn(3, 4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.experts, self.frozen = (
+            nn.Parameter(torch.randn(3, 4, 4)),
+            nn.Parameter(torch.randn(4, 4)),
+        )
         self.unused = nn.Parameter(torch.randn(4))
         self.norm, self.group = nn.LayerNorm(4), nn.GroupNorm(2, 4)
         self.conv, self.table = nn.Conv1d(1, 2, 3), nn.Embedding(5, 4)
@@ -189,11 +213,19 @@ def without_gradient(bag: Bag, x: Tensor) -> Tensor:
 
 def lookups(bag: Bag, x: Tensor) -> Tensor:
     places = torch.tensor([0, 2, 2])
-    return x + bag.table(places) + bag.w[places] + bag.v.index_select(0, places) + bag.experts[1, places]
+    return (
+        x
+        + bag.table(places)
+        + bag.w[places]
+        + bag.v.index_select(0, places)
+        + bag.experts[1, places]
+    )
 
 
 def mixture(bag: Bag, x: Tensor) -> Tensor:
-    each = [F.linear(row, weight) for row, weight in zip(x.unbind(), bag.experts.unbind(), strict=True)]
+    each = [
+        F.linear(row, weight) for row, weight in zip(x.unbind(), bag.experts.unbind(), strict=True)
+    ]
     return torch.stack(each) + torch.bmm(x.unsqueeze(1), bag.experts).squeeze(1)
 
 
@@ -232,7 +264,9 @@ def halves_of(code: Callable[[Bag, Tensor], Tensor], *, split: bool, grad: bool 
     """Gradients of x and of all parameters after three micro-batches whose halves interleave."""
     bag = Bag()
     params = list(bag.parameters())
-    inputs = [torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).cos() * n for n in (1, 2, 3)]
+    inputs = [
+        torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).cos() * n for n in (1, 2, 3)
+    ]
     inputs = [x.requires_grad_(grad) for x in inputs]
     parts = [SplitBackward(params) for _ in inputs]
     outs = []
@@ -251,7 +285,10 @@ def halves_of(code: Callable[[Bag, Tensor], Tensor], *, split: bool, grad: bool 
 def test_any_code_has_the_gradients_of_the_whole_backward(name: str, grad: bool) -> None:
     if name == "no weights" and not grad:
         return
-    right, ours = halves_of(CODE[name], split=False, grad=grad), halves_of(CODE[name], split=True, grad=grad)
+    right, ours = (
+        halves_of(CODE[name], split=False, grad=grad),
+        halves_of(CODE[name], split=True, grad=grad),
+    )
     for one, other in zip(right[0] + right[1], ours[0] + ours[1], strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.allclose(one, other, rtol=1e-13, atol=1e-14)
@@ -267,11 +304,15 @@ def test_no_parameter_is_touched_before_w() -> None:
             y = code(bag, x * 1.0)
         y.sum().backward()
         early = any(param.grad is not None for param in bag.parameters())
-        assert early == (name in ("a function of its own", "an activation written into a made weight")), name
+        assert early == (
+            name in ("a function of its own", "an activation written into a made weight")
+        ), name
 
 
 def test_torchs_own_attention_is_computed_once() -> None:
-    """It holds products behind each other, so its weight gradients are computed in I and only put in place by W."""
+    """It holds products behind each other, so its weight gradients are computed in I and only put
+    in place by W.
+    """
     bag = Bag()
     x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
     counted = {}
@@ -293,7 +334,10 @@ def test_under_autocast_too(dtype: torch.dtype) -> None:
         x = torch.ones(3, 4).cos().requires_grad_()
         part = SplitBackward(bag.parameters())
         is_cast = dtype == torch.bfloat16
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast), part if split else nullcontext():
+        with (
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast),
+            part if split else nullcontext(),
+        ):
             y = F.linear(bag.norm(F.linear(x, bag.w, bag.b)), bag.v)
         y.float().sum().backward()
         part.backward_weights()
@@ -313,7 +357,12 @@ def test_on_every_device(device: str) -> None:
     gradients = {}
     for split in (False, True):
         layer.zero_grad()
-        x = torch.ones(2, 8, 128, dtype=torch.float64, device=device).cumsum(-1).cos().requires_grad_()
+        x = (
+            torch.ones(2, 8, 128, dtype=torch.float64, device=device)
+            .cumsum(-1)
+            .cos()
+            .requires_grad_()
+        )
         part = SplitBackward(layer.parameters())
         with part if split else nullcontext():
             y = chain(layer, x, batch).x
@@ -333,7 +382,9 @@ def test_hooks_on_parameters_run_once_in_w_in_the_order_of_the_whole_backward() 
         x = torch.randn(2, 8, 128, dtype=torch.float64, requires_grad=True)
         seen: list[str] = []
         for name, param in nn.ModuleDict(layer).named_parameters():
-            param.register_post_accumulate_grad_hook(lambda _, name=name, seen=seen: seen.append(name))
+            param.register_post_accumulate_grad_hook(
+                lambda _, name=name, seen=seen: seen.append(name)
+            )
         part = SplitBackward(params_of(layer))
         with part if split else nullcontext():
             y = chain(layer, x, batch).x
@@ -343,7 +394,10 @@ def test_hooks_on_parameters_run_once_in_w_in_the_order_of_the_whole_backward() 
         orders[split] = seen
     assert len(orders[True]) == len(set(orders[True]))
     assert set(orders[True]) == set(orders[False])
-    matrices = [[name for name in order if name.endswith("weight") and "norm" not in name] for order in orders.values()]
+    matrices = [
+        [name for name in order if name.endswith("weight") and "norm" not in name]
+        for order in orders.values()
+    ]
     assert matrices[0] == matrices[1]
 
 
@@ -356,13 +410,20 @@ def held_bytes(holders: weakref.WeakSet[Holder], params: list[nn.Parameter]) -> 
     """Bytes of distinct memory that saved tensors hold alive, parameters left out."""
     gc.collect()
     own = {param.untyped_storage().data_ptr() for param in params}
-    storages = {holder.tensor.untyped_storage().data_ptr(): holder.tensor.untyped_storage() for holder in holders}
+    storages = {
+        holder.tensor.untyped_storage().data_ptr(): holder.tensor.untyped_storage()
+        for holder in holders
+    }
     return sum(storage.nbytes() for place, storage in storages.items() if place not in own)
 
 
 @pytest.mark.parametrize("family", ["llama3", "gpt2"])
-def test_between_i_and_w_only_inputs_of_products_and_gradients_of_their_outputs_are_saved(family: str) -> None:
-    """Attention's q, k, v and log-sum-exp, the activation function's inputs and the norms' are freed after I."""
+def test_between_i_and_w_only_inputs_of_products_and_gradients_of_their_outputs_are_saved(
+    family: str,
+) -> None:
+    """Attention's q, k, v and log-sum-exp, the activation function's inputs and the norms' are
+    freed after I.
+    """
     stages, batch = stages_of(family)
     layer = {"layer0": stages[1]["layer0"]}
     config = FAMILIES[family].Config()
@@ -388,9 +449,12 @@ def test_between_i_and_w_only_inputs_of_products_and_gradients_of_their_outputs_
     flowing = tokens * (
         3 * config.dim + 2 * kv + gated * config.ffn
     )  # dy of o, down and q; of k and v; of up (and gate)
-    vectors = sum(param.numel() for param in params if param.ndim == 1) * 8  # gradients of norms, computed in I
+    vectors = (
+        sum(param.numel() for param in params if param.ndim == 1) * 8
+    )  # gradients of norms, computed in I
     pending = {
-        each.gradient.untyped_storage().data_ptr(): each.gradient.untyped_storage() for each in split._pending_wgrads
+        each.gradient.untyped_storage().data_ptr(): each.gradient.untyped_storage()
+        for each in split._pending_wgrads
     }
     assert flowing <= sum(storage.nbytes() for storage in pending.values()) <= flowing + vectors
     split.backward_weights()
@@ -433,12 +497,22 @@ def test_every_product_is_a_function_that_the_mode_sees() -> None:
     met: set[Any] = set()
 
     class Watch(SplitBackward):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             met.add(func)
             return super().__torch_function__(func, types, args, kwargs)
 
     with Watch(bag.parameters()):
         for code in CODE.values():
             code(bag, x * 1.0)
-    assert {F.linear, torch.einsum, F.embedding, Tensor.index_select, torch.addmm, torch.baddbmm, torch.bmm} <= met
+    assert {
+        F.linear,
+        torch.einsum,
+        F.embedding,
+        Tensor.index_select,
+        torch.addmm,
+        torch.baddbmm,
+        torch.bmm,
+    } <= met
     assert {F.bilinear, F.conv1d, Tensor.__getitem__, Tensor.matmul} <= met & PRODUCTS

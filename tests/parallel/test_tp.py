@@ -25,7 +25,11 @@ from weft.train.build import build_model
 
 def whole_mlp() -> tuple[nn.Linear, nn.Linear, Tensor]:
     torch.manual_seed(0)
-    return nn.Linear(6, 10).double(), nn.Linear(10, 6).double(), torch.randn(2, 4, 6, dtype=torch.float64)
+    return (
+        nn.Linear(6, 10).double(),
+        nn.Linear(10, 6).double(),
+        torch.randn(2, 4, 6, dtype=torch.float64),
+    )
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -53,7 +57,14 @@ def test_column_then_row_is_the_whole_mlp_forward_and_backward(mesh: str, sequen
         cut = weights.chunk(n, 1)[i] if sequence else weights
         (out * cut).sum().backward()
         bias_grad = comm.all_reduce(row.bias.grad, "tp") if sequence else row.bias.grad
-        return out.detach(), mine.grad, column.weight.grad, column.bias.grad, row.weight.grad, bias_grad
+        return (
+            out.detach(),
+            mine.grad,
+            column.weight.grad,
+            column.bias.grad,
+            row.weight.grad,
+            bias_grad,
+        )
 
     ranks = run_ranks(mesh, rank)
     n = len(ranks)
@@ -106,7 +117,9 @@ def test_weight_gradients_are_computed_while_the_input_gradient_is_reduced() -> 
         log = Log()
         for name in ("attn.q", "attn.k", "attn.v"):
             weight = layer.get_parameter(f"{name}.weight")
-            weight.register_post_accumulate_grad_hook(lambda _, name=name: log.lines.append(f"grad {name}"))
+            weight.register_post_accumulate_grad_hook(
+                lambda _, name=name: log.lines.append(f"grad {name}")
+            )
         batch = batches(Case("", microbatches=1))[0]
         x = torch.randn(1, 8, 32, dtype=torch.float64, requires_grad=True)
         y = layer.attn(x, batch)
@@ -122,7 +135,9 @@ def test_weight_gradients_are_computed_while_the_input_gradient_is_reduced() -> 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_layer_costs_one_operation_per_block_side_and_direction(sequence: bool) -> None:
-    """Two block sides (attention, MLP): in each direction one entry or one exit, not one per linear."""
+    """Two block sides (attention, MLP): in each direction one entry or one exit, not one per
+    linear.
+    """
     case = Case("tp2", family="llama3", sequence=sequence, microbatches=1)
 
     def rank(comm: Comm) -> dict[str, int]:
@@ -150,10 +165,20 @@ def test_sequence_parallel_norm_gradient_is_summed_over_tp_and_others_are_not() 
         return run_ranks("dp2 tp2", rank)[0]
 
     with_sequence, without = reduced(True), reduced(False)
-    norms = ("layer0.attn_norm.weight", "layer0.mlp.down.bias", "embed.pos.weight", "head.norm.bias")
+    norms = (
+        "layer0.attn_norm.weight",
+        "layer0.mlp.down.bias",
+        "embed.pos.weight",
+        "head.norm.bias",
+    )
     assert {with_sequence[name] for name in norms} == {("dp", "tp")}
     assert {without[name] for name in norms} == {("dp",)}
-    cut = ("layer0.attn.q.weight", "layer0.attn.q.bias", "layer0.mlp.down.weight", "embed.tok.weight")
+    cut = (
+        "layer0.attn.q.weight",
+        "layer0.attn.q.bias",
+        "layer0.mlp.down.weight",
+        "embed.tok.weight",
+    )
     assert {with_sequence[name] for name in cut} == {without[name] for name in cut} == {("dp",)}
 
 
@@ -171,7 +196,9 @@ def test_activations_of_a_sharded_model_equal_the_plain_ones_without_any_backwar
         model = build_model(FAMILIES["gpt2"], plain.config, plain.plan, comm, seed=SEED)
         reducer = bucket_reducer(model.params, comm, reduce_axes=dict.fromkeys(model.params, ()))
         player = Player(model, before_last_backward=reducer.set_requires_gradient_sync)
-        return player.play(micro_batches(copy.deepcopy(batch), plain.plan, 0), torch.tensor(1.0)).loss.item()
+        return player.play(
+            micro_batches(copy.deepcopy(batch), plain.plan, 0), torch.tensor(1.0)
+        ).loss.item()
 
     (want,) = run_ranks("", alone)
     assert run_ranks("tp2", rank) == pytest.approx([want, want], rel=1e-13)

@@ -35,7 +35,9 @@ WHOLE = 2**30
 
 
 def ring(whole: int, degree: int) -> int:
-    """Sent by each rank for one reduce-scatter or one all-gather of `whole` bytes; an all-reduce is both."""
+    """Sent by each rank for one reduce-scatter or one all-gather of `whole` bytes; an all-reduce is
+    both.
+    """
     assert whole * (degree - 1) % degree == 0, "padded so that shards are even"
     return whole * (degree - 1) // degree
 
@@ -46,7 +48,8 @@ def reduce_once(whole: int, degree: int) -> int:
 
 
 def gradients_and_values(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
-    """What ZeRO's formulas say: e_g of gradients, e_p of gathered values, m micro-batches, each unit padded to its ranks.
+    """What ZeRO's formulas say: e_g of gradients, e_p of gathered values, m micro-batches, each
+    unit padded to its ranks.
 
     0: 2 e_g     1: e_g + e_p     2: m e_g + e_p     3: m (2 e_p + e_g)        times (d-1)/d N
     """
@@ -55,29 +58,51 @@ def gradients_and_values(model: ParallelModel, case: Case, dtypes: Dtypes) -> Su
 
     def group(name: str) -> tuple[int, str, tuple[str, ...], str]:
         block = "" if case.zero == 0 else name.partition(".")[0]
-        return model.stage_of[name], block, model.shards[name].reduce_axes, name if block and name in far else ""
+        return (
+            model.stage_of[name],
+            block,
+            model.shards[name].reduce_axes,
+            name if block and name in far else "",
+        )
 
     for (_, _, axes, _), members in groupby(sorted(model.params, key=group), key=group):
-        degree, entries = model.comm.degree(axes), sum(model.shards[name].box.size for name in members)
+        degree, entries = (
+            model.comm.degree(axes),
+            sum(model.shards[name].box.size for name in members),
+        )
         padded = -(-entries // degree) * degree
         both = {1: e_g + e_p, 2: m * e_g + e_p, 3: m * (2 * e_p + e_g)}
         sent["+".join(axes)] += (
-            reduce_once(entries * e_g, degree) if case.zero == 0 else ring(padded * both[case.zero], degree)
+            reduce_once(entries * e_g, degree)
+            if case.zero == 0
+            else ring(padded * both[case.zero], degree)
         )
     return sent
 
 
 def activations(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
-    """4 all-reduces of s b h / c a layer and micro-batch over tp, or gathers and scatters; s b h / c a boundary over pp."""
+    """4 all-reduces of s b h / c a layer and micro-batch over tp, or gathers and scatters; s b h /
+    c a boundary over pp.
+    """
     comm, plan, config = model.comm, model.plan, case.config
-    tp, sent, tokens = comm.degree("tp"), Sum[str](), plan.seq_len * plan.micro_size // comm.degree("cp")
+    tp, sent, tokens = (
+        comm.degree("tp"),
+        Sum[str](),
+        plan.seq_len * plan.micro_size // comm.degree("cp"),
+    )
     width = tokens * config.dim * BYTES[dtypes.compute]
     names = [name for blocks in model.stages.values() for name in blocks]
     if tp > 1:
         per_micro = 4 * num_layers(model) * reduce_once(width, tp)
-        per_micro += ("embed" in names) * (ring(width, tp) if case.sequence else reduce_once(width, tp))
-        per_micro += ("embed" in names and case.sequence) * ring(width, tp)  # its gradient is gathered
-        per_micro += ("head" in names) * reduce_once(width, tp)  # its input's gradient; gather and scatter under sp
+        per_micro += ("embed" in names) * (
+            ring(width, tp) if case.sequence else reduce_once(width, tp)
+        )
+        per_micro += ("embed" in names and case.sequence) * ring(
+            width, tp
+        )  # its gradient is gathered
+        per_micro += ("head" in names) * reduce_once(
+            width, tp
+        )  # its input's gradient; gather and scatter under sp
         wide = tokens * max(4, BYTES[dtypes.compute])
         per_micro += ("loss" in names) * (reduce_once(wide, tp) + reduce_once(2 * wide, tp))
         sent["tp"] += case.microbatches * per_micro
@@ -86,7 +111,9 @@ def activations(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
         crossed = [stage for stage in range(stages - 1) if home[stage] != home[stage + 1]]
         forward = sum(home[stage] == comm.index("pp") for stage in crossed)
         backward = sum(home[stage + 1] == comm.index("pp") for stage in crossed)
-        sent["pp"] += case.microbatches * (forward + backward) * width // (tp if case.sequence else 1)
+        sent["pp"] += (
+            case.microbatches * (forward + backward) * width // (tp if case.sequence else 1)
+        )
         assert pp <= stages
     return sent
 
@@ -96,21 +123,35 @@ def num_layers(model: ParallelModel) -> int:
 
 
 def attention(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
-    """A layer: ring and allgather (c-1) (s/c) b 2kv and twice that back; ulysses (c-1)/c (s/c) b (2h + 2kv) each way."""
+    """A layer: ring and allgather (c-1) (s/c) b 2kv and twice that back; ulysses (c-1)/c (s/c) b
+    (2h + 2kv) each way.
+    """
     comm, plan, config = model.comm, model.plan, case.config
     c, tokens = comm.degree("cp"), plan.seq_len * plan.micro_size // comm.degree("cp")
     sizes = config.axis_sizes()
-    h, kv = (sizes[axis] * config.dim // sizes["heads"] // comm.degree("tp") for axis in ("heads", "kv_heads"))
-    ways = {"ring": 3 * (c - 1) * tokens * 2 * kv, "ulysses": 2 * (c - 1) * tokens * (2 * h + 2 * kv) // c}
+    h, kv = (
+        sizes[axis] * config.dim // sizes["heads"] // comm.degree("tp")
+        for axis in ("heads", "kv_heads")
+    )
+    ways = {
+        "ring": 3 * (c - 1) * tokens * 2 * kv,
+        "ulysses": 2 * (c - 1) * tokens * (2 * h + 2 * kv) // c,
+    }
     entries = (ways | {"allgather": ways["ring"]})[case.context]
-    return Sum({"cp": case.microbatches * num_layers(model) * entries * BYTES[dtypes.compute]}) if c > 1 else Sum()
+    return (
+        Sum({"cp": case.microbatches * num_layers(model) * entries * BYTES[dtypes.compute]})
+        if c > 1
+        else Sum()
+    )
 
 
 def mixtures(model: ParallelModel, case: Case) -> Sum[str]:
-    """4 all-to-alls a mixture and micro-batch, each of the T k tokens' choices whose experts live elsewhere, h wide.
+    """4 all-to-alls a mixture and micro-batch, each of the T k tokens' choices whose experts live
+    elsewhere, h wide.
 
-    So (e-1)/e T k h where routing is even. What a rank brings leaves it twice (tokens, gradients of what came back), and so
-    does what it serves. Besides: the counts of all ranks, the counts of whole sequences over cp, the loads of a step.
+    So (e-1)/e T k h where routing is even. What a rank brings leaves it twice (tokens, gradients of
+    what came back), and so does what it serves. Besides: the counts of all ranks, the counts of
+    whole sequences over cp, the loads of a step.
     """
     comm, plan, config, sent = model.comm, model.plan, case.config, Sum[str]()
     if "experts" not in config.axis_sizes():
@@ -130,7 +171,12 @@ def mixtures(model: ParallelModel, case: Case) -> Sum[str]:
     if e > 1:
         sent["ep"] += case.microbatches * layers * (e - 1) * num_experts * 8
     counts = plan.micro_size * (num_experts + 1) * 8
-    sent["cp"] += (comm.index("tp") == 0) * case.microbatches * layers * reduce_once(counts, comm.degree("cp"))
+    sent["cp"] += (
+        (comm.index("tp") == 0)
+        * case.microbatches
+        * layers
+        * reduce_once(counts, comm.degree("cp"))
+    )
     data = data_axes(comm.mesh)
     sent["+".join(data)] += reduce_once(layers * num_experts * 8, comm.degree(data)) if data else 0
     return sent
@@ -143,13 +189,17 @@ def routing(alone: Case) -> dict[str, Tensor]:
     chosen: dict[str, Tensor] = {}
     for name, block in blocks.items():
         for router in (module for module in block.modules() if isinstance(module, Router)):
-            router.register_forward_hook(lambda _, args, out, name=name: chosen.update({name: out.experts}))
+            router.register_forward_hook(
+                lambda _, args, out, name=name: chosen.update({name: out.experts})
+            )
     forward(blocks, batches(alone)[0])
     return chosen
 
 
 def totals(comm: Comm) -> Sum[str]:
-    """Target tokens are counted over the data ranks; loss, norm, memory, expert load and a word are gathered from all."""
+    """Target tokens are counted over the data ranks; loss, norm, memory, expert load and a word are
+    gathered from all.
+    """
     data = [name for name, degree in comm.mesh.axes if name in ("dp", "cp", "ep") and degree > 1]
     every = [name for name, degree in comm.mesh.axes if degree > 1]
     sent = Sum({"+".join(every): (comm.mesh.size - 1) * 5 * 8})
@@ -161,16 +211,24 @@ def counted_and_expected(case: Case, dtypes: Dtypes) -> list[tuple[dict[str, int
     def rank(comm: Comm) -> tuple[dict[str, int], dict[str, int]]:
         plan = case.plan.model_copy(update=vars(dtypes))
         model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
-        step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0)
+        step = TrainStep(
+            model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0
+        )
         comm.observers = (counter := Counter(),)
         step(micro_batches(batches(case)[0], plan, comm.rank), lr=LR)
         counted: Sum[str] = Sum()
         for (axis, _), traffic in counter.traffic.items():
             counted[axis] += traffic.sent_bytes
-        right = gradients_and_values(model, case, dtypes) + activations(model, case, dtypes) + totals(comm)
+        right = (
+            gradients_and_values(model, case, dtypes)
+            + activations(model, case, dtypes)
+            + totals(comm)
+        )
         right += attention(model, case, dtypes) + mixtures(model, case)
         right.pop("", None)  # along no axis nothing is sent
-        return {key: n for key, n in counted.items() if n}, {key: n for key, n in right.items() if n}
+        return {key: n for key, n in counted.items() if n}, {
+            key: n for key, n in right.items() if n
+        }
 
     return run_ranks(case.mesh, rank)
 
@@ -210,12 +268,17 @@ def test_bytes_of_a_step_are_those_of_the_formulas(case: Case) -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_mixed_precision_gathers_in_compute_and_reduces_in_reduce(zero: int) -> None:
-    for case in (Case("dp2", microbatches=2, zero=zero), Case("dp2 tp2", microbatches=2, sequence=True, zero=zero)):
+    for case in (
+        Case("dp2", microbatches=2, zero=zero),
+        Case("dp2 tp2", microbatches=2, sequence=True, zero=zero),
+    ):
         for counted, right in counted_and_expected(case, MIXED):
             assert counted == right
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputation_gathers_no_parameter_once_more(recompute: str) -> None:
-    for counted, right in counted_and_expected(Case("dp3", microbatches=2, zero=3, recompute=recompute), DOUBLE):
+    for counted, right in counted_and_expected(
+        Case("dp3", microbatches=2, zero=3, recompute=recompute), DOUBLE
+    ):
         assert counted == right

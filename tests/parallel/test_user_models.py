@@ -59,17 +59,29 @@ def heads(x: Tensor) -> Tensor:
 
 
 class InlineMLP(nn.Module):
-    """Attention in place, then an MLP in place: both regions begin in one module, each at its own norm."""
+    """Attention in place, then an MLP in place: both regions begin in one module, each at its own
+    norm.
+    """
 
     def __init__(self, *, kv_heads: int = KV_HEADS) -> None:
         super().__init__()
         self.attn_norm, self.mlp_norm = nn.RMSNorm(D), nn.RMSNorm(D)
-        self.q, self.k, self.v = linear(D, HEADS * K), linear(D, kv_heads * K), linear(D, kv_heads * K)
-        self.o, self.up, self.down = linear(HEADS * K, D), linear(D, FFN, bias=True), linear(FFN, D, bias=True)
+        self.q, self.k, self.v = (
+            linear(D, HEADS * K),
+            linear(D, kv_heads * K),
+            linear(D, kv_heads * K),
+        )
+        self.o, self.up, self.down = (
+            linear(HEADS * K, D),
+            linear(D, FFN, bias=True),
+            linear(FFN, D, bias=True),
+        )
         self.attend = Attend()
 
     def attention(self, y: Tensor, batch: Batch) -> Tensor:
-        return self.o(self.attend(heads(self.q(y)), heads(self.k(y)), heads(self.v(y)), batch).flatten(2))
+        return self.o(
+            self.attend(heads(self.q(y)), heads(self.k(y)), heads(self.v(y)), batch).flatten(2)
+        )
 
     def mlp(self, y: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(y)))
@@ -116,7 +128,9 @@ class FusedGateUp(InlineMLP):
 
 
 class UsedTwice(InlineMLP):
-    """The same MLP twice in one forward: on different tensors, and its first linear once more on the same one."""
+    """The same MLP twice in one forward: on different tensors, and its first linear once more on
+    the same one.
+    """
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         x = x + self.attention(self.attn_norm(x), batch)
@@ -126,7 +140,9 @@ class UsedTwice(InlineMLP):
 
 
 class PerHeadBias(InlineMLP):
-    """One slope per head of distance in the scores, one vector per head on q, and a norm shared by all heads."""
+    """One slope per head of distance in the scores, one vector per head on q, and a norm shared by
+    all heads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +175,9 @@ class DeclaredSingleKVHead(SingleKVHead):
 
 
 class ResidualScale(InlineMLP):
-    """A learned scale of each residual branch, beside parameters that act inside the same module's regions."""
+    """A learned scale of each residual branch, beside parameters that act inside the same module's
+    regions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,10 +205,17 @@ WHOLE_KV: AxisTable = {**ATTENTION, "layer*.[kv].weight": ("kv", "embed")}
 SHAPES = {
     "inline MLP": Shape(InlineMLP, {**ATTENTION, **MLP}),
     "parallel block": Shape(ParallelBlock, {**ATTENTION, **MLP}),
-    "fused qkv": Shape(FusedQKV, {"layer*.qkv.weight": (QKV, "embed"), "layer*.o.weight": ("embed", "heads"), **MLP}),
+    "fused qkv": Shape(
+        FusedQKV,
+        {"layer*.qkv.weight": (QKV, "embed"), "layer*.o.weight": ("embed", "heads"), **MLP},
+    ),
     "fused gate-up": Shape(
         FusedGateUp,
-        {**ATTENTION, **MLP, "layer*.gate_up.weight": (Stacked(("ffn", FFN), ("ffn", FFN)), "embed")},
+        {
+            **ATTENTION,
+            **MLP,
+            "layer*.gate_up.weight": (Stacked(("ffn", FFN), ("ffn", FFN)), "embed"),
+        },
     ),
     "layer used twice": Shape(UsedTwice, {**ATTENTION, **MLP}),
     "per-head bias": Shape(
@@ -208,9 +233,12 @@ SHAPES = {
     "one key/value head, declared": Shape(DeclaredSingleKVHead, {**WHOLE_KV, **MLP}),
     "residual scale": Shape(ResidualScale, {**ATTENTION, **MLP, "layer*.scale": ("branch",)}),
     "undeclared fused qkv": Shape(
-        FusedQKV, {"layer*.qkv.weight": ("heads", "embed"), "layer*.o.weight": ("embed", "heads"), **MLP}
+        FusedQKV,
+        {"layer*.qkv.weight": ("heads", "embed"), "layer*.o.weight": ("embed", "heads"), **MLP},
     ),
-    "undeclared fused gate-up": Shape(FusedGateUp, {**ATTENTION, **MLP, "layer*.gate_up.weight": ("ffn", "embed")}),
+    "undeclared fused gate-up": Shape(
+        FusedGateUp, {**ATTENTION, **MLP, "layer*.gate_up.weight": ("ffn", "embed")}
+    ),
 }
 LAYOUTS = {
     "tp2": ("tp2", False, 0),
@@ -255,7 +283,9 @@ def plan_of(layout: str, mesh_text: str | None = None) -> Plan:
         mesh=mesh,
         family="custom",
         architecture="{}",
-        stages=tuple(Stage(blocks=cut, out=() if cut is cuts[-1] else out, flops=1.0) for cut in cuts),
+        stages=tuple(
+            Stage(blocks=cut, out=() if cut is cuts[-1] else out, flops=1.0) for cut in cuts
+        ),
         microbatches=2,
         micro_size=1 if text == "dp2" else 2,
         seq_len=S,
@@ -302,14 +332,19 @@ def compare(of: str | Shape, layout: str, *, mesh: str | None = None, **options:
         found = comm.all_reduce(played.loss.detach(), ("dp", "cp", "pp"))
         worst = abs(found.item() - loss) / abs(loss)
         for param, grad in reducer.full_gradients().items():
-            want = read_shard(lambda box, whole=grads[param]: whole[box.slices], model.shards[param].shard)
+            want = read_shard(
+                lambda box, whole=grads[param]: whole[box.slices], model.shards[param].shard
+            )
             difference = (grad - want).abs().max() / grads[param].abs().max()
             worst = max(worst, difference.item())
         return worst, set(reducer.full_gradients())
 
     ranks = run_ranks(plan.mesh.text, rank)
     held = set().union(*(names for _, names in ranks))
-    owners = {id(param): param_name for param_name, param in reversed(named_parameters(user_model(shape)).items())}
+    owners = {
+        id(param): param_name
+        for param_name, param in reversed(named_parameters(user_model(shape)).items())
+    }
     assert held == set(owners.values()), "a parameter has no gradient anywhere"
     return max(worst for worst, _ in ranks)
 

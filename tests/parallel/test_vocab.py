@@ -17,13 +17,17 @@ from weft.testing import run_ranks
 
 @pytest.mark.parametrize("vocab", [8, 11, 5])
 @pytest.mark.parametrize("mesh", ["tp2", "tp4", "tp5"])
-def test_cross_entropy_of_sharded_logits_is_the_whole_one_forward_and_backward(mesh: str, vocab: int) -> None:
+def test_cross_entropy_of_sharded_logits_is_the_whole_one_forward_and_backward(
+    mesh: str, vocab: int
+) -> None:
     torch.manual_seed(1)
     logits = (30 * torch.randn(3, 7, vocab, dtype=torch.float64)).requires_grad_()
     targets = torch.randint(0, vocab, (3, 7))
     targets[0, 3:] = IGNORE
     targets[2] = IGNORE
-    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    want = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
     (3 * want).backward()
 
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
@@ -36,7 +40,9 @@ def test_cross_entropy_of_sharded_logits_is_the_whole_one_forward_and_backward(m
     ranks = run_ranks(mesh, rank)
     for loss, _ in ranks:
         torch.testing.assert_close(loss, want.detach(), rtol=1e-13, atol=0)
-    torch.testing.assert_close(torch.cat([grad for _, grad in ranks], -1), logits.grad, rtol=1e-11, atol=1e-15)
+    torch.testing.assert_close(
+        torch.cat([grad for _, grad in ranks], -1), logits.grad, rtol=1e-11, atol=1e-15
+    )
 
 
 def test_cross_entropy_sends_a_few_numbers_a_token_and_no_logits() -> None:
@@ -47,7 +53,10 @@ def test_cross_entropy_sends_a_few_numbers_a_token_and_no_logits() -> None:
         vocab_cross_entropy(
             logits, torch.zeros(1, 10, dtype=torch.int64), lo=500 * comm.rank, comm=comm, axis="tp"
         ).backward()
-        return {op: (traffic.operations, traffic.payload_bytes) for (_, op), traffic in counter.traffic.items()}
+        return {
+            op: (traffic.operations, traffic.payload_bytes)
+            for (_, op), traffic in counter.traffic.items()
+        }
 
     want = {"all_reduce": (2, 4 * (10 + 2 * 10))}
     assert run_ranks("tp2", rank) == [want, want]
@@ -55,7 +64,9 @@ def test_cross_entropy_sends_a_few_numbers_a_token_and_no_logits() -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("mesh", ["tp2", "tp4"])
-def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(mesh: str, sequence: bool) -> None:
+def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(
+    mesh: str, sequence: bool
+) -> None:
     torch.manual_seed(2)
     table = nn.Embedding(11, 6).double()
     tokens = torch.randint(0, 11, (3, 8))
@@ -66,7 +77,9 @@ def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(mesh
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
         n, i = comm.degree("tp"), comm.index("tp")
         lo, hi = span(11, n, i)
-        cut = VocabParallelEmbedding(11, 6, comm=comm, sequence_parallel=sequence, dtype=torch.float64)
+        cut = VocabParallelEmbedding(
+            11, 6, comm=comm, sequence_parallel=sequence, dtype=torch.float64
+        )
         with torch.no_grad():
             cut.weight.copy_(table.weight[lo:hi])
         out = cut(tokens)
@@ -77,7 +90,9 @@ def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(mesh
     outs = [out for out, _ in ranks]
     whole = torch.cat(outs, 1) if sequence else outs[0]
     assert torch.equal(whole, want.detach())
-    torch.testing.assert_close(torch.cat([grad for _, grad in ranks]), table.weight.grad, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(
+        torch.cat([grad for _, grad in ranks]), table.weight.grad, rtol=1e-12, atol=1e-15
+    )
 
 
 def test_bfloat16_logits_are_summed_in_float32() -> None:

@@ -27,7 +27,9 @@ from weft.train.step import TrainStep
 
 def make_step(case: Case, comm: Comm) -> TrainStep:
     model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
-    return TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=CLIP)
+    return TrainStep(
+        model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=CLIP
+    )
 
 
 def run_step(step: TrainStep, case: Case) -> None:
@@ -42,9 +44,16 @@ def storage_bytes(tensors: Any) -> int:
 @pytest.mark.parametrize("parts", [1, 2, 5, 7])
 def test_shards_cover_every_entry_once(length: int, parts: int) -> None:
     layout = FlatLayout.of({"a": (length,), "b": (3, 2), "c": ()}, parts)
-    tensors = {"a": torch.arange(length).float(), "b": torch.arange(6).view(3, 2) + 100.0, "c": torch.tensor(7.0)}
+    tensors = {
+        "a": torch.arange(length).float(),
+        "b": torch.arange(6).view(3, 2) + 100.0,
+        "c": torch.tensor(7.0),
+    }
     whole = layout.pack(tensors, dtype=torch.float32, device=torch.device("cpu"))
-    shards = [layout.pack_shard(tensors, i, dtype=torch.float32, device=torch.device("cpu")) for i in range(parts)]
+    shards = [
+        layout.pack_shard(tensors, i, dtype=torch.float32, device=torch.device("cpu"))
+        for i in range(parts)
+    ]
     assert torch.equal(torch.cat(shards), whole)
     for name, tensor in tensors.items():
         pieces = [layout.shard_views(shard, i)[name] for i, shard in enumerate(shards)]
@@ -77,8 +86,17 @@ def test_between_steps_a_rank_holds_its_shards(zero: Any) -> None:
         return (
             sum(span.stop - span.start for group in groups for span in group.layout.spans),
             sum(group.layout.shard_length for group in groups),
-            storage_bytes([x for group in groups for x in (group.unsharded_params.flat, group.sharded_param)]),
-            storage_bytes([x for group in groups for x in (group.unsharded_grad, group.sharded_grad) if x is not None]),
+            storage_bytes(
+                [x for group in groups for x in (group.unsharded_params.flat, group.sharded_param)]
+            ),
+            storage_bytes(
+                [
+                    x
+                    for group in groups
+                    for x in (group.unsharded_grad, group.sharded_grad)
+                    if x is not None
+                ]
+            ),
             sum(x.numel() for x in states),
         )
 
@@ -100,7 +118,9 @@ def test_a_zero_3_model_is_initialised_group_by_group(mode: tuple[str, Any]) -> 
     class Peak(Live):
         most = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = super().__torch_dispatch__(func, types, args, kwargs)
             self.most = max(self.most, self.num_bytes())
             return out
@@ -112,13 +132,19 @@ def test_a_zero_3_model_is_initialised_group_by_group(mode: tuple[str, Any]) -> 
         groups = step.grads.groups
         biggest = max(8 * group.layout.length for group in groups)
         held = storage_bytes(
-            [x for group in groups for x in (group.unsharded_params.flat, group.sharded_param, group.sharded_grad)]
+            [
+                x
+                for group in groups
+                for x in (group.unsharded_params.flat, group.sharded_param, group.sharded_grad)
+            ]
         )
         return peak.most, held, biggest, sum(8 * group.layout.length for group in groups)
 
     for most, held, biggest, whole in run_ranks(case.mesh, rank):
         if zero == 3:
-            assert most <= held + 4 * biggest < whole + held, "shards, and a group while it is initialised and packed"
+            assert most <= held + 4 * biggest < whole + held, (
+                "shards, and a group while it is initialised and packed"
+            )
         else:
             assert most >= held
 
@@ -130,7 +156,9 @@ def starts_of_a_backward(zero: Any) -> list[list[str]]:
         step = make_step(case, comm)
         log = Log()
         first = step.model.params["layer0.attn_norm.weight"]
-        first.register_post_accumulate_grad_hook(lambda _: log.lines.append("layer0 has a gradient"))
+        first.register_post_accumulate_grad_hook(
+            lambda _: log.lines.append("layer0 has a gradient")
+        )
         comm.observers = (log,)
         run_step(step, case)
         return [line for line in log.lines if line.startswith("start") or "has" in line]
@@ -156,7 +184,9 @@ def test_the_next_block_is_prefetched_while_one_runs() -> None:
         step = make_step(case, comm)
         log = Log()
         for name, block in step.model.blocks.items():
-            block.register_forward_pre_hook(lambda _, __, name=name: log.lines.append(f"run {name}"))
+            block.register_forward_pre_hook(
+                lambda _, __, name=name: log.lines.append(f"run {name}")
+            )
         comm.observers = (log,)
         run_step(step, case)
         return log.lines
@@ -172,7 +202,11 @@ def test_the_next_block_is_prefetched_while_one_runs() -> None:
 def test_a_gradient_after_its_group_was_reduced_in_place_is_an_error() -> None:
     def rank(comm: Comm) -> None:
         policy = ShardingPolicy(
-            1, params=torch.float32, compute=torch.float32, reduce=torch.float32, keeps_unsharded_grad=True
+            1,
+            params=torch.float32,
+            compute=torch.float32,
+            reduce=torch.float32,
+            keeps_unsharded_grad=True,
         )
         params = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
         group = ParamGroup(params, comm, policy, axes=("dp",))
@@ -187,10 +221,16 @@ def test_a_gradient_after_its_group_was_reduced_in_place_is_an_error() -> None:
 
 
 def test_a_parameter_that_only_some_backwards_use_is_summed_over_those() -> None:
-    def gradients(uses: Callable[[dict[str, nn.Parameter], int], torch.Tensor], zero: Any) -> dict[str, torch.Tensor]:
+    def gradients(
+        uses: Callable[[dict[str, nn.Parameter], int], torch.Tensor], zero: Any
+    ) -> dict[str, torch.Tensor]:
         def rank(comm: Comm) -> dict[str, torch.Tensor]:
             policy = ShardingPolicy(
-                zero, params=torch.float64, compute=torch.float64, reduce=torch.float64, keeps_unsharded_grad=zero < 2
+                zero,
+                params=torch.float64,
+                compute=torch.float64,
+                reduce=torch.float64,
+                keeps_unsharded_grad=zero < 2,
             )
             params = {name: nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in ("a", "b")}
             group = ParamGroup(params, comm, policy, axes=("dp",))
@@ -206,7 +246,13 @@ def test_a_parameter_that_only_some_backwards_use_is_summed_over_those() -> None
         return run_ranks("dp2", rank)[0]
 
     def one_after_the_other(params: dict[str, nn.Parameter], backward: int) -> torch.Tensor:
-        used = [params["a"]] if backward == 0 else [params["b"]] if backward == 1 else [params["a"], params["b"]]
+        used = (
+            [params["a"]]
+            if backward == 0
+            else [params["b"]]
+            if backward == 1
+            else [params["a"], params["b"]]
+        )
         return (backward + 1) * torch.cat(used).sum()
 
     for zero in (1, 2):

@@ -1,6 +1,7 @@
 """Program of test_launch.py: `python scenarios.py FOLDER NAME ...` launches scenarios and prints the outcome of each.
 
-A scenario is the function of one rank. Every rank records its process id (and those it starts) in FOLDER.
+A scenario is the function of one rank. Every rank records its process id (and those it starts) in
+FOLDER.
 """
 
 from __future__ import annotations

@@ -8,7 +8,14 @@ import pytest
 
 from weft.core.mesh import Mesh
 from weft.errors import CommError, CommTimeout, DataError, Fault, MismatchError
-from weft.run.failure import TRACE_VARIABLE, ErrorContext, RankFailure, describe_error, describe_exit, root_cause
+from weft.run.failure import (
+    TRACE_VARIABLE,
+    ErrorContext,
+    RankFailure,
+    describe_error,
+    describe_exit,
+    root_cause,
+)
 
 PIPE_BYTES = 1 << 16
 GLOO_TEXT = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711"
@@ -89,7 +96,10 @@ def test_a_traceback_is_saved_in_the_run_folder_or_shown_on_request(tmp_path, mo
     path = tmp_path / "traceback-rank3.txt"
     assert str(saved) == f"rank 3 (pp1 dp1): ValueError: bad\n  traceback: {path}"
     assert path.read_text() == failure.trace
-    assert str(hint) == "rank 3 (pp1 dp1): ValueError: bad\n  traceback: set WEFT_TRACEBACK=1 and run again"
+    assert (
+        str(hint)
+        == "rank 3 (pp1 dp1): ValueError: bad\n  traceback: set WEFT_TRACEBACK=1 and run again"
+    )
     assert str(shown) == "rank 3 (pp1 dp1): ValueError: bad\nTraceback ...\nValueError: bad"
 
 

@@ -27,7 +27,9 @@ ENV = {name: value for name, value in os.environ.items() if name != "WEFT_TRACEB
 
 def run_script(*words: str, folder) -> subprocess.CompletedProcess[str]:
     env = {**ENV, "TMPDIR": str(folder)}
-    return subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, env=env, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, env=env, check=False
+    )
 
 
 def test_a_script_continues_as_every_rank_and_exits_once(tmp_path):
@@ -41,20 +43,30 @@ def test_an_error_of_one_rank_is_printed_once(tmp_path):
     done = run_script("fail", folder=tmp_path)
     assert done.returncode == 1
     first, *rest = done.stderr.splitlines()
-    assert first == "error: rank 2 (dp1 tp0): ValueError: rank 2 cannot go on [<string>:9 in <module>]"
+    assert (
+        first == "error: rank 2 (dp1 tp0): ValueError: rank 2 cannot go on [<string>:9 in <module>]"
+    )
     assert rest == ["  traceback: set WEFT_TRACEBACK=1 and run again"]
 
 
 def test_one_rank_is_this_process():
-    script = (
-        "import os, weft; pid = os.getpid(); comm = weft.init(''); assert os.getpid() == pid; assert comm.rank == 0"
+    script = "import os, weft; pid = os.getpid(); comm = weft.init(''); assert os.getpid() == pid; assert comm.rank == 0"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=ENV, check=False
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=ENV, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_world_of_another_size_is_one_line(monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match=r"^mesh: differs from the world size \(got 3 ranks; need 4 for 'dp2 tp2'\)"):
+    with pytest.raises(
+        LaunchError,
+        match=r"^mesh: differs from the world size \(got 3 ranks; need 4 for 'dp2 tp2'\)",
+    ):
         weft.init("dp2 tp2", device="cpu")

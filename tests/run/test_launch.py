@@ -22,8 +22,9 @@ SCRIPT = Path(__file__).with_name("scenarios.py")
 ENV = {name: value for name, value in os.environ.items() if name != "WEFT_TRACEBACK"}
 PATIENCE_S = 30
 MAX_END_S = 2.0
-"""From a failure or signal to the end of all: 0.3 s to settle, 1 s of grace for ranks that ignore SIGTERM, and the exit of
-Python. The time that the start of the same program took is added, so that busy cores do not count."""
+"""From a failure or signal to the end of all: 0.3 s to settle, 1 s of grace for ranks that ignore
+SIGTERM, and the exit of Python. The time that the start of the same program took is added, so that
+busy cores do not count."""
 
 
 def free_port() -> int:
@@ -57,7 +58,9 @@ def wait_for(folder: Path, name: str, count: int) -> None:
 def running(folder: Path, *names: str) -> Iterator[subprocess.Popen[str]]:
     """The scenario program, in a process group of its own like a command in a terminal."""
     command = [sys.executable, str(SCRIPT), str(folder), *names]
-    with subprocess.Popen(command, env=ENV, text=True, stdin=-1, stdout=-1, stderr=-1, process_group=0) as process:
+    with subprocess.Popen(
+        command, env=ENV, text=True, stdin=-1, stdout=-1, stderr=-1, process_group=0
+    ) as process:
         try:
             yield process
         finally:
@@ -117,10 +120,22 @@ def test_ranks_that_return_give_exit_code_0(played, name):
     ("name", "error"),
     [
         ("raises", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
-        ("raises_during_collectives", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
-        ("raises_during_collectives:threads", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
-        ("killed_during_collectives", "rank 2 (pp2): process was killed by SIGKILL (out of memory?)"),
-        ("secondary_failure_before_cause", "rank 2 (pp2): ValueError: rank 2 cannot go on [scenarios.py:"),
+        (
+            "raises_during_collectives",
+            "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:",
+        ),
+        (
+            "raises_during_collectives:threads",
+            "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:",
+        ),
+        (
+            "killed_during_collectives",
+            "rank 2 (pp2): process was killed by SIGKILL (out of memory?)",
+        ),
+        (
+            "secondary_failure_before_cause",
+            "rank 2 (pp2): ValueError: rank 2 cannot go on [scenarios.py:",
+        ),
         ("secondary_failure_only", "rank 1 (pp1): CommTimeout: rank 2 did not come [scenarios.py:"),
         ("crashes", "rank 0 (pp0): process was killed by SIGSEGV"),
         ("ignores_sigterm", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
@@ -139,7 +154,10 @@ def test_nothing_is_printed_besides(played):
 
 def test_a_user_error_of_all_ranks_is_reported_once_by_the_first(played):
     outcome = played.outcomes["all_raise"]
-    assert (outcome["error"], outcome["kind"]) == ("rank 2 (pp2): data.source: empty on rank 2", "user")
+    assert (outcome["error"], outcome["kind"]) == (
+        "rank 2 (pp2): data.source: empty on rank 2",
+        "user",
+    )
 
 
 def test_tracebacks_are_written_to_the_run_folder(played):
@@ -184,7 +202,13 @@ def test_no_process_is_left_and_no_thread_in_the_parent(played):
         ("saves_on_sigterm", signal.SIGTERM, 75),
         ("waits_ignoring_signals", signal.SIGKILL, -9),
     ],
-    ids=["ctrl-c", "ctrl-c ignored by ranks", "sigterm", "sigterm and ranks that save", "sigkill of the parent"],
+    ids=[
+        "ctrl-c",
+        "ctrl-c ignored by ranks",
+        "sigterm",
+        "sigterm and ranks that save",
+        "sigkill of the parent",
+    ],
 )
 def test_a_signal_to_the_command_leaves_no_process(tmp_path, scenario, number, code):
     began = time.monotonic()
@@ -234,7 +258,10 @@ def world_env(rank: int, port: int) -> dict[str, str]:
 def test_ranks_connect_as_slurm_tasks(tmp_path):
     port = free_port()
     command = [sys.executable, str(SCRIPT), str(tmp_path), "ok"]
-    tasks = [subprocess.Popen(command, env=world_env(rank, port), stderr=-1, text=True) for rank in range(3)]
+    tasks = [
+        subprocess.Popen(command, env=world_env(rank, port), stderr=-1, text=True)
+        for rank in range(3)
+    ]
     ends = [(task.communicate(timeout=60)[1], task.returncode) for task in tasks]
     assert ends == [("", 0)] * 3
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["ok0", "ok1", "ok2"]
@@ -242,7 +269,15 @@ def test_ranks_connect_as_slurm_tasks(tmp_path):
 
 def torchrun(folder: Path, scenario: str) -> subprocess.CompletedProcess[str]:
     ranks = ["--nproc-per-node", "3", "--master-port", str(free_port())]
-    command = [sys.executable, "-m", "torch.distributed.run", *ranks, str(SCRIPT), str(folder), scenario]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *ranks,
+        str(SCRIPT),
+        str(folder),
+        scenario,
+    ]
     return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
 
 
@@ -255,7 +290,10 @@ def test_ranks_connect_under_torchrun(tmp_path):
 @pytest.mark.parametrize(
     ("scenario", "error"),
     [
-        ("raises_during_collectives", "error: rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
+        (
+            "raises_during_collectives",
+            "error: rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:",
+        ),
         ("all_raise", "error: rank 0 (pp0): data.source: empty on rank 0"),
     ],
 )

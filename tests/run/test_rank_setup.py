@@ -29,7 +29,9 @@ sys.stdout.write(f"{first} {later[-1]}")
 
 
 def test_freed_memory_is_reused_by_later_steps():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
     before, after = map(int, done.stdout.split())
     assert before > 30_000
     assert after < 1_000
@@ -48,7 +50,9 @@ def test_freed_memory_is_reused_by_later_steps():
 )
 def test_devices_of_two_local_ranks(monkeypatch, choice, num_gpus, devices):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    assert [str(choose_device(choice, local_rank=rank, local_size=2)) for rank in range(2)] == devices
+    assert [
+        str(choose_device(choice, local_rank=rank, local_size=2)) for rank in range(2)
+    ] == devices
 
 
 def test_too_few_gpus_for_device_cuda_are_one_line(monkeypatch):

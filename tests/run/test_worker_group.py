@@ -24,7 +24,8 @@ def test_a_failed_fork_is_one_line(monkeypatch, tmp_path):
 
     monkeypatch.setattr(os, "fork", refuse)
     with pytest.raises(
-        LaunchError, match=r"^ranks: cannot start rank 0 of 2 \(got .*Resource temporarily unavailable\)$"
+        LaunchError,
+        match=r"^ranks: cannot start rank 0 of 2 \(got .*Resource temporarily unavailable\)$",
     ):
         fork_workers(2, tmp_path)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), "signals are unblocked afterwards"

@@ -65,7 +65,9 @@ def test_torchrun_inside_a_slurm_job_takes_precedence():
     assert detect({**SLURM, **TORCHRUN}) == detect(TORCHRUN)
 
 
-@pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "4"}, {"SLURM_NTASKS": "4"}, {**SLURM, "SLURM_NTASKS": "1"}])
+@pytest.mark.parametrize(
+    "env", [{}, {"WORLD_SIZE": "4"}, {"SLURM_NTASKS": "4"}, {**SLURM, "SLURM_NTASKS": "1"}]
+)
 def test_incomplete_or_single_task_environments_give_no_world(env):
     assert detect(env) is None
 
@@ -77,7 +79,10 @@ def test_incomplete_or_single_task_environments_give_no_world(env):
             without(TORCHRUN, "MASTER_PORT"),
             "MASTER_PORT: is missing in the environment. Fix: start with torchrun or srun",
         ),
-        ({**TORCHRUN, "WORLD_SIZE": "x"}, "WORLD_SIZE: is no number (got 'x'). Fix: start with torchrun or srun"),
+        (
+            {**TORCHRUN, "WORLD_SIZE": "x"},
+            "WORLD_SIZE: is no number (got 'x'). Fix: start with torchrun or srun",
+        ),
         ({**TORCHRUN, "RANK": "8"}, "rank: is outside the world (got rank 8 of 8)"),
         (
             without(SLURM, "SLURM_JOB_NODELIST"),
@@ -133,11 +138,19 @@ def test_plain_host_names_are_unchanged(names):
 def test_a_host_range_has_every_number_once_at_its_width(name, first, length, width):
     low, high = f"{first:0{width}}", f"{first + length:0{width}}"
     hosts = expand_hosts(f"{name}[{low}-{high}]")
-    assert [int(host.removeprefix(name)) for host in hosts] == list(range(first, first + length + 1))
+    assert [int(host.removeprefix(name)) for host in hosts] == list(
+        range(first, first + length + 1)
+    )
     assert all(len(host) >= len(name) + width for host in hosts)
 
 
-@given(st.lists(st.tuples(NAMES, st.lists(st.integers(0, 99), min_size=1, max_size=4)), min_size=1, max_size=4))
+@given(
+    st.lists(
+        st.tuples(NAMES, st.lists(st.integers(0, 99), min_size=1, max_size=4)),
+        min_size=1,
+        max_size=4,
+    )
+)
 def test_a_host_list_is_the_concatenation_of_its_words(words):
     texts = [f"{name}[{','.join(map(str, numbers))}]" for name, numbers in words]
     assert expand_hosts(",".join(texts)) == sum((expand_hosts(text) for text in texts), ())

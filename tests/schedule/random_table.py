@@ -10,7 +10,8 @@ from weft.schedule.validate_table import SPLIT_BACKWARD, WHOLE_BACKWARD
 
 
 def random_table(dice: Random, *, ranks: int, stages: int, microbatches: int) -> Table:
-    """Random stage owners (each rank owns a stage), whole and split backwards mixed, any order that respects `needs`.
+    """Random stage owners (each rank owns a stage), whole and split backwards mixed, any order that
+    respects `needs`.
 
     Needs `stages` >= `ranks` >= 1. Every valid table of these sizes can be drawn.
     """
@@ -25,7 +26,9 @@ def random_table(dice: Random, *, ranks: int, stages: int, microbatches: int) ->
     done: set[Act] = set()
     rows: list[list[Act]] = [[] for _ in range(ranks)]
     while pending:
-        ready = [act for act in pending if done.issuperset(needs(act, num_stages=stages, splits=splits))]
+        ready = [
+            act for act in pending if done.issuperset(needs(act, num_stages=stages, splits=splits))
+        ]
         act = dice.choice(sorted(ready))
         rows[stage_to_rank[act.stage]].append(act)
         pending.remove(act)

@@ -15,7 +15,11 @@ from weft.schedule.actions import Act, Table, needs
 from weft.schedule.catalog import SCHEDULES
 from weft.schedule.validate_table import linearize, validate
 
-TABLES = [s.table(*size) for s in SCHEDULES.values() for size in s.sizes(ranks=8, chunks=4, microbatches=32)]
+TABLES = [
+    s.table(*size)
+    for s in SCHEDULES.values()
+    for size in s.sizes(ranks=8, chunks=4, microbatches=32)
+]
 SMALL = [table for table in TABLES if sum(map(len, table.rows)) <= 60]
 
 
@@ -29,7 +33,9 @@ def plays(table: Table) -> bool:
     )
     if sorted(act for row in table.rows for act in row) != wanted:
         return False
-    if any(table.stage_to_rank[act.stage] != rank for rank, row in enumerate(table.rows) for act in row):
+    if any(
+        table.stage_to_rank[act.stage] != rank for rank, row in enumerate(table.rows) for act in row
+    ):
         return False
     forward = dict.fromkeys(range(table.microbatches), -1)
     backward = dict.fromkeys(range(table.microbatches), table.num_stages)
@@ -45,7 +51,9 @@ def plays(table: Table) -> bool:
 
 
 def _step(act: Act, forward: dict[int, int], backward: dict[int, int]) -> bool:
-    """Each micro-batch climbs the stages forward, one at a time, then comes down; W only when it has come by."""
+    """Each micro-batch climbs the stages forward, one at a time, then comes down; W only when it
+    has come by.
+    """
     if act.kind == "F":
         ready = forward[act.mb] == act.stage - 1
         forward[act.mb] += ready
@@ -61,7 +69,9 @@ def _step(act: Act, forward: dict[int, int], backward: dict[int, int]) -> bool:
 def playable_tables(draw: st.DrawFn) -> Table:
     dice = draw(st.randoms(use_true_random=False))
     ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    return random_table(dice, ranks=ranks, stages=draw(st.integers(ranks, 8)), microbatches=microbatches)
+    return random_table(
+        dice, ranks=ranks, stages=draw(st.integers(ranks, 8)), microbatches=microbatches
+    )
 
 
 def corrupt(table: Table, dice: random.Random) -> Table:
@@ -70,7 +80,9 @@ def corrupt(table: Table, dice: random.Random) -> Table:
     rank = dice.randrange(len(rows))
     row, other = rows[rank], rows[dice.randrange(len(rows))]
     i, j = dice.randrange(len(row)), dice.randrange(len(row))
-    match dice.choice(("drop", "double", "swap", "move", "reverse", "rename", "renumber", "rehome", "exchange")):
+    match dice.choice(
+        ("drop", "double", "swap", "move", "reverse", "rename", "renumber", "rehome", "exchange")
+    ):
         case "drop":
             row.pop(i)
         case "double":
@@ -87,7 +99,11 @@ def corrupt(table: Table, dice: random.Random) -> Table:
             row[i] = row[i]._replace(mb=dice.randint(0, table.microbatches))
         case "rehome":
             stage = dice.randrange(table.num_stages)
-            home = (*table.stage_to_rank[:stage], dice.randrange(len(rows)), *table.stage_to_rank[stage + 1 :])
+            home = (
+                *table.stage_to_rank[:stage],
+                dice.randrange(len(rows)),
+                *table.stage_to_rank[stage + 1 :],
+            )
             return replace(table, stage_to_rank=home)
         case "exchange":
             rows[rank], rows[rows.index(other)] = other, row
@@ -111,7 +127,9 @@ def test_every_table_that_plays_is_valid_and_is_played_in_an_order_that_respects
 
 
 @settings(max_examples=500)
-@given(st.sampled_from(SMALL) | playable_tables(), st.randoms(use_true_random=False), st.integers(1, 3))
+@given(
+    st.sampled_from(SMALL) | playable_tables(), st.randoms(use_true_random=False), st.integers(1, 3)
+)
 def test_a_corrupted_table_is_refused_with_an_action_named_or_still_plays(table, dice, times):
     for _ in range(times):
         table = corrupt(table, dice) if all(table.rows) else table
@@ -141,7 +159,9 @@ def test_a_corrupted_table_is_refused_with_an_action_named_or_still_plays(table,
 )
 def test_a_fault_is_named(rows, says):
     table = Table(
-        tuple(tuple(map(Act.parse, row.split())) for row in rows.split("|")), stage_to_rank=(0, 1), microbatches=1
+        tuple(tuple(map(Act.parse, row.split())) for row in rows.split("|")),
+        stage_to_rank=(0, 1),
+        microbatches=1,
     )
     assert not plays(table)
     with pytest.raises(ScheduleError, match=says):
@@ -149,9 +169,15 @@ def test_a_fault_is_named(rows, says):
 
 
 def test_a_deadlock_that_a_check_of_each_rank_alone_misses_is_found_and_both_ranks_are_named():
-    """Every action once, each forward before its backward: torch 2.13's `_validate_schedule` lets this table pass."""
+    """Every action once, each forward before its backward: torch 2.13's `_validate_schedule` lets
+    this table pass.
+    """
     rows = ("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1")
-    table = Table(tuple(tuple(map(Act.parse, row.split())) for row in rows), stage_to_rank=(0, 1), microbatches=2)
+    table = Table(
+        tuple(tuple(map(Act.parse, row.split())) for row in rows),
+        stage_to_rank=(0, 1),
+        microbatches=2,
+    )
     with pytest.raises(ScheduleError) as caught:
         validate(table)
     assert "rank 0 is at B0.0 and waits for B1.0 (rank 1 is at F1.1)" in str(caught.value)

@@ -25,12 +25,16 @@ def drawn(name, size):
 
 def pictures(text):
     return [
-        (tuple(map(int, sizes)), [row.strip() for row in rows.splitlines()]) for *sizes, rows in PICTURE.findall(text)
+        (tuple(map(int, sizes)), [row.strip() for row in rows.splitlines()])
+        for *sizes, rows in PICTURE.findall(text)
     ]
 
 
 def test_every_file_with_a_name_is_a_schedule():
-    declared = [re.findall(r'^NAME = "(.+)"$', file.read_text(encoding="utf-8"), re.MULTILINE) for file in FOLDER.glob("*.py")]
+    declared = [
+        re.findall(r'^NAME = "(.+)"$', file.read_text(encoding="utf-8"), re.MULTILINE)
+        for file in FOLDER.glob("*.py")
+    ]
     names = {name for found in declared for name in found}
     assert names == set(SCHEDULES) >= {"gpipe", "1f1b", "interleaved"}
 
@@ -62,7 +66,9 @@ def test_the_code_on_the_page_runs():
 
 
 def test_the_table_on_the_page_is_a_table():
-    text = re.search(r"```\n(microbatches.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)[1]
+    text = re.search(
+        r"```\n(microbatches.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL
+    )[1]
     assert Table.parse(text) == make_table("1f1b", ranks=2, microbatches=3)
 
 
@@ -103,7 +109,9 @@ def test_all_impossible_sizes_are_told_at_once():
 
 
 def test_interleaved_wants_at_least_two_chunks():
-    with pytest.raises(ScheduleError, match=r"pipeline.chunks: .* 1 chunks .*need 2 to .*Fix: --pipeline.chunks 2"):
+    with pytest.raises(
+        ScheduleError, match=r"pipeline.chunks: .* 1 chunks .*need 2 to .*Fix: --pipeline.chunks 2"
+    ):
         make_table("interleaved", ranks=4, microbatches=8, chunks=1)
 
 
@@ -118,7 +126,9 @@ def test_a_file_that_holds_a_table_is_a_schedule_for_its_own_sizes(tmp_path):
     path.write_text("# by hand\n" + table.text)
     assert make_table(str(path), ranks=2, microbatches=4) == table
     assert find(str(path)).default_chunks == 3
-    with pytest.raises(ScheduleError, match="2 ranks and 8 micro-batches; need 2 ranks and 4 micro-batches"):
+    with pytest.raises(
+        ScheduleError, match="2 ranks and 8 micro-batches; need 2 ranks and 4 micro-batches"
+    ):
         make_table(str(path), ranks=2, microbatches=8)
 
 
@@ -136,4 +146,6 @@ def test_the_sizes_of_a_schedule_are_those_it_takes(schedule):
     for p in range(1, 5):
         for v in range(1, 4):
             for m in range(1, 7):
-                assert ((p, v, m) in sizes) == (not schedule.faults(ranks=p, chunks=v, microbatches=m))
+                assert ((p, v, m) in sizes) == (
+                    not schedule.faults(ranks=p, chunks=v, microbatches=m)
+                )

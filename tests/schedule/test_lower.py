@@ -16,7 +16,11 @@ from weft.schedule.catalog import SCHEDULES, make_table
 from weft.schedule.lower import Program, Recv, Send, check_rendezvous, lower
 from weft.schedule.simulate import action_times, unit_cost
 
-SIZES = [(s.name, *size) for s in SCHEDULES.values() for size in s.sizes(ranks=8, chunks=4, microbatches=32)]
+SIZES = [
+    (s.name, *size)
+    for s in SCHEDULES.values()
+    for size in s.sizes(ranks=8, chunks=4, microbatches=32)
+]
 
 
 def program(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Program:
@@ -27,11 +31,17 @@ def program(name: str, ranks: int, microbatches: int, chunks: int | None = None)
 def programs(draw: st.DrawFn) -> Program:
     dice = draw(st.randoms(use_true_random=False))
     ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    return lower(random_table(dice, ranks=ranks, stages=draw(st.integers(ranks, 8)), microbatches=microbatches))
+    return lower(
+        random_table(
+            dice, ranks=ranks, stages=draw(st.integers(ranks, 8)), microbatches=microbatches
+        )
+    )
 
 
 def play_without_tags(lowered: Program, dice: random.Random) -> None:
-    """A backend that buffers and has no tags, its ranks run in any order; an action waits for its posted receive."""
+    """A backend that buffers and has no tags, its ranks run in any order; an action waits for its
+    posted receive.
+    """
     size = len(lowered.rows)
     wire = {(a, b): deque() for a, b in product(range(size), repeat=2)}
     posted = {(a, b): deque() for a, b in product(range(size), repeat=2)}
@@ -62,7 +72,9 @@ def play_without_tags(lowered: Program, dice: random.Random) -> None:
 
     while waiting := [rank for rank in range(size) if todo[rank]]:
         dice.shuffle(waiting)
-        assert any(step(rank) for rank in waiting), f"deadlock: {[str(todo[rank][0]) for rank in waiting]}"
+        assert any(step(rank) for rank in waiting), (
+            f"deadlock: {[str(todo[rank][0]) for rank in waiting]}"
+        )
     assert not any(wire.values())
     assert not any(posted.values())
 
@@ -99,13 +111,18 @@ def test_every_schedule_lowers_to_a_program_that_plays_on_the_strictest_backend(
 
 
 @given(programs(), st.randoms(use_true_random=False))
-def test_any_table_lowers_to_a_program_that_cannot_deadlock_with_rendezvous_or_without_tags(lowered, dice):
+def test_any_table_lowers_to_a_program_that_cannot_deadlock_with_rendezvous_or_without_tags(
+    lowered, dice
+):
     check_rendezvous(lowered)
     play_without_tags(lowered, dice)
 
 
 @settings(max_examples=50)
-@given(st.sampled_from([size for size in SIZES if size[1] * size[3] <= 64]), st.randoms(use_true_random=False))
+@given(
+    st.sampled_from([size for size in SIZES if size[1] * size[3] <= 64]),
+    st.randoms(use_true_random=False),
+)
 def test_every_schedule_plays_without_tags_whatever_the_speed_of_the_ranks(size, dice):
     name, *sizes = size
     play_without_tags(lower(SCHEDULES[name].table(*sizes)), dice)
@@ -118,17 +135,33 @@ def test_every_tensor_that_changes_ranks_is_sent_once_and_received_once_and_no_o
         (source, table.stage_to_rank[source.stage], table.stage_to_rank[act.stage])
         for row in table.rows
         for act in row
-        if (source := table.source(act)) and table.stage_to_rank[source.stage] != table.stage_to_rank[act.stage]
+        if (source := table.source(act))
+        and table.stage_to_rank[source.stage] != table.stage_to_rank[act.stage]
     }
-    sends = [(i.act, rank, i.peer) for rank, row in enumerate(lowered.rows) for i in row if isinstance(i, Send)]
-    recvs = [(i.act, i.peer, rank) for rank, row in enumerate(lowered.rows) for i in row if isinstance(i, Recv)]
+    sends = [
+        (i.act, rank, i.peer)
+        for rank, row in enumerate(lowered.rows)
+        for i in row
+        if isinstance(i, Send)
+    ]
+    recvs = [
+        (i.act, i.peer, rank)
+        for rank, row in enumerate(lowered.rows)
+        for i in row
+        if isinstance(i, Recv)
+    ]
     assert set(sends) == set(recvs) == crossing
     assert len(sends) == len(recvs) == len(crossing)
 
 
 @given(programs())
-def test_the_actions_stay_as_they_are_and_a_receive_is_posted_before_the_action_that_takes_it_in(lowered):
-    assert tuple(tuple(i for i in row if isinstance(i, Act)) for row in lowered.rows) == lowered.table.rows
+def test_the_actions_stay_as_they_are_and_a_receive_is_posted_before_the_action_that_takes_it_in(
+    lowered,
+):
+    assert (
+        tuple(tuple(i for i in row if isinstance(i, Act)) for row in lowered.rows)
+        == lowered.table.rows
+    )
     for row in lowered.rows:
         place = {instruction: index for index, instruction in enumerate(row)}
         for index, instruction in enumerate(row):
@@ -141,7 +174,9 @@ def test_the_actions_stay_as_they_are_and_a_receive_is_posted_before_the_action_
 
 @pytest.mark.parametrize("hop", [0.0625, 0.25, 0.5])
 def test_no_receive_is_posted_late_a_program_takes_no_longer_than_the_table_itself(hop):
-    """See Note [Order of transfers]: with the plain textbook times as order this fails, by up to 10%."""
+    """See Note [Order of transfers]: with the plain textbook times as order this fails, by up to
+    10%.
+    """
     for name, p, v, m in SIZES:
         if m in (1, 2, 3, 7, 8, 16) and p * v * m <= 256:
             table = SCHEDULES[name].table(p, v, m)
@@ -158,7 +193,11 @@ def test_one_rank_needs_no_transfers():
 def test_two_neighbouring_stages_on_one_rank_hand_over_without_a_transfer():
     """A V of stages: rank 1 holds stages 1 and 2."""
     rows = ("F0.0 F3.0 B3.0 B0.0", "F1.0 F2.0 B2.0 B1.0")
-    table = Table(tuple(tuple(map(Act.parse, row.split())) for row in rows), stage_to_rank=(0, 1, 1, 0), microbatches=1)
+    table = Table(
+        tuple(tuple(map(Act.parse, row.split())) for row in rows),
+        stage_to_rank=(0, 1, 1, 0),
+        microbatches=1,
+    )
     assert lower(table).text == (
         "rank 0: F0.0 send(F0.0 to 1) recv(F2.0 from 1) F3.0 B3.0 send(B3.0 to 1) recv(B1.0 from 1) B0.0\n"
         "rank 1: recv(F0.0 from 0) F1.0 F2.0 send(F2.0 to 0) recv(B3.0 from 0) B2.0 B1.0 send(B1.0 to 0)\n"
@@ -180,7 +219,9 @@ def test_a_transfer_knows_what_it_carries():
 
 
 def spoiled(rank: int, before: str, after: str) -> Program:
-    """The program of 1f1b on 2 ranks and 2 micro-batches with two neighbours of a row exchanged, or one dropped."""
+    """The program of 1f1b on 2 ranks and 2 micro-batches with two neighbours of a row exchanged, or
+    one dropped.
+    """
     lowered = program("1f1b", ranks=2, microbatches=2)
     named = {str(instruction): instruction for instruction in lowered.rows[rank]}
     text = f"{' '.join(named)} ".replace(f"{before} ", f"{after} ", 1)
@@ -196,27 +237,46 @@ def spoiled(rank: int, before: str, after: str) -> Program:
 @pytest.mark.parametrize(
     ("rank", "before", "after", "says"),
     [
-        (0, "send(F0.0 to 1) F0.1 send(F0.1 to 1)", "F0.1 send(F0.1 to 1) send(F0.0 to 1)", "another tensor"),
+        (
+            0,
+            "send(F0.0 to 1) F0.1 send(F0.1 to 1)",
+            "F0.1 send(F0.1 to 1) send(F0.0 to 1)",
+            "another tensor",
+        ),
         (
             0,
             "send(F0.1 to 1)",
             "",
             r"deadlocks .got rank 0 is at recv.B1.0 from 1.; rank 1 is at recv.F0.1 from 0",
         ),
-        (0, "send(F0.1 to 1) recv(B1.0 from 1) B0.0", "recv(B1.0 from 1) B0.0 send(F0.1 to 1)", "deadlocks"),
-        (0, "recv(B1.0 from 1) B0.0", "B0.0 recv(B1.0 from 1)", r"rank 0 is at B0.0 without \['B1.0'\]"),
+        (
+            0,
+            "send(F0.1 to 1) recv(B1.0 from 1) B0.0",
+            "recv(B1.0 from 1) B0.0 send(F0.1 to 1)",
+            "deadlocks",
+        ),
+        (
+            0,
+            "recv(B1.0 from 1) B0.0",
+            "B0.0 recv(B1.0 from 1)",
+            r"rank 0 is at B0.0 without \['B1.0'\]",
+        ),
         (0, "F0.0 send(F0.0 to 1)", "send(F0.0 to 1) F0.0", "another tensor"),
         (1, "B1.1 send(B1.1 to 0)", "B1.1", r"deadlocks .got rank 0 is at recv.B1.1 from 1"),
         (1, "recv(F0.1 from 0)", "", r"deadlocks|another tensor|before its tensors"),
     ],
 )
-def test_a_program_whose_transfers_do_not_meet_is_refused_and_the_instructions_are_named(rank, before, after, says):
+def test_a_program_whose_transfers_do_not_meet_is_refused_and_the_instructions_are_named(
+    rank, before, after, says
+):
     with pytest.raises(ScheduleError, match=says):
         check_rendezvous(spoiled(rank, before, after))
 
 
 def test_two_receives_posted_early_towards_each_other_are_refused():
-    """Each is harmless alone; together both ranks wait before they compute what the other waits for."""
+    """Each is harmless alone; together both ranks wait before they compute what the other waits
+    for.
+    """
     rows = (
         (Recv(Act("F", 1, 0), 1), Act("F", 0, 0), Send(Act("F", 0, 0), 1)),
         (Recv(Act("F", 0, 0), 0), Act("F", 1, 0), Send(Act("F", 1, 0), 0)),

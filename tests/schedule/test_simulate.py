@@ -13,7 +13,8 @@ from weft.schedule.simulate import action_times, peak_live, peak_microbatches, s
 from weft.schedule.timeline import bubble, makespan
 
 SIZES = {
-    name: tuple(SCHEDULES[name].sizes(ranks=8, chunks=4, microbatches=32)) for name in ("gpipe", "1f1b", "interleaved")
+    name: tuple(SCHEDULES[name].sizes(ranks=8, chunks=4, microbatches=32))
+    for name in ("gpipe", "1f1b", "interleaved")
 }
 EVERY = [(name, *size) for name, sizes in SIZES.items() for size in sizes]
 
@@ -25,7 +26,9 @@ def exact(table: Table, chunks: int):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_bubble_is_exactly_the_formula(name):
-    """(p-1)/(m+p-1) without chunks, ((p-1)/v)/(m+(p-1)/v) with: ranks <= 8, micro-batches <= 32, chunks <= 4."""
+    """(p-1)/(m+p-1) without chunks, ((p-1)/v)/(m+(p-1)/v) with: ranks <= 8, micro-batches <= 32,
+    chunks <= 4.
+    """
     assert {(p, v) for p, v, _ in SIZES[name]} == {
         (p, v) for p in range(1, 9) for v in ((2, 3, 4) if name == "interleaved" else (1,))
     }
@@ -37,10 +40,13 @@ def test_the_bubble_is_exactly_the_formula(name):
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (2, 3), (5, 1)])
 @pytest.mark.parametrize("name", SIZES)
-def test_the_start_up_costs_p_minus_1_forwards_and_backwards_whatever_their_ratio(name, forward, backward):
+def test_the_start_up_costs_p_minus_1_forwards_and_backwards_whatever_their_ratio(
+    name, forward, backward
+):
     for p, v, m in [(2, SCHEDULES[name].default_chunks, 4), (4, SCHEDULES[name].default_chunks, 8)]:
         timeline = simulate(
-            SCHEDULES[name].table(p, v, m), lambda act: Fraction({"F": forward, "B": backward}[act.kind])
+            SCHEDULES[name].table(p, v, m),
+            lambda act: Fraction({"F": forward, "B": backward}[act.kind]),
         )
         assert makespan(timeline) == (m * v + p - 1) * (forward + backward)
 
@@ -52,7 +58,9 @@ def test_gpipe_holds_every_micro_batch():
 
 def test_1f1b_holds_p_then_one_less_on_each_rank():
     for p, v, m in SIZES["1f1b"]:
-        assert peak_live(SCHEDULES["1f1b"].table(p, v, m)) == tuple(min(m, p - rank) for rank in range(p))
+        assert peak_live(SCHEDULES["1f1b"].table(p, v, m)) == tuple(
+            min(m, p - rank) for rank in range(p)
+        )
 
 
 def test_interleaved_holds_p_times_1_plus_p_minus_1_over_pv_micro_batches():
@@ -72,14 +80,19 @@ def test_a_split_backward_frees_its_activation_only_with_the_weight_gradient():
 
 def test_a_split_backward_lets_the_previous_stage_start_earlier():
     whole = Table.parse("microbatches 1\nstage_to_rank 0 1\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0\n")
-    split = Table.parse("microbatches 1\nstage_to_rank 0 1\nrank 0: F0.0 I0.0 W0.0\nrank 1: F1.0 I1.0 W1.0\n")
+    split = Table.parse(
+        "microbatches 1\nstage_to_rank 0 1\nrank 0: F0.0 I0.0 W0.0\nrank 1: F1.0 I1.0 W1.0\n"
+    )
     assert (makespan(simulate(whole)), makespan(simulate(split))) == (6, 5)
 
 
 def test_a_hop_delays_only_what_comes_from_another_rank():
     table = make_table("interleaved", ranks=1, microbatches=2, chunks=2)
     assert makespan(simulate(table, hop=100)) == makespan(simulate(table)) == 12
-    assert makespan(simulate(make_table("1f1b", ranks=2, microbatches=1), hop=10)) == 1 + 10 + 3 + 10 + 2
+    assert (
+        makespan(simulate(make_table("1f1b", ranks=2, microbatches=1), hop=10))
+        == 1 + 10 + 3 + 10 + 2
+    )
 
 
 def test_a_hop_may_depend_on_what_travels():
@@ -89,7 +102,10 @@ def test_a_hop_may_depend_on_what_travels():
         hops.append((str(producer), str(consumer)))
         return {"F": 1, "B": 5}[producer.kind]
 
-    assert makespan(simulate(make_table("1f1b", ranks=2, microbatches=1), hop=hop)) == 1 + 1 + 3 + 5 + 2
+    assert (
+        makespan(simulate(make_table("1f1b", ranks=2, microbatches=1), hop=hop))
+        == 1 + 1 + 3 + 5 + 2
+    )
     assert hops == [("F0.0", "F1.0"), ("B1.0", "B0.0")]
 
 
@@ -98,14 +114,19 @@ def test_a_hop_may_depend_on_what_travels():
     st.integers(0, 3),
     st.randoms(use_true_random=False),
 )
-def test_each_action_starts_as_soon_as_its_rank_and_all_it_needs_allow_and_no_sooner(size, hop, dice):
+def test_each_action_starts_as_soon_as_its_rank_and_all_it_needs_allow_and_no_sooner(
+    size, hop, dice
+):
     name, *sizes = size
     table = SCHEDULES[name].table(*sizes)
     cost = {act: dice.randint(1, 9) for row in table.rows for act in row}
     times = action_times(table, cost.__getitem__, hop=hop)
     for rank, row in enumerate(table.rows):
         for before, act in zip((None, *row), row, strict=False):
-            arrivals = [times[need][1] + hop * (table.stage_to_rank[need.stage] != rank) for need in table.needs(act)]
+            arrivals = [
+                times[need][1] + hop * (table.stage_to_rank[need.stage] != rank)
+                for need in table.needs(act)
+            ]
             assert times[act][0] == max([0, *arrivals, *([times[before][1]] if before else [])])
             assert times[act][1] == times[act][0] + cost[act]
 

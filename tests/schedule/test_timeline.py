@@ -46,7 +46,10 @@ def test_idle_and_bubble_look_at_computation_alone():
 
 def test_only_keeps_what_overlaps_the_window():
     assert [span.name for span in MEASURED.only(ranks={0}, kinds=COMPUTE).spans] == ["F0.0", "B0.0"]
-    assert [span.name for span in MEASURED.only(start=11.0, end=13.0).spans] == ["all_reduce dp", "all_reduce dp"]
+    assert [span.name for span in MEASURED.only(start=11.0, end=13.0).spans] == [
+        "all_reduce dp",
+        "all_reduce dp",
+    ]
     assert MEASURED.only(kinds=()).num_ranks == 2
 
 

@@ -1,7 +1,7 @@
 """Schedules with split backwards against the closed forms of their papers, exactly; F, I, W times, B = I + W.
 
-A rank's own idle time lies between its first and its last action; the papers of ZB-H2 and ZB-V count that. The makespan has
-the slant on top: rank r cannot start before r forwards are through.
+A rank's own idle time lies between its first and its last action; the papers of ZB-H2 and ZB-V
+count that. The makespan has the slant on top: rank r cannot start before r forwards are through.
 """
 
 import itertools
@@ -47,7 +47,10 @@ def length(name: str, p: int, m: int, times=(1, 1, 1)) -> int:
 
 
 def own_idle(name: str, p: int, m: int, times=(1, 1, 1)) -> tuple[int, ...]:
-    return tuple(row[-1][1] - row[0][0] - sum(end - start for start, end in row) for row in spans(name, p, m, times))
+    return tuple(
+        row[-1][1] - row[0][0] - sum(end - start for start, end in row)
+        for row in spans(name, p, m, times)
+    )
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -65,7 +68,13 @@ def test_zb_h1_idles_a_third_of_1f1b():
 
 def test_zb_h1_idles_as_its_paper_says_for_every_ratio_of_times():
     for (p, m), (f, i, w) in itertools.product(SOME, COSTS):
-        assert length("zero_bubble", p, m, (f, i, w)) == (p - 1) * (f + (i + w) - 2 * w), (p, m, f, i, w)
+        assert length("zero_bubble", p, m, (f, i, w)) == (p - 1) * (f + (i + w) - 2 * w), (
+            p,
+            m,
+            f,
+            i,
+            w,
+        )
 
 
 def test_zb_h1_pays_for_weight_gradients_that_are_longer_than_the_other_parts():
@@ -83,12 +92,16 @@ def test_zb_h2_idles_never_between_its_first_and_its_last_action():
     for p, m in SIZES:
         assert max(own_idle("zero_bubble_h2", p, m)) == max(2 * p - 1 - m, 0), (p, m)
         if m >= 2 * p - 1:
-            assert length("zero_bubble_h2", p, m) == p - 1, "the slant: the last rank starts p-1 forwards late"
+            assert length("zero_bubble_h2", p, m) == p - 1, (
+                "the slant: the last rank starts p-1 forwards late"
+            )
 
 
 def test_zb_h2_idles_as_its_paper_says_for_every_ratio_of_times():
     for (p, m), (f, i, w) in itertools.product(SOME, COSTS):
-        assert max(own_idle("zero_bubble_h2", p, m, (f, i, w))) == (p - 1) * (f + (i + w) - 3 * w), (p, m, f, i, w)
+        assert max(own_idle("zero_bubble_h2", p, m, (f, i, w))) == (p - 1) * (
+            f + (i + w) - 3 * w
+        ), (p, m, f, i, w)
 
 
 def test_zb_h2_holds_2p_minus_1_micro_batches():
@@ -124,10 +137,19 @@ def test_dual_pipe_v_idles_as_zb_h1_when_pairs_run_one_after_the_other():
     """(p-1)(F+B-2W), times of a chunk, where F = I >= W and m >= 2p: what our player does."""
     for p, m in SIZES:
         if m >= 2 * p:
-            assert length("dual_pipe_v", p, m) == max(own_idle("dual_pipe_v", p, m)) == p - 1, (p, m)
+            assert length("dual_pipe_v", p, m) == max(own_idle("dual_pipe_v", p, m)) == p - 1, (
+                p,
+                m,
+            )
     for (p, m), (f, i, w) in itertools.product(SOME, COSTS):
         if f == i:
-            assert length("dual_pipe_v", p, m, (f, i, w)) == (p - 1) * (f + (i + w) - 2 * w), (p, m, f, i, w)
+            assert length("dual_pipe_v", p, m, (f, i, w)) == (p - 1) * (f + (i + w) - 2 * w), (
+                p,
+                m,
+                f,
+                i,
+                w,
+            )
 
 
 def test_dual_pipe_v_holds_2p_plus_1_chunks():
@@ -142,14 +164,21 @@ def pairs(row: tuple[Act, ...]) -> list[tuple[Act, ...]]:
     groups, rest = [], list(row)
     while rest:
         first, *_ = rest
-        joined = len(rest) > 1 and first.kind == "F" and rest[1].kind == "B" and rest[1].stage != first.stage
+        joined = (
+            len(rest) > 1
+            and first.kind == "F"
+            and rest[1].kind == "B"
+            and rest[1].stage != first.stage
+        )
         groups.append(tuple(rest[: 1 + joined]))
         del rest[: 1 + joined]
     return groups
 
 
 def longest_idle_in_pairs(played: Table, f: int, i: int, w: int, pair: int) -> int:
-    """Most idle time of a rank where a pair starts when both its actions can, and both end `pair` later."""
+    """Most idle time of a rank where a pair starts when both its actions can, and both end `pair`
+    later.
+    """
     rows = [pairs(row) for row in played.rows]
     ends, clock, busy = {}, [0] * len(rows), [0] * len(rows)
     todo = [list(row) for row in rows]
@@ -167,7 +196,9 @@ def longest_idle_in_pairs(played: Table, f: int, i: int, w: int, pair: int) -> i
 
 @pytest.mark.parametrize("pair", [18, 20, 24, 27])
 def test_dual_pipe_v_idles_as_its_authors_say_when_a_pair_is_one(pair):
-    """(PP/2-1)(F&B+B-3W) with PP = 2p stages: F = I = 9, W = 9 or 7; F&B from B (all hidden) to F + B (nothing hidden)."""
+    """(PP/2-1)(F&B+B-3W) with PP = 2p stages: F = I = 9, W = 9 or 7; F&B from B (all hidden) to F +
+    B (nothing hidden).
+    """
     for (p, m), w in itertools.product(SOME, (7, 9)):
         if pair <= 9 + 9 + w:
             idle = longest_idle_in_pairs(table("dual_pipe_v", p, m), 9, 9, w, pair)
@@ -184,7 +215,9 @@ def test_dual_pipe_v_is_pairs_in_its_steady_state():
 @pytest.mark.parametrize("name", ["zbv", "dual_pipe_v"])
 def test_a_v_has_its_first_and_last_stage_on_rank_0_and_turns_on_the_last_rank(name):
     for p in range(1, 9):
-        assert table(name, p, 2 * p).stage_to_rank == tuple(min(stage, 2 * p - 1 - stage) for stage in range(2 * p))
+        assert table(name, p, 2 * p).stage_to_rank == tuple(
+            min(stage, 2 * p - 1 - stage) for stage in range(2 * p)
+        )
 
 
 @pytest.mark.parametrize("name", ["zbv", "dual_pipe_v"])

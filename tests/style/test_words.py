@@ -1,4 +1,4 @@
-"""Terminology: unique class and file names, plain technical English, a glossary with sources."""
+"""Terminology: plain technical English, first lines of modules, a glossary with sources."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import io
 import re
 import tokenize
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +15,14 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "weft").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py")) + sorted((ROOT / "examples").rglob("*.py"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 HISTORY = ("LOG.md",)
 """Pages that record what was measured at the time, in the words of the time."""
-FAMILY_FILES = ("__init__.py", "config.py", "model.py", "hf.py")
-"""File names that every model family has."""
 PRIVATE_VOCABULARY = re.compile(
     r"""\bOwns\b|(?i:\bnobody|\bwhoever\b|\bsomebody|\bis\ told\b|\btells\ of\b|\bthe\ door\b|\bat\ the\ door\b
     |\bmend(s|ed|ing)?\b|\bgiv(e|es|en)\ away\b|\blets?\ go\ of\b|\bcomes?\ on\ demand\b|\byours\ to\b|\blast\ word\b
@@ -43,37 +45,26 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
                 yield token.start[0] + offset, line
 
 
-def test_no_class_name_is_defined_in_two_modules():
-    modules = defaultdict(set)
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and node.name != "Config":
-                modules[node.name.lstrip("_")].add(relative(path))
-    repeated = {name: sorted(paths) for name, paths in modules.items() if len(paths) > 1}
-    assert not repeated
-
-
-def test_no_file_name_is_in_three_folders():
-    folders = defaultdict(set)
-    for path in SOURCES:
-        if path.name not in FAMILY_FILES:
-            folders[path.name].add(relative(path.parent))
-    repeated = {name: sorted(paths) for name, paths in folders.items() if len(paths) > 2}
-    assert not repeated
-
-
 @pytest.mark.parametrize("path", [*SOURCES, *TESTS, *BENCHMARKS], ids=relative)
 def test_comments_docstrings_and_messages_use_no_private_vocabulary(path):
     if path == Path(__file__):
         return
-    found = [f"{number}: {line.strip()}" for number, line in prose(path) if PRIVATE_VOCABULARY.search(line)]
+    found = [
+        f"{number}: {line.strip()}"
+        for number, line in prose(path)
+        if PRIVATE_VOCABULARY.search(line)
+    ]
     assert not found
 
 
 @pytest.mark.parametrize("path", [page for page in PAGES if page.name not in HISTORY], ids=relative)
 def test_pages_use_no_private_vocabulary(path):
     lines = path.read_text(encoding="utf-8").splitlines()
-    found = [f"{number}: {line}" for number, line in enumerate(lines, start=1) if PRIVATE_VOCABULARY.search(line)]
+    found = [
+        f"{number}: {line}"
+        for number, line in enumerate(lines, start=1)
+        if PRIVATE_VOCABULARY.search(line)
+    ]
     assert not found
 
 
@@ -83,12 +74,16 @@ def test_every_module_says_in_its_first_line_what_it_contains(path):
     assert docstring
     first_line = docstring.splitlines()[0]
     assert len(first_line.split()) >= 3
-    assert first_line[0].isupper() or first_line[0].isdigit() or first_line.startswith(("`", "weft"))
+    assert (
+        first_line[0].isupper() or first_line[0].isdigit() or first_line.startswith(("`", "weft"))
+    )
 
 
 def test_the_glossary_has_at_most_seventy_terms_each_with_a_source():
     lines = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines()
-    rows = [line.strip("|").split("|") for line in lines if line.startswith("|") and "---" not in line]
+    rows = [
+        line.strip("|").split("|") for line in lines if line.startswith("|") and "---" not in line
+    ]
     terms = [[cell.strip() for cell in row] for row in rows if row[0].strip() != "term"]
     assert 40 <= len(terms) <= MAX_TERMS
     assert all(len(cells) == 3 and all(cells) for cells in terms)

@@ -13,8 +13,28 @@ from weft.errors import EXIT_OK
 from weft.train.event_log import EVENTS, EventLog, append_end_event, read_events
 
 TINY = (
-    *("--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2", "--model.ffn", "32"),
-    *("--data.seq_len", "8", "--batch.global_size", "4", "--batch.micro_size", "1", "--transport", "threads"),
+    *(
+        "--model.layers",
+        "2",
+        "--model.dim",
+        "16",
+        "--model.heads",
+        "2",
+        "--model.kv_heads",
+        "2",
+        "--model.ffn",
+        "32",
+    ),
+    *(
+        "--data.seq_len",
+        "8",
+        "--batch.global_size",
+        "4",
+        "--batch.micro_size",
+        "1",
+        "--transport",
+        "threads",
+    ),
 )
 
 
@@ -36,7 +56,12 @@ def test_a_run_saves_after_its_last_step_by_default_and_says_where(tmp_path, cap
     assert list(checkpoints(out)) == [(3, path)]
     assert f"saved step 3: {path}" in capsys.readouterr().out
     end = events_of(out)[-1]
-    assert (end["event"], end["status"], end["steps"], end["checkpoint"]) == ("end", "finished", 3, str(path))
+    assert (end["event"], end["status"], end["steps"], end["checkpoint"]) == (
+        "end",
+        "finished",
+        3,
+        str(path),
+    )
 
 
 def test_at_end_false_saves_nothing_after_the_last_step(tmp_path):
@@ -50,24 +75,34 @@ def test_at_end_false_saves_nothing_after_the_last_step(tmp_path):
     [(RuntimeError("out of memory"), "failed"), (KeyboardInterrupt(), "interrupted")],
 )
 def test_an_exception_that_leaves_the_event_log_is_its_last_line(tmp_path, error, status):
-    with pytest.raises(type(error)), EventLog(tmp_path) as log:
-        log.emit({"event": "step", "step": 4})
-        raise error
+    def step_and_fail():
+        with EventLog(tmp_path) as log:
+            log.emit({"event": "step", "step": 4})
+            raise error
+
+    with pytest.raises(type(error)):
+        step_and_fail()
     *_, end = events_of(tmp_path)
     assert (end["event"], end["status"], end["steps"]) == ("end", status, 4)
     assert end["error"].startswith(type(error).__name__)
 
 
 def test_a_run_that_has_ended_gets_no_second_end(tmp_path):
-    with pytest.raises(SystemExit), EventLog(tmp_path) as log:
-        log.end("stopped")
-        raise SystemExit(75)
+    def stop_and_exit():
+        with EventLog(tmp_path) as log:
+            log.end("stopped")
+            raise SystemExit(75)
+
+    with pytest.raises(SystemExit):
+        stop_and_exit()
     assert [event["event"] for event in events_of(tmp_path)] == ["end"]
     assert not append_end_event(tmp_path, "failed")
 
 
 def test_the_end_of_a_killed_run_is_appended_behind_the_last_complete_line(tmp_path):
-    (tmp_path / EVENTS).write_text('{"event":"end","status":"stopped"}\n{"event":"step","step":7}\n{"event":"st')
+    (tmp_path / EVENTS).write_text(
+        '{"event":"end","status":"stopped"}\n{"event":"step","step":7}\n{"event":"st'
+    )
     assert append_end_event(tmp_path, "failed", error="rank 1 was killed")
     assert events_of(tmp_path)[1:] == [
         {"event": "step", "step": 7},

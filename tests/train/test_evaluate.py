@@ -37,20 +37,28 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """Two text files: to train on, and 413 tokens to evaluate on, 25 samples: four batches of 6 and one left."""
+    """Two text files: to train on, and 413 tokens to evaluate on, 25 samples: four batches of 6 and
+    one left.
+    """
     folder = tmp_path_factory.mktemp("text")
     (folder / "train.txt").write_text("some text to train on, over and over. " * 40)
-    (folder / "valid.txt").write_text("other words, that were never trained upon; " * 9 + "and some that end it so.\n")
+    (folder / "valid.txt").write_text(
+        "other words, that were never trained upon; " * 9 + "and some that end it so.\n"
+    )
     return folder
 
 
 def run_of(source, words, family="llama3"):
     data = ["--data.source", f"{source}/train.txt", "--eval.source", f"{source}/valid.txt"]
-    return load([*data, *SIZES.split(), *FLOAT64.split(), *MODEL[family].split(), *words.split()], FAMILIES)
+    return load(
+        [*data, *SIZES.split(), *FLOAT64.split(), *MODEL[family].split(), *words.split()], FAMILIES
+    )
 
 
 def losses(run):
-    """Loss before the first step, after it, and after the second; with the loss of the steps between."""
+    """Loss before the first step, after it, and after the second; with the loss of the steps
+    between.
+    """
 
     def rank(comm: Comm):
         step = build_step(run, comm)
@@ -92,7 +100,9 @@ def test_the_loss_is_the_same_under_any_layout(source, words):
 
 @pytest.mark.parametrize("words", ["--mesh ep2", "--mesh pp2 --pipeline.schedule zero_bubble"])
 def test_experts_and_later_targets_do_not_change_that(source, words):
-    assert losses(run_of(source, words, "deepseek")) == pytest.approx(alone(source, "deepseek"), rel=1e-9)
+    assert losses(run_of(source, words, "deepseek")) == pytest.approx(
+        alone(source, "deepseek"), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("family", ["llama3", "deepseek"])
@@ -100,7 +110,9 @@ def test_it_is_the_mean_over_the_whole_source_of_the_plain_model(source, family)
     run = run_of(source, "", family)
     samples = open_validation(run.data, run.model, source=run.eval.source)
     assert samples.num_samples % run.batch.global_size
-    batch = whole_batch(samples, np.arange(samples.num_samples), later=run.model.reads_later_targets)
+    batch = whole_batch(
+        samples, np.arange(samples.num_samples), later=run.model.reads_later_targets
+    )
     blocks = plain_model(FAMILIES[family], run.model, seed=run.seed, dtype=torch.float64)
     with torch.no_grad():
         mean = chain(blocks, batch.inputs, batch).x.item() / batch.num_targets().item()
@@ -114,7 +126,10 @@ def test_training_does_not_notice(source):
     run = run_of(source, "--mesh dp2 --parallel.zero 3")
 
     def rank(comm: Comm):
-        step, feed = build_step(run, comm), build_data_loader(run, comm, open_data(run.data, run.model))
+        step, feed = (
+            build_step(run, comm),
+            build_data_loader(run, comm, open_data(run.data, run.model)),
+        )
         return [step(feed.batches(number), lr=0.01).loss for number in range(2)]
 
     with_evaluations = losses(run)
@@ -136,24 +151,42 @@ def test_a_sample_that_is_none_has_no_targets(source):
     assert (batch.targets[1] == IGNORE).all()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "zbv", "dual_pipe_v", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "zero_bubble", "zbv", "dual_pipe_v", "interleaved"]
+)
 def test_the_forwards_of_every_schedule_are_all_there(schedule):
     from weft.schedule.catalog import make_table
     from weft.schedule.lower import check_rendezvous, lower
 
     table = forward_table(make_table(schedule, ranks=4, microbatches=8, chunks=None))
     acts = [act for row in table.rows for act in row]
-    assert {(act.stage, act.mb) for act in acts} == {(s, m) for s in range(table.num_stages) for m in range(8)}
+    assert {(act.stage, act.mb) for act in acts} == {
+        (s, m) for s in range(table.num_stages) for m in range(8)
+    }
     assert len(acts) == 8 * table.num_stages
     check_rendezvous(lower(table))
 
 
 def test_the_events_of_a_run_tell_it_and_so_do_its_lines(tmp_path, capsys):
-    rows = "".join(json.dumps({"text": f"{number} bottles of beer on the wall, " * 3}) + "\n" for number in range(60))
+    rows = "".join(
+        json.dumps({"text": f"{number} bottles of beer on the wall, " * 3}) + "\n"
+        for number in range(60)
+    )
     (tmp_path / "a.jsonl").write_text(rows)
     prepared, out = str(tmp_path / "prepared"), str(tmp_path / "run")
-    assert main(["data", "prepare", f"{tmp_path}/a.jsonl", "--out", prepared, "--valid", "0.2"]) == 0
-    data = ["--data.source", prepared, "--data.packing", "documents", "--data.seq_len", "32", "--sample", "3"]
+    assert (
+        main(["data", "prepare", f"{tmp_path}/a.jsonl", "--out", prepared, "--valid", "0.2"]) == 0
+    )
+    data = [
+        "--data.source",
+        prepared,
+        "--data.packing",
+        "documents",
+        "--data.seq_len",
+        "32",
+        "--sample",
+        "3",
+    ]
     words = [*data, "--eval.every", "2", "--steps", "5", "--out", out, *MODEL["llama3"].split()]
     capsys.readouterr()
     assert main(["train", "--mesh", "dp2", "--transport", "threads", *words]) == 0
@@ -163,8 +196,13 @@ def test_the_events_of_a_run_tell_it_and_so_do_its_lines(tmp_path, capsys):
     assert found[0]["loss"] > found[2]["loss"]
     assert all(event["perplexity"] == pytest.approx(np.exp(event["loss"])) for event in found)
     assert len({event["tokens"] for event in found}) == 1
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("evaluated after step")]
+    told = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("evaluated after step")
+    ]
     assert len(told) == 3
     assert (
-        f"loss {found[2]['loss']:.4f} nats, perplexity {found[2]['perplexity']:.2f}, {found[2]['tokens']:,}" in told[2]
+        f"loss {found[2]['loss']:.4f} nats, perplexity {found[2]['perplexity']:.2f}, {found[2]['tokens']:,}"
+        in told[2]
     )

@@ -17,8 +17,16 @@ from hypothesis import strategies as st
 from weft.errors import LaunchError
 from weft.train.event_log import EVENTS, EventLog, create_run_folder, read_events, to_line
 
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text().filter(lambda text: "N" not in text)
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text().filter(lambda text: "N" not in text)
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+)
 
 
 class Listener:
@@ -78,7 +86,9 @@ def test_every_line_is_on_disk_at_once_and_every_view_hears_it(tmp_path):
     journal = EventLog(tmp_path / "new" / "run", views)
     for step in range(3):
         journal.emit({"event": "step", "step": step})
-        assert [event["step"] for event in read_events(tmp_path / "new" / "run" / EVENTS)] == list(range(step + 1))
+        assert [event["step"] for event in read_events(tmp_path / "new" / "run" / EVENTS)] == list(
+            range(step + 1)
+        )
     journal.close()
     journal.close()
     assert [event["step"] for event in views[0].heard] == [0, 1, 2]
@@ -150,7 +160,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, out):
     file = tmp_path / "file"
     file.write_text("not a folder")
     with pytest.raises(
-        LaunchError, match=r"^out: cannot write to the run folder \(got .*\)\. Fix: choose another out$"
+        LaunchError,
+        match=r"^out: cannot write to the run folder \(got .*\)\. Fix: choose another out$",
     ):
         create_run_folder(Path(out.format(file=file)))
 
@@ -158,7 +169,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, out):
 def test_an_event_is_written_by_one_call(tmp_path, monkeypatch):
     calls = []
     write = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: calls.append(bytes(data)) or write(file, data))
+    monkeypatch.setattr(
+        os, "write", lambda file, data: calls.append(bytes(data)) or write(file, data)
+    )
     with EventLog(tmp_path) as journal:
         journal.emit({"event": "step", "text": "y" * 100_000})
     assert calls == [(tmp_path / EVENTS).read_bytes()]

@@ -37,19 +37,29 @@ def test_types_go_together_where_nothing_is_kept_or_summed_with_fewer_digits_tha
 ) -> None:
     def has_all_numbers_of(wide: str, narrow: str) -> bool:
         few, many = torch.finfo(getattr(torch, narrow)), torch.finfo(getattr(torch, wide))
-        return many.eps <= few.eps and many.max >= few.max and many.smallest_normal <= few.smallest_normal
+        return (
+            many.eps <= few.eps
+            and many.max >= few.max
+            and many.smallest_normal <= few.smallest_normal
+        )
 
     keys = {fault.key for fault in dtype_faults(params=params, compute=compute, reduce=reduce)}
     assert ("precision.reduce" in keys) == (not has_all_numbers_of(reduce, compute))
-    assert ("precision.params" in keys) == (params == "float16" or not has_all_numbers_of(params, compute))
+    assert ("precision.params" in keys) == (
+        params == "float16" or not has_all_numbers_of(params, compute)
+    )
     assert all(
-        (narrow in REPRESENTS[wide]) == has_all_numbers_of(wide, narrow) for wide in REPRESENTS for narrow in REPRESENTS
+        (narrow in REPRESENTS[wide]) == has_all_numbers_of(wide, narrow)
+        for wide in REPRESENTS
+        for narrow in REPRESENTS
     )
 
 
 def test_a_plan_with_types_that_do_not_go_together_is_refused() -> None:
     plan = Case("").plan.model_copy(update=vars(Dtypes("bfloat16", "float32", "float32")))
-    with pytest.raises(PlanError, match=r"precision\.params: does not represent every number of the float32"):
+    with pytest.raises(
+        PlanError, match=r"precision\.params: does not represent every number of the float32"
+    ):
         plan.check()
 
 
@@ -77,21 +87,31 @@ def test_gradients_that_are_not_finite_at_any_scale_end_the_run_and_say_what_to_
         LossScale(FLOOR, is_dynamic=True).after(is_finite=False)
 
 
-def train(case: Case, dtypes: Dtypes, comm: Comm, *, num_steps: int = 3) -> tuple[list[StepReport], dict[str, Tensor]]:
+def train(
+    case: Case, dtypes: Dtypes, comm: Comm, *, num_steps: int = 3
+) -> tuple[list[StepReport], dict[str, Tensor]]:
     """Reports of some steps, and the values after them."""
     plan = case.plan.model_copy(update=vars(dtypes))
     model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
     decayed = matrices(model.params)
     step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, decayed), clip=CLIP)
-    reports = [step(micro_batches(batch, plan, comm.rank), lr=LR) for batch in batches(case)[:num_steps]]
+    reports = [
+        step(micro_batches(batch, plan, comm.rank), lr=LR) for batch in batches(case)[:num_steps]
+    ]
     return reports, step.grads.full_parameters()
 
 
-LAYOUTS = (Case("dp2", microbatches=2), Case("pp2 tp2", family="gpt2"), Case("dp2 tp2", microbatches=2, zero=3))
+LAYOUTS = (
+    Case("dp2", microbatches=2),
+    Case("pp2 tp2", family="gpt2"),
+    Case("dp2 tp2", microbatches=2, zero=3),
+)
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_float16_logs_the_norm_and_loss_of_the_model_not_of_its_scaled_gradients(case: Case) -> None:
+def test_float16_logs_the_norm_and_loss_of_the_model_not_of_its_scaled_gradients(
+    case: Case,
+) -> None:
     half = run_ranks(case.mesh, lambda comm: train(case, HALF, comm, num_steps=1)[0])
     (exact,), *_ = run_ranks(case.mesh, lambda comm: train(case, MIXED, comm, num_steps=1)[0])
     for (report,) in half:
@@ -120,7 +140,9 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
         assert all(math.isfinite(report.grad_norm) for report in reports[1:])
 
 
-def test_a_skipped_step_leaves_values_and_optimizer_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_step_leaves_values_and_optimizer_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case = Case("dp2", microbatches=2)
     monkeypatch.setattr(loss_scale, "START", 2.0**60)
     before = run_ranks(case.mesh, lambda comm: train(case, HALF, comm, num_steps=0)[1])
@@ -158,18 +180,26 @@ def test_a_scale_that_had_to_be_found_trains_bit_for_bit_as_the_right_one_would(
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])
 def test_sgd_updates_by_gradients_without_the_loss_scale(clip: float) -> None:
-    """AdamW divides by its second moment and so hides a factor in the gradients; plain SGD does not."""
+    """AdamW divides by its second moment and so hides a factor in the gradients; plain SGD does
+    not.
+    """
     case = Case("dp2", microbatches=2)
 
     def updates(dtypes: Dtypes) -> dict[str, Tensor]:
         def rank(comm: Comm) -> dict[str, Tensor]:
             plan = case.plan.model_copy(update=vars(dtypes))
             model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
-            step = TrainStep(model, make_optimizer=lambda tensors: torch.optim.SGD(tensors.values(), lr=1.0), clip=clip)
+            step = TrainStep(
+                model,
+                make_optimizer=lambda tensors: torch.optim.SGD(tensors.values(), lr=1.0),
+                clip=clip,
+            )
             before = {name: value.clone() for name, value in step.grads.full_parameters().items()}
             report = step(micro_batches(batches(case)[0], plan, comm.rank), lr=1.0)
             assert not report.skipped
-            return {name: value - before[name] for name, value in step.grads.full_parameters().items()}
+            return {
+                name: value - before[name] for name, value in step.grads.full_parameters().items()
+            }
 
         return run_ranks(case.mesh, rank)[0]
 
@@ -179,7 +209,9 @@ def test_sgd_updates_by_gradients_without_the_loss_scale(clip: float) -> None:
         assert (scaled[name] - expected).norm().item() <= 0.03 * size + 1e-6, name
 
 
-@pytest.mark.parametrize("dtypes", [MIXED, HALF, Dtypes("float32", "bfloat16", "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [MIXED, HALF, Dtypes("float32", "bfloat16", "bfloat16")], ids=str
+)
 def test_every_zero_stage_trains_the_same_masters(dtypes: Dtypes) -> None:
     def losses(zero: Any) -> list[float]:
         case = Case("dp2", microbatches=1, zero=zero)
@@ -200,13 +232,19 @@ def test_masters_keep_steps_that_the_type_of_compute_would_round_away() -> None:
         def rank(comm: Comm) -> float:
             plan = case.plan.model_copy(update=vars(dtypes))
             model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
-            step = TrainStep(model, make_optimizer=lambda tensors: torch.optim.SGD(tensors.values(), lr=1.0), clip=0.0)
+            step = TrainStep(
+                model,
+                make_optimizer=lambda tensors: torch.optim.SGD(tensors.values(), lr=1.0),
+                clip=0.0,
+            )
             before = {name: value.float() for name, value in step.grads.full_parameters().items()}
             for batch in batches(case):
                 step(micro_batches(batch, plan, comm.rank), lr=1e-2)
             after = step.grads.full_parameters()
             changed = [
-                (after[name].float() != value).float().mean() for name, value in before.items() if "norm" in name
+                (after[name].float() != value).float().mean()
+                for name, value in before.items()
+                if "norm" in name
             ]
             return float(torch.stack(changed).mean())
 
@@ -220,4 +258,6 @@ def test_bfloat16_gradients_are_normed_in_float32() -> None:
     case = Case("", microbatches=2)
     (pure,) = run_ranks("", lambda comm: train(case, PURE, comm, num_steps=1)[0])
     (mixed,) = run_ranks("", lambda comm: train(case, MIXED, comm, num_steps=1)[0])
-    assert pure[0].grad_norm == pytest.approx(mixed[0].grad_norm, rel=1e-3), "a bfloat16 norm is off by up to 4e-3"
+    assert pure[0].grad_norm == pytest.approx(mixed[0].grad_norm, rel=1e-3), (
+        "a bfloat16 norm is off by up to 4e-3"
+    )

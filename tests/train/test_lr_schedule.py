@@ -72,7 +72,9 @@ def test_decay_ends_at_the_least_rate_and_stays(run):
     chosen, total = run
     end = chosen.lr if chosen.decay == "constant" else min(chosen.min_lr, chosen.lr)
     after = max(total, chosen.warmup)
-    assert [learning_rate(after + late, chosen, total) for late in (0, 1, 1000)] == pytest.approx([end] * 3, abs=1e-12)
+    assert [learning_rate(after + late, chosen, total) for late in (0, 1, 1000)] == pytest.approx(
+        [end] * 3, abs=1e-12
+    )
 
 
 def test_one_step_runs_at_the_peak():
@@ -85,4 +87,6 @@ def test_least_rate_above_the_peak_does_not_heat_the_run():
 
 def test_cooldown_that_begins_within_the_warm_up_begins_at_its_end():
     late = optim(decay="wsd", warmup=100)
-    assert [learning_rate(step, late, 110) for step in (99, 100, 105, 110)] == pytest.approx([1.0, 1.0, 0.55, 0.1])
+    assert [learning_rate(step, late, 110) for step in (99, 100, 105, 110)] == pytest.approx(
+        [1.0, 1.0, 0.55, 0.1]
+    )

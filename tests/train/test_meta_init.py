@@ -26,7 +26,9 @@ def test_a_skeleton_has_the_shapes_of_the_model_and_no_memory(name):
     family = FAMILIES[name]
     bones = torch.nn.ModuleDict(meta_modules(lambda: family.blocks(family.Config())))
     model = torch.nn.ModuleDict(family.blocks(family.Config()))
-    assert {n: p.shape for n, p in bones.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    assert {n: p.shape for n, p in bones.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
     assert all(param.is_meta for param in bones.parameters())
 
 
@@ -45,5 +47,7 @@ def test_values_are_drawn_again_afterwards():
 
 
 def test_making_skeletons_imports_no_compiler():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

@@ -67,17 +67,39 @@ def overflow_gradient(name: str, *, rank: int) -> Spoil:
 
 
 OUTPUTS = {
-    "dp2": (Case("dp2", microbatches=2, layers=2), "layer1.mlp.down.weight", 1, "block 'layer1' on rank 1 (dp1)"),
-    "tp2": (Case("tp2", microbatches=2, layers=2), "layer0.attn.q.weight", 1, "block 'layer0' on rank 0 (tp0)"),
-    "pp2": (Case("pp2", microbatches=2, layers=2), "layer1.attn.q.weight", 1, "block 'layer1' on rank 1 (pp1)"),
-    "one rank": (Case("", microbatches=2, layers=2), "layer0.attn.q.weight", 0, "block 'layer0' on rank 0"),
+    "dp2": (
+        Case("dp2", microbatches=2, layers=2),
+        "layer1.mlp.down.weight",
+        1,
+        "block 'layer1' on rank 1 (dp1)",
+    ),
+    "tp2": (
+        Case("tp2", microbatches=2, layers=2),
+        "layer0.attn.q.weight",
+        1,
+        "block 'layer0' on rank 0 (tp0)",
+    ),
+    "pp2": (
+        Case("pp2", microbatches=2, layers=2),
+        "layer1.attn.q.weight",
+        1,
+        "block 'layer1' on rank 1 (pp1)",
+    ),
+    "one rank": (
+        Case("", microbatches=2, layers=2),
+        "layer0.attn.q.weight",
+        0,
+        "block 'layer0' on rank 0",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_a_nan_in_the_forward_names_the_first_block_and_rank_on_all_ranks(name: str) -> None:
     case, param, rank, where = OUTPUTS[name]
-    messages = run_ranks(case.mesh, lambda comm: message_of_step(case, poison(param, rank=rank), comm))
+    messages = run_ranks(
+        case.mesh, lambda comm: message_of_step(case, poison(param, rank=rank), comm)
+    )
     assert len(set(messages)) == 1, "every rank raises the same"
     assert f"first in the output of {where}" in messages[0]
     assert "the loss is nan and the gradient norm is nan" in messages[0]
@@ -100,8 +122,28 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_the_loss_scale() -> None:
 
 
 TINY = (
-    *("--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2", "--model.ffn", "32"),
-    *("--data.seq_len", "8", "--batch.global_size", "4", "--batch.micro_size", "1", "--transport", "threads"),
+    *(
+        "--model.layers",
+        "2",
+        "--model.dim",
+        "16",
+        "--model.heads",
+        "2",
+        "--model.kv_heads",
+        "2",
+        "--model.ffn",
+        "32",
+    ),
+    *(
+        "--data.seq_len",
+        "8",
+        "--batch.global_size",
+        "4",
+        "--batch.micro_size",
+        "1",
+        "--transport",
+        "threads",
+    ),
     *("--optim.warmup", "0", "--optim.decay", "constant", "--optim.eps", "1e-30"),
 )
 
@@ -115,7 +157,18 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def diverge(text: Path, out: Path, *words: str) -> list[dict[str, Any]]:
     """Events of a run that must fail."""
-    keys = ("--data.source", str(text), "--out", str(out), "--save.every", "1", "--steps", "30", "--mesh", "dp2")
+    keys = (
+        "--data.source",
+        str(text),
+        "--out",
+        str(out),
+        "--save.every",
+        "1",
+        "--steps",
+        "30",
+        "--mesh",
+        "dp2",
+    )
     assert main(["train", *TINY, *keys, *words]) == EXIT_FAILED
     return list(read_events(out / EVENTS))
 
@@ -135,7 +188,11 @@ def test_a_diverging_run_stops_with_exit_1_and_keeps_its_last_finite_checkpoint(
     assert f"step {last_step + 1}: the loss is " in message
     assert "Stopped before the update" in message
     assert f"The newest checkpoint is {newest}" in message
-    assert (events[-1]["event"], events[-1]["status"], events[-1]["steps"]) == ("end", "failed", last_step)
+    assert (events[-1]["event"], events[-1]["status"], events[-1]["steps"]) == (
+        "end",
+        "failed",
+        last_step,
+    )
     assert next(checkpoints(out)) == (last_step, newest)
     section = open_checkpoint(newest).section("model")
     for name, shape in section.shapes.items():
@@ -147,7 +204,21 @@ def test_parameters_that_are_not_finite_are_never_saved_and_push_out_no_older_ch
 ) -> None:
     out = tmp_path / "run"
     assert (
-        main(["train", *TINY, "--data.source", str(text), "--out", str(out), "--steps", "1", "--save.keep", "1"]) == 0
+        main(
+            [
+                "train",
+                *TINY,
+                "--data.source",
+                str(text),
+                "--out",
+                str(out),
+                "--steps",
+                "1",
+                "--save.keep",
+                "1",
+            ]
+        )
+        == 0
     )
     keys = ("--save.keep", "1", "--optim.lr", "1e39", "--resume", "auto")
     events = diverge(text, out, *keys)

@@ -23,7 +23,9 @@ FASTEST_EXACT = {"adamw": {"fused": True}, "sgd": {"foreach": False}}
 
 def model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.Linear(5, 7, bias=False)).to(dtype)
+    return nn.Sequential(
+        nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.Linear(5, 7, bias=False)
+    ).to(dtype)
 
 
 def gradients(of: nn.Module, step: int) -> None:
@@ -78,7 +80,9 @@ def test_only_matrices_decay():
         param.grad = torch.zeros_like(param)
     optimizer.step()
     for name, param in params.items():
-        torch.testing.assert_close(param.detach(), before[name] * (0.95 if param.ndim >= 2 else 1.0))
+        torch.testing.assert_close(
+            param.detach(), before[name] * (0.95 if param.ndim >= 2 else 1.0)
+        )
 
 
 def test_named_parameters_decay_where_names_are_given():
@@ -110,7 +114,9 @@ def test_a_cut_parameter_moves_as_the_whole_one_to_the_bit(optim, dtype):
 def test_state_is_there_from_the_start_under_the_parameters_name():
     params = dict(model(torch.float32).named_parameters())
     state = make_optimizer(params, OPTIMS["adamw"]).state
-    assert {name: set(of) for name, of in state.items()} == {n: {"step", "exp_avg", "exp_avg_sq"} for n in params}
+    assert {name: set(of) for name, of in state.items()} == {
+        n: {"step", "exp_avg", "exp_avg_sq"} for n in params
+    }
     assert all(not moment.any() for of in state.values() for moment in of.values())
 
 
@@ -133,5 +139,7 @@ for name in ("adamw", "sgd"):
     make_optimizer({"w": param}, OptimConfig(name=name)).step()
 assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr

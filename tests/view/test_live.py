@@ -108,7 +108,9 @@ class Terminal:
 
 def live(width: int, height: int = 24, **options) -> tuple[LiveView, io.StringIO]:
     file = TerminalFile()
-    console = Console(file=file, force_terminal=True, width=width, height=height, _environ={}, **options)
+    console = Console(
+        file=file, force_terminal=True, width=width, height=height, _environ={}, **options
+    )
     return LiveView(console, now=iter(range(10**6)).__next__), file
 
 
@@ -133,7 +135,14 @@ def test_panel_at_80_columns():
 def test_the_panel_fits_any_width_and_appears_once(width):
     view, file = live(width)
     note = {"event": "note", "text": "words that may be longer than a narrow terminal is wide"}
-    show(view, RUN, step(1), note, *(step(k) for k in range(2, 201)), {"event": "end", "status": "finished"})
+    show(
+        view,
+        RUN,
+        step(1),
+        note,
+        *(step(k) for k in range(2, 201)),
+        {"event": "end", "status": "finished"},
+    )
     rows = Terminal(width).read(file.getvalue())
     assert all(len(row) <= width for row in rows)
     assert sum(row.startswith(" step") for row in rows) == 1
@@ -150,7 +159,9 @@ def test_the_panel_fits_a_terminal_of_few_rows():
 
 def test_a_redraw_after_the_window_became_narrower_leaves_nothing_behind():
     view, file = live(100)
-    view.handle(step(1))  # two of its five lines are longer than 24 columns, one of them than 4 x 24
+    view.handle(
+        step(1)
+    )  # two of its five lines are longer than 24 columns, one of them than 4 x 24
     view._region.console.width = 24
     show(view, step(2))
     assert [row.split()[0] for row in Terminal(24).read(file.getvalue())[:-1]] == LABELS
@@ -204,7 +215,11 @@ def test_plain_lines_are_about_fifty_with_first_and_last():
     file = io.StringIO()
     show(PlainView(file), {**RUN, "steps": 1234}, *(step(k) for k in range(1, 1235)))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("step")]
-    assert [line.split("/")[0] for line in (lines[0], lines[1], lines[-1])] == ["step    1", "step   50", "step 1234"]
+    assert [line.split("/")[0] for line in (lines[0], lines[1], lines[-1])] == [
+        "step    1",
+        "step   50",
+        "step 1234",
+    ]
     assert len(lines) == 26
     assert lines[1] == (
         "step   50/1234  loss -44.0000 nats  grad norm 1.234  lr 3.00e-03  12,345 tokens/s  200 ms/step  "
@@ -216,9 +231,21 @@ def test_plain_lines_are_about_fifty_with_first_and_last():
 def test_event_texts_are_printed_once_and_unclipped(make):
     view, file = make()
     why = "pp2: two stages\n  stage 0: embed"
-    show(view, {**RUN, "why": why}, step(1), {"event": "sample", "prompt": "def ", "text": "f():\n    pass"}, step(2))
+    show(
+        view,
+        {**RUN, "why": why},
+        step(1),
+        {"event": "sample", "prompt": "def ", "text": "f():\n    pass"},
+        step(2),
+    )
     rows = Terminal(80).read(file.getvalue())
-    words = ["pp2: two stages", "  stage 0: embed", "sample after the prompt 'def ':", "def f():", "    pass"]
+    words = [
+        "pp2: two stages",
+        "  stage 0: embed",
+        "sample after the prompt 'def ':",
+        "def f():",
+        "    pass",
+    ]
     assert [row for row in rows if row in words] == words
 
 
@@ -295,11 +322,24 @@ def test_quantities_have_units(formatted, text):
             "evaluated after step 4: loss 2.0000 nats, perplexity 7.39, 4,096 tokens",
         ),
         (
-            {"event": "save", "step": 8, "path": "ckpt/step-000008", "bytes": 2 << 20, "stall_s": 4e-3, "write_s": 1.5},
+            {
+                "event": "save",
+                "step": 8,
+                "path": "ckpt/step-000008",
+                "bytes": 2 << 20,
+                "stall_s": 4e-3,
+                "write_s": 1.5,
+            },
             "saved step 8: ckpt/step-000008, 2 MiB, training stalled 4 ms, written in 1.5 s",
         ),
         (
-            {"event": "resume", "step": 2, "path": "ckpt/step-000002", "layout": "dp3", "passed_over": ["a: torn"]},
+            {
+                "event": "resume",
+                "step": 2,
+                "path": "ckpt/step-000002",
+                "layout": "dp3",
+                "passed_over": ["a: torn"],
+            },
             "skipped: a: torn\nresumed after step 2: ckpt/step-000002, written by dp3",
         ),
         (

@@ -27,7 +27,12 @@ def read_back(picture, table):
     for rank, line in enumerate(lines):
         own = table.stages(rank)
         labels = [match.groups() for match in LABEL.finditer(line)]
-        rows.append(tuple(Act(kind or "F", own["abcdefgh".index(c) if c else 0], int(mb)) for kind, mb, c in labels))
+        rows.append(
+            tuple(
+                Act(kind or "F", own["abcdefgh".index(c) if c else 0], int(mb))
+                for kind, mb, c in labels
+            )
+        )
     return tuple(rows)
 
 
@@ -48,13 +53,19 @@ def test_any_table_is_drawn_as_it_runs(dice, ranks, more_stages, microbatches):
 
 @pytest.mark.parametrize("file", sorted(GOLDEN.glob("*.txt")), ids=lambda file: file.stem)
 def test_a_picture_is_as_reviewed(file):
-    name, ranks, chunks, microbatches = re.fullmatch(r"(.+)-p(\d+)-v(\d+)-m(\d+)", file.stem).groups()
+    name, ranks, chunks, microbatches = re.fullmatch(
+        r"(.+)-p(\d+)-v(\d+)-m(\d+)", file.stem
+    ).groups()
     table = make_table(name, ranks=int(ranks), chunks=int(chunks), microbatches=int(microbatches))
     assert draw(simulate(table)) == file.read_text(encoding="utf-8")
 
 
 def test_pictures_of_all_three_schedules_were_reviewed():
-    assert {file.stem.split("-p")[0] for file in GOLDEN.glob("*.txt")} >= {"gpipe", "1f1b", "interleaved"}
+    assert {file.stem.split("-p")[0] for file in GOLDEN.glob("*.txt")} >= {
+        "gpipe",
+        "1f1b",
+        "interleaved",
+    }
 
 
 def test_a_narrow_picture_keeps_its_columns():
@@ -83,7 +94,8 @@ def test_an_empty_timeline_can_be_drawn():
 
 def test_ranks_are_aligned_beyond_ten():
     starts = {
-        line.index("│") for line in draw(simulate(make_table("1f1b", ranks=11, microbatches=1))).splitlines()[:11]
+        line.index("│")
+        for line in draw(simulate(make_table("1f1b", ranks=11, microbatches=1))).splitlines()[:11]
     }
     assert starts == {len("rank 10 ")}
 

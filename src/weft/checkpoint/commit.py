@@ -36,11 +36,12 @@ def commit(
     *,
     ranks: int,
 ) -> Manifest:
-    """Turn the files of `ranks` ranks in `tmp` into the checkpoint `final`; one rank calls it when all have written.
+    """Turn the files of `ranks` ranks in `tmp` into the checkpoint `final`; one rank calls it when
+    all have written.
 
     Raises:
-        CheckpointError: `final` exists, a rank's file is missing, the pieces do not cover the tensors, or the disk refuses.
-            Only `tmp` has been changed, and it is removed.
+        CheckpointError: `final` exists, a rank's file is missing, the pieces do not cover the
+            tensors, or the disk refuses. Only `tmp` has been changed, and it is removed.
     """
     try:
         _check_absent(final)

@@ -25,10 +25,11 @@ class CoverageFlaw:
 
 
 def coverage_flaw(whole: Box, boxes: Sequence[Box]) -> CoverageFlaw | None:
-    """The first gap or overlap of `boxes` (parts of `whole`); None if each entry of `whole` is in exactly one box.
+    """The first gap or overlap of `boxes` (parts of `whole`); None if each entry of `whole` is in
+    exactly one box.
 
-    Sweeps over the first dim: between two neighbouring bounds the set of active boxes does not change, and the remaining
-    dims are the same problem with one dim less.
+    Sweeps over the first dim: between two neighbouring bounds the set of active boxes does not
+    change, and the remaining dims are the same problem with one dim less.
     """
     if whole.size == 0:
         return None

@@ -2,7 +2,8 @@
 
     | length of the JSON header, 8 bytes | JSON, padded with spaces to a multiple of 64 | piece | piece | ... |
 
-Pieces with wide dtypes come first, so each starts at a multiple of its item size and can be mapped in place.
+Pieces with wide dtypes come first, so each starts at a multiple of its item size and can be mapped
+in place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from weft.errors import CheckpointError, Fault
 
 ALIGNMENT = 64
 BLOCK_BYTES = 16 * 2**20
-"""Bytes per checksum: reading a few rows verifies the blocks that hold those rows, not the whole piece."""
+"""Bytes per checksum: reading a few rows verifies the blocks that hold those rows, not the whole
+piece.
+"""
 
 
 @dataclass(frozen=True)

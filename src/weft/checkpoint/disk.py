@@ -53,7 +53,8 @@ def free_bytes(path: Path) -> int:
 
 @contextmanager
 def new_folder(folder: Path, *, need_bytes: int) -> Iterator[Path]:
-    """Yield a temporary folder to fill; at the end it is flushed and renamed to `folder`, or removed on an error.
+    """Yield a temporary folder to fill; at the end it is flushed and renamed to `folder`, or
+    removed on an error.
 
     Args:
         folder: does not exist yet, or is empty.
@@ -92,7 +93,9 @@ def disk_error(
     free: int,
     failure: Failure = NOT_SAVED,
 ) -> CheckpointError:
-    """The error for a disk that did not take `need_bytes` bytes; `free` as it was before they were written."""
+    """The error for a disk that did not take `need_bytes` bytes; `free` as it was before they were
+    written.
+    """
     if error.errno in DISK_FULL_ERRNOS:
         fault = Fault(
             str(path),

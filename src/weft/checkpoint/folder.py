@@ -27,7 +27,9 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The newest checkpoint with a valid manifest (None if there is none), and the faults of newer ones."""
+    """The newest checkpoint with a valid manifest (None if there is none), and the faults of newer
+    ones.
+    """
 
     path: Path | None
     manifest: Manifest | None
@@ -56,9 +58,11 @@ def checkpoints(run_folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def find_newest(run_folder: Path, *, below: int | None = None) -> FoundCheckpoint:
-    """The newest checkpoint (of fewer than `below` steps) with a valid manifest and files of the right lengths.
+    """The newest checkpoint (of fewer than `below` steps) with a valid manifest and files of the
+    right lengths.
 
-    Tensor bytes are not read: `Checkpoint.verify` does that; where it fails, call again with `below`.
+    Tensor bytes are not read: `Checkpoint.verify` does that; where it fails, call again with
+    `below`.
     """
     faults: list[Fault] = []
     for step, path in checkpoints(run_folder):
@@ -74,7 +78,8 @@ def find_newest(run_folder: Path, *, below: int | None = None) -> FoundCheckpoin
 
 
 def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
-    """Remove checkpoints older than the `keep` newest valid ones; returns what was removed. Invalid ones do not count.
+    """Remove checkpoints older than the `keep` newest valid ones; returns what was removed. Invalid
+    ones do not count.
 
     A checkpoint is renamed before its files are removed, so a partly removed one is never read.
 
@@ -104,12 +109,16 @@ def _remove(path: Path) -> None:
         path.rename(renamed)
         sync_folder(path.parent)
     except OSError as error:
-        raise CheckpointError(Fault(str(path), f"an old checkpoint cannot be removed: {error.strerror}")) from error
+        raise CheckpointError(
+            Fault(str(path), f"an old checkpoint cannot be removed: {error.strerror}")
+        ) from error
     shutil.rmtree(renamed, ignore_errors=True)
 
 
 def remove_leftovers(run_folder: Path) -> tuple[Path, ...]:
-    """Remove partly written or partly removed checkpoints of earlier runs; one rank calls it, before any rank writes."""
+    """Remove partly written or partly removed checkpoints of earlier runs; one rank calls it,
+    before any rank writes.
+    """
     folder = run_folder / FOLDER
     leftovers = []
     for name in sorted(_names(folder)):
@@ -121,7 +130,9 @@ def remove_leftovers(run_folder: Path) -> tuple[Path, ...]:
 
 
 def set_aside(run_folder: Path, *, above: int) -> tuple[Path, ...]:
-    """Rename checkpoints of more than `above` steps, as a resumed run trains those steps again; one rank calls it."""
+    """Rename checkpoints of more than `above` steps, as a resumed run trains those steps again; one
+    rank calls it.
+    """
     renamed = []
     for step, path in tuple(checkpoints(run_folder)):
         if step > above:

@@ -21,12 +21,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from weft.core.axes import Box
 
 FORMAT = 1
-"""Format version: increased when an older weft could not read, or would misread, what a newer one writes."""
+"""Format version: increased when an older weft could not read, or would misread, what a newer one
+writes.
+"""
 
 MANIFEST = "manifest.json"
 DIGEST = "manifest.json.sha256"
 
-StoredDtype = Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"]
+StoredDtype = Literal[
+    "float64", "float32", "bfloat16", "float16", "int64", "int32", "uint8", "bool"
+]
 
 DTYPES: Mapping[StoredDtype, tuple[str, int]] = {
     "float64": ("F64", 8),
@@ -44,7 +48,9 @@ Count = Annotated[int, Field(ge=0)]
 Crc = Annotated[int, Field(ge=0, lt=2**32)]
 FileName = Annotated[str, Field(pattern=r"^rank-\d{5,}\.safetensors$")]
 TensorName = Annotated[str, Field(pattern=r"^[^/]+(/[^/]+)+$")]
-"""`model/layer0.attn.q.weight`, `optim/exp_avg/layer0.attn.q.weight`: the section, then the global parameter name."""
+"""`model/layer0.attn.q.weight`, `optim/exp_avg/layer0.attn.q.weight`: the section, then the global
+parameter name.
+"""
 
 
 class Record(BaseModel):

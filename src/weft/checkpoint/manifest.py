@@ -20,7 +20,8 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at `path`, after every check that needs no tensor bytes.
 
     Raises:
-        CheckpointError: not a checkpoint, a flipped bit, unreadable, of a newer format, or data files missing or cut short.
+        CheckpointError: not a checkpoint, a flipped bit, unreadable, of a newer format, or data
+            files missing or cut short.
     """
     text = _verified_bytes(path)
     manifest = _parse(path, text)
@@ -38,7 +39,9 @@ def _verified_bytes(path: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(_not_a_checkpoint(path)) from None
     except OSError as error:
-        raise CheckpointError(Fault(str(manifest_path), f"cannot be read: {error.strerror}")) from None
+        raise CheckpointError(
+            Fault(str(manifest_path), f"cannot be read: {error.strerror}")
+        ) from None
     try:
         digest = digest_path.read_bytes()
     except OSError as error:
@@ -73,7 +76,11 @@ def _not_a_checkpoint(path: Path) -> Fault:
         default=None,
         key=lambda folder: (len(folder.name), folder.name),
     )
-    fix = f"give one of the checkpoints in it: {newest}" if newest else "give OUT/ckpt/step-NNNNNN of a run"
+    fix = (
+        f"give one of the checkpoints in it: {newest}"
+        if newest
+        else "give OUT/ckpt/step-NNNNNN of a run"
+    )
     if not path.exists():
         return Fault(str(path), "no such checkpoint", fix=fix)
     reason = f"it contains no {MANIFEST}" if path.is_dir() else "it is not a folder"
@@ -88,7 +95,9 @@ def _parse(path: Path, text: bytes) -> Manifest:
         raise CheckpointError(Fault(where, f"is not JSON: {error}", fix=FIX_USE_ANOTHER)) from None
     found = data.get("format") if isinstance(data, dict) else None
     if not isinstance(found, int):
-        raise CheckpointError(Fault(where, "not a checkpoint of weft: the manifest names no format"))
+        raise CheckpointError(
+            Fault(where, "not a checkpoint of weft: the manifest names no format")
+        )
     if found > FORMAT:
         got = f"format {found}{_writer_version(data)}"
         fix = "use the newer weft that wrote it"
@@ -117,7 +126,9 @@ def _writer_version(data: dict[str, Any]) -> str:
 
 
 def _offset_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
-    """Pieces must follow the header without gaps, and every byte of a file must belong to one piece."""
+    """Pieces must follow the header without gaps, and every byte of a file must belong to one
+    piece.
+    """
     where = str(path / MANIFEST)
     ranges_of_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for name, stored in manifest.tensors.items():
@@ -130,7 +141,9 @@ def _offset_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
                 num_bytes=num_bytes,
             )
             if problem is not None:
-                yield Fault(where, f"tensor {name!r} in {piece.file}: {problem}", fix=FIX_USE_ANOTHER)
+                yield Fault(
+                    where, f"tensor {name!r} in {piece.file}: {problem}", fix=FIX_USE_ANOTHER
+                )
                 return
             ranges_of_file[piece.file].append((piece.at, piece.at + num_bytes))
     for name, file in manifest.files.items():

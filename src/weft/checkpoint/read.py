@@ -19,7 +19,9 @@ from weft.errors import CheckpointError, Fault
 
 
 class Source(Protocol):
-    """Stored tensors by global name (`layer17.attn.q.weight`): a section of a checkpoint, a Hugging Face folder, memory."""
+    """Stored tensors by global name (`layer17.attn.q.weight`): a section of a checkpoint, a Hugging
+    Face folder, memory.
+    """
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -31,7 +33,8 @@ class Source(Protocol):
         ...
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The entries of `box`, in its shape and stored dtype, in new memory on the CPU; reads only what is needed.
+        """The entries of `box`, in its shape and stored dtype, in new memory on the CPU; reads only
+        what is needed.
 
         Raises:
             CheckpointError: the bytes are not those that were written; names file and tensor.
@@ -43,13 +46,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, with its manifest and file lengths checked; no tensor is read yet.
 
     Raises:
-        CheckpointError: not a checkpoint, damaged, of a newer format, or data files missing or cut short.
+        CheckpointError: not a checkpoint, damaged, of a newer format, or data files missing or cut
+            short.
     """
     return Checkpoint(path, read_manifest(path))
 
 
 class Checkpoint:
-    """An opened checkpoint. Files are mapped on first use; every block is verified before its first use."""
+    """An opened checkpoint. Files are mapped on first use; every block is verified before its first
+    use.
+    """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
@@ -87,7 +93,9 @@ class Checkpoint:
                 )
             except CheckpointError as error:
                 faults[file_name] = error.faults[0]
-        for file_name in list(self.manifest.files)[index::count]:  # headers, also of files without pieces
+        for file_name in list(self.manifest.files)[
+            index::count
+        ]:  # headers, also of files without pieces
             if file_name in faults:
                 continue
             try:
@@ -101,7 +109,9 @@ class Checkpoint:
         """One data file, mapped, with its header checked."""
         if name not in self._files:
             facts = self.manifest.files[name]
-            self._files[name] = MappedFile(self.path / name, facts, block_bytes=self.manifest.block_bytes)
+            self._files[name] = MappedFile(
+                self.path / name, facts, block_bytes=self.manifest.block_bytes
+            )
         return self._files[name]
 
 
@@ -123,10 +133,12 @@ class Section:
         return torch_dtype(self._find(name))
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The entries of `box`, in its shape and stored dtype, in new memory on the CPU; reads only what is needed.
+        """The entries of `box`, in its shape and stored dtype, in new memory on the CPU; reads only
+        what is needed.
 
         Raises:
-            CheckpointError: the tensor or box does not exist, or the bytes are not those that were written.
+            CheckpointError: the tensor or box does not exist, or the bytes are not those that were
+                written.
         """
         stored = self._find(name)
         stored_name = f"{self.name}/{name}"

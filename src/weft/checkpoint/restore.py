@@ -41,8 +41,9 @@ def restore(state: TrainState, checkpoint: OpenCheckpoint) -> None:
     Each rank reads the entries that it holds.
 
     Raises:
-        CheckpointError: on all ranks, if one finds a tensor that is damaged, missing, of another shape or dtype, or if no rank
-            needs a stored tensor. The state may then be partly overwritten: restore another checkpoint.
+        CheckpointError: on all ranks, if one finds a tensor that is damaged, missing, of another
+            shape or dtype, or if no rank needs a stored tensor. The state may then be partly
+            overwritten: restore another checkpoint.
     """
     comm = state.model.comm
     manifest = checkpoint.manifest
@@ -65,7 +66,8 @@ def load_parameters(state: TrainState, source: Source) -> None:
 
 
 def load_model(model: ParallelModel, source: Source) -> None:
-    """Load the parameters of a model that is not trained, converted to their dtype here. Every rank must call it.
+    """Load the parameters of a model that is not trained, converted to their dtype here. Every rank
+    must call it.
 
     Raises:
         CheckpointError: as `load_parameters`.
@@ -162,7 +164,9 @@ def _check_unexpected_names(state: TrainState, manifest: Manifest) -> None:
 def _check_optimizer(state: TrainState, manifest: Manifest) -> None:
     """The checkpoint must hold exactly the kinds of optimizer state that this optimizer keeps."""
     prefix = f"{OPTIMIZER}/"
-    stored_keys = {section.removeprefix(prefix) for section in manifest.sections if section.startswith(prefix)}
+    stored_keys = {
+        section.removeprefix(prefix) for section in manifest.sections if section.startswith(prefix)
+    }
     if stored_keys != state.optimizer_keys:
         what = "the checkpoint is of an optimizer with other state"
         fix = "the optimizer (and sgd's momentum) that wrote it"
@@ -180,10 +184,14 @@ def _some_names(names: Sequence[str]) -> str:
     return f"{shown} and {num_hidden} more" if num_hidden > 0 else shown
 
 
-def open_newest_valid(resume: str, out: str | None, comm: Comm) -> tuple[Checkpoint | None, tuple[Fault, ...]]:
-    """The newest checkpoint that `resume` means whose every byte is verified, and the faults of newer ones.
+def open_newest_valid(
+    resume: str, out: str | None, comm: Comm
+) -> tuple[Checkpoint | None, tuple[Fault, ...]]:
+    """The newest checkpoint that `resume` means whose every byte is verified, and the faults of
+    newer ones.
 
-    Every rank must call it; ranks share the verification. None, without faults, if there is no checkpoint at all.
+    Every rank must call it; ranks share the verification. None, without faults, if there is no
+    checkpoint at all.
 
     Raises:
         CheckpointError: on all ranks, if there are checkpoints and none is valid.

@@ -4,8 +4,9 @@
     resume = runs/x                     newest valid checkpoint of another run folder
     resume = runs/x/ckpt/step-000100    this checkpoint
 
-Whatever determines the numbers must be unchanged: model, data and its order, optimizer, dtype of the parameters. The layout
-may change, and so may what is chosen per step: learning rate, number of steps, clipping.
+Whatever determines the numbers must be unchanged: model, data and its order, optimizer, dtype of
+the parameters. The layout may change, and so may what is chosen per step: learning rate, number of
+steps, clipping.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ SAME_KEYS = (
     "lora.alpha",
     "lora.targets",
 )
-"""Config keys that must be unchanged. With another seed or batch size the data order would not continue."""
+"""Config keys that must be unchanged. With another seed or batch size the data order would not
+continue.
+"""
 
 SAME_KEYS_WITH_LORA = ("precision.compute",)
 """Further ones of runs with adapters: frozen parameters are stored in this dtype."""
@@ -44,7 +47,9 @@ SAME_DATA_FACTS = ("sha256", "samples", "shares")
 
 
 def starts_new(run: Run) -> bool:
-    """Whether the run starts from initial parameters, not from a checkpoint; `auto` may find none yet."""
+    """Whether the run starts from initial parameters, not from a checkpoint; `auto` may find none
+    yet.
+    """
     if run.resume is None:
         return True
     return run.resume == AUTO and not any(checkpoints(Path(run.out or "")))
@@ -64,8 +69,11 @@ def run_folder_of(resume: str, out: str | None) -> Path | None:
     return None
 
 
-def find_checkpoint(resume: str, out: str | None = None, *, below: int | None = None) -> FoundCheckpoint:
-    """The checkpoint that `resume` means, of fewer than `below` steps; without a path if there is none.
+def find_checkpoint(
+    resume: str, out: str | None = None, *, below: int | None = None
+) -> FoundCheckpoint:
+    """The checkpoint that `resume` means, of fewer than `below` steps; without a path if there is
+    none.
 
     Raises:
         CheckpointError: `resume` names one checkpoint, and that does not exist or is damaged.
@@ -105,9 +113,13 @@ def resume_faults(run: Run) -> Iterable[Fault]:
 
 
 def _not_found_faults(resume: str, out: str | None, found: FoundCheckpoint) -> tuple[Fault, ...]:
-    """All checkpoints are damaged, or there is none although one was named; `auto` may start a new run."""
+    """All checkpoints are damaged, or there is none although one was named; `auto` may start a new
+    run.
+    """
     if found.faults:
-        what = f"no checkpoint of {run_folder_of(resume, out)} is valid; the newest: {found.faults[0]}"
+        what = (
+            f"no checkpoint of {run_folder_of(resume, out)} is valid; the newest: {found.faults[0]}"
+        )
         return (Fault(KEY, what, fix="move the ckpt folder away to start a new run"),)
     if resume == AUTO:
         return ()
@@ -156,7 +168,8 @@ def check_model(
     family: str,
     architecture: Mapping[str, Any],
 ) -> None:
-    """Reject a checkpoint of another model: its family, or a field of the model config that determines shapes.
+    """Reject a checkpoint of another model: its family, or a field of the model config that
+    determines shapes.
 
     Raises:
         CheckpointError: names every field that differs.

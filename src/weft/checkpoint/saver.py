@@ -5,8 +5,8 @@
     step 12    no status says so: every rank knows, and rank 0 commits in the background and removes old checkpoints
     step 13    rank 0 emits the `save` event
 
-Statuses travel with the numbers that every step gathers, so agreement costs no collective of its own. Only when a write
-failed, and at the end of training, the ranks exchange messages about it.
+Statuses travel with the numbers that every step gathers, so agreement costs no collective of its
+own. Only when a write failed, and at the end of training, the ranks exchange messages about it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class CommitResult:
 
 
 class Saver:
-    """Saves a training state into the run folder; every rank has one and calls it at the same points.
+    """Saves a training state into the run folder; every rank has one and calls it at the same
+    points.
 
     Args:
         state: returns what is to be saved.
@@ -157,7 +158,9 @@ class Saver:
         self.last_saved = step
 
     def finish(self, step: int, *, save: bool) -> Iterator[Event]:
-        """Save the state after `step` if `save` and it is not saved yet, and wait; then every rank knows `error`."""
+        """Save the state after `step` if `save` and it is not saved yet, and wait; then every rank
+        knows `error`.
+        """
         if save and self.last_saved != step:
             yield from self.save(step)
         yield from self._wait()
@@ -171,7 +174,9 @@ class Saver:
         yield from self._poll_commit(wait=True)
 
     def _end_writing(self, pending: PendingSave, *, exchange_errors: bool) -> Iterator[Event]:
-        """Commit or discard once all ranks have written. Without `exchange_errors` it is known that none failed."""
+        """Commit or discard once all ranks have written. Without `exchange_errors` it is known that
+        none failed.
+        """
         self._writing = None
         local = {"num_bytes": pending.write.num_bytes, "error": _write_error(pending.write)}
         reports = []
@@ -183,7 +188,9 @@ class Saver:
             if report["error"]:
                 discard(temporary_path(pending.final))
                 need_bytes = sum(other["num_bytes"] for other in reports)
-                yield self._failure(pending, self._reason(rank, report["error"]), need_bytes=need_bytes)
+                yield self._failure(
+                    pending, self._reason(rank, report["error"]), need_bytes=need_bytes
+                )
                 return
         self._committing = (pending, self._commit_thread.submit(self._commit, pending))
 

@@ -4,7 +4,8 @@
     model/<parameter>            its values, in the dtype that the optimizer updates
     optim/<key>/<parameter>      optimizer state ("exp_avg", ...; "step" is one number, 0-dim)
 
-A tied parameter is stored under its owner's name. A parameter that is not trained (a router's bias) has no optimizer state.
+A tied parameter is stored under its owner's name. A parameter that is not trained (a router's bias)
+has no optimizer state.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class TrainState:
 
     Attributes:
         model: this rank's parameter shards.
-        grads: the store whose `tensors` the optimizer updates: the parameters, or ZeRO shards and masters of them.
+        grads: the store whose `tensors` the optimizer updates: the parameters, or ZeRO shards and
+            masters of them.
         optimizer_state: parameter name -> key ("exp_avg") -> tensor.
         optimizer_keys: all keys that this optimizer keeps of a parameter.
     """
@@ -47,11 +49,15 @@ class TrainState:
     @property
     def trained_names(self) -> frozenset[str]:
         """Parameters here that the optimizer updates."""
-        names = (name for name in self.grads.sharded_params if self.model.params[name].requires_grad)
+        names = (
+            name for name in self.grads.sharded_params if self.model.params[name].requires_grad
+        )
         return frozenset(names)
 
     def stored_names(self) -> frozenset[str]:
-        """Stored names of everything on this rank, including what other ranks hold of it under ZeRO."""
+        """Stored names of everything on this rank, including what other ranks hold of it under
+        ZeRO.
+        """
         names = set()
         for name, shard in self.model.shards.items():
             names.add(f"{MODEL}/{shard.owner}")
@@ -91,7 +97,9 @@ class ParamState:
 
     @property
     def write_range(self) -> tuple[int, int]:
-        """Range of the shard's entries that this rank writes, so that each entry is written by one replica."""
+        """Range of the shard's entries that this rank writes, so that each entry is written by one
+        replica.
+        """
         if self.is_alias:
             return self.lo, self.lo
         length = self.hi - self.lo
@@ -134,7 +142,8 @@ class ParamState:
 
 
 def write_items(state: TrainState) -> tuple[WriteItem, ...]:
-    """What this rank writes: over all ranks each entry is written once, and replicas share the work.
+    """What this rank writes: over all ranks each entry is written once, and replicas share the
+    work.
 
     The tensors are live: take a snapshot of them before training goes on.
     """
@@ -163,8 +172,12 @@ def param_states(state: TrainState) -> Iterator[ParamState]:
         yield replace(local, tensors=tensors, scalars=scalars)
 
 
-def param_values(model: ParallelModel, grads: GradientReducer | None = None) -> Iterator[ParamState]:
-    """Values without optimizer state: those in `grads` (trained or sharded ones), else the parameters themselves."""
+def param_values(
+    model: ParallelModel, grads: GradientReducer | None = None
+) -> Iterator[ParamState]:
+    """Values without optimizer state: those in `grads` (trained or sharded ones), else the
+    parameters themselves.
+    """
     if grads is None:
         for name, param in model.params.items():
             yield _param_state(

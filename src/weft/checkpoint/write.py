@@ -66,7 +66,8 @@ class RankWrite:
         """Wait until everything is on the disk.
 
         Raises:
-            CheckpointError: the write failed and this rank's files are removed. Call `discard` when all ranks have ended.
+            CheckpointError: the write failed and this rank's files are removed. Call `discard` when
+                all ranks have ended.
         """
         self._thread.join()
         if self._error:
@@ -107,7 +108,8 @@ def start_write(
 ) -> RankWrite:
     """Start to write this rank's pieces below `tmp` (created if missing) in a thread.
 
-    The tensors must be a snapshot that does not change until the write is done. Each is released once it is written.
+    The tensors must be a snapshot that does not change until the write is done. Each is released
+    once it is written.
 
     Args:
         require_finite: fail, before anything is written, if an item holds NaN or infinity.
@@ -153,7 +155,9 @@ def merge_stored(name: str, known: Stored | None, other: Stored) -> Stored:
 
 
 def _check_finite(items: Iterable[WriteItem]) -> None:
-    """Reject NaN and infinity: a run must not resume from them, and they must not replace an older checkpoint."""
+    """Reject NaN and infinity: a run must not resume from them, and they must not replace an older
+    checkpoint.
+    """
     for item in items:
         tensor = item.tensor
         if not tensor.is_floating_point() or not tensor.numel():

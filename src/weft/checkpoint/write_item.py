@@ -20,7 +20,8 @@ class WriteItem:
     Attributes:
         name: stored name: `model/layer0.attn.q.weight`, `optim/exp_avg/layer0.attn.q.weight`.
         shape: shape of the whole tensor.
-        box: position of the piece in the whole tensor; an empty box only declares that the tensor exists.
+        box: position of the piece in the whole tensor; an empty box only declares that the tensor
+            exists.
         tensor: the entries, in the shape of the box.
 
     Raises:
@@ -40,7 +41,9 @@ class WriteItem:
     def _fault(self) -> Fault | None:
         parts = self.name.split("/")
         if len(parts) < 2 or not all(parts):
-            return Fault(self.name, "is not a valid name of a stored tensor", need="section/parameter")
+            return Fault(
+                self.name, "is not a valid name of a stored tensor", need="section/parameter"
+            )
         whole = Box.whole(self.shape)
         if len(self.box.lo) != len(self.shape) or self.box & whole != self.box:
             return Fault(
@@ -79,7 +82,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def snapshot(items: Iterable[WriteItem]) -> tuple[WriteItem, ...]:
-    """Copies of the items on the CPU, which later training steps do not change. Copies from a device run concurrently."""
+    """Copies of the items on the CPU, which later training steps do not change. Copies from a
+    device run concurrently.
+    """
     sources = tuple(items)
     copies = []
     for item in sources:

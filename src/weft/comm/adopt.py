@@ -10,9 +10,11 @@ from weft.core.mesh import Axis, Mesh, axis_names
 
 
 def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Comm:
-    """`comm`, or if it is None the world that the script initialised torch.distributed with, all of it along `axis`.
+    """`comm`, or if it is None the world that the script initialised torch.distributed with, all of
+    it along `axis`.
 
-    Every call with None opens connections of its own; every rank must make the same calls in the same order.
+    Every call with None opens connections of its own; every rank must make the same calls in the
+    same order.
 
     Raises:
         LaunchError: `comm` is None, and torch.distributed has not been initialised.

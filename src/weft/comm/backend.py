@@ -16,10 +16,14 @@ from weft.comm.signature import check_signatures, decode_signature, encode_signa
 from weft.comm.transport import Call, Op, Reduce
 
 SMALL_BYTES = 1 << 18
-"""Up to this many bytes of output per rank, every rank sends directly to every other: one hop instead of a ring."""
+"""Up to this many bytes of output per rank, every rank sends directly to every other: one hop
+instead of a ring.
+"""
 
 MAX_TWO_RANK_ALL_REDUCE_BYTES = 1 << 22
-"""Up to this size two ranks all-reduce by one exchange; beyond it gloo's own algorithm costs the caller less."""
+"""Up to this size two ranks all-reduce by one exchange; beyond it gloo's own algorithm costs the
+caller less.
+"""
 
 DATA_TAG, SIGNATURE_TAG, ABORT_TAG = 0, 1, 2
 
@@ -62,10 +66,12 @@ class TorchProcessGroup(Protocol):
 
 
 class ProcessGroupBackend:
-    """The process groups of one group of ranks: gloo from the start, another one when tensors on its devices come.
+    """The process groups of one group of ranks: gloo from the start, another one when tensors on
+    its devices come.
 
     Args:
-        connect: makes the process group for a device type, `connect("cpu")`; it may block until all members call it.
+        connect: makes the process group for a device type, `connect("cpu")`; it may block until all
+            members call it.
         reduce_ops: torch.distributed's ReduceOp for each reduction.
     """
 
@@ -91,7 +97,9 @@ class ProcessGroupBackend:
         return _DISPATCH[call.op](self, call)
 
     def exchange_signatures(self, call: Call) -> BackendCall:
-        """Send the signature of `call` to all members; waiting for it compares theirs and raises MismatchError."""
+        """Send the signature of `call` to all members; waiting for it compares theirs and raises
+        MismatchError.
+        """
         size = len(call.ranks)
         own = encode_signature(call)
         received = own.new_empty(size, own.numel())
@@ -110,7 +118,9 @@ class ProcessGroupBackend:
         return MessageCall([recv, send], compare)
 
     def abort(self, index: int) -> None:
-        """Fail what is in flight; gloo has no such call, but a recv that times out closes all connections."""
+        """Fail what is in flight; gloo has no such call, but a recv that times out closes all
+        connections.
+        """
         peer = 1 if index == 0 else 0
         buffer = torch.empty(1, dtype=torch.uint8)
         never_sent = self.gloo.recv([buffer], peer, ABORT_TAG)
@@ -324,7 +334,9 @@ Launch = Callable[[ProcessGroupBackend, Call], BackendCall]
 
 
 def _unless_empty(launch: Launch) -> Launch:
-    """`launch` for calls that move bytes; for operations whose tensor is empty on all members or on none."""
+    """`launch` for calls that move bytes; for operations whose tensor is empty on all members or on
+    none.
+    """
 
     def launch_unless_empty(backend: ProcessGroupBackend, call: Call) -> BackendCall:
         tensor = call.input if call.input is not None else call.output
@@ -435,7 +447,9 @@ def _has_two_cpu_ranks(call: Call, x: Tensor) -> bool:
 
 
 def _copy_unless_same(source: Tensor, destination: Tensor) -> None:
-    """Copy, unless both are the same memory: the input of an in-place collective is a part of its output."""
+    """Copy, unless both are the same memory: the input of an in-place collective is a part of its
+    output.
+    """
     if source.data_ptr() != destination.data_ptr():
         destination.copy_(source)
 

@@ -9,14 +9,18 @@ from datetime import timedelta
 from typing import Protocol
 
 COMPLETION_POLL_S = 0.001
-"""How long `MessageCall.is_completed` waits for its thread, so that a message that has arrived is seen as such."""
+"""How long `MessageCall.is_completed` waits for its thread, so that a message that has arrived is
+seen as such.
+"""
 
 MESSAGE_LIMIT_S = 3600.0
 """How long the thread behind `MessageCall.is_completed` waits for a message."""
 
 
 class TorchWork(Protocol):
-    """The part of torch.distributed.Work that is used; `wait` raises RuntimeError on failure and on time-out."""
+    """The part of torch.distributed.Work that is used; `wait` raises RuntimeError on failure and on
+    time-out.
+    """
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
     def is_completed(self) -> bool: ...
@@ -30,12 +34,15 @@ class BackendCall:
         finish: called once, by the first `wait` that finds all works complete.
     """
 
-    def __init__(self, works: Sequence[TorchWork], finish: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, works: Sequence[TorchWork], finish: Callable[[], object] | None = None
+    ) -> None:
         self.works = works
         self.finish = finish
 
     def wait(self, timeout_s: float) -> bool:
-        """Block for at most `timeout_s`; whether the call is complete. It may be called again if not.
+        """Block for at most `timeout_s`; whether the call is complete. It may be called again if
+        not.
 
         Raises:
             RuntimeError: the backend failed.
@@ -56,9 +63,11 @@ class BackendCall:
 
 
 class StreamCall(BackendCall):
-    """Works on an accelerator: waiting orders the caller's stream after them and does not block the caller.
+    """Works on an accelerator: waiting orders the caller's stream after them and does not block the
+    caller.
 
-    The backend keeps the time-out itself there: a wait with a time-out would block the caller until the device is done.
+    The backend keeps the time-out itself there: a wait with a time-out would block the caller until
+    the device is done.
     """
 
     def _wait_for_works(self, timeout_s: float) -> bool:
@@ -76,7 +85,9 @@ class StreamCall(BackendCall):
 class MessageCall(BackendCall):
     """Sends and recvs that belong together: see Note [Messages on gloo]."""
 
-    def __init__(self, works: Sequence[TorchWork], finish: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, works: Sequence[TorchWork], finish: Callable[[], object] | None = None
+    ) -> None:
         super().__init__(works, finish)
         self._waiting_thread: futures.Future[None] | None = None
 
@@ -103,18 +114,24 @@ class MessageCall(BackendCall):
 
 
 def _wait_for_work(work: TorchWork, timeout_s: float) -> bool:
-    """Whether `work` completes within `timeout_s`; a wait of a collective that times out leaves the group usable."""
+    """Whether `work` completes within `timeout_s`; a wait of a collective that times out leaves the
+    group usable.
+    """
     timeout = timedelta(seconds=timeout_s)
     try:
         return work.wait(timeout)
     except RuntimeError:
         if not work.is_completed():
             return False  # only this wait timed out
-    return work.wait(timeout)  # it failed, or it completed since the time-out: this wait raises or returns True
+    return work.wait(
+        timeout
+    )  # it failed, or it completed since the time-out: this wait raises or returns True
 
 
 def _run_in_thread(function: Callable[[], None]) -> futures.Future[None]:
-    """Start a daemon thread that runs `function`; a pool of futures.Executor would block the exit of the program."""
+    """Start a daemon thread that runs `function`; a pool of futures.Executor would block the exit
+    of the program.
+    """
     result: futures.Future[None] = futures.Future()
 
     def run() -> None:

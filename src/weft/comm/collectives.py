@@ -74,7 +74,9 @@ class AxisGroup:
 
 @dataclass(frozen=True, slots=True)
 class LoweredOp(Generic[T]):
-    """A call, or None if the group has one member, and `finish`, which makes the result once the call is complete."""
+    """A call, or None if the group has one member, and `finish`, which makes the result once the
+    call is complete.
+    """
 
     call: Call | None
     finish: Callable[[], T]
@@ -147,7 +149,9 @@ def all_gather_(buffer: Tensor, group: AxisGroup) -> LoweredOp[Tensor]:
 
 
 def reduce_scatter_(buffer: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[Tensor]:
-    """Equal shards of one flat buffer: the reduction of every member's buffer, written into this member's own shard."""
+    """Equal shards of one flat buffer: the reduction of every member's buffer, written into this
+    member's own shard.
+    """
     _check_average(buffer, op)
     own_shard = _own_shard(buffer, group, "reduce_scatter")
     if group.degree == 1:
@@ -330,7 +334,9 @@ def barrier(group: AxisGroup) -> LoweredOp[None]:
 
 def _normalized_dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
-        raise CommError(f"dimension {dim} is outside shape {list(x.shape)}; a scalar needs a dimension first")
+        raise CommError(
+            f"dimension {dim} is outside shape {list(x.shape)}; a scalar needs a dimension first"
+        )
     return dim % x.dim()
 
 
@@ -368,7 +374,9 @@ def _packed_pieces(pieces: Sequence[Tensor] | None, out: Tensor, group: AxisGrou
 
 def _check_average(x: Tensor, op: Reduce) -> None:
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
-        raise CommError(f"avg of {x.dtype} would not be an integer: reduce with sum and divide the result")
+        raise CommError(
+            f"avg of {x.dtype} would not be an integer: reduce with sum and divide the result"
+        )
 
 
 def _pair(*, source: int, destination: int, axis: str) -> tuple[int, int]:

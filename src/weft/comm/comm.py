@@ -23,22 +23,25 @@ MAX_RANKS_IN_NOTE = 16
 
 
 class Comm:
-    """Collectives and messages of one rank: `comm.all_reduce(x, "tp")`, `comm.all_gather(x, ("dp", "cp"), dim=1)`.
+    """Collectives and messages of one rank: `comm.all_reduce(x, "tp")`, `comm.all_gather(x, ("dp",
+    "cp"), dim=1)`.
 
-    An axis is the name of a mesh axis, or a tuple of names taken together as one group in mesh order. An axis of
-    degree 1 returns at once: no transport, nothing counted. Functional operations return new memory, those that end in
-    `_` work in place and return their argument. Every operation has a `start_` variant that returns a `Work`; its
-    tensors must not be read or written until that has been waited for. Autograd does not record these operations:
-    `comm/ops.py` has differentiable ones.
+    An axis is the name of a mesh axis, or a tuple of names taken together as one group in mesh
+    order. An axis of degree 1 returns at once: no transport, nothing counted. Functional operations
+    return new memory, those that end in `_` work in place and return their argument. Every
+    operation has a `start_` variant that returns a `Work`; its tensors must not be read or written
+    until that has been waited for. Autograd does not record these operations: `comm/ops.py` has
+    differentiable ones.
 
     Args:
         observers: see every operation that goes to the transport.
-        on_late: called when a group's members have not joined a call after some seconds (10 for `ProcessTransport`),
-            once per call and from any thread, while the call goes on waiting. It prints a note on stderr by default.
+        on_late: called when a group's members have not joined a call after some seconds (10 for
+            `ProcessTransport`), once per call and from any thread, while the call goes on waiting.
+            It prints a note on stderr by default.
 
     Attributes:
-        checked: whether members first compare their signatures, if that costs messages (processes). True at first; it
-            may be switched, on every rank at the same point.
+        checked: whether members first compare their signatures, if that costs messages (processes).
+            True at first; it may be switched, on every rank at the same point.
     """
 
     def __init__(
@@ -112,7 +115,9 @@ class Comm:
         dim: int = 0,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Every member's x, concatenated along `dim`; `sizes` are the members' lengths along `dim` if they differ."""
+        """Every member's x, concatenated along `dim`; `sizes` are the members' lengths along `dim`
+        if they differ.
+        """
         work = self.start_all_gather(x, axis, dim=dim, sizes=sizes)
         return work.wait()
 
@@ -128,7 +133,9 @@ class Comm:
         return self._start(lowered)
 
     def all_gather_(self, buffer: Tensor, axis: Axis) -> Tensor:
-        """`buffer` is flat, one equal shard per member: every other member's shard is written into it."""
+        """`buffer` is flat, one equal shard per member: every other member's shard is written into
+        it.
+        """
         work = self.start_all_gather_(buffer, axis)
         return work.wait()
 
@@ -145,7 +152,9 @@ class Comm:
         op: Reduce = "sum",
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """This member's piece along `dim` of the reduction of every member's x; `sizes` are the pieces' lengths."""
+        """This member's piece along `dim` of the reduction of every member's x; `sizes` are the
+        pieces' lengths.
+        """
         work = self.start_reduce_scatter(
             x,
             axis,
@@ -168,7 +177,8 @@ class Comm:
         return self._start(lowered)
 
     def reduce_scatter_(self, buffer: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
-        """`buffer` is flat, one equal shard per member: the reduction of all buffers is written into this member's shard.
+        """`buffer` is flat, one equal shard per member: the reduction of all buffers is written
+        into this member's shard.
 
         Returns that shard, a view; the other shards do not change.
         """
@@ -187,7 +197,9 @@ class Comm:
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Piece j of x along dim 0 goes to member j; returns the received pieces in group order. Equal pieces by default."""
+        """Piece j of x along dim 0 goes to member j; returns the received pieces in group order.
+        Equal pieces by default.
+        """
         work = self.start_all_to_all(x, axis, send_sizes=send_sizes, recv_sizes=recv_sizes)
         return work.wait()
 
@@ -216,7 +228,9 @@ class Comm:
         work = self.start_gather(x, axis, root=root)
         return work.wait()
 
-    def start_gather(self, x: Tensor, axis: Axis, *, root: int = 0) -> Work[tuple[Tensor, ...] | None]:
+    def start_gather(
+        self, x: Tensor, axis: Axis, *, root: int = 0
+    ) -> Work[tuple[Tensor, ...] | None]:
         lowered = collectives.gather(x, self._group(axis), root)
         return self._start(lowered)
 

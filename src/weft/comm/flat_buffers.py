@@ -21,12 +21,15 @@ def split_sizes(
     """`sizes`, checked to split `length` into `num_pieces`; None splits into equal pieces.
 
     Raises:
-        CommError: they do not; the message begins with `what`, which names the operation, the axis and the dimension.
+        CommError: they do not; the message begins with `what`, which names the operation, the axis
+            and the dimension.
     """
     if sizes is None:
         piece_length, remainder = divmod(length, num_pieces)
         if remainder:
-            raise CommError(f"{what} has {length} entries, not divisible by {num_pieces}; pass sizes")
+            raise CommError(
+                f"{what} has {length} entries, not divisible by {num_pieces}; pass sizes"
+            )
         return (piece_length,) * num_pieces
     total = sum(sizes)
     if total != length:
@@ -53,7 +56,9 @@ def member_sizes(
 
 
 def flatten(x: Tensor) -> Tensor:
-    """`x` as one contiguous dimension, without autograd; shares memory with `x` if `x` is contiguous."""
+    """`x` as one contiguous dimension, without autograd; shares memory with `x` if `x` is
+    contiguous.
+    """
     contiguous = x.detach().contiguous()
     return contiguous.view(-1)
 
@@ -81,7 +86,9 @@ def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def unpack(buffer: Tensor, shapes: Sequence[Sequence[int]], dim: int) -> Tensor:
-    """Inverse of `pack`: pieces of `shapes`, one after the other in `buffer`, concatenated along `dim`."""
+    """Inverse of `pack`: pieces of `shapes`, one after the other in `buffer`, concatenated along
+    `dim`.
+    """
     if dim == 0:
         num_rows = sum(shape[0] for shape in shapes)
         whole_shape = with_length(shapes[0], 0, num_rows)

@@ -21,7 +21,8 @@ WAIT_SLICE_S = 0.25
 """A wait for a collective is made of waits of this length, so that Ctrl-C interrupts it."""
 
 TIMEOUT_GRACE_S, LOST_GRACE_S = 0.1, 0.5
-"""How long a rank looks for the others' announcements after a time-out and after a lost connection."""
+"""How long a rank looks for the others' announcements after a time-out and after a lost connection.
+"""
 
 CLOSE_WAIT_S = 5.0
 """How long closing waits for the worker thread to end."""
@@ -36,7 +37,8 @@ CLOSE_WAIT_S = 5.0
 
 
 class GroupQueue:
-    """Calls of one group of ranks (or of one ordered pair, for messages), in the order in which they were started.
+    """Calls of one group of ranks (or of one ordered pair, for messages), in the order in which
+    they were started.
 
     Args:
         name: name of the group, the same on all members.
@@ -44,7 +46,8 @@ class GroupQueue:
         presence: store by which the ranks of the world see which of them have joined a call.
         timeout_s: how long a call waits for other ranks.
         late_after_s: how long a call waits before members that have not joined are reported.
-        announce_after_s: age of a collective at which this rank announces how many calls it has started.
+        announce_after_s: age of a collective at which this rank announces how many calls it has
+            started.
     """
 
     def __init__(
@@ -88,18 +91,23 @@ class GroupQueue:
             return group_call
 
     def abort(self, index: int) -> None:
-        """Fail what member `index`, this rank, has started and not waited for; let the worker thread end."""
+        """Fail what member `index`, this rank, has started and not waited for; let the worker
+        thread end.
+        """
         if self._backend is not None and (self.in_flight or self._num_queued):
             self._backend.abort(index)
         self._queued.put(None)
 
     def join(self) -> None:
-        """Return when the worker thread has ended: one that drops a backend while Python exits aborts the process."""
+        """Return when the worker thread has ended: one that drops a backend while Python exits
+        aborts the process.
+        """
         if self._worker is not None:
             self._worker.join(CLOSE_WAIT_S)
 
     def check_progress(self) -> None:
-        """Announce this rank if a call has been in flight for a while; report late ranks of calls it waits for.
+        """Announce this rank if a call has been in flight for a while; report late ranks of calls
+        it waits for.
 
         Called from time to time by the monitor thread of the transport.
         """
@@ -115,23 +123,35 @@ class GroupQueue:
                 blocking.report_late(waited_s)
 
     def missing(self, group_call: GroupCall, *, within_s: float) -> tuple[int, ...]:
-        """Members that have not joined `group_call`: its group is not connected, or they are not in the collective."""
+        """Members that have not joined `group_call`: its group is not connected, or they are not in
+        the collective.
+        """
         call = group_call.call
         is_connected = self._backend is not None
         if is_connected and call.is_p2p:
             return tuple(rank for rank in call.ranks if rank != call.rank)
         num_started = group_call.position + 1 if is_connected else 1
-        return self.presence.missing(self.name, call.ranks, num_started=num_started, within_s=within_s)
+        return self.presence.missing(
+            self.name, call.ranks, num_started=num_started, within_s=within_s
+        )
 
     def diagnose(self, group_call: GroupCall, error: RuntimeError | None) -> CommError:
-        """The error of a call that timed out (`error` None) or that the backend failed; later calls refer to it."""
+        """The error of a call that timed out (`error` None) or that the backend failed; later calls
+        refer to it.
+        """
         description = group_call.call.description
         if self._failure is not None:
-            return CommError(f"{description}: its connections were closed after an earlier failure: {self._failure}")
+            return CommError(
+                f"{description}: its connections were closed after an earlier failure: {self._failure}"
+            )
         self._announce(group_call.call)
         if error is None or "imed out" in str(error):
             missing = self.missing(group_call, within_s=TIMEOUT_GRACE_S)
-            late = f"{rank_list(missing)} did not arrive" if missing else "all ranks arrived, but it did not complete"
+            late = (
+                f"{rank_list(missing)} did not arrive"
+                if missing
+                else "all ranks arrived, but it did not complete"
+            )
             self._failure = CommTimeout(f"{description}: {late} within {self.timeout_s:g} s")
         else:
             missing = self.missing(group_call, within_s=LOST_GRACE_S)
@@ -141,10 +161,14 @@ class GroupQueue:
         return self._failure
 
     def _announce(self, call: Call) -> None:
-        """Let the other members see how many calls this rank has started; messages are not announced."""
+        """Let the other members see how many calls this rank has started; messages are not
+        announced.
+        """
         if call.is_p2p:
             return
-        with self._announce_lock:  # the monitor and the waiting thread announce: the number must not decrease
+        with (
+            self._announce_lock
+        ):  # the monitor and the waiting thread announce: the number must not decrease
             num_started = self._num_started
             if num_started > self._num_announced:
                 self._num_announced = num_started
@@ -198,11 +222,14 @@ class GroupQueue:
         try:
             return self._connect()
         except RuntimeError as error:
-            raise CommError(f"{call.description}: the group cannot be connected: {error}") from error
+            raise CommError(
+                f"{call.description}: the group cannot be connected: {error}"
+            ) from error
 
 
 class GroupCall:
-    """One call of a `GroupQueue`: run by its worker thread if queued, otherwise launched by the thread that starts it.
+    """One call of a `GroupQueue`: run by its worker thread if queued, otherwise launched by the
+    thread that starts it.
 
     Attributes:
         position: place of the call in the order of its group, the same on all members.
@@ -271,7 +298,9 @@ class GroupCall:
             raise self.queue.diagnose(self, None)
 
     def report_late(self, waited_s: float) -> None:
-        """Report the members that have not joined, once; only the first rank of the group to see it does."""
+        """Report the members that have not joined, once; only the first rank of the group to see it
+        does.
+        """
         if self._is_reported:
             return
         missing = self.queue.missing(self, within_s=0.0)
@@ -285,7 +314,9 @@ class GroupCall:
     def _wait_in_slices(self, backend_call: BackendCall) -> bool:
         timeout_s = self.queue.timeout_s
         if self.call.is_p2p:
-            return backend_call.wait(timeout_s)  # a message has one wait: see Note [Messages on gloo]
+            return backend_call.wait(
+                timeout_s
+            )  # a message has one wait: see Note [Messages on gloo]
         deadline = time.monotonic() + timeout_s
         while not backend_call.wait(min(WAIT_SLICE_S, timeout_s)):
             if time.monotonic() > deadline:

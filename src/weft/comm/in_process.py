@@ -37,7 +37,9 @@ def reduce_in_order(tensors: Sequence[Tensor], op: Reduce) -> Tensor:
 
 
 def reduce_two_(total: Tensor, other: Tensor, op: Reduce) -> None:
-    """The reduction of two tensors, written into the first; the bits are those of `reduce_in_order` in either order."""
+    """The reduction of two tensors, written into the first; the bits are those of `reduce_in_order`
+    in either order.
+    """
     if _accumulator_dtype(total.dtype) != total.dtype:
         reduced = reduce_in_order((total, other), op)
         total.copy_(reduced)
@@ -48,13 +50,17 @@ def reduce_two_(total: Tensor, other: Tensor, op: Reduce) -> None:
 
 
 def run_collective(calls: Sequence[Call]) -> None:
-    """Run one collective or message; `calls` are those of all members in group order, with matching signatures.
+    """Run one collective or message; `calls` are those of all members in group order, with matching
+    signatures.
 
-    Tensors may live on different devices: pieces move to the device of the output. Dispatch modes of the calling thread
-    (memory or FLOP counters) are disabled, since it works for all members here.
+    Tensors may live on different devices: pieces move to the device of the output. Dispatch modes
+    of the calling thread (memory or FLOP counters) are disabled, since it works for all members
+    here.
     """
     run = _RUN[calls[0].op]
-    has_dispatch_modes = torch._C._len_torch_dispatch_stack() > 0  # checked first: disabling none costs 25 us
+    has_dispatch_modes = (
+        torch._C._len_torch_dispatch_stack() > 0
+    )  # checked first: disabling none costs 25 us
     with torch.no_grad(), _disable_current_modes() if has_dispatch_modes else nullcontext():
         run(calls)
 

@@ -10,8 +10,8 @@ from weft.comm.transport import Call, OnLate
 class MetaTransport:
     """Rank `rank` of a world of `size`; the other ranks do not exist.
 
-    Results have the right shapes and dtypes. In-place reductions and broadcasts leave their tensor as it is, all other
-    outputs are zeros: meaningless, but finite and reproducible.
+    Results have the right shapes and dtypes. In-place reductions and broadcasts leave their tensor
+    as it is, all other outputs are zeros: meaningless, but finite and reproducible.
     """
 
     def __init__(self, size: int, rank: int, *, device: str | torch.device = "meta") -> None:

@@ -17,8 +17,10 @@ from weft.comm.transport import Call, Op
 class Operation:
     """One operation of one rank. The same object is passed to `started` and `finished`.
 
-    `axis` is the mesh axis, or several joined by "+". `payload_bytes` is the size of this rank's input (for recv and
-    broadcast: output). `sent_bytes` is what this rank sends with a ring algorithm; its sum over the group is what
+    `axis` is the mesh axis, or several joined by "+". `payload_bytes` is the size of this rank's
+    input (for recv and
+    broadcast: output). `sent_bytes` is what this rank sends with a ring algorithm; its sum over the
+        group is what
     crosses the network. With n members, whole = the large tensor, own = this rank's piece:
 
         all_reduce      2 (n-1)/n whole     a reduce-scatter and an all-gather; rounded down to whole bytes
@@ -41,7 +43,9 @@ class Operation:
 
 
 class Observer(Protocol):
-    """Sees every operation of a `Comm`: `started` before the transport gets it, `finished` once it was waited for."""
+    """Sees every operation of a `Comm`: `started` before the transport gets it, `finished` once it
+    was waited for.
+    """
 
     def started(self, op: Operation) -> None: ...
     def finished(self, op: Operation) -> None: ...
@@ -49,10 +53,12 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LateRanks:
-    """Members of a group that have not joined a call for which `rank` waits; it waits on, up to its time-out.
+    """Members of a group that have not joined a call for which `rank` waits; it waits on, up to its
+    time-out.
 
     Attributes:
-        call: operation, dtype, shape, axis and group, e.g. `all_reduce(sum) float32[4] over dp, ranks 0 1 2`.
+        call: operation, dtype, shape, axis and group, e.g. `all_reduce(sum) float32[4] over dp,
+            ranks 0 1 2`.
         rank: world rank that waits.
         missing: world ranks that have not joined.
         coordinates: mesh coordinates of `rank` and of each rank in `missing`, e.g. {1: "dp1 tp0"}.
@@ -99,7 +105,9 @@ class Traffic:
 
 
 class Counter:
-    """Observer that adds up traffic per (axis, op); one may be shared by the ranks of several threads."""
+    """Observer that adds up traffic per (axis, op); one may be shared by the ranks of several
+    threads.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -155,7 +155,8 @@ def gather_from_region(
     *,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Concatenation of the shards along `dim` into a replicated tensor; the gradient is this rank's slice.
+    """Concatenation of the shards along `dim` into a replicated tensor; the gradient is this rank's
+    slice.
 
     Args:
         sizes: lengths of the shards along `dim`; equal by default.
@@ -182,15 +183,16 @@ def all_to_all(
     send_sizes: Sequence[int] | None = None,
     recv_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Piece j along `dim` goes to member j; the received pieces are concatenated along `join_dim` (default: `dim`).
+    """Piece j along `dim` goes to member j; the received pieces are concatenated along `join_dim`
+    (default: `dim`).
 
         dim 0, join_dim 1, two ranks:   [a0]   [b0]        [a0 b0]   [a1 b1]
                                         [a1]   [b1]   ->
 
     Args:
         send_sizes: lengths along `dim` of the pieces sent; equal by default.
-        recv_sizes: lengths along `join_dim` of the pieces received; by default `send_sizes`, or for another `join_dim`
-            this rank's own length for every piece.
+        recv_sizes: lengths along `join_dim` of the pieces received; by default `send_sizes`, or for
+            another `join_dim` this rank's own length for every piece.
     """
     degree = comm.degree(axis)
     if degree == 1:
@@ -242,7 +244,9 @@ def _all_to_all_once(
     joined: _Split,
 ) -> Tensor:
     own_shape = flat_buffers.with_length(x.shape, split.dim, split.sizes[comm.index(axis)])
-    received_shapes = [flat_buffers.with_length(own_shape, joined.dim, size) for size in joined.sizes]
+    received_shapes = [
+        flat_buffers.with_length(own_shape, joined.dim, size) for size in joined.sizes
+    ]
     received = comm.all_to_all(
         flat_buffers.pack(x, split.dim, split.sizes),
         axis,

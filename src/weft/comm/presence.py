@@ -34,8 +34,9 @@ class Store(Protocol):
 class PresenceStore:
     """One key per group and rank: the number of calls of that group that the rank has started.
 
-    Members of a group start its calls in the same order, so a rank has joined call n (counted from 0) once it has
-    started more than n calls. No method blocks inside the store: several threads share its one connection.
+    Members of a group start its calls in the same order, so a rank has joined call n (counted from
+    0) once it has started more than n calls. No method blocks inside the store: several threads
+    share its one connection.
     """
 
     def __init__(self, store: Store) -> None:
@@ -59,7 +60,8 @@ class PresenceStore:
         num_started: int,
         within_s: float,
     ) -> tuple[int, ...]:
-        """Those of `ranks` that have not started `num_started` calls of `group` after `within_s`, sooner if all have.
+        """Those of `ranks` that have not started `num_started` calls of `group` after `within_s`,
+        sooner if all have.
 
         None are missing if the store itself is lost.
         """
@@ -67,7 +69,9 @@ class PresenceStore:
         missing = ranks
         try:
             for interval_s in poll_intervals():
-                missing = tuple(rank for rank in missing if self._num_started(group, rank) < num_started)
+                missing = tuple(
+                    rank for rank in missing if self._num_started(group, rank) < num_started
+                )
                 is_over = self.is_closed or time.monotonic() > deadline_s
                 if not missing or is_over:
                     break
@@ -77,7 +81,8 @@ class PresenceStore:
         return missing
 
     def wait_for_members(self, group: str, call: Call, *, timeout_s: float) -> None:
-        """Announce the first call of this rank and return when every member of `call` has announced one.
+        """Announce the first call of this rank and return when every member of `call` has announced
+        one.
 
         Raises:
             CommTimeout: naming those that have not.

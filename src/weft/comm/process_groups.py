@@ -28,7 +28,9 @@ from weft.errors import CommError, CommTimeout, Fault, LaunchError
 # torch.distributed's own.
 
 LATE_AFTER_S = 10.0
-"""How long a rank waits in a call before members that have not joined it are reported; see `Comm.on_late`."""
+"""How long a rank waits in a call before members that have not joined it are reported; see
+`Comm.on_late`.
+"""
 
 MONITOR_INTERVAL_S = 0.25
 """How often the monitor thread looks at the calls of a rank, unless `late_after_s` is short."""
@@ -47,15 +49,19 @@ class ProcessTransport:
     """This process's rank in a world of processes.
 
     Args:
-        rendezvous: a torch Store that all ranks share, or where to find one: "env://" (the variables that torchrun
-            sets), "tcp://host:port" (rank 0 listens there) or "file:///path" (a file that does not exist yet).
-        device: where this rank computes. Tensors on the CPU travel over gloo, tensors on a CUDA device over NCCL.
+        rendezvous: a torch Store that all ranks share, or where to find one: "env://" (the
+            variables that torchrun sets), "tcp://host:port" (rank 0 listens there) or
+            "file:///path" (a file that does not exist yet).
+        device: where this rank computes. Tensors on the CPU travel over gloo, tensors on a CUDA
+            device over NCCL.
         timeout_s: how long a rank waits for the others.
-        late_after_s: how long a rank waits before it reports members that have not joined (on CUDA devices, where the
-            host does not wait for collectives: only for CPU tensors and for signatures).
+        late_after_s: how long a rank waits before it reports members that have not joined (on CUDA
+            devices, where the host does not wait for collectives: only for CPU tensors and for
+            signatures).
 
     Raises:
-        LaunchError: the rendezvous failed: a variable is missing, a port is taken, the host does not answer.
+        LaunchError: the rendezvous failed: a variable is missing, a port is taken, the host does
+            not answer.
     """
 
     def __init__(
@@ -89,7 +95,13 @@ class ProcessTransport:
             daemon=True,
         )
         self._finalizer = weakref.finalize(
-            self, _close, self._presence, self._queues, rank, monitor=self._monitor, closing=self._closing
+            self,
+            _close,
+            self._presence,
+            self._queues,
+            rank,
+            monitor=self._monitor,
+            closing=self._closing,
         )
 
     @staticmethod
@@ -125,7 +137,8 @@ class ProcessTransport:
         return group_queue.start(call, on_late)
 
     def close(self) -> None:
-        """Drop all connections; calls that were not waited for are aborted, and other ranks see them fail.
+        """Drop all connections; calls that were not waited for are aborted, and other ranks see
+        them fail.
 
         Without it this happens at the end of the program.
         """
@@ -145,7 +158,9 @@ class ProcessTransport:
             return ProcessGroupBackend(connect_device_type, _REDUCE_OPS)
 
         def connect_device_type(device_type: str) -> TorchProcessGroup:
-            return self._connect(f"{name}/{device_type}", device_type, index=call.index, size=len(call.ranks))
+            return self._connect(
+                f"{name}/{device_type}", device_type, index=call.index, size=len(call.ranks)
+            )
 
         return GroupQueue(
             name,
@@ -182,8 +197,12 @@ class ProcessTransport:
         raise CommError(f"no backend carries tensors on {device_type!r} between processes")
 
 
-def _monitor(queues: dict[GroupKey, GroupQueue], closing: threading.Event, interval_s: float) -> None:
-    """Monitor thread of a transport: announces this rank's calls and reports late ranks, until `closing` is set."""
+def _monitor(
+    queues: dict[GroupKey, GroupQueue], closing: threading.Event, interval_s: float
+) -> None:
+    """Monitor thread of a transport: announces this rank's calls and reports late ranks, until
+    `closing` is set.
+    """
     while not closing.wait(interval_s):
         for group_queue in list(queues.values()):
             try:
@@ -212,7 +231,9 @@ def _close(
 
 
 class _PollingStore(Store):
-    """A store that polls instead of blocking: a group that connects must not hold up the store's other users."""
+    """A store that polls instead of blocking: a group that connects must not hold up the store's
+    other users.
+    """
 
     def __init__(self, store: Store, presence: PresenceStore, timeout_s: float) -> None:
         super().__init__()
@@ -232,13 +253,17 @@ class _PollingStore(Store):
             if self._store.check(keys):
                 return
             if time.monotonic() > deadline or self._presence.is_closed:
-                raise CommTimeout(f"a member of the group left while it was being connected; missing {keys}")
+                raise CommTimeout(
+                    f"a member of the group left while it was being connected; missing {keys}"
+                )
             time.sleep(interval_s)
 
 
 def _gloo_devices() -> list[Any]:
     gloo: Any = dist.ProcessGroupGloo
-    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")  # gloo's own variable: network interfaces to use
+    interfaces = os.environ.get(
+        "GLOO_SOCKET_IFNAME", ""
+    )  # gloo's own variable: network interfaces to use
     devices = []
     for interface in interfaces.split(","):
         if interface:
@@ -265,7 +290,9 @@ def _find_store(
 
 
 def _own_namespace(store: Store, rank: int) -> Store:
-    """Keys of this transport alone: a restart by torchrun, or a second transport in this world, starts afresh."""
+    """Keys of this transport alone: a restart by torchrun, or a second transport in this world,
+    starts afresh.
+    """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     generation = store.add(f"weft/{attempt}/joined/{rank}", 1)
     return PrefixStore(f"weft/{attempt}/{generation}", store)

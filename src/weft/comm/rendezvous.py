@@ -16,7 +16,9 @@ WAIT_SLICE_S = 1.0
 
 
 class PendingCollective:
-    """One collective or message: the calls that have joined, and how it ended. The last member to join runs it."""
+    """One collective or message: the calls that have joined, and how it ended. The last member to
+    join runs it.
+    """
 
     __slots__ = ("calls", "error", "is_done", "is_reported", "num_missing", "ranks")
 
@@ -50,14 +52,18 @@ class PendingCollective:
     def missing(self) -> tuple[int, ...]:
         """World ranks that have not joined; () once it is done."""
         missing = []
-        for rank, call in zip(self.ranks, self.calls, strict=False):  # `calls` is emptied once it is done
+        for rank, call in zip(
+            self.ranks, self.calls, strict=False
+        ):  # `calls` is emptied once it is done
             if call is None:
                 missing.append(rank)
         return tuple(missing)
 
 
 class GroupState:
-    """Collectives of one group, with its own lock and condition, so that groups do not wake each other."""
+    """Collectives of one group, with its own lock and condition, so that groups do not wake each
+    other.
+    """
 
     __slots__ = ("condition", "num_started", "pending", "ranks")
 
@@ -108,7 +114,8 @@ class _Abort:
 
 
 class ThreadWorldState:
-    """Groups of a world of threads; ranks that have finished, ranks that are stuck, and the error that aborts all.
+    """Groups of a world of threads; ranks that have finished, ranks that are stuck, and the error
+    that aborts all.
 
     Args:
         size: number of ranks.
@@ -154,10 +161,12 @@ class ThreadWorldState:
         is_only_thread: bool,
         on_late: OnLate,
     ) -> None:
-        """Block until `collective` is done; `is_only_thread`: while it blocks, the rank can start no other call.
+        """Block until `collective` is done; `is_only_thread`: while it blocks, the rank can start
+        no other call.
 
         Raises:
-            CommError: the collective failed, another rank has failed, or the rest of its members cannot join any more.
+            CommError: the collective failed, another rank has failed, or the rest of its members
+                cannot join any more.
         """
         if not collective.is_done:
             try:

@@ -31,7 +31,8 @@ def signature_text(
     shape: tuple[int, ...],
     variable_dim: int | None = None,
 ) -> str:
-    """Operation, dtype and shape; a star marks the dimension whose length may differ between members.
+    """Operation, dtype and shape; a star marks the dimension whose length may differ between
+    members.
 
     >>> signature_text("all_gather", torch.float32, (3, 8), variable_dim=0)
     'all_gather float32[3*, 8]'
@@ -59,7 +60,8 @@ class Signature:
 
 
 def check_signatures(axis: str, ranks: Sequence[int], signatures: Sequence[Signature]) -> None:
-    """Compare the signatures of `ranks`: equal texts except for starred dimensions, and split sizes that match.
+    """Compare the signatures of `ranks`: equal texts except for starred dimensions, and split sizes
+    that match.
 
     Raises:
         MismatchError: naming the ranks and what each of them called.
@@ -67,7 +69,9 @@ def check_signatures(axis: str, ranks: Sequence[int], signatures: Sequence[Signa
     texts = [signature.text for signature in signatures]
     if not _texts_match(texts):
         found = _ranks_by_text(ranks, texts)
-        raise MismatchError(f"over {axis}, ranks called different operations, shapes or dtypes: {found}")
+        raise MismatchError(
+            f"over {axis}, ranks called different operations, shapes or dtypes: {found}"
+        )
     if not _split_sizes_match(signatures):
         texts = [_with_split_sizes(signature) for signature in signatures]
         found = _ranks_by_text(ranks, texts)

@@ -34,7 +34,8 @@ def broadcast_text(comm: Comm, text: str) -> str:
 
 
 def raise_on_all_ranks(comm: Comm, action: Callable[[], None]) -> None:
-    """Call `action` on every rank; where it raises a CheckpointError on one rank, raise one on all ranks.
+    """Call `action` on every rank; where it raises a CheckpointError on one rank, raise one on all
+    ranks.
 
     Raises:
         CheckpointError: this rank's own error, or a report of the error of the lowest failing rank.
@@ -49,4 +50,6 @@ def raise_on_all_ranks(comm: Comm, action: Callable[[], None]) -> None:
         raise CheckpointError(*faults)
     for rank, text in enumerate(texts):
         if text:
-            raise CheckpointError(Fault("resume", f"rank {rank} ({comm.mesh.coord_text(rank)}) failed: {text}"))
+            raise CheckpointError(
+                Fault("resume", f"rank {rank} ({comm.mesh.coord_text(rank)}) failed: {text}")
+            )

@@ -28,9 +28,11 @@ class ThreadWorld:
     >>> comm = Comm(Mesh.parse("dp2"), 0, world.transport(0))     # in rank 0's thread
 
     Args:
-        devices: one for each rank; CPU for all of them by default. Pieces are moved to the device of the output.
+        devices: one for each rank; CPU for all of them by default. Pieces are moved to the device
+            of the output.
         timeout_s: how long a rank waits for the others of its group.
-        late_after_s: how long a rank waits before it reports members that have not joined; see `Comm.on_late`.
+        late_after_s: how long a rank waits before it reports members that have not joined; see
+            `Comm.on_late`.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class ThreadWorld:
         return ThreadTransport(rank, self.size, self._devices[rank], self._state)
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """`rank` has failed: all that wait raise an error that names it. Only the first failure counts."""
+        """`rank` has failed: all that wait raise an error that names it. Only the first failure
+        counts.
+        """
         self._state.abort(CommError, f"rank {rank} failed first: {type(error).__name__}: {error}")
 
     def leave(self, rank: int) -> None:
@@ -103,7 +107,9 @@ class ThreadCall:
             CommError: another rank has failed.
         """
         is_only_thread = threading.get_ident() == self.home_thread
-        self.state.wait(self.collective, self.call, is_only_thread=is_only_thread, on_late=self.on_late)
+        self.state.wait(
+            self.collective, self.call, is_only_thread=is_only_thread, on_late=self.on_late
+        )
 
     def is_completed(self) -> bool:
         """Whether all members have joined."""

@@ -42,7 +42,8 @@ class Call:
         index: this rank's place in `ranks`.
         signature: operation, dtype and shape as text; members compare it.
         input, output: contiguous one-dimensional tensors.
-        input_split_sizes: elements this rank sends to each member; () if all members pass the same shape.
+        input_split_sizes: elements this rank sends to each member; () if all members pass the same
+            shape.
         output_split_sizes: elements this rank receives from each member; () likewise.
         root: place of the root in `ranks`, for broadcast, gather and scatter.
         checked: whether members compare their signatures first, if that costs messages.
@@ -96,7 +97,9 @@ class Call:
 
     @property
     def is_p2p(self) -> bool:
-        """Whether this is a send or recv; messages of each ordered pair are matched in their own order."""
+        """Whether this is a send or recv; messages of each ordered pair are matched in their own
+        order.
+        """
         return self.op in ("send", "recv")
 
     @property
@@ -125,7 +128,9 @@ class PendingCall(Protocol):
 
 
 OnLate = Callable[[Call, tuple[int, ...], float], None]
-"""Called with a call that this rank waits for, the members that have not joined it, and the seconds waited so far."""
+"""Called with a call that this rank waits for, the members that have not joined it, and the seconds
+waited so far.
+"""
 
 
 class Transport(Protocol):
@@ -141,9 +146,10 @@ class Transport(Protocol):
     def start(self, call: Call, on_late: OnLate) -> PendingCall | None:
         """Start `call` and return without waiting for other ranks; None if it is complete already.
 
-        Calls of one group (and of one ordered pair, for messages) are matched in the order in which each rank starts
-        them; there is no order between groups. `on_late` is called at most once per call, from any thread, when
-        members have not joined the call after some seconds of waiting; the call goes on waiting until its time-out.
+        Calls of one group (and of one ordered pair, for messages) are matched in the order in which
+        each rank starts them; there is no order between groups. `on_late` is called at most once
+        per call, from any thread, when members have not joined the call after some seconds of
+        waiting; the call goes on waiting until its time-out.
         """
         ...
 

@@ -27,14 +27,18 @@ class PrepareArguments(ConfigSection):
     """What `weft data prepare` reads and writes."""
 
     inputs: tuple[str, ...] = Field(
-        (), description="files, folders, globs: text, .jsonl, .parquet, .gz of the first two; hf:PATH[,CONFIG][:SPLIT]"
+        (),
+        description="files, folders, globs: text, .jsonl, .parquet, .gz of the first two; hf:PATH[,CONFIG][:SPLIT]",
     )
     out: str = Field("", description="folder to write")
     tokenizer: str = Field(
-        "bytes", description="bytes, a tokenizer.json, or train: a BPE of --vocab tokens, trained on the inputs"
+        "bytes",
+        description="bytes, a tokenizer.json, or train: a BPE of --vocab tokens, trained on the inputs",
     )
     vocab: int = Field(8192, ge=1, lt=MAX_VOCAB, description="tokens of a trained BPE")
-    text_field: str = Field("text", description="field of JSONL lines, column of parquet files that holds the text")
+    text_field: str = Field(
+        "text", description="field of JSONL lines, column of parquet files that holds the text"
+    )
     split_on: Literal["file", "blank"] = Field(
         "file", description="text files: one document each, or documents separated by blank lines"
     )
@@ -47,7 +51,9 @@ class PrepareArguments(ConfigSection):
 class ShowArguments(ConfigSection):
     """What `weft data show` prints."""
 
-    tokens: int = Field(SHOWN_TOKENS, ge=0, description="tokens of the first document that are shown as text")
+    tokens: int = Field(
+        SHOWN_TOKENS, ge=0, description="tokens of the first document that are shown as text"
+    )
     verify: bool = Field(False, description="read everything and compare with the stored hashes")
 
 
@@ -56,10 +62,14 @@ def run(words: Sequence[str]) -> int:
     if not words or words[0].startswith("-"):
         usages = [f"  weft data {name:<8} {usage}" for name, usage in USAGE.items()]
         listing = "\n".join(usages)
-        return print_result(f"usage:\n{listing}\n\nweft data NAME --help lists its options; see also docs/data.md.")
+        return print_result(
+            f"usage:\n{listing}\n\nweft data NAME --help lists its options; see also docs/data.md."
+        )
     name, *rest = words
     if name not in ACTIONS:
-        raise UserError(Fault("weft data", f"unknown word {name!r}", fix=did_you_mean(name, ACTIONS)))
+        raise UserError(
+            Fault("weft data", f"unknown word {name!r}", fix=did_you_mean(name, ACTIONS))
+        )
     return ACTIONS[name](rest)
 
 
@@ -77,7 +87,9 @@ def prepare_data(words: Sequence[str]) -> int:
         with ByteProgress() as bar:
             meta = prepare(options, Path(arguments.out).expanduser(), bar.show)
     except DataError as error:
-        faults = [replace(fault, key=ARGUMENT_OF_KEY.get(fault.key, fault.key)) for fault in error.faults]
+        faults = [
+            replace(fault, key=ARGUMENT_OF_KEY.get(fault.key, fault.key)) for fault in error.faults
+        ]
         raise DataError(*faults) from None
     print_result(_summary(arguments.out, meta))
     return print_result("\n".join(_notes(meta, arguments.out)))
@@ -86,7 +98,11 @@ def prepare_data(words: Sequence[str]) -> int:
 def show(words: Sequence[str]) -> int:
     """Print what is in a prepared folder."""
     if wants_help(words):
-        return show_help(ShowArguments(), f"weft data show {USAGE['show']}", "Print what is in a prepared folder.")
+        return show_help(
+            ShowArguments(),
+            f"weft data show {USAGE['show']}",
+            "Print what is in a prepared folder.",
+        )
     if not words or words[0].startswith("-"):
         raise UserError(Fault("weft data show", "names no folder", fix="weft data show FOLDER"))
     folder = Path(words[0]).expanduser()
@@ -94,7 +110,9 @@ def show(words: Sequence[str]) -> int:
     if not is_prepared(folder):
         fix = f"weft data prepare INPUT --out {folder}"
         got = repr(str(folder))
-        raise DataError(Fault("weft data show", "is not a prepared folder", got, "one with meta.json", fix))
+        raise DataError(
+            Fault("weft data show", "is not a prepared folder", got, "one with meta.json", fix)
+        )
     prepared = open_prepared(folder)
     print_result(_summary(str(folder), prepared.meta))
     print_result(_first_document(prepared, max_tokens=arguments.tokens))
@@ -163,5 +181,9 @@ USAGE: Mapping[str, str] = {
     "show": "FOLDER [--tokens 100] [--verify True]",
 }
 ACTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {"prepare": prepare_data, "show": show}
-ARGUMENT_OF_KEY = {"data.source": "input", "data.text_field": "text_field", "data.tokenizer": "tokenizer"}
+ARGUMENT_OF_KEY = {
+    "data.source": "input",
+    "data.text_field": "text_field",
+    "data.tokenizer": "tokenizer",
+}
 """Keys of a run -> the arguments that this command has for them."""

@@ -14,7 +14,9 @@ from weft.errors import DataError, Fault
 
 
 def source_faults(run: Run) -> Iterable[Fault]:
-    """Faults of the training data; the digits, which take a second to load, are only checked for existence."""
+    """Faults of the training data; the digits, which take a second to load, are only checked for
+    existence.
+    """
     is_digits = run.data.source == "digits" and run.model.kind == "images" and not run.data.mix
     try:
         if is_digits:
@@ -27,10 +29,14 @@ def source_faults(run: Run) -> Iterable[Fault]:
 
 
 def _with_possible_fix(fault: Fault, *, from_hf: str | None) -> Fault:
-    """The vocabulary of a model from a folder is fixed: the data must be prepared with its tokenizer."""
+    """The vocabulary of a model from a folder is fixed: the data must be prepared with its
+    tokenizer.
+    """
     if fault.key != "model.vocab" or from_hf is None:
         return fault
-    return replace(fault, fix=f"weft data prepare the text with --tokenizer {from_hf}/tokenizer.json")
+    return replace(
+        fault, fix=f"weft data prepare the text with --tokenizer {from_hf}/tokenizer.json"
+    )
 
 
 def validation_faults(run: Run) -> Iterable[Fault]:
@@ -46,5 +52,7 @@ def validation_faults(run: Run) -> Iterable[Fault]:
 
 CHECKS = (
     Check((KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model"), source_faults),
-    Check((KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model", "eval"), validation_faults),
+    Check(
+        (KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model", "eval"), validation_faults
+    ),
 )

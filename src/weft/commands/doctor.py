@@ -53,7 +53,9 @@ def doctor(words: Sequence[str]) -> int:
     if wants_help(words):
         return print_result(f"usage: weft doctor\n\n{LINE}")
     if words:
-        raise UserError(Fault("weft doctor", "takes no arguments", got=" ".join(words), fix="weft doctor"))
+        raise UserError(
+            Fault("weft doctor", "takes no arguments", got=" ".join(words), fix="weft doctor")
+        )
     findings = tuple(examine())
     print_result("\n".join(map(str, findings)))
     has_problem = any(finding.fix for finding in findings)
@@ -61,7 +63,9 @@ def doctor(words: Sequence[str]) -> int:
 
 
 def examine() -> Iterator[Finding]:
-    """All checks, without changes to the machine. Those that need torch come last and only if torch can be imported."""
+    """All checks, without changes to the machine. Those that need torch come last and only if torch
+    can be imported.
+    """
     yield _versions()
     yield from _missing_packages()
     yield _cores()
@@ -138,7 +142,9 @@ def _torch_problem() -> Finding | None:
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
         reason = str(error).partition("\n")[0]
         fix = "pip install torch (builds for each CUDA version: https://pytorch.org/get-started/locally)"
-        return Finding("torch", f"cannot be imported: {reason}; GPUs and ranks are not checked", fix)
+        return Finding(
+            "torch", f"cannot be imported: {reason}; GPUs and ranks are not checked", fix
+        )
     return None
 
 
@@ -168,7 +174,9 @@ def _collective() -> Finding:
     seconds = time.perf_counter() - start
     if sums != [1.0, 1.0]:
         return Finding("ranks", f"all_reduce of 0 and 1 gives {sums}", "update torch")
-    return Finding("ranks", f"all_reduce between two local processes: right, {seconds:.1f} s with their start")
+    return Finding(
+        "ranks", f"all_reduce between two local processes: right, {seconds:.1f} s with their start"
+    )
 
 
 def _sum_of_ranks(comm: Comm) -> float:

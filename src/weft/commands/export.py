@@ -9,7 +9,13 @@ from typing import Literal
 from pydantic import Field
 
 from weft.checkpoint.folder import FOLDER
-from weft.commands.console import print_messages, print_result, set_openmp_policy, show_help, wants_help
+from weft.commands.console import (
+    print_messages,
+    print_result,
+    set_openmp_policy,
+    show_help,
+    wants_help,
+)
 from weft.config import flags
 from weft.config.hf.write_config import unwritable
 from weft.config.schema import ConfigSection
@@ -30,8 +36,12 @@ class ExportOptions(ConfigSection):
         "stored", description="type of the tensors; stored: as the checkpoint has them"
     )
     max_shard_bytes: int = Field(5 * 10**9, ge=1, description="largest file of tensors, bytes")
-    adapters: bool = Field(False, description="adapters alone, in PEFT's layout; else they are merged into the model")
-    compare: bool = Field(True, description="end with a comparison with transformers, where it is installed")
+    adapters: bool = Field(
+        False, description="adapters alone, in PEFT's layout; else they are merged into the model"
+    )
+    compare: bool = Field(
+        True, description="end with a comparison with transformers, where it is installed"
+    )
 
 
 def export(words: Sequence[str]) -> int:
@@ -45,7 +55,10 @@ def export(words: Sequence[str]) -> int:
     refuse_existing(folder)
     print_messages(f"note: {note}" for note in source.notes)
     set_openmp_policy()
-    from weft.hf.export_hf import export_adapters, export_hf  # imports torch, and so comes after all checks
+    from weft.hf.export_hf import (
+        export_adapters,
+        export_hf,
+    )  # imports torch, and so comes after all checks
 
     if options.adapters:
         return print_result(export_adapters(source.path, folder, base=source.run.model.from_hf))
@@ -82,7 +95,9 @@ def find_exportable(word: str) -> ModelSource:
     """
     source = find_model(word)
     if source.kind == "hf":
-        raise CheckpointError(Fault(word, "is a Hugging Face folder already", need="a run or one of its checkpoints"))
+        raise CheckpointError(
+            Fault(word, "is a Hugging Face folder already", need="a run or one of its checkpoints")
+        )
     faults = tuple(unwritable(source.run.model, FAMILIES))
     if faults:
         raise CheckpointError(*faults)
@@ -90,7 +105,9 @@ def find_exportable(word: str) -> ModelSource:
 
 
 def sidecar_folders(source: ModelSource) -> Iterator[Path]:
-    """Folders that may have the small files of the model: the run's own, the one it started from, its tokenizer's."""
+    """Folders that may have the small files of the model: the run's own, the one it started from,
+    its tokenizer's.
+    """
     if source.path.parent.name == FOLDER:
         yield source.path.parent.parent / SIDECAR_FOLDER
     if source.run.model.from_hf:

@@ -34,12 +34,19 @@ def generate(words: Sequence[str]) -> int:
     if not words or words[0].startswith("--"):
         fix = 'for example weft generate runs/first --prompt "def "'
         raise UserError(
-            Fault("weft generate", "no model is named", need="a run, a checkpoint or a folder first", fix=fix)
+            Fault(
+                "weft generate",
+                "no model is named",
+                need="a run, a checkpoint or a folder first",
+                fix=fix,
+            )
         )
     request = flags.read_config(expand_json_flag(list(words[1:])), Request)
     job = make_job(request, find_model(words[0]), environment_checks=ENVIRONMENT_CHECKS)
     print_messages(f"note: {note}" for note in (*job.notes(), *preflight.notes(job.run)))
     set_openmp_policy()
-    from weft.generate.main import generate as generate_on_ranks  # late: imports torch, after all checks
+    from weft.generate.main import (
+        generate as generate_on_ranks,
+    )  # late: imports torch, after all checks
 
     return generate_on_ranks(job)

@@ -36,7 +36,9 @@ class ImportOptions(ConfigSection):
     """Flags of `weft import`, besides keys of the model that the folder leaves open."""
 
     out: str = Field("", description="run folder to make")
-    compare: bool = Field(True, description="end with a comparison with transformers, where it is installed")
+    compare: bool = Field(
+        True, description="end with a comparison with transformers, where it is installed"
+    )
 
 
 def import_folder(words: Sequence[str]) -> int:
@@ -45,7 +47,11 @@ def import_folder(words: Sequence[str]) -> int:
         return show_help(ImportOptions(), f"weft import {USAGE}", LINE)
     if not words or words[0].startswith("--"):
         fix = "for example weft import Qwen3-0.6B --out runs/qwen"
-        raise UserError(Fault("weft import", "no folder is named", need=f"a folder with {CONFIG} first", fix=fix))
+        raise UserError(
+            Fault(
+                "weft import", "no folder is named", need=f"a folder with {CONFIG} first", fix=fix
+            )
+        )
     folder = words[0]
     model_words, other_words = _split_flags(words[1:])
     options = flags.read_config(other_words, ImportOptions)
@@ -72,7 +78,8 @@ def import_run(
         compares: whether to end with a comparison with transformers.
 
     Raises:
-        CheckpointError: a tensor has another shape than config.json makes of it, or the disk refuses.
+        CheckpointError: a tensor has another shape than config.json makes of it, or the disk
+            refuses.
     """
     from weft.hf.import_hf import import_hf  # imports torch, and so comes after all checks
     from weft.train.build import check_initial_parameters
@@ -127,7 +134,8 @@ def described_run(folder: str, model_words: Sequence[str]) -> Run:
     """A run of the folder's model; all other keys have their defaults.
 
     Raises:
-        UserError: the folder has no model that weft supports, or not all of its tensors; none of them has been read.
+        UserError: the folder has no model that weft supports, or not all of its tensors; none of
+            them has been read.
     """
     loaded = try_load(["--model.from_hf", folder, *model_words], FAMILIES)
     faults = loaded.faults or tuple(preflight.from_hf_faults(loaded.run))
@@ -143,7 +151,9 @@ def check_out(out: str) -> None:
         ConfigError: it does not.
     """
     if not out:
-        raise ConfigError(Fault("out", "no run folder is named", need="a folder to make", fix="--out runs/first"))
+        raise ConfigError(
+            Fault("out", "no run folder is named", need="a folder to make", fix="--out runs/first")
+        )
     path = Path(out)
     if path.exists() and not path.is_dir():
         raise ConfigError(Fault("out", "is no folder", repr(out), fix="choose another --out"))

@@ -38,7 +38,9 @@ def is_first(env: Mapping[str, str], names: Iterable[str] = RANK_VARIABLES) -> b
 
 
 def is_joining(env: Mapping[str, str]) -> bool:
-    """Whether torchrun or Slurm has started the ranks; `world_faults` reports an incomplete environment."""
+    """Whether torchrun or Slurm has started the ranks; `world_faults` reports an incomplete
+    environment.
+    """
     try:
         return detect(env) is not None
     except LaunchError:
@@ -125,7 +127,9 @@ def resumes_in(run: Run, out: Path) -> bool:
 
 
 def _write_problem(folder: Path) -> str | None:
-    """Why `folder` cannot be created or written, judged by its nearest existing parent; creates nothing."""
+    """Why `folder` cannot be created or written, judged by its nearest existing parent; creates
+    nothing.
+    """
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.stat(folder)  # rejects names that no file system takes
@@ -185,7 +189,9 @@ def device_faults(run: Run) -> Iterable[Fault]:
 
 
 def from_hf_faults(run: Run) -> Iterable[Fault]:
-    """The Hugging Face folder that a new run starts from must hold the model's tensors, judged by their names."""
+    """The Hugging Face folder that a new run starts from must hold the model's tensors, judged by
+    their names.
+    """
     if run.model.from_hf is None or not starts_new(run):
         return
     try:
@@ -196,7 +202,8 @@ def from_hf_faults(run: Run) -> Iterable[Fault]:
 
 
 def lora_base_faults(run: Run) -> Iterable[Fault]:
-    """The checkpoint that `lora.base` means must exist and be of this model, judged by its manifest.
+    """The checkpoint that `lora.base` means must exist and be of this model, judged by its
+    manifest.
 
         lora.base = runs/x                      the newest valid checkpoint of that run
         lora.base = runs/x/ckpt/step-000100     this checkpoint

@@ -17,8 +17,21 @@ from weft.core.mesh import Mesh
 from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.prove.compare import TOLERANCE, Verdict, prove_layout
-from weft.prove.rerun import BOUNDS, DRIFT_AFTER, StepPair, first_config_path, recorded_steps, step_pairs
-from weft.train.build import build_data_loader, build_step, build_step_range, family_of, global_batches
+from weft.prove.rerun import (
+    BOUNDS,
+    DRIFT_AFTER,
+    StepPair,
+    first_config_path,
+    recorded_steps,
+    step_pairs,
+)
+from weft.train.build import (
+    build_data_loader,
+    build_step,
+    build_step_range,
+    family_of,
+    global_batches,
+)
 from weft.train.loop import Event, step_events
 from weft.train.optim import learning_rate
 
@@ -82,7 +95,9 @@ class Proof:
             yield f"to see the first tensor that differs: weft prove {out / 'run.toml'}"
 
     def of_config(self, run: Run, *, first: int) -> Iterator[str]:
-        """Compare the first steps of this config with one device: ranks are threads, float64, every tensor."""
+        """Compare the first steps of this config with one device: ranks are threads, float64, every
+        tensor.
+        """
         start = time.perf_counter()
         mesh = run.device_mesh
         yield f"{mesh}, {_ranks(mesh.size)} as threads, float64, {first} steps, compared with one device:"
@@ -106,7 +121,9 @@ class Proof:
 
 
 def prove_config(run: Run, *, steps: int) -> Verdict:
-    """Train the first `steps` steps of a config on its layout and on one device, in float64; compare every tensor."""
+    """Train the first `steps` steps of a config on its layout and on one device, in float64;
+    compare every tensor.
+    """
     run = run.model_copy(update={"precision": FLOAT64})
     return prove_layout(
         family_of(run),
@@ -120,8 +137,15 @@ def prove_config(run: Run, *, steps: int) -> Verdict:
 
 
 def train_on_one_process(run: Run) -> Iterator[Event]:
-    """Train the run again on one rank, with the same model, data, batch and optimizer; yields its step events."""
-    one_rank = {"mesh": "", "nproc": None, "parallel": ParallelConfig(), "pipeline": PipelineConfig()}
+    """Train the run again on one rank, with the same model, data, batch and optimizer; yields its
+    step events.
+    """
+    one_rank = {
+        "mesh": "",
+        "nproc": None,
+        "parallel": ParallelConfig(),
+        "pipeline": PipelineConfig(),
+    }
     run = run.model_copy(update={**one_rank, "sample": 0, "out": None, "resume": None})
     torch.set_flush_denormal(True)
     comm = Comm(Mesh.parse(""), 0, ThreadWorld(1).transport(0))

@@ -36,16 +36,22 @@ UNCLIPPED = 100_000
 
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "Field name .json.")  # pydantic's deprecated method; the option is `--json`
+    warnings.filterwarnings(
+        "ignore", "Field name .json."
+    )  # pydantic's deprecated method; the option is `--json`
 
     class ScheduleOptions(ConfigSection):
         """What `weft schedule` draws, and as what."""
 
         schedule: str = Field("1f1b", description=f"{', '.join(SCHEDULES)}, or a file with a table")
         ranks: int = Field(4, ge=1, description="pipeline ranks")
-        chunks: int | None = Field(None, ge=1, description="model chunks a rank; None: the schedule's default")
+        chunks: int | None = Field(
+            None, ge=1, description="model chunks a rank; None: the schedule's default"
+        )
         microbatches: int = Field(8, ge=1, description="micro-batches a step")
-        width: int | None = Field(None, ge=40, description="columns of the text picture; None: the screen's")
+        width: int | None = Field(
+            None, ge=40, description="columns of the text picture; None: the screen's"
+        )
         svg: str | None = Field(None, description="write the picture to this SVG file")
         json: str | None = Field(None, description="write table and timeline to this JSON file")  # type: ignore[assignment]
 
@@ -111,7 +117,9 @@ def show(timeline: Timeline, *, columns: int) -> None:
 
 
 def schedule_json(table: Table, timeline: Timeline) -> str:
-    """The table, its timeline at unit costs, its bubble and the activations that each rank holds at once."""
+    """The table, its timeline at unit costs, its bubble and the activations that each rank holds at
+    once.
+    """
     fields = {
         "table": json.loads(table.to_json()),
         "timeline": json.loads(timeline.to_json()),
@@ -126,5 +134,7 @@ def _write(key: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(Fault(key, f"cannot write the file: {error.strerror}", got=repr(path))) from None
+        raise ConfigError(
+            Fault(key, f"cannot write the file: {error.strerror}", got=repr(path))
+        ) from None
     print_result(f"wrote {path}")

@@ -24,11 +24,14 @@ from weft.view.live import open_view
 PROMPT = "def "
 
 GenerateText = Callable[[Run, ParallelModel, str], str]
-"""(run, the trained model, a prompt) -> `run.sample` tokens of text; called on every rank, equal on every rank."""
+"""(run, the trained model, a prompt) -> `run.sample` tokens of text; called on every rank, equal on
+every rank.
+"""
 
 
 def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
-    """Train on the ranks that torchrun or Slurm has started, or on local ones started here; returns the exit code.
+    """Train on the ranks that torchrun or Slurm has started, or on local ones started here; returns
+    the exit code.
 
     `generate_text` is called on every rank after the last step of a run with `sample`.
     """
@@ -39,7 +42,10 @@ def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
     world = detect(os.environ)
     if world is not None:
         return join(main, world, mesh=run.device_mesh, out=out)
-    with _end_event(out), stop_request if run.transport == "threads" else nullcontext():  # for the main thread only
+    with (
+        _end_event(out),
+        stop_request if run.transport == "threads" else nullcontext(),
+    ):  # for the main thread only
         return launch(
             main,
             run.device_mesh.size,
@@ -78,7 +84,9 @@ def _end_event(out: Path | None) -> Iterator[None]:
             message,
             kind=error.kind,
         ) from error
-    append_end_event(out, "interrupted")  # ended by SIGTERM without an error; no effect after a normal end
+    append_end_event(
+        out, "interrupted"
+    )  # ended by SIGTERM without an error; no effect after a normal end
 
 
 def train_rank(
@@ -97,9 +105,15 @@ def train_rank(
         local_rank=world.local_rank,
         local_size=world.local_size,
     )
-    with stop_request, open_comm(world, run.device_mesh, device) as comm, open_event_log(run, world) as log:
+    with (
+        stop_request,
+        open_comm(world, run.device_mesh, device) as comm,
+        open_event_log(run, world) as log,
+    ):
         training = build_training(run, comm, stop_requested=lambda: stop_request.requested)
-        outcome = run_training(training, log, at_end=_sample_event(run, training.step.model, generate_text))
+        outcome = run_training(
+            training, log, at_end=_sample_event(run, training.step.model, generate_text)
+        )
     if outcome == "stopped":
         raise SystemExit(EXIT_PREEMPTED)
 
@@ -111,7 +125,9 @@ def open_event_log(run: Run, world: World) -> EventLog:
     return EventLog(Path(run.out) if run.out else None, [open_view()])
 
 
-def _sample_event(run: Run, model: ParallelModel, generate_text: GenerateText | None) -> Callable[[], Event] | None:
+def _sample_event(
+    run: Run, model: ParallelModel, generate_text: GenerateText | None
+) -> Callable[[], Event] | None:
     """Returns the `sample` event of a run with `sample`; every rank must call it."""
     if not run.sample or generate_text is None:
         return None

@@ -21,13 +21,14 @@ MOST_TRIED = 200
 
 @dataclass(frozen=True)
 class Check:
-    """One question to a run. It is skipped where one of the keys (or sections) that it reads is wrong already.
+    """One question to a run. It is skipped where one of the keys (or sections) that it reads is
+    wrong already.
 
     Attributes:
         reads: the keys (or sections).
         find: what is wrong.
-        suggest: values to try instead, nearest first. Set for checks that depend on the run alone (no files, no devices), so
-            that they can be repeated for many runs; None for the others.
+        suggest: values to try instead, nearest first. Set for checks that depend on the run alone
+            (no files, no devices), so that they can be repeated for many runs; None for the others.
     """
 
     reads: tuple[str, ...]
@@ -39,7 +40,9 @@ class Check:
         return any(True for _ in self.find(run))
 
     def reads_any(self, keys: Iterable[str]) -> bool:
-        """Whether one of these keys is read, or lies in a section that is read, or the other way round."""
+        """Whether one of these keys is read, or lies in a section that is read, or the other way
+        round.
+        """
         return any(_overlap(key, read) for key in keys for read in self.reads)
 
 
@@ -49,10 +52,11 @@ def run_checks(
     *,
     known: Collection[Fault] = (),
 ) -> tuple[Fault, ...]:
-    """`known` and the faults that the checks find, each once; checks that read a key of a known fault are skipped.
+    """`known` and the faults that the checks find, each once; checks that read a key of a known
+    fault are skipped.
 
-    The fix of a fault names suggestions that were tried: with each of them this fault is gone and, where possible, no check
-    finds a new one.
+    The fix of a fault names suggestions that were tried: with each of them this fault is gone and,
+    where possible, no check finds a new one.
     """
     wrong_keys = [fault.key for fault in known]
     active = [check for check in checks if not check.reads_any(wrong_keys)]
@@ -71,7 +75,9 @@ def _tested_fix(
     check: Check,
     others: Sequence[Check],
 ) -> str:
-    """The nearest suggestions as flags, `--mesh "dp2 tp2" or --mesh dp4`; empty where none removes the fault."""
+    """The nearest suggestions as flags, `--mesh "dp2 tp2" or --mesh dp4`; empty where none removes
+    the fault.
+    """
     if check.suggest is None:
         return ""
     passing_now = [other for other in others if not other.fails(run)]

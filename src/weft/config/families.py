@@ -29,7 +29,8 @@ class ModelChoice:
     Attributes:
         name: the family.
         preset: one of its presets; None where none equals its defaults.
-        keeps_file: whether the model fields of the config file count: the flags chose no other model.
+        keeps_file: whether the model fields of the config file count: the flags chose no other
+            model.
     """
 
     name: str
@@ -160,7 +161,9 @@ def preset_fields(chosen: ModelChoice, families: Families) -> Flat:
 
 @cache
 def run_type(name: str, config: type[ModelConfig]) -> type[Run]:
-    """`Run` with the family's own fields in its `model` section; equal arguments give the same type."""
+    """`Run` with the family's own fields in its `model` section; equal arguments give the same
+    type.
+    """
     name_field: Any = (str, Field(name, description="model family"))
     model = create_model(
         f"{name.title()}Model",

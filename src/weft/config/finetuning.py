@@ -9,7 +9,9 @@ FULL: Flat = {"optim.lr": 2e-5, "optim.min_lr": 2e-6, "optim.weight_decay": 0.0}
 """Of runs that train all parameters of a model from `model.from_hf`."""
 
 LORA: Flat = {"optim.lr": 2e-4, "optim.min_lr": 2e-5, "optim.weight_decay": 0.0}
-"""Of runs that train adapters: they start at zero, and take a ten times higher rate (Hu et al. 2021)."""
+"""Of runs that train adapters: they start at zero, and take a ten times higher rate (Hu et al.
+2021).
+"""
 
 MAX_LENGTH = 1024
 """Tokens; a model with a shorter context gets its own length."""

@@ -51,10 +51,11 @@ class Flags:
 
 
 def split(argv: Sequence[str]) -> Words:
-    """Group the words after each `--flag`; `--flag=word` is the same, and `-` in a name counts as `_`.
+    """Group the words after each `--flag`; `--flag=word` is the same, and `-` in a name counts as
+    `_`.
 
-    A config file may stand first, or after a flag that has its value already. A short flag, `-n`, is grouped under its name
-    with the hyphen: no key has it, so that it is reported as unknown.
+    A config file may stand first, or after a flag that has its value already. A short flag, `-n`,
+    is grouped under its name with the hyphen: no key has it, so that it is reported as unknown.
     """
     loose: list[str] = []
     flags: list[tuple[str, list[str]]] = []
@@ -111,7 +112,9 @@ def read_config(argv: Sequence[str], of: type[ConfigT]) -> ConfigT:
     """
     words, known = split(argv), keys_of(of)
     given = read(words, known)
-    loose = [Fault(word, "belongs to no flag", fix="flags begin with two dashes") for word in words.loose]
+    loose = [
+        Fault(word, "belongs to no flag", fix="flags begin with two dashes") for word in words.loose
+    ]
     faults = (*loose, *given.faults)
     try:
         config = of.model_validate(nest(given.values), strict=True)
@@ -132,7 +135,9 @@ def parse(words: Sequence[str], field: FieldInfo) -> Any:
         return words[0]  # tyro would take a word that begins with "-" for a flag
     plain_words = [_plain_word(word, field.annotation) for word in words]
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # tyro's own report of the fault; ours is one line
+        with contextlib.redirect_stderr(
+            io.StringIO()
+        ):  # tyro's own report of the fault; ours is one line
             annotation: Any = field.annotation
             return tyro.cli(annotation, args=plain_words, console_outputs=False)
     except SystemExit:
@@ -150,7 +155,9 @@ def _plain_word(word: str, annotation: Any) -> str:
     except ValueError:
         return word
     is_decimal_text = "e" in word.lower() or "." in word
-    return str(whole_number(number, annotation)) if is_decimal_text and number.is_integer() else word
+    return (
+        str(whole_number(number, annotation)) if is_decimal_text and number.is_integer() else word
+    )
 
 
 def _unreadable(

@@ -132,7 +132,11 @@ def _need(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
     if origin is tuple:
         each = _need(arguments[0])
         is_any_length = arguments[1:] == (...,)
-        return f"any number of values, each {each}" if is_any_length else f"{len(arguments)} values, each {each}"
+        return (
+            f"any number of values, each {each}"
+            if is_any_length
+            else f"{len(arguments)} values, each {each}"
+        )
     name = _TYPE_WORDS.get(annotation, str(annotation))
     return ", ".join((name, *_bounds(metadata)))
 
@@ -145,7 +149,13 @@ def _constraints(extras: Iterable[Any]) -> list[Any]:
     return found
 
 
-_TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
+_TYPE_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "nothing",
+}
 _BOUND_WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -163,12 +173,16 @@ def unknown_key(key: str, known: Iterable[str]) -> Fault:
     keys = sorted(known)
     inside = [other for other in keys if other.startswith(f"{key}.")]
     if inside:
-        return Fault(key, "is a section, not a value", fix=f"set one of its keys: {', '.join(inside)}")
+        return Fault(
+            key, "is a section, not a value", fix=f"set one of its keys: {', '.join(inside)}"
+        )
     return Fault(key, "unknown key", fix=_nearest_key(key, keys))
 
 
 def _nearest_key(key: str, keys: list[str]) -> str:
-    """The keys that another key may mean: a synonym, one of the same name, or the nearest spelling in its section."""
+    """The keys that another key may mean: a synonym, one of the same name, or the nearest spelling
+    in its section.
+    """
     section, _, name = key.rpartition(".")
     meant = [other for other in SYNONYMS.get(name, ()) if other in keys]
     if not meant:

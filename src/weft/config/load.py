@@ -35,7 +35,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config as far as it could be read: wrong keys have their defaults, so that the others can be checked."""
+    """A config as far as it could be read: wrong keys have their defaults, so that the others can
+    be checked.
+    """
 
     run: Run
     faults: tuple[Fault, ...]
@@ -88,12 +90,22 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
     run, invalid = _validate(of_run, values)
     run, too_large = _limit_model(run)
     run, mesh_faults = _check_mesh(run)
-    faults = (*sources.faults, *unknown, *given.faults, *contradicting, *invalid, *too_large, *mesh_faults)
+    faults = (
+        *sources.faults,
+        *unknown,
+        *given.faults,
+        *contradicting,
+        *invalid,
+        *too_large,
+        *mesh_faults,
+    )
     return Loaded(run, faults)
 
 
 def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
-    """File and flags, with the keys of the model left out where it is wrong or another one is chosen."""
+    """File and flags, with the keys of the model left out where it is wrong or another one is
+    chosen.
+    """
     words = flags.split(argv)
     file, file_faults = _read_file(words.loose)
     first = flags.first_words(words)
@@ -172,7 +184,9 @@ def _defaults(
 
 
 def _validate(of_run: type[Run], flat: Flat) -> tuple[Run, tuple[Fault, ...]]:
-    """The run, and what is wrong with its values; a wrong key gets its default, a wrong model all its defaults."""
+    """The run, and what is wrong with its values; a wrong key gets its default, a wrong model all
+    its defaults.
+    """
     try:
         return of_run.model_validate(nest(flat), strict=True), ()
     except ValidationError as error:

@@ -17,7 +17,8 @@ DEFAULT_RANK = 8
 def adapted_linears(targets: Collection[str], linears: Iterable[str]) -> tuple[str, ...]:
     """The linears (global names) that match a target; all of them where there are no targets.
 
-    A target is the end of a name, from a dot on, or a pattern for such: `q`, `attn.*`, `layer[0-3].mlp.up`.
+    A target is the end of a name, from a dot on, or a pattern for such: `q`, `attn.*`,
+    `layer[0-3].mlp.up`.
     """
     if not targets:
         return tuple(linears)
@@ -34,7 +35,9 @@ def matches(target: str, linear: str) -> bool:
 
 
 def adapted_linear(name: str) -> str | None:
-    """The global name of the linear whose adapter a parameter is part of; None for any other parameter."""
+    """The global name of the linear whose adapter a parameter is part of; None for any other
+    parameter.
+    """
     for suffix in (LORA_A, LORA_B):
         if name.endswith(suffix):
             return name.removesuffix(suffix)

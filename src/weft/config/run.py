@@ -27,7 +27,9 @@ from weft.layout.plan import Plan, canonical_json, make_stages
 class Run(ConfigSection):
     """One run, whole: everything that decides what is computed and where."""
 
-    mesh: str = Field("", description='axes with degrees, outermost first: "pp2 dp2 tp2"; empty: one rank')
+    mesh: str = Field(
+        "", description='axes with degrees, outermost first: "pp2 dp2 tp2"; empty: one rank'
+    )
     seed: int = Field(
         1,
         ge=0,
@@ -45,7 +47,9 @@ class Run(ConfigSection):
     transport: Literal["process", "threads"] = Field(
         "process", description="ranks as processes or as threads of one process"
     )
-    nproc: Annotated[int, Field(ge=1)] | None = Field(None, description="local ranks to start; None: the mesh's size")
+    nproc: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="local ranks to start; None: the mesh's size"
+    )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         None, description="TCP port for the rendezvous of local ranks; None: a free one"
     )
@@ -63,12 +67,18 @@ class Run(ConfigSection):
     data: DataConfig = Field(default_factory=DataConfig, description="the data source")
     batch: BatchConfig = Field(default_factory=BatchConfig, description="sequences a step")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="the layout besides the mesh")
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig, description="pipeline schedule")
+    parallel: ParallelConfig = Field(
+        default_factory=ParallelConfig, description="the layout besides the mesh"
+    )
+    pipeline: PipelineConfig = Field(
+        default_factory=PipelineConfig, description="pipeline schedule"
+    )
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="number types")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="low-rank adapters")
     save: SaveConfig = Field(default_factory=SaveConfig, description="checkpoints")
-    eval: EvalConfig = Field(default_factory=EvalConfig, description="loss on text that is not trained on")
+    eval: EvalConfig = Field(
+        default_factory=EvalConfig, description="loss on text that is not trained on"
+    )
 
     @property
     def device_mesh(self) -> Mesh:

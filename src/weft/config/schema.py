@@ -26,14 +26,20 @@ class ConfigSection(BaseModel):
 
 
 class ModelSection(ModelConfig):
-    """The model: its family and preset, then that family's own fields (explicit ones override the preset's).
+    """The model: its family and preset, then that family's own fields (explicit ones override the
+    preset's).
 
-    `weft.config.families.run_type` joins this with a family's Config, so `run.model` is that family's config.
+    `weft.config.families.run_type` joins this with a family's Config, so `run.model` is that
+    family's config.
     """
 
     name: str = Field("llama3", description="model family")
-    preset: str | None = Field(None, description="named sizes of the family; explicit fields override them")
-    from_hf: str | None = Field(None, description="folder of a Hugging Face checkpoint to start from")
+    preset: str | None = Field(
+        None, description="named sizes of the family; explicit fields override them"
+    )
+    from_hf: str | None = Field(
+        None, description="folder of a Hugging Face checkpoint to start from"
+    )
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -48,10 +54,18 @@ class DataConfig(ConfigSection):
         "stdlib",
         description="stdlib (this Python's sources), digits, a prepared folder, a file, a folder or a glob; .bin holds tokens",
     )
-    mix: tuple[str, ...] = Field((), description='instead of one source several with weights: "a/=0.7" "b/=0.3"')
-    tokenizer: str = Field("bytes", description="bytes, or a tokenizer.json; a prepared folder has its own")
-    text_field: str = Field("text", description="field of JSONL lines, column of parquet files that holds the text")
-    token_dtype: Literal["uint16", "uint32"] = Field("uint16", description="type of the numbers in .bin token files")
+    mix: tuple[str, ...] = Field(
+        (), description='instead of one source several with weights: "a/=0.7" "b/=0.3"'
+    )
+    tokenizer: str = Field(
+        "bytes", description="bytes, or a tokenizer.json; a prepared folder has its own"
+    )
+    text_field: str = Field(
+        "text", description="field of JSONL lines, column of parquet files that holds the text"
+    )
+    token_dtype: Literal["uint16", "uint32"] = Field(
+        "uint16", description="type of the numbers in .bin token files"
+    )
     seq_len: int = Field(
         128,
         ge=1,
@@ -59,9 +73,12 @@ class DataConfig(ConfigSection):
         description="length of one sequence, tokens",
     )
     packing: Literal["stream", "documents"] = Field(
-        "stream", description="sequences of the plain stream, or attention and targets that stay within a document"
+        "stream",
+        description="sequences of the plain stream, or attention and targets that stay within a document",
     )
-    long: Literal["split", "error"] = Field("split", description="documents: what to do with one longer than seq_len")
+    long: Literal["split", "error"] = Field(
+        "split", description="documents: what to do with one longer than seq_len"
+    )
     prefetch: int = Field(
         2,
         ge=0,
@@ -83,7 +100,9 @@ class EvalConfig(ConfigSection):
         ge=0,
         description="batches of global_size sequences an evaluation; 0: the whole source",
     )
-    source: str | None = Field(None, description="what to evaluate on; None: valid.bin of the prepared data.source")
+    source: str | None = Field(
+        None, description="what to evaluate on; None: valid.bin of the prepared data.source"
+    )
 
 
 class BatchConfig(ConfigSection):
@@ -122,14 +141,18 @@ class OptimConfig(ConfigSection):
         ge=0,
         description="steps of linear warm-up",
     )
-    decay: Literal["constant", "linear", "cosine", "wsd"] = Field("cosine", description="rate after the warm-up")
+    decay: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="rate after the warm-up"
+    )
     cooldown: Share = Field(0.2, description="share of all steps in the final decay of wsd, 0 to 1")
     weight_decay: float = Field(
         0.1,
         ge=0,
         description="weight decay of matrices, per unit of learning rate",
     )
-    betas: tuple[Share, Share] = Field((0.9, 0.95), description="adamw: memory of both moments, 0 to 1")
+    betas: tuple[Share, Share] = Field(
+        (0.9, 0.95), description="adamw: memory of both moments, 0 to 1"
+    )
     eps: float = Field(
         1e-8,
         gt=0,
@@ -146,7 +169,9 @@ class OptimConfig(ConfigSection):
 class ParallelConfig(ConfigSection):
     """Options of the layout besides the mesh."""
 
-    sequence: bool = Field(False, description="shard activations along the sequence over tp, outside its regions")
+    sequence: bool = Field(
+        False, description="shard activations along the sequence over tp, outside its regions"
+    )
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="ZeRO stage: shards 1 optimizer states, 2 gradients too, 3 parameters too"
     )
@@ -161,7 +186,9 @@ class ParallelConfig(ConfigSection):
 class PipelineConfig(ConfigSection):
     """Pipeline schedule and stages."""
 
-    schedule: str = Field("1f1b", description=f"order of the actions: {', '.join(SCHEDULES)}, or a file with a table")
+    schedule: str = Field(
+        "1f1b", description=f"order of the actions: {', '.join(SCHEDULES)}, or a file with a table"
+    )
     chunks: int = Field(
         1,
         ge=1,
@@ -176,7 +203,9 @@ class PipelineConfig(ConfigSection):
 class PrecisionConfig(ConfigSection):
     """Number types."""
 
-    params: Dtype = Field("float32", description="type of the parameters that the optimizer updates")
+    params: Dtype = Field(
+        "float32", description="type of the parameters that the optimizer updates"
+    )
     compute: Dtype = Field("float32", description="type of activations and matrix products")
     reduce: Dtype = Field("float32", description="type in which gradients are summed over ranks")
 
@@ -200,7 +229,8 @@ class LoraConfig(ConfigSection):
         description="linears with adapters, by name or pattern: q v, or layer1.attn.*; nothing: all of attention and MLPs",
     )
     base: str | None = Field(
-        None, description="run or checkpoint whose parameters are frozen; None: model.from_hf, or drawn ones"
+        None,
+        description="run or checkpoint whose parameters are frozen; None: model.from_hf, or drawn ones",
     )
 
 
@@ -212,7 +242,9 @@ class SaveConfig(ConfigSection):
         ge=0,
         description="steps between checkpoints; 0: none before the end",
     )
-    at_end: bool = Field(True, description="save after the last step; a run that is asked to stop is always saved")
+    at_end: bool = Field(
+        True, description="save after the last step; a run that is asked to stop is always saved"
+    )
     keep: int = Field(
         2,
         ge=1,

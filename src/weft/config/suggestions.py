@@ -24,7 +24,9 @@ def degrees_of_axis(
     axis: str,
     degrees: Iterable[int],
 ) -> Iterator[Suggestion]:
-    """Other degrees of `axis`, nearest first: with as many ranks, the rest on the data axis, or with fewer ranks."""
+    """Other degrees of `axis`, nearest first: with as many ranks, the rest on the data axis, or
+    with fewer ranks.
+    """
     mesh, data = run.device_mesh, data_axis()
     now = mesh.degree(axis)
 
@@ -48,7 +50,9 @@ def smaller_degrees(run: Run, axis: str) -> Iterator[Suggestion]:
 
 
 def _mesh_text(run: Run, change: dict[str, int]) -> str:
-    """The run's mesh with other degrees; a new data axis stands after the pipeline axis, outside all others."""
+    """The run's mesh with other degrees; a new data axis stands after the pipeline axis, outside
+    all others.
+    """
     data, pipeline = data_axis(), pipeline_axis()
     degrees = dict(run.device_mesh.axes)
     names = list(degrees)
@@ -84,7 +88,8 @@ def nearest_multiples(
     unit: int,
     number: int,
 ) -> tuple[int, ...]:
-    """The multiples of `unit` that are `number` further than the nearest on either side, the nearer first.
+    """The multiples of `unit` that are `number` further than the nearest on either side, the nearer
+    first.
 
     >>> nearest_multiples(30, 8, 0), nearest_multiples(32, 8, 1)
     ((32, 24), (24, 40))
@@ -139,7 +144,9 @@ def default_schedule(run: Run) -> Iterator[Suggestion]:
 def schedules(run: Run) -> Iterator[Suggestion]:
     """Numbers of chunks and micro-batches that the schedule takes, then another schedule."""
     schedule = SCHEDULES.get(run.pipeline.schedule)
-    if schedule is None:  # a misspelt name, or a table in a file: there is nothing to derive values from
+    if (
+        schedule is None
+    ):  # a misspelt name, or a table in a file: there is nothing to derive values from
         return
     now = run.pipeline.chunks
     for chunks in sorted(schedule.chunks[:MAX_STEPS], key=lambda chunks: abs(chunks - now)):

@@ -83,7 +83,9 @@ def _syntax_hint(message: str) -> str:
 
 
 def dump(config: BaseModel) -> str:
-    """A config as TOML with a comment for every key; keys that are None are left out, which means the same."""
+    """A config as TOML with a comment for every key; keys that are None are left out, which means
+    the same.
+    """
     return HEADER + "\n".join(_lines(config, section="")) + "\n"
 
 

@@ -178,7 +178,9 @@ def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
 
 
 def sequence_divides(run: Run) -> Iterable[Fault]:
-    """A sequence splits into two chunks a context rank and, under sequence parallelism, equal parts for the tensor ranks."""
+    """A sequence splits into two chunks a context rank and, under sequence parallelism, equal parts
+    for the tensor ranks.
+    """
     mesh, length = run.device_mesh, run.data.seq_len
     unit = length_unit(mesh, sequence_parallel=run.parallel.sequence)
     if run.model.kind != "tokens" or length % unit == 0:
@@ -221,8 +223,12 @@ def sequence_fits_model(run: Run) -> Iterable[Fault]:
 
 
 def vocabulary_holds_bytes(run: Run) -> Iterable[Fault]:
-    """Where the default text is read as bytes, the vocabulary has all of them; other sources are checked when opened."""
-    is_default_text = run.model.kind == "tokens" and run.data.source == "stdlib" and not run.data.mix
+    """Where the default text is read as bytes, the vocabulary has all of them; other sources are
+    checked when opened.
+    """
+    is_default_text = (
+        run.model.kind == "tokens" and run.data.source == "stdlib" and not run.data.mix
+    )
     if not is_default_text or run.data.tokenizer != "bytes":
         return
     size = run.model.axis_sizes().get("vocab", NUM_BYTES)
@@ -288,9 +294,15 @@ def _dimension_checks(dimension: Dimension) -> Iterable[Check]:
     """The checks that follow from the record of a dimension."""
     axis = dimension.name
     if dimension.params:
-        yield Check(("mesh", "model"), lambda run: axis_divides(run, axis), _smaller_or_dividing(axis))
+        yield Check(
+            ("mesh", "model"), lambda run: axis_divides(run, axis), _smaller_or_dividing(axis)
+        )
     if dimension.faults is not None:
-        yield Check(("mesh", "model", "parallel"), lambda run: dimension_faults(run, axis), _alternatives(dimension))
+        yield Check(
+            ("mesh", "model", "parallel"),
+            lambda run: dimension_faults(run, axis),
+            _alternatives(dimension),
+        )
 
 
 CHECKS = (
@@ -299,9 +311,15 @@ CHECKS = (
     Check(("mesh", "model", "pipeline"), layers_make_stages, suggestions.stages),
     Check(("mesh", "batch", "pipeline"), schedule_takes_sizes, suggestions.schedules),
     Check(("mesh", "data.seq_len", "parallel.sequence"), sequence_divides, suggestions.lengths),
-    Check(("model", "parallel.sequence"), sequence_parallel_has_sequences, suggestions.no_sequence_parallelism),
+    Check(
+        ("model", "parallel.sequence"),
+        sequence_parallel_has_sequences,
+        suggestions.no_sequence_parallelism,
+    ),
     Check(("model", "data.seq_len"), sequence_fits_model, suggestions.lengths),
-    Check(("model.vocab", "data.source", "data.tokenizer"), vocabulary_holds_bytes, _no_suggestions),
+    Check(
+        ("model.vocab", "data.source", "data.tokenizer"), vocabulary_holds_bytes, _no_suggestions
+    ),
     Check(("precision",), number_types_fit, _no_suggestions),
 )
 """Checks that depend on the run alone; a fault keeps its own fix where no suggestion removes it."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Feature = Literal["causal", "bidirectional", "window", "documents", "prefix", "softcap", "sinks", "head_bias"]
+Feature = Literal[
+    "causal", "bidirectional", "window", "documents", "prefix", "softcap", "sinks", "head_bias"
+]
 """What a model can require of attention, as messages name it."""
 
 ALL_FEATURES: frozenset[Feature] = frozenset(
@@ -15,13 +17,15 @@ ALL_FEATURES: frozenset[Feature] = frozenset(
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which keys a query may see. Columns count the tokens of a sequence from 0; all conditions hold together.
+    """Which keys a query may see. Columns count the tokens of a sequence from 0; all conditions
+    hold together.
 
     Attributes:
         causal: the query at column q sees keys at columns 0..q; False: bidirectional.
         window: distance limit |q - k| < window: causal, the keys q-window+1..q (`sliding_window` of transformers).
         documents: tokens see their own document only, where a batch packs several into a sequence.
-        prefix: keys in the first `prefix` columns are visible to all queries of a causal mask (prefix LM).
+        prefix: keys in the first `prefix` columns are visible to all queries of a causal mask
+            (prefix LM).
     """
 
     causal: bool = True
@@ -49,7 +53,9 @@ class AttentionMask:
 
     @property
     def distances(self) -> tuple[float, float]:
-        """Smallest and largest distance (query column - key column) that is visible, without `prefix`."""
+        """Smallest and largest distance (query column - key column) that is visible, without
+        `prefix`.
+        """
         farthest = float("inf")
         if self.window is not None:
             farthest = self.window - 1
@@ -93,7 +99,8 @@ class AttentionMask:
         return nearest <= smallest and largest <= farthest
 
     def visible_part(self, queries: range, keys: range) -> tuple[range, range]:
-        """The consecutive queries that see any of these keys, and the consecutive keys that those see, of a visible block.
+        """The consecutive queries that see any of these keys, and the consecutive keys that those
+        see, of a visible block.
 
         >>> AttentionMask(window=2).visible_part(range(8, 12), range(4, 8))
         (range(8, 9), range(7, 8))

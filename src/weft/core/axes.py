@@ -111,7 +111,8 @@ def _in_rows(
 
 
 def span(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Bounds of part `index` of `length` entries in `parts` parts whose lengths differ by at most one, longer ones first.
+    """Bounds of part `index` of `length` entries in `parts` parts whose lengths differ by at most
+    one, longer ones first.
 
     >>> [span(10, 4, i) for i in range(4)]
     [(0, 3), (3, 6), (6, 8), (8, 10)]
@@ -134,7 +135,9 @@ def span_sizes(length: int, parts: int) -> Ints:
 
 
 def sharding_axes(axes: Names, rule: Rule, mesh: Mesh) -> Names:
-    """Mesh axes (of degree > 1) that shard a tensor with these logical axes, in the tensor's dim order."""
+    """Mesh axes (of degree > 1) that shard a tensor with these logical axes, in the tensor's dim
+    order.
+    """
     mesh_axes = [rule[axis] for axis in axes if axis in rule]
     return tuple(axis for axis in mesh_axes if mesh.degree(axis) > 1)
 
@@ -147,7 +150,9 @@ def box_of(
     mesh: Mesh,
     rank: int,
 ) -> Box:
-    """The shard of a tensor that `rank` holds: each dim whose logical axis is in `rule` is sharded over that mesh axis."""
+    """The shard of a tensor that `rank` holds: each dim whose logical axis is in `rule` is sharded
+    over that mesh axis.
+    """
     spans: list[tuple[int, int]] = []
     for length, axis in zip(shape, axes, strict=True):
         if axis not in rule:
@@ -183,10 +188,11 @@ def gradient_axes(
     varies: Collection[str],
     sharded: Collection[str],
 ) -> Names:
-    """Mesh axes over which a gradient is summed: those along which it varies, except those that shard the parameter.
+    """Mesh axes over which a gradient is summed: those along which it varies, except those that
+    shard the parameter.
 
-    The one gradient rule: it holds for data, context and expert parallelism, for norms under sequence parallelism and for
-    experts.
+    The one gradient rule: it holds for data, context and expert parallelism, for norms under
+    sequence parallelism and for experts.
 
     Args:
         varies: axes along which the parameter was applied to different tokens, or different heads.
@@ -200,6 +206,8 @@ def gradient_axes(
 
 
 def data_axes(mesh: Mesh) -> Names:
-    """Axes of this mesh along which the tokens of a micro-batch differ, in mesh order, degree 1 left out."""
+    """Axes of this mesh along which the tokens of a micro-batch differ, in mesh order, degree 1
+    left out.
+    """
     differing = token_axes()
     return tuple(name for name, degree in mesh.axes if degree > 1 and name in differing)

@@ -1,8 +1,9 @@
 """Parallel dimensions as records: what a mesh axis shards, what varies along it, its traffic, faults and transform.
 
-A dimension is one module `weft/parallel/x.py` with a constant `DIMENSION`; `dimensions()` finds these modules. Mesh,
-sharding rule, gradient rule, config validation, `weft explain` and `parallelize` read the records. Modules below
-`weft.parallel` ask for axes by their role (`token_axes()`, `pipeline_axis()`), never by name. See docs/extend.md.
+A dimension is one module `weft/parallel/x.py` with a constant `DIMENSION`; `dimensions()` finds
+these modules. Mesh, sharding rule, gradient rule, config validation, `weft explain` and
+`parallelize` read the records. Modules below `weft.parallel` ask for axes by their role
+(`token_axes()`, `pipeline_axis()`), never by name. See docs/extend.md.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from weft.errors import Fault
 PACKAGE = "weft.parallel"
 
 BatchShard = Literal["sequences", "positions"]
-"""Part of a batch that differs between the ranks of an axis: whole sequences, or positions of the same sequences."""
+"""Part of a batch that differs between the ranks of an axis: whole sequences, or positions of the
+same sequences.
+"""
 
 Transform = Callable[..., Collection[str]]
-"""`transform(blocks, *, plan, comm, axes, axis_sizes, chain)`: changes this rank's blocks (name -> module) in place.
+"""`transform(blocks, *, plan, comm, axes, axis_sizes, chain)`: changes this rank's blocks (name ->
+module) in place.
 
-`axes` is the table of logical axes, `axis_sizes` the full length of each logical axis, `chain` the whole model before it was
-sharded, on the meta device (None where no axis shards activations). Returns the global names of the
-parameters whose gradients are partial sums along the axis. It is called under every mesh, also where the axis has one rank.
+`axes` is the table of logical axes, `axis_sizes` the full length of each logical axis, `chain` the
+whole model before it was sharded, on the meta device (None where no axis shards activations).
+Returns the global names of the parameters whose gradients are partial sums along the axis. It is
+called under every mesh, also where the axis has one rank.
 """
 
 
@@ -48,7 +53,8 @@ class LayoutRequest:
         degrees: mesh axis -> number of ranks along it, 1 for axes that the mesh does not name.
         model_name: family of the model.
         model_kind: "tokens" or "images".
-        local_sizes: logical axis -> units on one rank ("heads": 4); axes that do not divide evenly are left out.
+        local_sizes: logical axis -> units on one rank ("heads": 4); axes that do not divide evenly
+            are left out.
         axis_sizes: logical axis -> units of the whole model.
         options: the rest of the layout.
     """
@@ -63,22 +69,29 @@ class LayoutRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Dimension:
-    """One way to divide a training step over ranks: a mesh axis and all that the other modules know of it.
+    """One way to divide a training step over ranks: a mesh axis and all that the other modules know
+    of it.
 
     Attributes:
         name: of the mesh axis, as in the mesh text.
-        summary: what it shards, for `weft explain`: "tensor: heads, feed-forward and vocabulary are sharded".
-        nesting: order of dimensions, outermost first: where weft writes a mesh itself, and in which transforms are applied.
+        summary: what it shards, for `weft explain`: "tensor: heads, feed-forward and vocabulary are
+            sharded".
+        nesting: order of dimensions, outermost first: where weft writes a mesh itself, and in which
+            transforms are applied.
         params: logical axes of parameters that are sharded over it.
         uneven: those of `params` that may be sharded into parts of different length.
-        batch: what it shards of a batch. Where it shards anything, gradients vary along it and are summed over it, except
-            those of parameters that it shards.
+        batch: what it shards of a batch. Where it shards anything, gradients vary along it and are
+            summed over it, except those of parameters that it shards.
         shards_blocks: whether it splits the chain of blocks into pipeline stages.
-        shards_activations: whether `parallel.sequence` shards activations along the sequence over it.
+        shards_activations: whether `parallel.sequence` shards activations along the sequence over
+            it.
         traffic: what is sent along it, for `weft explain`.
-        faults: what is wrong with a layout where it has more than one rank; None: it takes every layout.
-        alternatives: (config key, value) pairs that may remove a fault, tried before smaller degrees of the axis.
-        transform: "module:function" of its `Transform`, imported when a model is built (torch is imported then); empty: none.
+        faults: what is wrong with a layout where it has more than one rank; None: it takes every
+            layout.
+        alternatives: (config key, value) pairs that may remove a fault, tried before smaller
+            degrees of the axis.
+        transform: "module:function" of its `Transform`, imported when a model is built (torch is
+            imported then); empty: none.
     """
 
     name: str
@@ -96,7 +109,9 @@ class Dimension:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether its ranks compute the loss of the same tokens: the loss counts on the first of them."""
+        """Whether its ranks compute the loss of the same tokens: the loss counts on the first of
+        them.
+        """
         return self.batch is None and not self.shards_blocks
 
     def load_transform(self) -> Transform | None:
@@ -110,7 +125,9 @@ class Dimension:
 
 @cache
 def dimensions() -> Mapping[str, Dimension]:
-    """Every dimension by the name of its axis, outermost first: the modules of `weft.parallel` with a `DIMENSION`."""
+    """Every dimension by the name of its axis, outermost first: the modules of `weft.parallel` with
+    a `DIMENSION`.
+    """
     package = importlib.import_module(PACKAGE)
     found: list[Dimension] = []
     for info in pkgutil.iter_modules(package.__path__):
@@ -144,7 +161,9 @@ def token_axes() -> tuple[str, ...]:
 
 
 def replicated_axes() -> tuple[str, ...]:
-    """Axes along which ranks compute the loss of the same tokens: a sum over all ranks counts it on index 0 alone."""
+    """Axes along which ranks compute the loss of the same tokens: a sum over all ranks counts it on
+    index 0 alone.
+    """
     return tuple(name for name, dimension in dimensions().items() if dimension.is_replicated)
 
 
@@ -162,13 +181,17 @@ def pipeline_axis() -> str:
 
 @cache
 def data_axis() -> str:
-    """The axis that shards sequences and nothing else: ranks that another axis does not need go there."""
+    """The axis that shards sequences and nothing else: ranks that another axis does not need go
+    there.
+    """
     plain = [name for name in sequence_axes() if not dimensions()[name].params]
     return plain[0]
 
 
 def default_sharding_rule() -> dict[str, str]:
-    """Logical axis of a parameter -> the mesh axis that shards it, for every dimension, innermost first."""
+    """Logical axis of a parameter -> the mesh axis that shards it, for every dimension, innermost
+    first.
+    """
     rule: dict[str, str] = {}
     for name, dimension in reversed(list(dimensions().items())):
         for logical_axis in dimension.params:

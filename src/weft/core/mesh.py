@@ -18,7 +18,9 @@ Ranks = tuple[int, ...]
 WIDTH = 80
 """Columns of the overview."""
 MAX_RANKS_SHOWN = 8
-"""Ranks of a group that the overview lists one by one; longer groups are shown by first ranks, last rank and step."""
+"""Ranks of a group that the overview lists one by one; longer groups are shown by first ranks, last
+rank and step.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,9 @@ class Mesh:
         return rank
 
     def _check_names(self, coord: Mapping[str, int]) -> None:
-        """Raise MeshError for axes that the mesh does not have; index 0 of any dimension is accepted."""
+        """Raise MeshError for axes that the mesh does not have; index 0 of any dimension is
+        accepted.
+        """
         degrees = dict(self.axes)
         unknown: list[str] = []
         for name, index in coord.items():
@@ -237,12 +241,16 @@ def axis_names(axis: Axis) -> tuple[str, ...]:
 
 
 def all_meshes(most_ranks: int, axes: Iterable[str]) -> tuple[Mesh, ...]:
-    """Every mesh of up to `most_ranks` ranks over `axes` in the given nesting, degree-1 axes left out."""
+    """Every mesh of up to `most_ranks` ranks over `axes` in the given nesting, degree-1 axes left
+    out.
+    """
     names = tuple(axes)
     found: list[Mesh] = []
     for degrees in itertools.product(range(1, most_ranks + 1), repeat=len(names)):
         if math.prod(degrees) > most_ranks:
             continue
-        sharing = [(name, degree) for name, degree in zip(names, degrees, strict=True) if degree > 1]
+        sharing = [
+            (name, degree) for name, degree in zip(names, degrees, strict=True) if degree > 1
+        ]
         found.append(Mesh(tuple(sharing)))
     return tuple(found)

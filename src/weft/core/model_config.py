@@ -16,13 +16,17 @@ from weft.errors import Fault, PlanError
 T = TypeVar("T")
 
 AxisTable = Mapping[str, tuple[DimAxis, ...]]
-"""Pattern of global parameter names -> the logical axis of each dimension; each parameter is matched exactly once."""
+"""Pattern of global parameter names -> the logical axis of each dimension; each parameter is
+matched exactly once.
+"""
 
 Draw = tuple[Literal["normal"], float] | tuple[Literal["ones"]] | tuple[Literal["zeros"]]
-"""Distribution of a parameter's initial values: normal with this standard deviation, or constant."""
+"""Distribution of a parameter's initial values: normal with this standard deviation, or constant.
+"""
 
 InitTable = Mapping[str, Draw]
-"""Pattern of global parameter names -> its initial values; each parameter is matched exactly once."""
+"""Pattern of global parameter names -> its initial values; each parameter is matched exactly once.
+"""
 
 LinearShapes = dict[str, tuple[int, int]]
 """Name of a linear -> features out, in."""
@@ -34,7 +38,8 @@ class BlockSpec:
 
     Attributes:
         name: as in `blocks(cfg)`: "embed", "layer0", ..., "head", "loss".
-        flops: of one sequence (or sample) forward: 2 x multiply-adds of its matrices, causal attention counted half.
+        flops: of one sequence (or sample) forward: 2 x multiply-adds of its matrices, causal
+            attention counted half.
         out: shape of its output: ("batch", "seq", 4096), ("batch", 128), or () for the scalar loss.
         is_layer: False for embed, head and loss.
     """
@@ -67,7 +72,9 @@ class ModelConfig(BaseModel):
 
     @abstractmethod
     def axis_sizes(self) -> dict[str, int]:
-        """Units of each logical axis that may be sharded: {"heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}."""
+        """Units of each logical axis that may be sharded: {"heads": 32, "kv_heads": 8, "ffn":
+        14336, "vocab": 128256}.
+        """
 
     @abstractmethod
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
@@ -78,7 +85,9 @@ class ModelConfig(BaseModel):
         return None
 
     def linears(self) -> LinearShapes:
-        """Projections of attention and feed-forward parts, which may get adapters: global name -> features out, in."""
+        """Projections of attention and feed-forward parts, which may get adapters: global name ->
+        features out, in.
+        """
         return {}
 
 
@@ -89,7 +98,12 @@ def attention_linears(
     kv_width: int,
 ) -> LinearShapes:
     """The projections of attention with grouped heads, by their name in a layer."""
-    return {"attn.q": (q_width, dim), "attn.k": (kv_width, dim), "attn.v": (kv_width, dim), "attn.o": (dim, q_width)}
+    return {
+        "attn.q": (q_width, dim),
+        "attn.k": (kv_width, dim),
+        "attn.v": (kv_width, dim),
+        "attn.o": (dim, q_width),
+    }
 
 
 def gated_linears(

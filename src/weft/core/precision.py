@@ -15,7 +15,9 @@ REPRESENTS: dict[Dtype, tuple[Dtype, ...]] = {
     "bfloat16": ("bfloat16",),
     "float16": ("float16",),
 }
-"""Type -> the types whose numbers it represents exactly. Neither of the 16-bit types represents the other."""
+"""Type -> the types whose numbers it represents exactly. Neither of the 16-bit types represents the
+other.
+"""
 
 # Note [Which types go together]
 # Values are rounded once, from params to compute, and gradients never before they are summed: so `params` and `reduce`
@@ -72,4 +74,6 @@ def dtype_faults(
 def parameter_types(compute: Dtype) -> tuple[Dtype, ...]:
     """Types that parameters can have for this type of computation, narrowest first."""
     narrowest_first = reversed(REPRESENTS.items())
-    return tuple(dtype for dtype, exact in narrowest_first if compute in exact and dtype != "float16")
+    return tuple(
+        dtype for dtype, exact in narrowest_first if compute in exact and dtype != "float16"
+    )

@@ -1,25 +1,30 @@
 """Sharding of sequences over the context axis: the columns of each rank, and the blocks of scores that it computes.
 
 Note [Zigzag]
-    A causal token sees the tokens left of it, so the right end of a sequence costs most. With c ranks a sequence is split
-    into 2c chunks and rank i holds chunks i and 2c-1-i, one cheap and one expensive:
+    A causal token sees the tokens left of it, so the right end of a sequence costs most. With c
+    ranks a sequence is split into 2c chunks and rank i holds chunks i and 2c-1-i, one cheap and one
+    expensive:
 
         c = 4    chunk   0  1  2  3  4  5  6  7
                  rank    0  1  2  3  3  2  1  0
 
-    The queries of rank i against the keys of rank j (each has a first half, chunk i or j, and a second half):
+    The queries of rank i against the keys of rank j (each has a first half, chunk i or j, and a
+    second half):
 
         j = i    causal within its own two chunks, in their order
         j < i    both halves of the queries see the first half of the keys, neither sees the second
         j > i    the second half sees both halves of the keys, the first half none
 
-    In each case a rank computes as much as every other rank does in the same turn of a ring, and nothing that a mask hides.
-    Source: Brandon et al. 2023 (striped attention) for the imbalance; the pairing of ends is Megatron-LM's.
+    In each case a rank computes as much as every other rank does in the same turn of a ring, and
+    nothing that a mask hides.
+    Source: Brandon et al. 2023 (striped attention) for the imbalance; the pairing of ends is
+        Megatron-LM's.
 
 Note [Skipped blocks]
-    A window, a prefix or packed documents hide more. Then each pair of a query chunk and a key chunk is a block of its own:
-    it is skipped if no query sees a key, narrowed to the columns that the mask lets through, and masked element by element
-    only if the mask divides it. A turn of the ring in which every rank skips everything is left out, see `ring_turns`:
+    A window, a prefix or packed documents hide more. Then each pair of a query chunk and a key
+    chunk is a block of its own: it is skipped if no query sees a key, narrowed to the columns that
+    the mask lets through, and masked element by element only if the mask divides it. A turn of the
+    ring in which every rank skips everything is left out, see `ring_turns`:
 
         c = 4, window of at most one chunk and 1: a chunk sees itself and the chunk before it
                  query chunk    0   1   2   3   4   5   6   7
@@ -40,7 +45,9 @@ from weft.core.dimension import activation_axes, position_axes
 from weft.core.mesh import Mesh
 
 Context = Literal["ring", "allgather", "ulysses"]
-"""How attention crosses ranks: keys and values pass around a ring, or are gathered, or heads are exchanged for columns."""
+"""How attention crosses ranks: keys and values pass around a ring, or are gathered, or heads are
+exchanged for columns.
+"""
 
 DocumentRange = tuple[int, int]
 """Smallest and largest document number in a chunk of a sequence."""
@@ -48,10 +55,12 @@ DocumentRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class BlockMask:
-    """Some of a rank's queries against some keys of one rank, as slices of the columns that each holds.
+    """Some of a rank's queries against some keys of one rank, as slices of the columns that each
+    holds.
 
     Attributes:
-        kind: full: each query sees each key; triangle: query i sees keys 0..i; partial: masked element by element.
+        kind: full: each query sees each key; triangle: query i sees keys 0..i; partial: masked
+            element by element.
     """
 
     queries: slice
@@ -65,8 +74,8 @@ class SequenceBlocks:
 
     Attributes:
         length: columns of a whole sequence.
-        documents: document ranges of each chunk of each sequence, [row][chunk]; None: nothing is known of documents, or the
-            mask ignores them.
+        documents: document ranges of each chunk of each sequence, [row][chunk]; None: nothing is
+            known of documents, or the mask ignores them.
         has_documents: whether the mask depends on documents, known or not.
     """
 
@@ -98,7 +107,9 @@ class SequenceBlocks:
 
     @cached_property
     def ring_turns(self) -> tuple[int, ...]:
-        """Turns of the ring in which any rank computes; at turn t rank i has the keys of rank i - t. Turn 0 is always one."""
+        """Turns of the ring in which any rank computes; at turn t rank i has the keys of rank i -
+        t. Turn 0 is always one.
+        """
         if not self._is_by_chunk:
             return tuple(range(self.num_ranks))
         return tuple(turn for turn in range(self.num_ranks) if self._has_work(turn))
@@ -190,14 +201,17 @@ class _Chunk:
 
 
 def zigzag(length: int, degree: int, index: int) -> tuple[range, ...]:
-    """Columns that rank `index` of `degree` ranks holds of a sequence, in its order; see Note [Zigzag].
+    """Columns that rank `index` of `degree` ranks holds of a sequence, in its order; see Note
+    [Zigzag].
 
     >>> zigzag(8, 2, 0), zigzag(8, 2, 1), zigzag(8, 1, 0)
     ((range(0, 2), range(6, 8)), (range(2, 4), range(4, 6)), (range(0, 8),))
     """
     if degree == 1:
         return (range(length),)
-    assert length % (2 * degree) == 0, f"{length} columns are validated to be a multiple of 2 x cp{degree}"
+    assert length % (2 * degree) == 0, (
+        f"{length} columns are validated to be a multiple of 2 x cp{degree}"
+    )
     num_chunks = 2 * degree
     chunk = length // num_chunks
     early = range(chunk * index, chunk * (index + 1))
@@ -206,7 +220,8 @@ def zigzag(length: int, degree: int, index: int) -> tuple[range, ...]:
 
 
 def length_unit(mesh: Mesh, *, sequence_parallel: bool) -> int:
-    """What a sequence's length must be a multiple of: two chunks a cp rank, and equal parts of them for tp ranks.
+    """What a sequence's length must be a multiple of: two chunks a cp rank, and equal parts of them
+    for tp ranks.
 
     >>> length_unit(Mesh.parse("cp2 tp3"), sequence_parallel=True)
     12

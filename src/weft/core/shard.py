@@ -16,13 +16,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, init=False)
 class Stacked:
-    """Logical axis of a dim that holds several projections one after the other, each of them sharded separately.
+    """Logical axis of a dim that holds several projections one after the other, each of them
+    sharded separately.
 
-    Each part is (logical axis, units): ranks hold whole units, and all parts have the same number of entries per unit (the head
-    size, or 1):
+    Each part is (logical axis, units): ranks hold whole units, and all parts have the same number
+    of entries per unit (the head size, or 1):
 
         Stacked(("heads", 8), ("kv_heads", 2), ("kv_heads", 2))     q, k, v in one weight; a rank of tp2 holds
-                                                                    4 heads of q, then 1 of k, then 1 of v
+                                                                    4 heads of q, then 1 of k, then
+                                                                    1 of v
         Stacked(("ffn", 352), ("ffn", 352))                         gate, up in one weight
     """
 
@@ -48,7 +50,8 @@ DimAxis = str | Stacked
 
 @dataclass(frozen=True)
 class Shard:
-    """The entries of a tensor that one rank holds: boxes, which are concatenated along `dim` in the local tensor.
+    """The entries of a tensor that one rank holds: boxes, which are concatenated along `dim` in the
+    local tensor.
 
     One box, but for a parameter with a `Stacked` dim: one box per part.
     """
@@ -76,14 +79,18 @@ class Shard:
         return not any(self.boxes[0].lo)
 
     def boxes_of_range(self, start: int, stop: int) -> tuple[Box, ...]:
-        """Boxes of the whole tensor that entries `start` to `stop` of the local tensor are, in row-major order."""
+        """Boxes of the whole tensor that entries `start` to `stop` of the local tensor are, in
+        row-major order.
+        """
         if len(self.boxes) == 1:
             return boxes_of_range(self.boxes[0], start, stop)
         local_boxes = boxes_of_range(Box.whole(self.shape), start, stop)
         return tuple(box for local in local_boxes for box in self._to_whole(local))
 
     def _to_whole(self, local: Box) -> Iterator[Box]:
-        """A run of local entries as boxes of the whole tensor: split where one part ends and the next begins."""
+        """A run of local entries as boxes of the whole tensor: split where one part ends and the
+        next begins.
+        """
         dim = self.dim
         leading = [range(lo, hi) for lo, hi in zip(local.lo[:dim], local.hi[:dim], strict=True)]
         for index in itertools.product(*leading):
@@ -114,17 +121,26 @@ def sharded_over(axis: DimAxis, rule: Rule) -> str | None:
 
 
 def first_axes(axes: tuple[DimAxis, ...]) -> tuple[str, ...]:
-    """The axes with each `Stacked` one replaced by that of its first part: all parts are sharded over one mesh axis."""
+    """The axes with each `Stacked` one replaced by that of its first part: all parts are sharded
+    over one mesh axis.
+    """
     return tuple(axis.parts[0][0] if isinstance(axis, Stacked) else axis for axis in axes)
 
 
 def shard_of(
-    name: str, shape: tuple[int, ...], axes: tuple[DimAxis, ...], *, rule: Rule, mesh: Mesh, rank: int
+    name: str,
+    shape: tuple[int, ...],
+    axes: tuple[DimAxis, ...],
+    *,
+    rule: Rule,
+    mesh: Mesh,
+    rank: int,
 ) -> Shard:
     """The shard of parameter `name` that `rank` holds.
 
     Raises:
-        PlanError: a `Stacked` dim whose units do not fit the dim's length or do not divide over the mesh axis.
+        PlanError: a `Stacked` dim whose units do not fit the dim's length or do not divide over the
+            mesh axis.
     """
     plain_axes = first_axes(axes)
     stacked_dim = _sharded_stacked_dim(name, axes, rule, mesh)
@@ -146,7 +162,9 @@ def shard_of(
     return Shard(tuple(boxes), stacked_dim)
 
 
-def _sharded_stacked_dim(name: str, axes: tuple[DimAxis, ...], rule: Rule, mesh: Mesh) -> int | None:
+def _sharded_stacked_dim(
+    name: str, axes: tuple[DimAxis, ...], rule: Rule, mesh: Mesh
+) -> int | None:
     """The `Stacked` dim that the mesh shards, if any; errors as in `shard_of`."""
     found: list[int] = []
     for dim, axis in enumerate(axes):
@@ -163,13 +181,19 @@ def _with(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
     return (*values[:index], value, *values[index + 1 :])
 
 
-def _part_sizes(name: str, stacked: Stacked, length: int, *, rule: Rule, mesh: Mesh) -> tuple[int, ...]:
+def _part_sizes(
+    name: str, stacked: Stacked, length: int, *, rule: Rule, mesh: Mesh
+) -> tuple[int, ...]:
     """Entries of each part; errors as in `shard_of`."""
     sizes = stacked.sizes(length)
     if sizes is None:
         total = sum(units for _, units in stacked.parts)
         need = f"a multiple of {total}, the units of all parts"
-        raise PlanError(Fault(name, f"Stacked units of {stacked} do not fit the dim", got=str(length), need=need))
+        raise PlanError(
+            Fault(
+                name, f"Stacked units of {stacked} do not fit the dim", got=str(length), need=need
+            )
+        )
     mesh_axes = {rule.get(axis) for axis, _ in stacked.parts}
     if len(mesh_axes) > 1:
         raise PlanError(Fault(name, f"parts of {stacked} are sharded over different mesh axes"))

@@ -25,7 +25,8 @@ def open_data(data: DataConfig, model: ModelConfig) -> Samples:
     """The source of `data`, or the mixture of several, checked against the model.
 
     Raises:
-        DataError: missing, empty, too short, broken, or outside the model's vocabulary, image size or classes.
+        DataError: missing, empty, too short, broken, or outside the model's vocabulary, image size
+            or classes.
     """
     if not data.mix:
         return _open_split(data, model, split="train")
@@ -52,7 +53,11 @@ def open_validation(data: DataConfig, model: ModelConfig, *, source: str | None)
         if data.mix or prepared_of(data.source) is None:
             got = "several sources" if data.mix else repr(data.source)
             fix = "--eval.source FILE, or weft data prepare, which keeps documents for it"
-            raise DataError(Fault(EVAL_KEY, "there is nothing to evaluate on", got, "a prepared data.source", fix))
+            raise DataError(
+                Fault(
+                    EVAL_KEY, "there is nothing to evaluate on", got, "a prepared data.source", fix
+                )
+            )
         source = data.source
     tokenizer = tokenizer_of(data)
     validation = data.model_copy(update={"source": source, "mix": (), "tokenizer": tokenizer.name})
@@ -75,13 +80,17 @@ def _open_split(data: DataConfig, model: ModelConfig, *, split: Split) -> Sample
 
 def _open_tokens(data: DataConfig, model: ModelConfig, *, split: Split) -> SequenceSamples:
     if data.source == "digits":
-        raise DataError(Fault(KEY, "'digits' are images, the model reads tokens", fix="--model.name mnist"))
+        raise DataError(
+            Fault(KEY, "'digits' are images, the model reads tokens", fix="--model.name mnist")
+        )
     stream = open_source(data.source, data, vocab=model.axis_sizes()["vocab"], split=split)
     if len(stream) <= data.seq_len:
         need = f"at least {data.seq_len + 1} = data.seq_len + 1"
         shorter = f"--data.seq_len {len(stream) - 1}, or " if len(stream) > 1 else ""
         what = f"{file_names(stream.files)} is too short"
-        raise DataError(Fault(KEY, what, f"{len(stream)} tokens", need, f"{shorter}a longer source"))
+        raise DataError(
+            Fault(KEY, what, f"{len(stream)} tokens", need, f"{shorter}a longer source")
+        )
     if data.packing == "documents":
         _check_documents(stream, data)
     return SequenceSamples(stream, data.seq_len, data.source, data.packing)
@@ -97,7 +106,9 @@ def _check_documents(stream: TokenStream, data: DataConfig) -> None:
         if length > data.seq_len:
             what = f"document {number} of {data.source} is longer than the sequence"
             fix = f"--data.seq_len {length}, or --data.long split"
-            raise DataError(Fault("data.long", what, f"{length} tokens", f"at most {data.seq_len}", fix))
+            raise DataError(
+                Fault("data.long", what, f"{length} tokens", f"at most {data.seq_len}", fix)
+            )
 
 
 def _check_same_tokenizer(sources: tuple[str, ...]) -> None:
@@ -128,7 +139,9 @@ def _check_validation_tokenizer(source: str, tokenizer: Tokenizer) -> None:
 
 def _open_images(data: DataConfig, model: ModelConfig) -> ImageSamples:
     if data.source == "stdlib":
-        raise DataError(Fault(KEY, "'stdlib' is text, the model reads images", fix="--data.source digits"))
+        raise DataError(
+            Fault(KEY, "'stdlib' is text, the model reads images", fix="--data.source digits")
+        )
     pairs = images.digits() if data.source == "digits" else images.read_pair(data.source)
     sizes = model.model_dump()
     pairs.check(image_size=sizes["image_size"], classes=sizes["classes"])

@@ -18,7 +18,8 @@ BOUND: np.dtype[Any] = np.dtype("<i8")
 BLOCK = 512
 """Bounds that are read at once: a page."""
 CACHED_BLOCKS = 1024
-"""Blocks that stay in memory, 4 MiB: the first steps of every binary search are always among them."""
+"""Blocks that stay in memory, 4 MiB: the first steps of every binary search are always among them.
+"""
 SCANNED_BOUNDS = 2**20
 """Bounds that `longest_document` reads at once."""
 

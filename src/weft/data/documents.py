@@ -48,7 +48,8 @@ class ReadOptions:
     Attributes:
         text_field: the field of a JSONL line, or column of a parquet file, that is the text.
         split_on: a text file is one document, or blank lines separate its documents.
-        allow_any_bytes: whether bytes that are not UTF-8 pass unchanged (surrogateescape), for the byte tokenizer.
+        allow_any_bytes: whether bytes that are not UTF-8 pass unchanged (surrogateescape), for the
+            byte tokenizer.
     """
 
     text_field: str = "text"
@@ -60,7 +61,8 @@ def read_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     """The documents of a file, one after the other; those without text are left out.
 
     Raises:
-        DataError: a file that cannot be read, has another format or has no such field, with its line.
+        DataError: a file that cannot be read, has another format or has no such field, with its
+            line.
     """
     readers: dict[str, Callable[[Path, ReadOptions], Iterator[TextChunk]]] = {
         LINES_SUFFIX: _jsonl_documents,
@@ -70,18 +72,24 @@ def read_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     try:
         yield from reader(file, options)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(Fault(KEY, f"{file} is a broken gzip file", str(error), fix="fetch the file again")) from None
+        raise DataError(
+            Fault(KEY, f"{file} is a broken gzip file", str(error), fix="fetch the file again")
+        ) from None
     except OSError as error:
         why = error.strerror or str(error)
-        raise DataError(Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")) from None
+        raise DataError(
+            Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
+        ) from None
 
 
 def split_text(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
-    """A long text in parts of at most `limit` characters, split at the start of a line if there is one, or before a word.
+    """A long text in parts of at most `limit` characters, split at the start of a line if there is
+    one, or before a word.
 
-    Tokenizers that split text into words before they look for tokens (all byte-level BPE) produce the same tokens for the
-    parts as for the whole: a line break before a character that is not a space is a word boundary for all of them, and so
-    is the position before a space that a word follows.
+    Tokenizers that split text into words before they look for tokens (all byte-level BPE) produce
+    the same tokens for the parts as for the whole: a line break before a character that is not a
+    space is a word boundary for all of them, and so is the position before a space that a word
+    follows.
     """
     start = 0
     while len(text) - start > limit:
@@ -193,20 +201,34 @@ def _text_of_line(line: bytes, field: str, where: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise DataError(Fault(KEY, f"{where} is not JSON", str(error), "one JSON object a line")) from None
+        raise DataError(
+            Fault(KEY, f"{where} is not JSON", str(error), "one JSON object a line")
+        ) from None
     if not isinstance(row, dict):
-        raise DataError(Fault(KEY, f"{where} is not a JSON object", type(row).__name__, '{"text": "..."}'))
+        raise DataError(
+            Fault(KEY, f"{where} is not a JSON object", type(row).__name__, '{"text": "..."}')
+        )
     if field not in row:
-        raise DataError(Fault(FIELD_KEY, f"{where} has no such field", repr(field), fix=suggest_field(field, row)))
+        raise DataError(
+            Fault(
+                FIELD_KEY, f"{where} has no such field", repr(field), fix=suggest_field(field, row)
+            )
+        )
     text = row[field]
     if not isinstance(text, str):
-        raise DataError(Fault(FIELD_KEY, f"{where}: the field {field!r} is not text", type(text).__name__, "text"))
+        raise DataError(
+            Fault(
+                FIELD_KEY, f"{where}: the field {field!r} is not text", type(text).__name__, "text"
+            )
+        )
     return text.encode("utf-8", "replace").decode()  # JSON may hold half of a surrogate pair
 
 
 def suggest_field(field: str, known: Any) -> str:
     """What to do about a field that is not there."""
-    return did_you_mean(field, map(str, known)) if known else "name another field, or repair the file"
+    return (
+        did_you_mean(field, map(str, known)) if known else "name another field, or repair the file"
+    )
 
 
 def _parquet_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
@@ -218,7 +240,9 @@ def _parquet_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
             table = parquet.ParquetFile(raw)
         except Exception as error:  # noqa: BLE001 - the library's own errors, about the file alone
             why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]
-            raise DataError(Fault(KEY, f"{file} is not a parquet file", why, fix="fetch the file again")) from None
+            raise DataError(
+                Fault(KEY, f"{file} is not a parquet file", why, fix="fetch the file again")
+            ) from None
         _check_text_column(table.schema_arrow, field, file)
         num_rows = max(table.metadata.num_rows, 1)
         file_bytes = file.stat().st_size
@@ -235,10 +259,20 @@ def _check_text_column(schema: Any, field: str, file: Path) -> None:
     names = schema.names
     if field not in names:
         need = f"one of {', '.join(names)}"
-        raise DataError(Fault(FIELD_KEY, f"{file} has no such column", repr(field), need, suggest_field(field, names)))
+        raise DataError(
+            Fault(
+                FIELD_KEY,
+                f"{file} has no such column",
+                repr(field),
+                need,
+                suggest_field(field, names),
+            )
+        )
     kind = str(schema.field(field).type)
     if kind not in PARQUET_TEXT_TYPES:
-        raise DataError(Fault(FIELD_KEY, f"{file}: the column {field!r} is not text", kind, "strings"))
+        raise DataError(
+            Fault(FIELD_KEY, f"{file}: the column {field!r} is not text", kind, "strings")
+        )
 
 
 def _import_pyarrow() -> Any:
@@ -246,5 +280,7 @@ def _import_pyarrow() -> Any:
         import pyarrow.parquet as parquet  # an extra, and 100 ms to import
     except ImportError:
         fix = "pip install 'weft-train[data]', or write JSONL"
-        raise DataError(Fault(KEY, "parquet files need pyarrow, which is not installed", fix=fix)) from None
+        raise DataError(
+            Fault(KEY, "parquet files need pyarrow, which is not installed", fix=fix)
+        ) from None
     return parquet

@@ -24,7 +24,9 @@ LINES_SUFFIX, TABLE_SUFFIX = ".jsonl", ".parquet"
 READ_SUFFIXES = (
     *TEXT_SUFFIXES, TOKEN_SUFFIX, LINES_SUFFIX, TABLE_SUFFIX, LINES_SUFFIX + GZIP_SUFFIX, ".txt" + GZIP_SUFFIX
 )  # fmt: skip
-"""Suffixes of the files that are read in a folder; a file that is named, or matched by a pattern, is text whatever its suffix."""
+"""Suffixes of the files that are read in a folder; a file that is named, or matched by a pattern,
+is text whatever its suffix.
+"""
 
 
 def find_files(source: str) -> tuple[Path, ...]:
@@ -35,8 +37,13 @@ def find_files(source: str) -> tuple[Path, ...]:
     """
     try:
         files = _matching_files(source)
-    except (OSError, RuntimeError) as error:  # a name too long, a folder without rights, an unknown ~user
-        raise DataError(Fault(KEY, "cannot search for files there", f"{source!r}: {error}")) from None
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # a name too long, a folder without rights, an unknown ~user
+        raise DataError(
+            Fault(KEY, "cannot search for files there", f"{source!r}: {error}")
+        ) from None
     num_token_files = sum(file.suffix == TOKEN_SUFFIX for file in files)
     num_others = len(files) - num_token_files
     if num_token_files and num_others:
@@ -47,7 +54,9 @@ def find_files(source: str) -> tuple[Path, ...]:
 
 
 def kind_of(file: Path) -> str:
-    """`.jsonl` or `.parquet`, `.gz` for other compressed text, `.bin` for tokens, "" for plain text."""
+    """`.jsonl` or `.parquet`, `.gz` for other compressed text, `.bin` for tokens, "" for plain
+    text.
+    """
     kind = Path(file.stem).suffix if file.suffix == GZIP_SUFFIX else file.suffix
     if kind == LINES_SUFFIX or file.suffix in (TABLE_SUFFIX, GZIP_SUFFIX, TOKEN_SUFFIX):
         return LINES_SUFFIX if kind == LINES_SUFFIX else file.suffix
@@ -74,7 +83,12 @@ def _matching_files(source: str) -> tuple[Path, ...]:
     files = tuple(file for file in found if file.is_file())
     if not files:
         raise DataError(
-            Fault(KEY, "no file matches", repr(source), fix="check the pattern; ** matches folders of any depth")
+            Fault(
+                KEY,
+                "no file matches",
+                repr(source),
+                fix="check the pattern; ** matches folders of any depth",
+            )
         )
     return files
 

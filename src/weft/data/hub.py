@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from weft.data.documents import FIELD_KEY, MAX_ERROR_CHARS, ReadOptions, TextChunk, document_chunks, suggest_field
+from weft.data.documents import (
+    FIELD_KEY,
+    MAX_ERROR_CHARS,
+    ReadOptions,
+    TextChunk,
+    document_chunks,
+    suggest_field,
+)
 from weft.data.files import KEY
 from weft.errors import DataError, Fault
 
@@ -38,7 +45,9 @@ class HubDataset:
         name, _, split = source.removeprefix(SCHEME).partition(":")
         path, _, config = name.partition(",")
         if not path:
-            raise DataError(Fault(KEY, "names no data set", repr(source), "hf:PATH[,CONFIG][:SPLIT]"))
+            raise DataError(
+                Fault(KEY, "names no data set", repr(source), "hf:PATH[,CONFIG][:SPLIT]")
+            )
         return HubDataset(path, config or None, split or "train")
 
     def __str__(self) -> str:
@@ -62,11 +71,15 @@ class HubDataset:
             if field not in row:
                 need = f"one of {', '.join(row)}"
                 fix = suggest_field(field, row)
-                raise DataError(Fault(FIELD_KEY, f"{self} has no such column", repr(field), need, fix))
+                raise DataError(
+                    Fault(FIELD_KEY, f"{self} has no such column", repr(field), need, fix)
+                )
             text = row[field]
             if not isinstance(text, str | None):
                 kind = type(text).__name__
-                raise DataError(Fault(FIELD_KEY, f"{self}: the column {field!r} is not text", kind, "strings"))
+                raise DataError(
+                    Fault(FIELD_KEY, f"{self}: the column {field!r} is not text", kind, "strings")
+                )
             if text:
                 yield from document_chunks(text, 0)
 
@@ -95,6 +108,8 @@ def _import_datasets() -> Any:
         import datasets  # type: ignore[import-untyped]  # an extra, and a second to import
     except ImportError:
         fix = "pip install 'weft-train[hub]', or name files"
-        raise DataError(Fault(KEY, "hf: needs the library datasets, which is not installed", fix=fix)) from None
+        raise DataError(
+            Fault(KEY, "hf: needs the library datasets, which is not installed", fix=fix)
+        ) from None
     datasets.disable_progress_bars()
     return datasets

@@ -58,14 +58,20 @@ class LabelledImages:
         height, width = self.images.shape[2:]
         if (height, width) != (image_size, image_size):
             what = f"{self.name}: images of another size"
-            fix = f"--model.image_size {height}" if height == width else "crop or pad the images to squares"
+            fix = (
+                f"--model.image_size {height}"
+                if height == width
+                else "crop or pad the images to squares"
+            )
             faults.append(Fault(KEY, what, f"{height} x {width}", f"{image_size}", fix))
         (out_of_range,) = np.nonzero(self.labels >= classes)
         if out_of_range.size:
             first = int(out_of_range[0])
             what = f"{self.name}: label out of range at image {first}"
             fix = f"--model.classes {int(self.labels.max()) + 1}"
-            faults.append(Fault(KEY, what, f"{self.labels[first]}", f"below model.classes = {classes}", fix))
+            faults.append(
+                Fault(KEY, what, f"{self.labels[first]}", f"below model.classes = {classes}", fix)
+            )
         if faults:
             raise DataError(*faults)
 
@@ -78,11 +84,14 @@ def check_digits() -> None:
     """
     if importlib.util.find_spec("sklearn") is None:
         fix = "pip install 'weft-train[digits]', or name a folder with MNIST's IDX files"
-        raise DataError(Fault(KEY, "'digits' comes with scikit-learn, which is not installed", fix=fix))
+        raise DataError(
+            Fault(KEY, "'digits' comes with scikit-learn, which is not installed", fix=fix)
+        )
 
 
 def digits() -> LabelledImages:
-    """scikit-learn's 1,797 digits: 8 x 8 in 17 greys, every pixel enlarged to 3 x 3, padded to 28 x 28 as MNIST's are.
+    """scikit-learn's 1,797 digits: 8 x 8 in 17 greys, every pixel enlarged to 3 x 3, padded to 28 x
+    28 as MNIST's are.
 
     Raises:
         DataError: scikit-learn is missing.
@@ -99,7 +108,8 @@ def digits() -> LabelledImages:
 
 
 def read_pair(source: str) -> LabelledImages:
-    """Images and labels of a folder in MNIST's IDX format (gzipped or not); its training pair, where there are several.
+    """Images and labels of a folder in MNIST's IDX format (gzipped or not); its training pair,
+    where there are several.
 
     `source` may be the images' file as well.
 
@@ -109,13 +119,23 @@ def read_pair(source: str) -> LabelledImages:
     path = Path(source).expanduser()
     if not path.exists():
         fix = "check the path; --data.source digits needs no files"
-        raise DataError(Fault(KEY, "no such file or folder", repr(source), "a folder with IDX images and labels", fix))
+        raise DataError(
+            Fault(
+                KEY,
+                "no such file or folder",
+                repr(source),
+                "a folder with IDX images and labels",
+                fix,
+            )
+        )
     images_file, labels_file = _find_pair(path)
     images = read_idx(images_file, num_dims=3)
     labels = read_idx(labels_file, num_dims=1)
     if len(images) != len(labels) or not len(images):
         got = f"{len(images)} in {images_file.name}, {len(labels)} in {labels_file.name}"
-        raise DataError(Fault(KEY, "images and labels differ in number", got, "equal numbers, at least one"))
+        raise DataError(
+            Fault(KEY, "images and labels differ in number", got, "equal numbers, at least one")
+        )
     return LabelledImages(str(images_file), images[:, None], labels)
 
 
@@ -126,7 +146,9 @@ def _find_pair(path: Path) -> tuple[Path, Path]:
     candidates = [name for name in names if _is_images(name)] if path.is_dir() else [path.name]
     training_first = sorted(candidates, key=lambda name: not name.startswith("train"))
     for name in training_first:
-        labels_name = name.removesuffix(".gz").replace("images", "labels").replace(IDX_IMAGES, IDX_LABELS)
+        labels_name = (
+            name.removesuffix(".gz").replace("images", "labels").replace(IDX_IMAGES, IDX_LABELS)
+        )
         for candidate in (labels_name, f"{labels_name}.gz"):
             if candidate in names and candidate != name:
                 return folder / name, folder / candidate
@@ -148,10 +170,16 @@ def read_idx(file: Path, *, num_dims: int) -> Bytes:
     magic = struct.pack(">HBB", 0, IDX_UINT8, num_dims)
     if data[:4] != magic:
         got = f"magic {data[:4].hex()}"
-        raise DataError(Fault(KEY, f"{file} is not an IDX file of {num_dims} dims", got, magic.hex()))
+        raise DataError(
+            Fault(KEY, f"{file} is not an IDX file of {num_dims} dims", got, magic.hex())
+        )
     header_size = 4 + 4 * num_dims
     if len(data) < header_size:
-        raise DataError(Fault(KEY, f"{file} ends inside its header", f"{len(data)} bytes", f"{header_size} bytes"))
+        raise DataError(
+            Fault(
+                KEY, f"{file} ends inside its header", f"{len(data)} bytes", f"{header_size} bytes"
+            )
+        )
     dims = struct.unpack(f">{num_dims}I", data[4:header_size])
     size = header_size + int(np.prod(dims, dtype=object))
     if len(data) != size:
@@ -166,7 +194,9 @@ def _read_decompressed(file: Path) -> bytes:
         data = file.read_bytes()
         return gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(Fault(KEY, f"{file} is a broken gzip file", str(error), fix="fetch the file again")) from None
+        raise DataError(
+            Fault(KEY, f"{file} is a broken gzip file", str(error), fix="fetch the file again")
+        ) from None
     except OSError as error:
         fix = f"{error.strerror}: check it"
         raise DataError(Fault(KEY, "cannot read the file", repr(str(file)), fix=fix)) from None

@@ -1,12 +1,13 @@
 """Weighted mixtures of sources: which source each sample of a run comes from, and which of that source's samples.
 
 Note [Cycles]
-    Weights are rounded to whole cycles of `CYCLE` samples, in which source k has n_k places, spread as evenly as possible:
-    among the sources that are behind their share, the one whose next place is due first is chosen (Tijdeman 1980, "The
-    chairman assignment problem"). So after any number of samples every source is within one of its share. Sample g of a
-    run is place g mod CYCLE of cycle g div CYCLE, its source is a table look-up, and its number within the source is
-    cycle x n_k + (places of k before it in the cycle): the same on every layout and after every resume. Each source has
-    its own epochs.
+    Weights are rounded to whole cycles of `CYCLE` samples, in which source k has n_k places, spread
+    as evenly as possible: among the sources that are behind their share, the one whose next place
+    is due first is chosen (Tijdeman 1980, "The chairman assignment problem"). So after any number
+    of samples every source is within one of its share. Sample g of a run is place g mod CYCLE of
+    cycle g div CYCLE, its source is a table look-up, and its number within the source is cycle x
+    n_k + (places of k before it in the cycle): the same on every layout and after every resume.
+    Each source has its own epochs.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class MixtureSampler:
         return before
 
     def at(self, places: Ints) -> tuple[Ints, Ints]:
-        """The source of each of these samples of the run, and its place in the order of that source."""
+        """The source of each of these samples of the run, and its place in the order of that
+        source.
+        """
         cycles, inside = np.divmod(places, len(self.sources))
         sources = self.sources[inside]
         samples_before = cycles * np.array(self.counts)[sources]
@@ -72,14 +75,17 @@ class MixtureSampler:
 
 
 def make_mixture_sampler(weights: Sequence[float]) -> MixtureSampler:
-    """Weights as places of a cycle: rounded down, and the remaining places go to the largest remainders.
+    """Weights as places of a cycle: rounded down, and the remaining places go to the largest
+    remainders.
 
     Raises:
         DataError: a source that would have no place.
     """
     shares = [weight / sum(weights) * CYCLE for weight in weights]
     counts = [math.floor(share) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda source: (counts[source] - shares[source], source))
+    by_remainder = sorted(
+        range(len(shares)), key=lambda source: (counts[source] - shares[source], source)
+    )
     num_left = CYCLE - sum(counts)
     for source in by_remainder[:num_left]:
         counts[source] += 1
@@ -101,12 +107,18 @@ def read_mix(words: Sequence[str]) -> Mapping[str, float]:
         source, equals, text = word.rpartition("=")
         weight = _number(text)
         if not equals or not source:
-            faults.append(Fault(KEY, "names no weight", repr(word), "SOURCE=WEIGHT", f'for example "{word}=0.5"'))
+            faults.append(
+                Fault(
+                    KEY, "names no weight", repr(word), "SOURCE=WEIGHT", f'for example "{word}=0.5"'
+                )
+            )
         elif weight is None or not 0 < weight < math.inf:
             what = f"the weight of {source} is not valid"
             faults.append(Fault(KEY, what, repr(text), "a number above 0", f'"{source}=0.5"'))
         elif source in weights:
-            faults.append(Fault(KEY, "names a source twice", repr(source), "each once", "add its weights"))
+            faults.append(
+                Fault(KEY, "names a source twice", repr(source), "each once", "add its weights")
+            )
         else:
             weights[source] = weight
     if faults:

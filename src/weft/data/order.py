@@ -1,9 +1,12 @@
 """The order of samples: which samples a step uses, and which rank and micro-batch gets them; functions of (seed, step).
 
 Note [Order without a table]
-    An epoch's permutation is a Feistel network over the sample numbers, applied until the result is a sample number (cycle
-    walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So sample `i` of an epoch costs the same for a
-    hundred samples as for a trillion, no table is stored, and the order does not depend on the version of any library.
+    An epoch's permutation is a Feistel network over the sample numbers, applied until the result is
+    a sample number (cycle
+    walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So sample `i` of an
+        epoch costs the same for a
+    hundred samples as for a trillion, no table is stored, and the order does not depend on the
+    version of any library.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ _MASK = 2**64 - 1
 def samples_of_step(step: int, *, global_size: int, num_samples: int, seed: int) -> Ints:
     """Samples of step `step` (from 0), in the order that `layout_of` distributes.
 
-    Steps follow each other without a gap: where an epoch ends inside a step, the next epoch's permutation continues.
+    Steps follow each other without a gap: where an epoch ends inside a step, the next epoch's
+    permutation continues.
     """
     return epoch_order(places_of_step(step, global_size), num_samples, seed=seed)
 
@@ -41,7 +45,9 @@ def epoch_order(places: Ints, num_samples: int, *, seed: int) -> Ints:
     samples = np.empty(len(places), dtype=np.int64)
     for epoch in np.unique(epochs):
         in_epoch = epochs == epoch
-        samples[in_epoch] = permuted(inside[in_epoch], num_samples, key=hash_numbers(seed, int(epoch)))
+        samples[in_epoch] = permuted(
+            inside[in_epoch], num_samples, key=hash_numbers(seed, int(epoch))
+        )
     return samples
 
 
@@ -54,13 +60,17 @@ def uniform_draws(numbers: Ints, *, seed: int) -> NDArray[np.float64]:
 
 
 def layout_of(samples: Ints, *, index: int, degree: int, micro_size: int) -> Ints:
-    """Samples of data rank `index` of `degree`, as [micro-batch, place]: j = (m * degree + index) * micro_size + i."""
+    """Samples of data rank `index` of `degree`, as [micro-batch, place]: j = (m * degree + index) *
+    micro_size + i.
+    """
     samples_by_rank = samples.reshape(-1, degree, micro_size)
     return samples_by_rank[:, index]
 
 
 def permuted(places: Ints, length: int, *, key: int) -> Ints:
-    """Images of `places` under the permutation of `length` numbers that `key` chooses; see Note [Order without a table]."""
+    """Images of `places` under the permutation of `length` numbers that `key` chooses; see Note
+    [Order without a table].
+    """
     num_bits = max(length - 1, 1).bit_length()
     half_bits = np.uint64(max(1, (num_bits + 1) // 2))
     round_keys = [np.uint64(hash_numbers(key, number)) for number in range(NUM_ROUNDS)]

@@ -1,10 +1,10 @@
 """`weft data prepare`: documents are read, tokenized, split into training and validation, and written as token files.
 
 Note [Streaming]
-    Chunks of documents come from the files, a batch of about a million characters is encoded at once (the tokenizer uses
-    all cores), and its tokens are appended to train.bin or valid.bin. Nothing else is kept, so memory does not depend on
-    the amount of text. Everything is written into a temporary folder, which is renamed at the end: the result is complete
-    or absent.
+    Chunks of documents come from the files, a batch of about a million characters is encoded at
+    once (the tokenizer uses all cores), and its tokens are appended to train.bin or valid.bin.
+    Nothing else is kept, so memory does not depend on the amount of text. Everything is written
+    into a temporary folder, which is renamed at the end: the result is complete or absent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class PrepareOptions:
 
     Attributes:
         inputs: files, folders, globs, stdlib, or data sets (`hf:PATH[,CONFIG][:SPLIT]`).
-        tokenizer: `bytes`, a tokenizer.json, or `train` for a BPE of `vocab` ids trained on the inputs.
+        tokenizer: `bytes`, a tokenizer.json, or `train` for a BPE of `vocab` ids trained on the
+            inputs.
         valid: share of the documents that are kept for validation, 0 to 1.
         seed: of the choice of those documents.
     """
@@ -69,7 +70,9 @@ def prepare(options: PrepareOptions, out: Path, progress: Progress = no_progress
         DataError: an input that cannot be read, no text in any of them, or `out` exists.
     """
     if os.path.lexists(out):
-        raise DataError(Fault("out", "exists already", repr(str(out)), "a new folder", "choose another --out"))
+        raise DataError(
+            Fault("out", "exists already", repr(str(out)), "a new folder", "choose another --out")
+        )
     inputs = find_inputs(options.inputs)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -105,7 +108,9 @@ def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
 
 
 def is_valid(numbers: Iterable[int], *, share: float, seed: int) -> list[bool]:
-    """Whether the documents with these numbers are kept for validation; number 0 never is, so that training has some."""
+    """Whether the documents with these numbers are kept for validation; number 0 never is, so that
+    training has some.
+    """
     array = np.fromiter(numbers, np.int64)
     is_drawn = uniform_draws(array, seed=seed) < share
     return [bool(kept) for kept in is_drawn & (array > 0)]
@@ -115,7 +120,11 @@ def read_all(inputs: Iterable[Input], options: ReadOptions) -> Iterator[TextChun
     """The chunks of all inputs; `at` counts from the beginning of the first."""
     bytes_before = 0
     for source in inputs:
-        chunks = source.documents(options) if isinstance(source, HubDataset) else read_documents(source, options)
+        chunks = (
+            source.documents(options)
+            if isinstance(source, HubDataset)
+            else read_documents(source, options)
+        )
         for chunk in chunks:
             yield TextChunk(chunk.text, chunk.ends, bytes_before + chunk.at)
         bytes_before += _num_bytes(source)
@@ -125,7 +134,9 @@ def _num_bytes(source: Input) -> int:
     return source.num_bytes if isinstance(source, HubDataset) else source.stat().st_size
 
 
-def _write_folder(folder: Path, options: PrepareOptions, inputs: Sequence[Input], progress: Progress) -> PreparedMeta:
+def _write_folder(
+    folder: Path, options: PrepareOptions, inputs: Sequence[Input], progress: Progress
+) -> PreparedMeta:
     total_bytes = sum(_num_bytes(source) for source in inputs)
     tokenizer = _make_tokenizer(folder, options, inputs, progress)
     read_options = ReadOptions(
@@ -145,7 +156,9 @@ def _write_folder(folder: Path, options: PrepareOptions, inputs: Sequence[Input]
         _encode(read_all(inputs, read_options), tokenizer, writers, options=options, report=report)
     if not writers["train"].num_tokens:
         plural = "s" if len(inputs) > 1 else ""
-        raise DataError(Fault(KEY, "is empty", f"no text in {len(inputs)} file{plural}", "some text"))
+        raise DataError(
+            Fault(KEY, "is empty", f"no text in {len(inputs)} file{plural}", "some text")
+        )
     meta = PreparedMeta(
         format=FORMAT,
         dtype=dtype,
@@ -205,7 +218,9 @@ def _batches(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
         yield batch
 
 
-def _make_tokenizer(folder: Path, options: PrepareOptions, inputs: Sequence[Input], progress: Progress) -> Tokenizer:
+def _make_tokenizer(
+    folder: Path, options: PrepareOptions, inputs: Sequence[Input], progress: Progress
+) -> Tokenizer:
     """The tokenizer of the options, trained if they say so; its file is stored in the folder."""
     if options.tokenizer == BYTES:
         return open_tokenizer(BYTES)
@@ -218,7 +233,9 @@ def _make_tokenizer(folder: Path, options: PrepareOptions, inputs: Sequence[Inpu
     return open_tokenizer(str(folder / FILE))
 
 
-def _training_texts(options: PrepareOptions, inputs: Sequence[Input], progress: Progress) -> Iterator[str]:
+def _training_texts(
+    options: PrepareOptions, inputs: Sequence[Input], progress: Progress
+) -> Iterator[str]:
     """Every chunk, or a uniform sample of them where there are many; a function of the options."""
     total_bytes = max(sum(_num_bytes(source) for source in inputs), 1)
     share = MAX_TRAINING_CHARS / total_bytes

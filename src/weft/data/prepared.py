@@ -83,7 +83,9 @@ class Prepared:
         if tokenizer.sha256 != self.meta.tokenizer_sha256:
             got = f"sha256 {tokenizer.sha256[:12]}"
             need = f"{self.meta.tokenizer_sha256[:12]} as in {META}"
-            raise DataError(Fault(TOKENIZER_KEY, f"{name} did not produce the tokens", got, need, PREPARE_AGAIN))
+            raise DataError(
+                Fault(TOKENIZER_KEY, f"{name} did not produce the tokens", got, need, PREPARE_AGAIN)
+            )
         return tokenizer
 
     def stream(self, split: Split, *, vocab: int) -> TokenStream:
@@ -135,7 +137,8 @@ def open_prepared(folder: Path) -> Prepared:
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:
-    """The tokenizer of a run's data: that of a prepared folder, else the one that `data.tokenizer` names.
+    """The tokenizer of a run's data: that of a prepared folder, else the one that `data.tokenizer`
+    names.
 
     Raises:
         DataError: it cannot be opened, or `data.tokenizer` names another than the folder's.
@@ -193,16 +196,28 @@ def _read_meta(file: Path) -> PreparedMeta:
     try:
         text = file.read_bytes()
     except OSError as error:
-        raise DataError(Fault(KEY, f"{file.parent} lacks {META}", error.strerror or "", fix=PREPARE_AGAIN)) from None
+        raise DataError(
+            Fault(KEY, f"{file.parent} lacks {META}", error.strerror or "", fix=PREPARE_AGAIN)
+        ) from None
     try:
         meta = PreparedMeta.model_validate_json(text)
     except ValidationError as error:
         first: Any = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the text"
-        raise DataError(Fault(KEY, f"{file} cannot be read", f"{where}: {first['msg']}", fix=PREPARE_AGAIN)) from None
+        raise DataError(
+            Fault(KEY, f"{file} cannot be read", f"{where}: {first['msg']}", fix=PREPARE_AGAIN)
+        ) from None
     if meta.format > FORMAT or set(meta.splits) != set(SPLITS):
         need = f"format {FORMAT} with {' and '.join(SPLITS)}"
-        raise DataError(Fault(KEY, f"{file} was written by a newer weft", f"format {meta.format}", need, PREPARE_AGAIN))
+        raise DataError(
+            Fault(
+                KEY,
+                f"{file} was written by a newer weft",
+                f"format {meta.format}",
+                need,
+                PREPARE_AGAIN,
+            )
+        )
     return meta
 
 

@@ -18,7 +18,8 @@ from weft.data.tokens import TokenStream
 
 HASH_DIGITS = 12
 IGNORE = -100
-"""Target that does not count in the loss; equal to that of models.common.batch, which needs torch."""
+"""Target that does not count in the loss; equal to that of models.common.batch, which needs torch.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class SampleArrays:
 
     Attributes:
         inputs: tokens_BS int64, or images_B1HW uint8.
-        targets: targets_BS int64 (the token after each input; IGNORE where that is in another document), or classes_B int64.
+        targets: targets_BS int64 (the token after each input; IGNORE where that is in another
+            document), or classes_B int64.
         positions: positions_BS int64, from 0 in each sequence or document; zeros_B for images.
         documents: documents_BS int64; None: a sequence is one document.
     """
@@ -46,7 +48,9 @@ class Samples(Protocol):
         """Number of samples."""
 
     def at(self, places: Ints, *, seed: int) -> Ints:
-        """Numbers of the samples at these places of a run, counted from its beginning; a pure function."""
+        """Numbers of the samples at these places of a run, counted from its beginning; a pure
+        function.
+        """
 
     def read(self, samples: Ints) -> SampleArrays:
         """The samples with these numbers, flattened to one batch dimension."""
@@ -143,7 +147,9 @@ class ImageSamples:
 
 @dataclass(frozen=True)
 class MixtureSamples:
-    """Several sources: the samples of the first one, then those of the second, and so on; chosen by `sampler`."""
+    """Several sources: the samples of the first one, then those of the second, and so on; chosen by
+    `sampler`.
+    """
 
     parts: tuple[Samples, ...]
     sampler: MixtureSampler

@@ -17,17 +17,22 @@ from weft.data.tokens import TokenStream, file_names, open_stream
 from weft.errors import DataError, Fault
 
 MAX_CHARS_IN_MEMORY = 2 * 2**20
-"""Characters that are tokenized at the start of a run, on every rank; larger texts are prepared once."""
+"""Characters that are tokenized at the start of a run, on every rank; larger texts are prepared
+once.
+"""
 
 
-def open_source(source: str, data: DataConfig, *, vocab: int, split: Split = "train") -> TokenStream:
+def open_source(
+    source: str, data: DataConfig, *, vocab: int, split: Split = "train"
+) -> TokenStream:
     """The tokens of a source, for a model with `vocab` ids.
 
     Args:
         split: part of a prepared folder.
 
     Raises:
-        DataError: missing, empty, broken, too large to be tokenized in memory, or outside the vocabulary.
+        DataError: missing, empty, broken, too large to be tokenized in memory, or outside the
+            vocabulary.
     """
     prepared = prepared_of(source)
     if prepared is not None:
@@ -66,24 +71,34 @@ def _check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
     if tokenizer.vocab > vocab:
         need = f"at least {tokenizer.vocab} for {tokenizer.name}"
         fix = f"--model.vocab {tokenizer.vocab}"
-        raise DataError(Fault("model.vocab", "is smaller than the tokenizer's", str(vocab), need, fix))
+        raise DataError(
+            Fault("model.vocab", "is smaller than the tokenizer's", str(vocab), need, fix)
+        )
 
 
-def _tokenize_in_memory(files: tuple[Path, ...], data: DataConfig, tokenizer: Tokenizer, *, vocab: int) -> TokenStream:
+def _tokenize_in_memory(
+    files: tuple[Path, ...], data: DataConfig, tokenizer: Tokenizer, *, vocab: int
+) -> TokenStream:
     options = ReadOptions(text_field=data.text_field, allow_any_bytes=tokenizer.name == BYTES)
     chunks = list(_small_documents(files, options))
     ids: list[int] = []
     lengths = []
     for chunk in chunks:
-        tokens = tokenizer.encode(chunk.text)  # not as a batch: no threads may start before ranks are forked
+        tokens = tokenizer.encode(
+            chunk.text
+        )  # not as a batch: no threads may start before ranks are forked
         if chunk.ends and tokenizer.end is not None:
             tokens = [*tokens, tokenizer.end]
         ids.extend(tokens)
         lengths.append(len(tokens))
     if not ids:
-        raise DataError(Fault(KEY, "is empty", f"no text in {file_names(files)}", "some text or tokens"))
+        raise DataError(
+            Fault(KEY, "is empty", f"no text in {file_names(files)}", "some text or tokens")
+        )
     tokens_in_memory = np.array(ids, dtype=np.uint32)
-    return TokenStream(files[:1], (tokens_in_memory,), vocab, documents=_document_bounds(chunks, lengths))
+    return TokenStream(
+        files[:1], (tokens_in_memory,), vocab, documents=_document_bounds(chunks, lengths)
+    )
 
 
 def _document_bounds(chunks: Sequence[TextChunk], lengths: Sequence[int]) -> Ints:

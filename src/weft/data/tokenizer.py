@@ -68,7 +68,9 @@ class ByteTokenizer:
         return [text.encode("utf-8", "surrogateescape") for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text of bytes; an id that is no byte, which a model with a larger vocabulary may produce, is a question mark."""
+        """Text of bytes; an id that is no byte, which a model with a larger vocabulary may produce,
+        is a question mark.
+        """
         known = [token if token < self.vocab else ord("?") for token in tokens]
         return bytes(known).decode(errors="replace")
 
@@ -117,7 +119,9 @@ class FileTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Text, special tokens by name; unknown ids, which a model with a padded vocabulary may produce, are left out."""
+        """Text, special tokens by name; unknown ids, which a model with a padded vocabulary may
+        produce, are left out.
+        """
         return str(self._inner.decode(list(tokens), skip_special_tokens=False))
 
 
@@ -135,7 +139,9 @@ def open_tokenizer(name: str) -> Tokenizer:
         content = path.read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DataError(Fault(KEY, "cannot read the tokenizer", f"{name!r}: {why}", f"bytes or a {FILE}")) from None
+        raise DataError(
+            Fault(KEY, "cannot read the tokenizer", f"{name!r}: {why}", f"bytes or a {FILE}")
+        ) from None
     import tokenizers  # 40 ms to import
 
     try:
@@ -150,7 +156,8 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], *, vocab: int) -> str:
-    """Train a byte-level BPE (Sennrich et al. 2016) of `vocab` ids: the end of a document, all bytes, then merges.
+    """Train a byte-level BPE (Sennrich et al. 2016) of `vocab` ids: the end of a document, all
+    bytes, then merges.
 
     Returns:
         The text of a tokenizer.json.
@@ -162,7 +169,9 @@ def train_bpe(texts: Iterable[str], *, vocab: int) -> str:
     min_vocab = NUM_BYTES + 2
     if vocab < min_vocab:
         need = f"above {NUM_BYTES + 1}: every byte and {end}"
-        raise DataError(Fault("vocab", "leaves no room for pairs of bytes", str(vocab), need, "--vocab 8192"))
+        raise DataError(
+            Fault("vocab", "leaves no room for pairs of bytes", str(vocab), need, "--vocab 8192")
+        )
     import tokenizers  # 40 ms to import
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -180,5 +189,7 @@ def train_bpe(texts: Iterable[str], *, vocab: int) -> str:
     if num_found < vocab:
         got = f"{num_found} different tokens in all of it"
         fix = f"--vocab {num_found}, or more text"
-        raise DataError(Fault(KEY, "there is too little text for so many tokens", got, f"{vocab}", fix))
+        raise DataError(
+            Fault(KEY, "there is too little text for so many tokens", got, f"{vocab}", fix)
+        )
     return str(tokenizer.to_str())

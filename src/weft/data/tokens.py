@@ -43,8 +43,9 @@ class Tokens(Protocol):
 class TokenFile:
     """Tokens that stay on the disk; a slice is read on access.
 
-    Not a memory map: mapped pages count as this process's memory and grow with what was read so far, and a file that is
-    truncated while it is mapped kills the process. Recently read pages are in the system's cache either way.
+    Not a memory map: mapped pages count as this process's memory and grow with what was read so
+    far, and a file that is truncated while it is mapped kills the process. Recently read pages are
+    in the system's cache either way.
     """
 
     path: Path
@@ -69,7 +70,9 @@ class TokenFile:
             raise DataError(Fault(KEY, "cannot read the file any more", got)) from None
         if len(tokens) < stop - start:
             got = f"{start + len(tokens)} tokens in {self.path}"
-            raise DataError(Fault(KEY, "a file became shorter after it was opened", got, f"{self.length}"))
+            raise DataError(
+                Fault(KEY, "a file became shorter after it was opened", got, f"{self.length}")
+            )
         return tokens
 
 
@@ -81,7 +84,8 @@ class TokenStream:
         files: paths, for messages.
         parts: tokens of every file.
         vocab: ids are below this.
-        documents: index of every document's first token, and the total length; None: a file is a document.
+        documents: index of every document's first token, and the total length; None: a file is a
+            document.
         known_sha256: of the tokens, where it is known already.
     """
 
@@ -137,7 +141,9 @@ class TokenStream:
     def _vocabulary_fault(self, segment: _Segment) -> Fault:
         tokens = segment.tokens
         first = int(np.argmax(tokens >= self.vocab))
-        what = f"{segment.file} holds an id outside the vocabulary at token {segment.offset + first}"
+        what = (
+            f"{segment.file} holds an id outside the vocabulary at token {segment.offset + first}"
+        )
         need = f"below model.vocab = {self.vocab}"
         fix = f"raise model.vocab above {int(tokens.max())}, or check data.token_dtype ({tokens.dtype})"
         return Fault(KEY, what, f"id {int(tokens[first])}", need, fix)
@@ -185,14 +191,17 @@ def open_stream(files: tuple[Path, ...], *, token_dtype: str, vocab: int) -> Tok
     """Text files as bytes, or token files as ids; the first ids of token files are checked.
 
     Raises:
-        DataError: a file that cannot be read, is truncated or holds ids outside the vocabulary; or nothing in all of them.
+        DataError: a file that cannot be read, is truncated or holds ids outside the vocabulary; or
+            nothing in all of them.
     """
     holds_tokens = files[0].suffix == TOKEN_SUFFIX
     dtype = np.dtype(token_dtype if holds_tokens else np.uint8).newbyteorder("<")
     parts = tuple(open_tokens(file, dtype) for file in files)
     stream = TokenStream(files, parts, vocab)
     if not len(stream):
-        raise DataError(Fault(KEY, "is empty", f"0 bytes in {file_names(files)}", "some text or tokens"))
+        raise DataError(
+            Fault(KEY, "is empty", f"0 bytes in {file_names(files)}", "some text or tokens")
+        )
     if holds_tokens:  # bytes are below 256 anyway
         stream.check(0, min(len(stream), SCANNED_TOKENS))
     return stream
@@ -211,7 +220,9 @@ def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
     """
     try:
         if not file.is_file():
-            raise DataError(Fault(KEY, "is no regular file", repr(str(file)), "a file, a folder or a glob"))
+            raise DataError(
+                Fault(KEY, "is no regular file", repr(str(file)), "a file, a folder or a glob")
+            )
         size = file.stat().st_size
         if size % dtype.itemsize:
             need = f"a multiple of {dtype.itemsize} bytes for {dtype.name} (data.token_dtype)"

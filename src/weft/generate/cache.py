@@ -1,9 +1,9 @@
 """Key-value cache of generation: cached attention behind the `Attend` seam, and rotary angles shared by all layers.
 
 Note [A cell is a position]
-    Cell c of a row holds the key and value of the row's token at position c, and a query at position p reads cells 0 to p
-    (with a window of w the cells p-w+1 to p). So prompts of different length stand in one batch: behind a shorter one lie
-    cells of padding,
+    Cell c of a row holds the key and value of the row's token at position c, and a query at
+    position p reads cells 0 to p (with a window of w the cells p-w+1 to p). So prompts of different
+    length stand in one batch: behind a shorter one lie cells of padding,
 
         row 0   a b c d e          positions 0 1 2 3 4 | 5 ...
         row 1   a b c . .          positions 0 1 2 . . | 3 ...
@@ -68,7 +68,9 @@ class DecodeBatch(Batch):
         return max(0, first_position - mask.window + 1)
 
     def visible_cells(self, mask: AttentionMask) -> Tensor | None:
-        """Which of the cells from `first_cell` on each query reads, [B, 1, S, T]; None: all of them."""
+        """Which of the cells from `first_cell` on each query reads, [B, 1, S, T]; None: all of
+        them.
+        """
         if self.start is not None and self.start + 1 == self.stop:
             return None
         assert self.cells is not None, "made by decode_batch"
@@ -81,11 +83,14 @@ class DecodeBatch(Batch):
         return None if allowed_BST is None else allowed_BST.unsqueeze(1)
 
 
-def decode_batch(tokens_BS: Tensor, first_positions: Sequence[int], *, max_positions: int | None = None) -> DecodeBatch:
+def decode_batch(
+    tokens_BS: Tensor, first_positions: Sequence[int], *, max_positions: int | None = None
+) -> DecodeBatch:
     """New tokens, the first of row b at position `first_positions[b]`.
 
     Args:
-        max_positions: positions that the model has learned; padding behind them takes the last one. None: any number.
+        max_positions: positions that the model has learned; padding behind them takes the last one.
+            None: any number.
     """
     length = tokens_BS.shape[1]
     starts_B = torch.tensor(first_positions, dtype=torch.int64, device=tokens_BS.device)
@@ -103,7 +108,9 @@ def decode_batch(tokens_BS: Tensor, first_positions: Sequence[int], *, max_posit
 
 
 class KVCache:
-    """Keys and values of one attention; see Note [A cell is a position]. It grows by whole blocks of cells."""
+    """Keys and values of one attention; see Note [A cell is a position]. It grows by whole blocks
+    of cells.
+    """
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -151,7 +158,9 @@ def _put(cells_BGTK: Tensor | None, new_BSGK: Tensor, batch: DecodeBatch) -> Ten
 
 
 def _grow(cells_BGTK: Tensor | None, like_BSGK: Tensor, stop: int) -> Tensor:
-    """Cells for `stop` positions at least; what is not written yet is zero, since a masked cell still enters products."""
+    """Cells for `stop` positions at least; what is not written yet is zero, since a masked cell
+    still enters products.
+    """
     if cells_BGTK is not None and cells_BGTK.shape[2] >= stop:
         return cells_BGTK
     batch_size, _, heads, width = like_BSGK.shape
@@ -165,11 +174,14 @@ def _grow(cells_BGTK: Tensor | None, like_BSGK: Tensor, stop: int) -> Tensor:
 class CachedAttention:
     """Attention of new tokens to themselves and to the cached keys and values of earlier ones.
 
-    The first read is plain attention. After it a head of keys serves the query heads that share it in one product.
+    The first read is plain attention. After it a head of keys serves the query heads that share it
+    in one product.
     """
 
     name = "cached"
-    supports: frozenset[Feature] = frozenset(("causal", "window", "documents", "softcap", "sinks", "head_bias"))
+    supports: frozenset[Feature] = frozenset(
+        ("causal", "window", "documents", "softcap", "sinks", "head_bias")
+    )
     alternative = "a causal mask without a prefix: tokens are generated from left to right"
 
     def __init__(self) -> None:

@@ -38,7 +38,8 @@ def load_model(
     plan: Plan,
     comm: Comm,
 ) -> ParallelModel:
-    """This rank's part of the stored model, in the plan's `compute`; each rank reads its own shards.
+    """This rank's part of the stored model, in the plan's `compute`; each rank reads its own
+    shards.
 
     Raises:
         CheckpointError: a tensor that is missing, damaged or of another shape; it names it.
@@ -55,8 +56,8 @@ def load_model(
 
 
 class Decoder:
-    """A model and the cached rows of tokens that it has read. All ranks of the mesh call it alike; ranks along ep have rows
-    of their own, those along dp and cp the same rows.
+    """A model and the cached rows of tokens that it has read. All ranks of the mesh call it alike;
+    ranks along ep have rows of their own, those along dp and cp the same rows.
 
     It takes the model over: its attention computes with a cache from now on.
 
@@ -86,7 +87,9 @@ class Decoder:
         return last_rank == self.model.comm.index(PP)
 
     def read(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
-        """Read the next tokens of each row, one at least: logits_BV behind its last one; None before the last stage."""
+        """Read the next tokens of each row, one at least: logits_BV behind its last one; None
+        before the last stage.
+        """
         if not self.lengths:
             self.lengths = [0] * len(rows)
         counts = [len(row) for row in rows]
@@ -97,7 +100,9 @@ class Decoder:
             max_positions=self.max_positions,
         )
         lasts = [count - 1 for count in counts]
-        with torch.no_grad():  # not inference_mode: its tensors must not be written by the threads of gloo
+        with (
+            torch.no_grad()
+        ):  # not inference_mode: its tensors must not be written by the threads of gloo
             logits_BV = self._forward(batch, lasts)
         for row, count in enumerate(counts):
             self.lengths[row] += count
@@ -118,7 +123,9 @@ class Decoder:
         self.lengths = []
 
     def _padded(self, rows: Sequence[Sequence[int]], *, length: int) -> Tensor:
-        """tokens_BS, filled up behind shorter rows; with sequence parallelism every tp rank gets as many columns."""
+        """tokens_BS, filled up behind shorter rows; with sequence parallelism every tp rank gets as
+        many columns.
+        """
         unit = self._num_sequence_parts
         padded_length = -(-length // unit) * unit
         tokens_BS = torch.zeros(len(rows), padded_length, dtype=torch.int64)
@@ -218,9 +225,11 @@ def decode(
     choose: ChooseToken,
     is_finished: IsFinished,
 ) -> Iterator[tuple[TextRow, ...]]:
-    """Add one token after the other to each row until all are finished; yields the rows that have a new one.
+    """Add one token after the other to each row until all are finished; yields the rows that have a
+    new one.
 
-    Every rank of the mesh must iterate to the end, with equal rows. Ranks along ep share the rows out, one after another.
+    Every rank of the mesh must iterate to the end, with equal rows. Ranks along ep share the rows
+    out, one after another.
     """
     shares = RowShares(rows, decoder.model.comm)
     logits_BV = decoder.read([row.prompt for row in shares.own])

@@ -8,7 +8,9 @@ from typing import Literal, Protocol
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 FinishReason = Literal["length", "stop", "end of text", "context"]
-"""Why a text is finished: it has all its tokens, the stop text came, the model ended it, the model has no more positions."""
+"""Why a text is finished: it has all its tokens, the stop text came, the model ended it, the model
+has no more positions.
+"""
 
 
 class TokenDecoder(Protocol):
@@ -21,9 +23,10 @@ class TokenDecoder(Protocol):
 class StreamDetokenizer:
     """Text of tokens, piece by piece: the pieces joined are the text of all tokens.
 
-    Tokens may hold parts of a character, so the end of a text is not final while it is a replacement character: it is held
-    back until more tokens or the end have come. Tokens are decoded from the last place that lay between two characters, with
-    the tokens before it, since some tokenizers drop a space at the beginning of what they decode.
+    Tokens may hold parts of a character, so the end of a text is not final while it is a
+    replacement character: it is held back until more tokens or the end have come. Tokens are
+    decoded from the last place that lay between two characters, with the tokens before it, since
+    some tokenizers drop a space at the beginning of what they decode.
     """
 
     def __init__(self, tokenizer: TokenDecoder) -> None:

@@ -31,7 +31,9 @@ TRAINING_TEMPERATURE = 0.8
 
 
 def generate(job: GenerationJob) -> int:
-    """Generate on the ranks that torchrun or Slurm has started, or on local ones started here; the exit code."""
+    """Generate on the ranks that torchrun or Slurm has started, or on local ones started here; the
+    exit code.
+    """
     run = job.run
     main = partial(generate_rank, job)
     world = detect(os.environ)
@@ -94,7 +96,9 @@ def open_source(source: ModelSource) -> Source:
 
 
 class TextBatch:
-    """The texts of one job in progress: rows of tokens, their text, and the time they took. Equal on every rank."""
+    """The texts of one job in progress: rows of tokens, their text, and the time they took. Equal
+    on every rank.
+    """
 
     def __init__(self, job: GenerationJob) -> None:
         self.job = job
@@ -168,9 +172,7 @@ class TextBatch:
         if num_later and self.later_tokens_s:
             speed = f", then {num_later / self.later_tokens_s:,.0f} tokens/s"
         prompt_ms = 1e3 * self.first_token_s
-        line = (
-            f"{num_tokens} tokens; {num_prompt_tokens} tokens of prompt read in {prompt_ms:,.0f} ms{speed} (measured)"
-        )
+        line = f"{num_tokens} tokens; {num_prompt_tokens} tokens of prompt read in {prompt_ms:,.0f} ms{speed} (measured)"
         return [line, *self._early_ends()]
 
     def _early_ends(self) -> Iterator[str]:
@@ -188,9 +190,11 @@ def _sample_with(sampling: Sampling, logits_V: Tensor, at: TokenPosition) -> int
 
 
 def sample_trained(run: Run, model: ParallelModel, prompt: str) -> str:
-    """Text of `run.sample` tokens that a trained model continues `prompt` with, on the mesh that trained it.
+    """Text of `run.sample` tokens that a trained model continues `prompt` with, on the mesh that
+    trained it.
 
-    Every rank takes part and returns it; a model with learned positions stops at its last one. The model must not be trained
+    Every rank takes part and returns it; a model with learned positions stops at its last one. The
+    model must not be trained
     on: its attention computes with a cache from now on.
     """
     tokenizer = tokenizer_of(run.data)

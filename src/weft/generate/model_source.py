@@ -29,7 +29,8 @@ from weft.models import FAMILIES
 
 RUN = "run.toml"
 END_TOKEN_FILES = ("generation_config.json", CONFIG)
-"""Files of a Hugging Face folder that name the tokens that end a text; the first that does counts."""
+"""Files of a Hugging Face folder that name the tokens that end a text; the first that does counts.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ class ModelSource:
 
     def _is_guess(self, found: Tokenizer) -> bool:
         """Whether bytes are only the default, for token files of a larger vocabulary."""
-        reads_token_files = any(source.endswith(TOKEN_SUFFIX) for source in sources_of(self.run.data))
+        reads_token_files = any(
+            source.endswith(TOKEN_SUFFIX) for source in sources_of(self.run.data)
+        )
         vocab = self.run.model.axis_sizes()["vocab"]
         return found.name == BYTES and reads_token_files and vocab > found.vocab
 
@@ -145,7 +148,9 @@ def _read_checkpoint(path: Path) -> ModelSource:
 def _run_of_checkpoint(path: Path, facts: Facts) -> Run:
     stored = facts.run or {"model": facts.architecture}
     try:
-        return run_type(facts.family, FAMILIES[facts.family].Config).model_validate_json(json.dumps(stored))
+        return run_type(facts.family, FAMILIES[facts.family].Config).model_validate_json(
+            json.dumps(stored)
+        )
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -157,7 +162,9 @@ def _read_hf_folder(path: Path) -> ModelSource:
     described = describe_folder(path, FAMILIES)
     _check_is_language_model(path, described.family)
     fields = {**described.fields, **described.suggested}
-    run = run_type(described.family, FAMILIES[described.family].Config).model_validate({"model": nest(fields)})
+    run = run_type(described.family, FAMILIES[described.family].Config).model_validate(
+        {"model": nest(fields)}
+    )
     return ModelSource(
         path,
         "hf",

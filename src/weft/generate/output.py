@@ -110,7 +110,9 @@ class JsonOutput:
 
 
 def to_stdout(text: str) -> None:
-    """Write and flush; characters that the terminal lacks are replaced, and a closed pipe is no error."""
+    """Write and flush; characters that the terminal lacks are replaced, and a closed pipe is no
+    error.
+    """
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))

@@ -13,7 +13,13 @@ from pydantic import Field
 from weft.config import validate
 from weft.config.checks import Check, run_checks
 from weft.config.run import Run
-from weft.config.schema import BatchConfig, ConfigSection, ParallelConfig, PipelineConfig, PrecisionConfig
+from weft.config.schema import (
+    BatchConfig,
+    ConfigSection,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+)
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.precision import Dtype
@@ -40,7 +46,9 @@ class Request(ConfigSection):
     """What to generate, how, and where."""
 
     prompt: str = Field("", description="text to continue; nothing: a new document")
-    prompt_file: str = Field("", description=f"file with the prompt, or {LINES} with one on each line")
+    prompt_file: str = Field(
+        "", description=f"file with the prompt, or {LINES} with one on each line"
+    )
     tokens: int = Field(200, ge=1, le=2**24, description="most tokens of each text")
     samples: int = Field(1, ge=1, le=2**16, description="texts for each prompt")
     stop: str = Field("", description="text before which a text ends; nothing: none")
@@ -65,11 +73,17 @@ class Request(ConfigSection):
         description="of the sampling; sample and position are mixed in",
     )
     mesh: str = Field("", description='any of pp, ep, tp: "tp2", "pp2 tp2"; nothing: one rank')
-    dtype: Dtype | None = Field(None, description="number type; None: as the run computes, or as the folder stores")
+    dtype: Dtype | None = Field(
+        None, description="number type; None: as the run computes, or as the folder stores"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where ranks compute")
-    transport: Literal["process", "threads"] = Field("process", description="what a rank is on this machine")
+    transport: Literal["process", "threads"] = Field(
+        "process", description="what a rank is on this machine"
+    )
     tokenizer: str = Field("", description="bytes or a tokenizer.json; nothing: the model's own")
-    format: Literal["text", "json"] = Field("text", description="json: one object for each text; --json for short")
+    format: Literal["text", "json"] = Field(
+        "text", description="json: one object for each text; --json for short"
+    )
 
     @property
     def device_mesh(self) -> Mesh:
@@ -216,7 +230,9 @@ class GenerationJob:
             yield f"{what} pass the model's {self.max_positions} positions: texts end there"
 
 
-def make_job(request: Request, source: ModelSource, environment_checks: Iterable[Check] = ()) -> GenerationJob:
+def make_job(
+    request: Request, source: ModelSource, environment_checks: Iterable[Check] = ()
+) -> GenerationJob:
     """The job, every part of it checked.
 
     Raises:
@@ -305,7 +321,9 @@ def _tokenizer_of(request: Request, source: ModelSource) -> Tokenizer:
 
 
 def _encode(prompt: str, tokenizer: Tokenizer, *, vocab: int) -> tuple[int, ...]:
-    """The tokens of a prompt; an empty one begins a document, where the tokenizer has a token between documents."""
+    """The tokens of a prompt; an empty one begins a document, where the tokenizer has a token
+    between documents.
+    """
     tokens = tuple(tokenizer.encode(prompt))
     if not tokens and tokenizer.end is None:
         what = f"is empty, and the tokenizer {tokenizer.name} has no token that begins a document"

@@ -17,8 +17,8 @@ class Sampling:
     Attributes:
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: only so many likeliest tokens can be sampled; None: all.
-        top_p: only the likeliest tokens that together have this probability, the one that crosses it included
-            (Holtzman et al. 2020); of those that top_k leaves.
+        top_p: only the likeliest tokens that together have this probability, the one that crosses
+            it included (Holtzman et al. 2020); of those that top_k leaves.
     """
 
     temperature: float = 0.8
@@ -49,7 +49,9 @@ def sample_token(logits_V: Tensor, sampling: Sampling, at: TokenPosition) -> int
 
 
 def _candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Tokens that can be sampled and their probabilities; with top_k or top_p the likeliest first, of equal ones the first."""
+    """Tokens that can be sampled and their probabilities; with top_k or top_p the likeliest first,
+    of equal ones the first.
+    """
     if sampling.top_k is None and sampling.top_p >= 1:
         return torch.arange(len(logits_V)), logits_V.softmax(0)
     by_likelihood = logits_V.argsort(
@@ -65,7 +67,9 @@ def _candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
 
 
 def uniform(seed: int, at: TokenPosition) -> float:
-    """A number in [0, 1) with 53 bits, its own for each position; a hash, so that no generator's version matters."""
+    """A number in [0, 1) with 53 bits, its own for each position; a hash, so that no generator's
+    version matters.
+    """
     text = f"draw:{seed}:{at.sample}:{at.position}"
     digest = hashlib.sha256(text.encode()).digest()
     first_53_bits = int.from_bytes(digest[:8], "big") >> 11

@@ -33,16 +33,20 @@ def stored_lora(facts: Facts) -> LoraConfig:
 
 
 def merge_adapters(source: Source, lora: LoraConfig) -> Source:
-    """The parameters of the model without adapters: those of `source`, with its adapters merged where it has some."""
+    """The parameters of the model without adapters: those of `source`, with its adapters merged
+    where it has some.
+    """
     return MergedSource(source, lora) if lora.rank else source
 
 
 class MergedSource:
-    """A model with its adapters merged, as a `Source`: W + (alpha / rank) B A, computed for the box that is read.
+    """A model with its adapters merged, as a `Source`: W + (alpha / rank) B A, computed for the box
+    that is read.
 
     Note [The same bits in every box]
-        A matrix product of other sizes may add in another order. So that every layout starts from the same bits, B A is
-        computed in bands of `BAND` whole rows, counted from the tensor's first, of which a box then takes its part.
+        A matrix product of other sizes may add in another order. So that every layout starts from
+        the same bits, B A is computed in bands of `BAND` whole rows, counted from the tensor's
+        first, of which a box then takes its part.
     """
 
     def __init__(self, source: Source, lora: LoraConfig) -> None:
@@ -57,7 +61,11 @@ class MergedSource:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Whole shape of every parameter of the model without adapters."""
-        return {name: shape for name, shape in self._source.shapes.items() if adapted_linear(name) is None}
+        return {
+            name: shape
+            for name, shape in self._source.shapes.items()
+            if adapted_linear(name) is None
+        }
 
     def dtype(self, name: str) -> torch.dtype:
         """As the frozen weight is stored."""
@@ -109,8 +117,8 @@ def write_adapters(
         base: name or folder of the base model in transformers, if it is known.
 
     Raises:
-        CheckpointError: the model has no adapters, its family has no counterpart in transformers, the folder is not
-            empty, or the disk refuses.
+        CheckpointError: the model has no adapters, its family has no counterpart in transformers,
+            the folder is not empty, or the disk refuses.
     """
     if not lora.rank:
         fix = "export the model itself, or train with --lora.rank 8"

@@ -24,8 +24,8 @@ NUM_SEQUENCES, SEQ_LEN, SEED = 2, 32, 0
 TOLERANCE = 1e-3
 """Largest difference of logits, relative to the largest logit, that float32 explains.
 
-Rounding is 6e-8 an operation; both sides sum some thousand terms in other orders, in up to a hundred layers. Tiny models
-show 1e-6. Two rules that are exchanged show 0.1 and more."""
+Rounding is 6e-8 an operation; both sides sum some thousand terms in other orders, in up to a
+hundred layers. Tiny models show 1e-6. Two rules that are exchanged show 0.1 and more."""
 MEMORY_SHARE = 0.8
 """Share of the free memory that both models may take."""
 

@@ -29,7 +29,9 @@ from weft.models import FAMILIES
 
 @dataclass(frozen=True)
 class _StoredModel:
-    """A checkpoint's model without adapters (merged where it has some), its config, and the checkpoint's facts."""
+    """A checkpoint's model without adapters (merged where it has some), its config, and the
+    checkpoint's facts.
+    """
 
     source: Source
     cfg: ModelConfig
@@ -53,7 +55,8 @@ def export_hf(
         compares: whether to end with a comparison with transformers.
 
     Raises:
-        CheckpointError: transformers has no such model, the folder exists already, or the disk refuses.
+        CheckpointError: transformers has no such model, the folder exists already, or the disk
+            refuses.
     """
     refuse_existing(folder)
     model = _open_model(checkpoint)
@@ -78,7 +81,9 @@ def export_hf(
     )
     comparison = NOT_COMPARED
     if compares:
-        dtypes = {placement.param: each.dtype for each in typed for placement in each.tensor.placements}
+        dtypes = {
+            placement.param: each.dtype for each in typed for placement in each.tensor.placements
+        }
         comparison = compare_logits(folder, source, cfg, dtypes=dtypes)
     num_bytes = sum(each.num_bytes for each in typed)
     size = f"{num_bytes / 1e9:.3g} GB, {len(typed)} tensors"

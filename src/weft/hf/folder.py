@@ -58,8 +58,8 @@ class HfFolder:
     """The parameters of a model, as they lie in a folder of config.json and safetensors.
 
     Raises:
-        CheckpointError: from the constructor: a tensor that is missing, left over, or does not fit; every tensor of the
-            files is used exactly once.
+        CheckpointError: from the constructor: a tensor that is missing, left over, or does not fit;
+            every tensor of the files is used exactly once.
     """
 
     def __init__(self, folder: Path, cfg: ModelConfig) -> None:
@@ -85,7 +85,8 @@ class HfFolder:
         return self._assemble(self.sources[name], box)
 
     def check_aliases(self) -> None:
-        """Check that tied parameters that the files repeat, such as the head of a tied model, equal their owner.
+        """Check that tied parameters that the files repeat, such as the head of a tied model, equal
+        their owner.
 
         Raises:
             CheckpointError: one does not.
@@ -156,7 +157,9 @@ def torch_dtype(entry: TensorEntry) -> torch.dtype:
 
 
 def slabs(shape: tuple[int, ...]) -> Iterator[Box]:
-    """A tensor split into boxes of `SLAB_ENTRIES` or fewer, in the order in which it lies in a file."""
+    """A tensor split into boxes of `SLAB_ENTRIES` or fewer, in the order in which it lies in a
+    file.
+    """
     whole = Box.whole(shape)
     if not shape or whole.size <= SLAB_ENTRIES:
         yield whole

@@ -55,7 +55,8 @@ def import_hf(
         compares: whether to end with a comparison with transformers.
 
     Raises:
-        CheckpointError: a tensor has another shape than config.json makes of it, or the disk refuses.
+        CheckpointError: a tensor has another shape than config.json makes of it, or the disk
+            refuses.
     """
     source = HfFolder(folder, cfg)
     manifest = import_params(out, source, facts, chunk_bytes=chunk_bytes)

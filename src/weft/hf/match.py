@@ -24,7 +24,8 @@ class MatchedFolder:
     Attributes:
         entries: tensors by name, as the rules name them.
         params: parameter -> its source.
-        aliases: tied parameter that the files repeat beside its owner -> its source; it must hold the same.
+        aliases: tied parameter that the files repeat beside its owner -> its source; it must hold
+            the same.
     """
 
     entries: Mapping[str, TensorEntry]
@@ -41,7 +42,9 @@ def mapping_of(family: str) -> HFMapping:
     mapping = FAMILIES[family].hf
     if mapping is None:
         need = f"one of {', '.join(hf_mappings(FAMILIES))}"
-        raise CheckpointError(Fault("model.name", "has no counterpart in transformers", repr(family), need))
+        raise CheckpointError(
+            Fault("model.name", "has no counterpart in transformers", repr(family), need)
+        )
     return mapping
 
 
@@ -49,7 +52,8 @@ def match_folder(folder: Path, cfg: ModelConfig) -> MatchedFolder:
     """How the tensors of a folder make up the parameters of this model; no tensor is read.
 
     Raises:
-        CheckpointError: tensors that are missing, left over or do not fit, files that are missing or damaged.
+        CheckpointError: tensors that are missing, left over or do not fit, files that are missing
+            or damaged.
     """
     return match_tensors(
         mapping_of(cfg.family).weights,
@@ -71,7 +75,8 @@ def match_tensors(
     """How tensors make up the parameters of a model.
 
     Raises:
-        CheckpointError: tensors that are missing, left over, or of a shape or type that does not fit; all at once.
+        CheckpointError: tensors that are missing, left over, or of a shape or type that does not
+            fit; all at once.
     """
     entries = add_prefix(listed, mapping)
     rules = _select_rules(mapping, cfg, entries)
@@ -139,7 +144,9 @@ class _Matching:
         return tuple(names)
 
 
-def add_prefix(entries: Mapping[str, TensorEntry], mapping: WeightMapping) -> dict[str, TensorEntry]:
+def add_prefix(
+    entries: Mapping[str, TensorEntry], mapping: WeightMapping
+) -> dict[str, TensorEntry]:
     """Entries under the names of the rules, where an older file has left out their prefix."""
     prefix = mapping.prefix
     if not prefix or any(name.startswith(prefix) for name in entries):
@@ -157,7 +164,9 @@ def _select_rules(
     cfg: Any,
     entries: Mapping[str, TensorEntry],
 ) -> list[WeightRule]:
-    """One rule a parameter: the packed one where its tensor is in the files, else the published one."""
+    """One rule a parameter: the packed one where its tensor is in the files, else the published
+    one.
+    """
     rules = {rule.param: rule for rule in mapping.expand(cfg)}
     indices = mapping.index_sets(cfg)
     for packed in mapping.packed:

@@ -3,9 +3,9 @@
     layer0.attn.q.lora_a.weight  ->  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
 Note [Several linears in one]
-    GPT-2's files hold q, k and v side by side in one matrix, and PEFT puts one adapter beside it. Weft's adapters beside
-    q, k and v are one of n times the rank, n linears having adapters: their A below each other, their B on a diagonal of
-    blocks,
+    GPT-2's files hold q, k and v side by side in one matrix, and PEFT puts one adapter beside it.
+    Weft's adapters beside q, k and v are one of n times the rank, n linears having adapters: their
+    A below each other, their B on a diagonal of blocks,
 
         dq   Bq  .   .    Aq
         dk = .   Bk  .    Ak  x           at n times the alpha, so that alpha / rank stays.
@@ -88,7 +88,9 @@ def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> d
     """adapter_config.json; `base` is the name or folder of the base model in transformers."""
     targets = adapter_targets(cfg, lora)
     modules = [target.module for target in targets]
-    multiples = {target.module: len(target.linears) for target in targets if len(target.linears) > 1}
+    multiples = {
+        target.module: len(target.linears) for target in targets if len(target.linears) > 1
+    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -96,7 +98,9 @@ def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> d
         "r": lora.rank,
         "lora_alpha": _whole_number(lora.alpha),
         "rank_pattern": {module: times * lora.rank for module, times in multiples.items()},
-        "alpha_pattern": {module: _whole_number(times * lora.alpha) for module, times in multiples.items()},
+        "alpha_pattern": {
+            module: _whole_number(times * lora.alpha) for module, times in multiples.items()
+        },
         "target_modules": sorted(_short_names(modules, _all_modules(cfg))),
         "fan_in_fan_out": any(target.is_transposed for target in targets),
         "lora_dropout": 0.0,
@@ -110,10 +114,11 @@ def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> d
 
 
 def unexpected_keys(cfg: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
-    """Linears whose adapters PEFT 0.21 does not load with transformers 5, though their names follow the layout.
+    """Linears whose adapters PEFT 0.21 does not load with transformers 5, though their names follow
+    the layout.
 
-    In models with routed experts it takes gate_proj, up_proj, down_proj of any module for those of the experts, which
-    transformers 5 holds in one tensor a layer (`_convert_peft_config_moe`).
+    In models with routed experts it takes gate_proj, up_proj, down_proj of any module for those of
+    the experts, which transformers 5 holds in one tensor a layer (`_convert_peft_config_moe`).
     """
     if "experts" not in cfg.axis_sizes():
         return ()
@@ -129,12 +134,16 @@ def _whole_number(value: float) -> int | float:
 
 
 def _all_modules(cfg: ModelConfig) -> set[str]:
-    """All modules that a suffix could match; routed experts among them, by one name for all of a layer."""
+    """All modules that a suffix could match; routed experts among them, by one name for all of a
+    layer.
+    """
     return {rule.tensor.removesuffix(WEIGHT).replace(EXPERT, "0") for rule in _model_rules(cfg)}
 
 
 def _short_names(modules: Collection[str], all_modules: Iterable[str]) -> set[str]:
-    """Suffixes that match these modules and no other: `q_proj`, or `self_attn.q_proj`, or the whole name."""
+    """Suffixes that match these modules and no other: `q_proj`, or `self_attn.q_proj`, or the whole
+    name.
+    """
     others = set(all_modules) - set(modules)
     return {_shortest_suffix(module, others) for module in modules}
 

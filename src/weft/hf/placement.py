@@ -8,9 +8,9 @@ One parameter, for example layer1.attn.k.weight of GPT-2, passes four coordinate
     │   box    │   ->     [out, in]  ->   │ box │     ->     │  q  │ box │  v  │     transformer.h.1.attn.c_attn.weight
     └──────────┘                          └─────┘            └─────┴─────┴─────┘
 
-`Placement.to_tensor` goes from left to right, `Placement.to_param` from right to left. Import asks which boxes of HF tensors
-make up a box of a parameter (`ParamSource.copies`), export which boxes of parameters make up a box of an HF tensor
-(`HFTensor.copies`).
+`Placement.to_tensor` goes from left to right, `Placement.to_param` from right to left. Import asks
+which boxes of HF tensors make up a box of a parameter (`ParamSource.copies`), export which boxes of
+parameters make up a box of an HF tensor (`HFTensor.copies`).
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ def hf_tensors(
         where: names the folder in messages.
 
     Raises:
-        CheckpointError: rules and parameters do not match: each parameter is to be used exactly once.
+        CheckpointError: rules and parameters do not match: each parameter is to be used exactly
+            once.
     """
     rules = [rule for rule in mapping.expand(cfg) if rule.param not in ties or rule.write_alias]
     _check_params(rules, shapes, ties=ties, where=where)

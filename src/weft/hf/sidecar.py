@@ -55,4 +55,6 @@ def refuse_existing(folder: Path) -> None:
     is_empty = folder.is_dir() and not any(folder.iterdir())
     if not is_empty:
         fix = "choose another folder, or move it away"
-        raise CheckpointError(Fault(str(folder), "exists already", need="an empty folder, or none", fix=fix))
+        raise CheckpointError(
+            Fault(str(folder), "exists already", need="an empty folder, or none", fix=fix)
+        )

@@ -25,7 +25,9 @@ from weft.hf.folder import slabs
 from weft.hf.placement import HFTensor
 from weft.hf.sidecar import refuse_existing
 
-DTYPE_NAMES: Mapping[torch.dtype, str] = {getattr(torch, name): stored for stored, (name, _) in DTYPES.items()}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    getattr(torch, name): stored for stored, (name, _) in DTYPES.items()
+}
 """torch's type -> safetensors' name."""
 ALIGNMENT = 8
 
@@ -76,7 +78,9 @@ def main_dtype(typed: Sequence[TypedTensor]) -> str:
 
 
 def split_files(typed: Sequence[TypedTensor], *, max_bytes: int) -> list[list[TypedTensor]]:
-    """Tensors by file, in order, at most so many bytes each; a tensor that is larger has a file of its own."""
+    """Tensors by file, in order, at most so many bytes each; a tensor that is larger has a file of
+    its own.
+    """
     files: list[list[TypedTensor]] = [[]]
     filled = 0
     for tensor in typed:
@@ -104,7 +108,8 @@ def write_folder(
         config: content of config.json.
 
     Raises:
-        CheckpointError: the folder is not empty, or the disk refuses; what was written is removed then.
+        CheckpointError: the folder is not empty, or the disk refuses; what was written is removed
+            then.
     """
     refuse_existing(folder)
     with new_folder(folder, need_bytes=sum(tensor.num_bytes for tensor in typed)) as unfinished:
@@ -124,7 +129,11 @@ def _write_weights(
     files = split_files(typed, max_bytes=max_shard_bytes)
     file_of: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):
-        name = SINGLE_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        name = (
+            SINGLE_FILE
+            if len(files) == 1
+            else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        )
         for each in tensors:
             file_of[each.tensor.name] = name
         with (folder / name).open("xb") as file:
@@ -138,7 +147,9 @@ def _write_weights(
 
 
 def _write_file(file: BinaryIO, tensors: Sequence[TypedTensor], source: Source) -> None:
-    ordered = sorted(tensors, key=lambda each: -each.dtype.itemsize)  # so that each lies at a multiple of its width
+    ordered = sorted(
+        tensors, key=lambda each: -each.dtype.itemsize
+    )  # so that each lies at a multiple of its width
     file.write(_header(ordered))
     for each in ordered:
         for box in slabs(each.tensor.shape):

@@ -19,8 +19,12 @@ ZERO_TRAFFIC = {
 
 
 def explain(plan: Plan) -> str:
-    """The layout of a plan and the reasons for it; lines that are longer than 80 columns are clipped."""
-    text = "\n".join((plan.mesh.overview(), *_batch_lines(plan), *_stage_lines(plan), *_traffic_lines(plan)))
+    """The layout of a plan and the reasons for it; lines that are longer than 80 columns are
+    clipped.
+    """
+    text = "\n".join(
+        (plan.mesh.overview(), *_batch_lines(plan), *_stage_lines(plan), *_traffic_lines(plan))
+    )
     return "\n".join(_clipped(line) for line in text.splitlines())
 
 

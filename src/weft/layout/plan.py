@@ -61,8 +61,10 @@ class Plan(BaseModel):
     Attributes:
         family: name of the model family.
         architecture: the family's config as canonical JSON.
-        microbatches: micro-batches of one data-parallel rank in a step, each of `micro_size` sequences.
-        rule: pairs (logical axis of a parameter, mesh axis that shards it), also for axes that this mesh does not have.
+        microbatches: micro-batches of one data-parallel rank in a step, each of `micro_size`
+            sequences.
+        rule: pairs (logical axis of a parameter, mesh axis that shards it), also for axes that this
+            mesh does not have.
         clip: largest global gradient norm; 0: no clipping.
         bucket_bytes: size of a gradient bucket.
     """
@@ -146,8 +148,8 @@ class Plan(BaseModel):
         """Reject a plan whose parts do not fit together.
 
         Raises:
-            PlanError: with every fault: the schedule's sizes, the number of stages, blocks named twice, lengths that the
-                mesh does not divide.
+            PlanError: with every fault: the schedule's sizes, the number of stages, blocks named
+                twice, lengths that the mesh does not divide.
         """
         faults = tuple(_faults(self))
         if faults:
@@ -168,7 +170,9 @@ class Plan(BaseModel):
 
     @property
     def digest(self) -> str:
-        """First 12 hex digits of the SHA-256 of the canonical JSON: the plan's name in logs and folders."""
+        """First 12 hex digits of the SHA-256 of the canonical JSON: the plan's name in logs and
+        folders.
+        """
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
 
 
@@ -245,7 +249,13 @@ def _stage_faults(plan: Plan) -> Iterator[Fault]:
     counts = Counter(name for stage in plan.stages for name in stage.blocks)
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
-        yield Fault("stages", f"blocks on more than one stage: {', '.join(repeated)}", need="each block once")
+        yield Fault(
+            "stages",
+            f"blocks on more than one stage: {', '.join(repeated)}",
+            need="each block once",
+        )
     empty = [str(index) for index, stage in enumerate(plan.stages) if not stage.blocks]
     if empty:
-        yield Fault("stages", f"stages without blocks: {', '.join(empty)}", need="at least one block each")
+        yield Fault(
+            "stages", f"stages without blocks: {', '.join(empty)}", need="at least one block each"
+        )

@@ -11,10 +11,12 @@ from weft.errors import Fault, PlanError
 
 
 def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """Names of consecutive blocks for each stage, so that the cost of the slowest stage is smallest.
+    """Names of consecutive blocks for each stage, so that the cost of the slowest stage is
+    smallest.
 
-    Every stage gets at least one layer; blocks before the first layer (embedding) stay on the first stage and blocks
-    after the last (head, loss) on the last. Among equally good splits the sum of squares decides, then lighter first
+    Every stage gets at least one layer; blocks before the first layer (embedding) stay on the first
+    stage and blocks after the last (head, loss) on the last. Among equally good splits the sum of
+    squares decides, then lighter first
     stages: the first stage holds the embedding and the most activations.
 
     Raises:
@@ -35,7 +37,9 @@ def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[s
     return _names_between(units, _balanced_bounds(costs, num_stages))
 
 
-def split_by_counts(blocks: Sequence[BlockSpec], counts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+def split_by_counts(
+    blocks: Sequence[BlockSpec], counts: Sequence[int]
+) -> tuple[tuple[str, ...], ...]:
     """Names of blocks for each stage, where `counts` says how many layers each stage gets.
 
     Raises:
@@ -55,7 +59,9 @@ def split_by_counts(blocks: Sequence[BlockSpec], counts: Sequence[int]) -> tuple
     return _names_between(units, tuple(itertools.accumulate(counts, initial=0)))
 
 
-def _names_between(units: Sequence[Sequence[BlockSpec]], bounds: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+def _names_between(
+    units: Sequence[Sequence[BlockSpec]], bounds: Sequence[int]
+) -> tuple[tuple[str, ...], ...]:
     """Names of the blocks of each run of units, `bounds[i]` to `bounds[i + 1]`."""
     runs: list[tuple[str, ...]] = []
     for lo, hi in itertools.pairwise(bounds):
@@ -67,7 +73,9 @@ def _names_between(units: Sequence[Sequence[BlockSpec]], bounds: Sequence[int]) 
 
 
 def _layer_units(blocks: Sequence[BlockSpec]) -> tuple[tuple[BlockSpec, ...], ...]:
-    """Blocks grouped so that each group holds one layer: leading blocks join the first, trailing ones the last layer."""
+    """Blocks grouped so that each group holds one layer: leading blocks join the first, trailing
+    ones the last layer.
+    """
     layers = [index for index, block in enumerate(blocks) if block.is_layer]
     if not layers:
         return (tuple(blocks),)
@@ -79,13 +87,17 @@ def _layer_units(blocks: Sequence[BlockSpec]) -> tuple[tuple[BlockSpec, ...], ..
 
 
 def _balanced_bounds(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """Bounds of `parts` runs of `costs`: least maximum, then least sum of squares, then shorter runs first."""
+    """Bounds of `parts` runs of `costs`: least maximum, then least sum of squares, then shorter
+    runs first.
+    """
     prefix = tuple(itertools.accumulate(costs, initial=0))
     most = _least_maximum(costs, parts)
 
     @cache
     def best(start: int, parts: int) -> tuple[int, tuple[int, ...]] | None:
-        """Sum of squares and bounds of the best split of the costs from `start` on into runs of at most `most`."""
+        """Sum of squares and bounds of the best split of the costs from `start` on into runs of at
+        most `most`.
+        """
         if parts == 1:
             cost = prefix[-1] - prefix[start]
             return (cost**2, (start, len(costs))) if cost <= most else None

@@ -42,7 +42,9 @@ class Family(ConfigFamily, Protocol):
 
 @dataclass(frozen=True)
 class FamilyFolder:
-    """The `Family` in one folder: config.py and hf.py are imported at once, model.py (needs torch) when blocks are built."""
+    """The `Family` in one folder: config.py and hf.py are imported at once, model.py (needs torch)
+    when blocks are built.
+    """
 
     package: str
     Config: type[ModelConfig]
@@ -107,7 +109,9 @@ def family(name: str) -> Family:
     """
     if name in FAMILIES:
         return FAMILIES[name]
-    raise ConfigError(Fault("model.name", f"unknown model {name!r}", fix=did_you_mean(name, FAMILIES)))
+    raise ConfigError(
+        Fault("model.name", f"unknown model {name!r}", fix=did_you_mean(name, FAMILIES))
+    )
 
 
 def preset(name: str) -> ModelConfig:
@@ -118,4 +122,6 @@ def preset(name: str) -> ModelConfig:
     """
     if name in PRESETS:
         return PRESETS[name]
-    raise ConfigError(Fault("model.preset", f"unknown preset {name!r}", fix=did_you_mean(name, PRESETS)))
+    raise ConfigError(
+        Fault("model.preset", f"unknown preset {name!r}", fix=did_you_mean(name, PRESETS))
+    )

@@ -21,7 +21,9 @@ from weft.run.run_ranks import run_ranks
 from weft.train.optim import NamedOptimizer, make_optimizer
 
 TOLERANCE = 1e-9
-"""Relative, in float64, which rounds at 1e-16; a few steps of AdamW amplify that by some orders of magnitude."""
+"""Relative, in float64, which rounds at 1e-16; a few steps of AdamW amplify that by some orders of
+magnitude.
+"""
 
 TIMEOUT_S = 3600.0
 
@@ -58,7 +60,8 @@ def prove_layout(
     optim: OptimConfig,
     lr: float,
 ) -> Verdict:
-    """Train one step per whole batch on the plan's layout and on one device, and compare everything.
+    """Train one step per whole batch on the plan's layout and on one device, and compare
+    everything.
 
     Args:
         plan: with float64 as its dtypes.

@@ -17,16 +17,19 @@ FIRST_RUN_FILE = "run-1.toml"
 """run.toml of the first start, if a later start had another one."""
 
 BOUNDS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-3, "float16": 5e-4}
-"""Largest relative difference that rounding explains after some dozens of steps (16 bits: `DRIFT_AFTER`), by compute dtype.
+"""Largest relative difference that rounding explains after some dozens of steps (16 bits:
+`DRIFT_AFTER`), by compute dtype.
 
-Float32 rounds at 6e-8; the loss sums thousands of terms in another order on every layout, and each step of AdamW starts
-from the last one's differences. Measured on the default job: 1e-6 after 10 steps. A wrong reduction shows as 1e-2 or more
-in the gradient norm of the first step. Of 16-bit types it is one rounding, eps / 2. Measured in the first 5 steps of the
-default job on tp2: 3e-4 in bfloat16, 1e-5 in float16."""
+Float32 rounds at 6e-8; the loss sums thousands of terms in another order on every layout, and each
+step of AdamW starts from the last one's differences. Measured on the default job: 1e-6 after 10
+steps. A wrong reduction shows as 1e-2 or more in the gradient norm of the first step. Of 16-bit
+types it is one rounding, eps / 2. Measured in the first 5 steps of the default job on tp2: 3e-4 in
+bfloat16, 1e-5 in float16."""
 
 DRIFT_AFTER = {"bfloat16": 5, "float16": 5}
-"""Steps after which two orders of summation train two different models: the default job on tp2 differs from one process by
-0.7 of the gradient norm within 20 steps, while its loss is 0.02 off. Those steps prove nothing, either way."""
+"""Steps after which two orders of summation train two different models: the default job on tp2
+differs from one process by 0.7 of the gradient norm within 20 steps, while its loss is 0.02 off.
+Those steps prove nothing, either way."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class StepPair:
 
 
 def first_config_path(out: Path) -> Path:
-    """The config file of the first steps of the run in this folder, also if later steps had another one.
+    """The config file of the first steps of the run in this folder, also if later steps had another
+    one.
 
     Raises:
         DataError: the folder holds no run.
@@ -99,7 +103,9 @@ def step_pairs(
     *,
     first: int,
 ) -> Iterator[StepPair]:
-    """Pairs of the first `first` recorded step events and those trained again; yields each as it is computed."""
+    """Pairs of the first `first` recorded step events and those trained again; yields each as it is
+    computed.
+    """
     for before, now in islice(zip(recorded, again, strict=False), first):
         yield StepPair(
             step=now["step"],

@@ -17,7 +17,9 @@ MIN_SCALE = 1e-30
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One optimizer step: logged numbers, the gradients that the optimizer used (after clipping), the updated parameters."""
+    """One optimizer step: logged numbers, the gradients that the optimizer used (after clipping),
+    the updated parameters.
+    """
 
     loss: float
     grad_norm: float
@@ -53,12 +55,16 @@ class Difference:
         return f"step {self.step}: {self.what} on {self.where}: relative difference {self.relative:.2e}"
 
 
-def differences(truth: Sequence[StepTrace], ranks: Iterable[RankTrace], *, lr: float) -> list[Difference]:
-    """Relative difference of every loss, norm, gradient and parameter on every rank, in order of computation.
+def differences(
+    truth: Sequence[StepTrace], ranks: Iterable[RankTrace], *, lr: float
+) -> list[Difference]:
+    """Relative difference of every loss, norm, gradient and parameter on every rank, in order of
+    computation.
 
-    A tensor's scale is its largest one-device value. A gradient that is zero in exact arithmetic (the key bias of softmax
-    attention) consists of rounding errors and has no scale of its own: the scale of a gradient is at least 1e-6 of the
-    step's gradient norm, and that of a parameter at least `lr`, the size of one AdamW update.
+    A tensor's scale is its largest one-device value. A gradient that is zero in exact arithmetic
+    (the key bias of softmax attention) consists of rounding errors and has no scale of its own: the
+    scale of a gradient is at least 1e-6 of the step's gradient norm, and that of a parameter at
+    least `lr`, the size of one AdamW update.
     """
     found: list[Difference] = []
     for rank in ranks:

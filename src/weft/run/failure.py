@@ -55,13 +55,17 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class ErrorContext:
-    """What an error message needs besides the failure: the mesh for coordinates, the run folder for the traceback."""
+    """What an error message needs besides the failure: the mesh for coordinates, the run folder for
+    the traceback.
+    """
 
     mesh: Mesh | None = None
     out: Path | None = None
 
     def to_error(self, failure: RankFailure) -> RankError:
-        """The error that the user sees. The traceback is written to the run folder, or shown if WEFT_TRACEBACK is set."""
+        """The error that the user sees. The traceback is written to the run folder, or shown if
+        WEFT_TRACEBACK is set.
+        """
         lines = [failure.text]
         if failure.trace and os.environ.get(TRACE_VARIABLE):
             lines.append(failure.trace.rstrip())
@@ -119,7 +123,9 @@ def _location(error: BaseException) -> str:
 
 
 def describe_exit(code: int, *, rank: int, at_s: float, trace: str = "") -> RankFailure:
-    """The record of a process that ended with `code` (a signal's number negated) and sent no report."""
+    """The record of a process that ended with `code` (a signal's number negated) and sent no
+    report.
+    """
     if code >= 0:
         text = f"process exited with code {code} and no error report"
     else:

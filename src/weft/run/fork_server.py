@@ -1,11 +1,12 @@
 """Fork server: a process that has imported torch and computed nothing, from which `run_ranks` forks its rank processes.
 
-    caller --- one connection a run ---> supervisor (forked for the run) ---> one worker process a rank
+    caller --- one connection a run ---> supervisor (forked for the run) ---> one worker process a
+    rank
                                          holds the WorkerGroup
 
-Forking a process that has run OpenMP work hangs, and importing torch takes seconds: so the server imports it once and
-computes nothing. When the caller ends, the server reaches the end of its input and the supervisor that of its connection,
-and the workers are killed.
+Forking a process that has run OpenMP work hangs, and importing torch takes seconds: so the server
+imports it once and computes nothing. When the caller ends, the server reaches the end of its input
+and the supervisor that of its connection, and the workers are killed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Job:
-    """One run: the pickled function `fn(comm)`, and the surroundings of the caller that its ranks take over."""
+    """One run: the pickled function `fn(comm)`, and the surroundings of the caller that its ranks
+    take over.
+    """
 
     mesh: Mesh
     fn: bytes
@@ -63,7 +66,9 @@ class Job:
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """How a run ended: pickled results by rank, failures, and the stacks of the ranks that did not finish in time."""
+    """How a run ended: pickled results by rank, failures, and the stacks of the ranks that did not
+    finish in time.
+    """
 
     results: dict[int, bytes]
     failures: tuple[RankFailure, ...]
@@ -112,7 +117,9 @@ def fork_server() -> ForkServer:
 
 
 def serve(listener_fd: int) -> None:
-    """Entry point of the server process: fork a supervisor for each connection until standard input is closed."""
+    """Entry point of the server process: fork a supervisor for each connection until standard input
+    is closed.
+    """
     for name in SERVER_PRELOAD:
         importlib.import_module(name)
     gc.freeze()
@@ -157,7 +164,9 @@ def _supervise_job(client: Connection) -> None:
 
 
 def _wait(group: WorkerGroup, client: Connection, *, timeout_s: float) -> dict[int, str]:
-    """Wait until all workers have ended, one has failed, or the caller has ended; after `timeout_s`, the late stacks."""
+    """Wait until all workers have ended, one has failed, or the caller has ended; after
+    `timeout_s`, the late stacks.
+    """
     deadline = time.monotonic() + timeout_s
     while group.running() and not group.is_settled():
         if time.monotonic() >= deadline:

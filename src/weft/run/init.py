@@ -36,11 +36,13 @@ def init(
     port: int | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Comm:
-    """Become a rank of `mesh`: join the world that torchrun or Slurm has started, else create one on this machine.
+    """Become a rank of `mesh`: join the world that torchrun or Slurm has started, else create one
+    on this machine.
 
-    A world is created by forking this process: every rank continues from here with a Comm of its own. The process that
-    the user started waits for the ranks, prints the first error, and exits. So call it early, before anything is computed
-    or a thread is started. A mesh of one rank is this process itself.
+    A world is created by forking this process: every rank continues from here with a Comm of its
+    own. The process that the user started waits for the ranks, prints the first error, and exits.
+    So call it early, before anything is computed or a thread is started. A mesh of one rank is this
+    process itself.
 
     Args:
         device: cpu, cuda, or auto: one GPU for each local rank if there are enough.
@@ -48,7 +50,8 @@ def init(
         timeout_s: time-out of a collective.
 
     Raises:
-        LaunchError: the size of the existing world differs from the mesh, or there are not enough GPUs.
+        LaunchError: the size of the existing world differs from the mesh, or there are not enough
+            GPUs.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     world = detect(os.environ) or _create_world(shape, device, port)
@@ -75,7 +78,9 @@ def _create_world(mesh: Mesh, device: DeviceChoice, port: int | None) -> World:
     return local_world(forked.rank, mesh.size, folder=folder, port=port)
 
 
-def _wait_and_exit(group: WorkerGroup, signals: SignalQueue, *, folder: Path, context: ErrorContext) -> NoReturn:
+def _wait_and_exit(
+    group: WorkerGroup, signals: SignalQueue, *, folder: Path, context: ErrorContext
+) -> NoReturn:
     """Wait for the ranks, and exit with their exit code."""
     try:
         code = wait_for_workers(group, signals, folder=folder, context=context)

@@ -37,8 +37,9 @@ def launch(
 ) -> int:
     """Call `main(world)` on `nproc` local ranks, and wait for them.
 
-    Processes are forks of this one: call it from the main thread, before any tensor has been computed. When a rank fails
-    or on Ctrl-C, all are ended; none is left when this function returns or raises, or this process is killed.
+    Processes are forks of this one: call it from the main thread, before any tensor has been
+    computed. When a rank fails or on Ctrl-C, all are ended; none is left when this function returns
+    or raises, or this process is killed.
 
     Args:
         device: validated before a rank starts, so that a missing GPU is one error.
@@ -47,7 +48,8 @@ def launch(
         out: run folder, for the traceback of an error.
 
     Returns:
-        0, or 75 if ranks saved and stopped on SIGTERM or SIGUSR1, or 143 if they stopped without saving.
+        0, or 75 if ranks saved and stopped on SIGTERM or SIGUSR1, or 143 if they stopped without
+        saving.
 
     Raises:
         RankError: the first failing rank's error.
@@ -57,7 +59,9 @@ def launch(
     devices = [choose_device(device, local_rank=rank, local_size=nproc) for rank in range(nproc)]
     context = ErrorContext(mesh, out)
     if transport == "threads":
-        return _launch_threads(main, ThreadWorld(nproc, devices=devices, timeout_s=TIMEOUT_S), context)
+        return _launch_threads(
+            main, ThreadWorld(nproc, devices=devices, timeout_s=TIMEOUT_S), context
+        )
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
     with SignalQueue() as signals:
         forked = fork_workers(nproc, folder)
@@ -68,10 +72,12 @@ def launch(
 
 
 def join(main: RankMain, world: World, *, mesh: Mesh | None = None, out: Path | None = None) -> int:
-    """Call `main(world)` in this process, which is one rank of an existing world; 0 when it has returned.
+    """Call `main(world)` in this process, which is one rank of an existing world; 0 when it has
+    returned.
 
-    torchrun and Slurm end all ranks when one ends. So a rank with a secondary failure, or with an error that rank 0 has
-    too, waits SECONDARY_DELAY_S, in which it is usually ended, before it reports.
+    torchrun and Slurm end all ranks when one ends. So a rank with a secondary failure, or with an
+    error that rank 0 has too, waits SECONDARY_DELAY_S, in which it is usually ended, before it
+    reports.
 
     Raises:
         RankError: what went wrong, with this rank's coordinates.
@@ -93,7 +99,9 @@ def local_world(rank: int, size: int, *, folder: Path, port: int | None) -> Worl
     return World(rank, size, local_rank=rank, local_size=size, rendezvous=rendezvous)
 
 
-def wait_for_workers(group: WorkerGroup, signals: SignalQueue, *, folder: Path, context: ErrorContext) -> int:
+def wait_for_workers(
+    group: WorkerGroup, signals: SignalQueue, *, folder: Path, context: ErrorContext
+) -> int:
     """Supervise a group to its end and remove its folder; the exit code. Raises as `launch`."""
     try:
         supervise(group, signals)
@@ -113,7 +121,9 @@ def _run_main(main: RankMain, world: World) -> None:
 def _launch_threads(main: RankMain, threads: ThreadWorld, context: ErrorContext) -> int:
     def run_rank(rank: int) -> int:
         rendezvous = ThreadRendezvous(threads)
-        world = World(rank, threads.size, local_rank=rank, local_size=threads.size, rendezvous=rendezvous)
+        world = World(
+            rank, threads.size, local_rank=rank, local_size=threads.size, rendezvous=rendezvous
+        )
         try:
             _run_main(main, world)
         except SystemExit as stop:

@@ -42,7 +42,8 @@ PAD_BYTES = 2**28
 
 
 def choose_device(choice: DeviceChoice, *, local_rank: int, local_size: int) -> torch.device:
-    """The device of one rank: GPU `local_rank` if this machine has a GPU for each local rank, else the CPU.
+    """The device of one rank: GPU `local_rank` if this machine has a GPU for each local rank, else
+    the CPU.
 
     Collectives use NCCL between GPUs and gloo between CPUs; neither allows two ranks on one GPU.
 
@@ -87,7 +88,9 @@ def open_comm(
         assert isinstance(threads, ThreadWorld), "rank threads share a ThreadWorld"
         yield Comm(mesh, world.rank, threads.transport(world.rank), observers=tuple(observers))
         return
-    transport = ProcessTransport(world.rank, world.size, world.rendezvous, device=device, timeout_s=timeout_s)
+    transport = ProcessTransport(
+        world.rank, world.size, world.rendezvous, device=device, timeout_s=timeout_s
+    )
     try:
         yield Comm(mesh, world.rank, transport, observers=tuple(observers))
     finally:
@@ -108,7 +111,8 @@ def size_fault(world: World, mesh: Mesh) -> Fault:
 def prepare_rank(local_size: int) -> None:
     """Set up this process (or thread) to compute as one of `local_size` ranks of this machine.
 
-    The cores are divided among the ranks unless OMP_NUM_THREADS is set; denormals are flushed to zero.
+    The cores are divided among the ranks unless OMP_NUM_THREADS is set; denormals are flushed to
+    zero.
     """
     keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:

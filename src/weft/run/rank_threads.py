@@ -44,12 +44,12 @@ def run_rank_threads(
 ) -> ThreadRun[T]:
     """Call `fn(rank)` on one thread for each rank of `world`, and wait for them.
 
-    After a failure or Ctrl-C every other rank ends at its next collective. A rank that reaches none within GRACE_S is
-    abandoned.
+    After a failure or Ctrl-C every other rank ends at its next collective. A rank that reaches none
+    within GRACE_S is abandoned.
 
     Args:
-        daemon: whether the exit of Python ends abandoned ranks (which may abort the process while torch computes)
-            instead of waiting for them.
+        daemon: whether the exit of Python ends abandoned ranks (which may abort the process while
+            torch computes) instead of waiting for them.
         timeout_s: for the whole run.
     """
     run: ThreadRun[T] = ThreadRun()
@@ -66,7 +66,9 @@ def run_rank_threads(
 
     threads: list[threading.Thread] = []
     for rank in range(world.size):
-        threads.append(threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank}", daemon=daemon))
+        threads.append(
+            threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank}", daemon=daemon)
+        )
     for thread in threads:
         thread.start()
     try:
@@ -81,7 +83,9 @@ def run_rank_threads(
     return run
 
 
-def _join(threads: Sequence[threading.Thread], *, timeout_s: float, has_failed: Callable[[], bool]) -> None:
+def _join(
+    threads: Sequence[threading.Thread], *, timeout_s: float, has_failed: Callable[[], bool]
+) -> None:
     """Wait until all threads have ended, the time is up, or GRACE_S after a failure."""
     deadline = time.monotonic() + timeout_s
     saw_failure = False

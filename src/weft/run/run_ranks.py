@@ -29,7 +29,9 @@ from weft.run.rank_threads import run_rank_threads
 T = TypeVar("T")
 
 COMM_SHARE = 0.8
-"""Time-out of a collective, as a share of that of the run: it names the missing ranks before the run is stopped."""
+"""Time-out of a collective, as a share of that of the run: it names the missing ranks before the
+run is stopped.
+"""
 
 # Note [Functions sent to rank processes]
 # pickle stores a function as the name of its module. That fails for lambdas, functions inside a test, and modules that
@@ -38,7 +40,9 @@ COMM_SHARE = 0.8
 # top-level package of the function goes by value unless that package is installed, so that a rank process does not import
 # test modules and their dependencies. Modules themselves always go by name.
 
-INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+INSTALLED = tuple(
+    Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 def run_ranks(
@@ -52,9 +56,12 @@ def run_ranks(
 
     Every rank runs with one intra-op thread and denormals flushed to zero.
 
-    Random state: rank threads share the default generators of torch (CPU), NumPy and `random`, which belong to the
-    process: `torch.manual_seed` in one rank seeds all, and the order of draws of several ranks is undefined. Use a
-    `torch.Generator` for each rank. Rank processes have generators of their own, all in the same initial state.
+    Random state: rank threads share the default generators of torch (CPU), NumPy and `random`,
+    which belong to the
+    process: `torch.manual_seed` in one rank seeds all, and the order of draws of several ranks is
+        undefined. Use a
+    `torch.Generator` for each rank. Rank processes have generators of their own, all in the same
+    initial state.
 
     Args:
         mesh: `"pp2 tp2"`, or a Mesh.
@@ -62,7 +69,8 @@ def run_ranks(
         timeout_s: for the whole run; a collective waits at most four fifths of it.
 
     Raises:
-        Exception: the first failing rank's own, with a note that names the rank and its coordinates.
+        Exception: the first failing rank's own, with a note that names the rank and its
+            coordinates.
         RankError: that exception cannot be pickled, or a rank process has ended without returning.
         CommTimeout: some ranks did not finish in time.
     """
@@ -123,12 +131,16 @@ def _run_in_processes(mesh: Mesh, fn: Callable[[Comm], T], *, timeout_s: float) 
         raise _late_error(mesh, outcome.stacks, timeout_s=timeout_s)
     for rank in range(mesh.size):
         if rank not in outcome.results:
-            raise RankError(rank, mesh.coord_text(rank), "process exited before its function returned")
+            raise RankError(
+                rank, mesh.coord_text(rank), "process exited before its function returned"
+            )
     return [cloudpickle.loads(outcome.results[rank]) for rank in range(mesh.size)]
 
 
 def _to_exception(failure: RankFailure, mesh: Mesh, stacks: dict[int, str]) -> BaseException:
-    """The exception of a rank process, with notes: its rank and traceback, and the stacks of ranks that wait for others."""
+    """The exception of a rank process, with notes: its rank and traceback, and the stacks of ranks
+    that wait for others.
+    """
     where = mesh.coord_text(failure.rank)
     error: BaseException
     if failure.exception:
@@ -157,7 +169,9 @@ def _add_stacks(error: BaseException, stacks: dict[int, str]) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle, with modules always by name, and with cached properties, which hold a lock before Python 3.12."""
+    """cloudpickle, with modules always by name, and with cached properties, which hold a lock
+    before Python 3.12.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ModuleType):

@@ -11,7 +11,8 @@ from typing import Any
 class SignalQueue:
     """While open, signals are queued instead of ending this process.
 
-    Signals that the shell has set to be ignored (Ctrl-C for a background job of a script) stay ignored.
+    Signals that the shell has set to be ignored (Ctrl-C for a background job of a script) stay
+    ignored.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP)
@@ -39,10 +40,11 @@ class SignalQueue:
 
 
 class StopRequest:
-    """Whether this process was asked to save and stop, while open: by SIGTERM, or by SIGUSR1, which batch systems send
-    some time before the end of a job.
+    """Whether this process was asked to save and stop, while open: by SIGTERM, or by SIGUSR1, which
+    batch systems send some time before the end of a job.
 
-    Python delivers signals to the main thread only: opened in another thread, it changes no handler.
+    Python delivers signals to the main thread only: opened in another thread, it changes no
+    handler.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)

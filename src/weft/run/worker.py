@@ -37,7 +37,8 @@ class WorkerProcess:
     """One forked rank. In the parent: its process. In the rank itself: pid 0.
 
     Attributes:
-        pipe: the reading end in the parent, the writing end in the rank; carries at most one report.
+        pipe: the reading end in the parent, the writing end in the rank; carries at most one
+            report.
         stack_file: where a crash or STACK_SIGNAL writes the stacks.
         exit_code: None while it runs; a signal's number negated.
     """
@@ -87,12 +88,16 @@ def fork_worker(rank: int, stack_file: Path, *, close: Iterable[Connection] = ()
 
 
 def detach(parent: int, *, stack_file: Path) -> None:
-    """Give a fresh fork a process group, default signal handlers and an empty stdin, and end it when its parent ends."""
+    """Give a fresh fork a process group, default signal handlers and an empty stdin, and end it
+    when its parent ends.
+    """
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # rank 0 may write to a terminal in the mode `stty tostop`
+    signal.signal(
+        signal.SIGTTOU, signal.SIG_IGN
+    )  # rank 0 may write to a terminal in the mode `stty tostop`
     _end_with_parent(parent)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)

@@ -30,10 +30,14 @@ PRELOAD = ("numpy.ma", "torch.fx.experimental.symbolic_shapes")
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
-def fork_workers(size: int, folder: Path, *, close: Connection | None = None) -> WorkerProcess | WorkerGroup:
-    """Fork this process `size` times: each fork returns its WorkerProcess, the parent returns the WorkerGroup.
+def fork_workers(
+    size: int, folder: Path, *, close: Connection | None = None
+) -> WorkerProcess | WorkerGroup:
+    """Fork this process `size` times: each fork returns its WorkerProcess, the parent returns the
+    WorkerGroup.
 
-    Requires that no other thread runs and no tensor was computed: OpenMP and CUDA do not survive a fork.
+    Requires that no other thread runs and no tensor was computed: OpenMP and CUDA do not survive a
+    fork.
 
     Args:
         folder: holds the stack files.
@@ -44,7 +48,9 @@ def fork_workers(size: int, folder: Path, *, close: Connection | None = None) ->
     """
     if torch.cuda.is_initialized():
         what = "this process uses CUDA already, and CUDA does not survive a fork"
-        raise LaunchError(Fault("ranks", what, fix="start the ranks before anything is computed, or use torchrun"))
+        raise LaunchError(
+            Fault("ranks", what, fix="start the ranks before anything is computed, or use torchrun")
+        )
     for name in PRELOAD:
         with suppress(ImportError):
             import_module(name)
@@ -55,7 +61,9 @@ def fork_workers(size: int, folder: Path, *, close: Connection | None = None) ->
             worker = fork_worker(rank, folder / f"stack{rank}.txt", close=inherited)
         except OSError as error:
             group.kill()
-            raise LaunchError(Fault("ranks", f"cannot start rank {rank} of {size}", got=str(error))) from error
+            raise LaunchError(
+                Fault("ranks", f"cannot start rank {rank} of {size}", got=str(error))
+            ) from error
         if worker.pid == 0:
             return worker
         group.workers.append(worker)
@@ -67,7 +75,8 @@ class WorkerGroup:
     """The workers of one run, in the process that forked them.
 
     Attributes:
-        failures: in the order in which they were found, without those that followed from ending the group.
+        failures: in the order in which they were found, without those that followed from ending the
+            group.
     """
 
     def __init__(self) -> None:
@@ -86,7 +95,9 @@ class WorkerGroup:
         return time.monotonic() >= self._settled_at
 
     def poll(self, timeout_s: float, *, client: Connection | None = None) -> bool:
-        """Wait at most `timeout_s` for reports and ends, and record them; whether `client` can be read or was closed."""
+        """Wait at most `timeout_s` for reports and ends, and record them; whether `client` can be
+        read or was closed.
+        """
         running = self.running()
         if any(worker.pipe.closed for worker in running):
             timeout_s = min(timeout_s, EXIT_POLL_S)
@@ -123,7 +134,9 @@ class WorkerGroup:
                 os.killpg(worker.pid, number)
 
     def terminate(self, number: int, *, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Send `number`, and SIGKILL to the workers that still run after GRACE_S, or once `hurry` returns True."""
+        """Send `number`, and SIGKILL to the workers that still run after GRACE_S, or once `hurry`
+        returns True.
+        """
         self._is_ending = True
         self.send_signal(number)
         deadline = time.monotonic() + GRACE_S
@@ -157,7 +170,9 @@ class WorkerGroup:
         return {report.rank: report.value for report in reports if isinstance(report, RankResult)}
 
     def exit_code(self) -> int:
-        """The exit code of a group that ended without a failure: 75 if a worker saved and stopped, 143 if one was ended."""
+        """The exit code of a group that ended without a failure: 75 if a worker saved and stopped,
+        143 if one was ended.
+        """
         codes = {worker.exit_code for worker in self.workers}
         if EXIT_PREEMPTED in codes:
             return EXIT_PREEMPTED
@@ -189,7 +204,9 @@ class WorkerGroup:
 
 
 def _has_ended(worker: WorkerProcess) -> bool:
-    """Whether the process has ended; it stays in the process table, so that its process group can still be killed."""
+    """Whether the process has ended; it stays in the process table, so that its process group can
+    still be killed.
+    """
     return os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
@@ -204,8 +221,8 @@ def _receive(worker: WorkerProcess) -> None:
 def supervise(group: WorkerGroup, signals: SignalQueue) -> None:
     """Wait until all workers have ended, by themselves or because one failed.
 
-    SIGTERM and SIGUSR1 are passed on as SIGTERM: workers may save and exit with code 75. A second SIGTERM kills them.
-    SIGTSTP (Ctrl-Z) pauses them too.
+    SIGTERM and SIGUSR1 are passed on as SIGTERM: workers may save and exit with code 75. A second
+    SIGTERM kills them. SIGTSTP (Ctrl-Z) pauses them too.
 
     Raises:
         KeyboardInterrupt: on SIGINT, after all workers have ended.

@@ -31,7 +31,9 @@ class ThreadRendezvous:
 
 
 Rendezvous = str | ThreadRendezvous
-"""`env://` (torchrun's variables), `tcp://host:port`, `file:///path`, or the memory of this process."""
+"""`env://` (torchrun's variables), `tcp://host:port`, `file:///path`, or the memory of this
+process.
+"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ def _slurm_world(env: Env) -> World | None:
 
 
 def _slurm_port(env: Env) -> int:
-    """A port that is equal for all tasks of a job step and differs between consecutive jobs and steps."""
+    """A port that is equal for all tasks of a job step and differs between consecutive jobs and
+    steps.
+    """
     if "MASTER_PORT" in env:
         return _number(env, "MASTER_PORT")
     job = _number(env, "SLURM_JOB_ID", default=0)
@@ -110,7 +114,9 @@ def _slurm_port(env: Env) -> int:
 def _require(env: Env, name: str) -> str:
     value = env.get(name)
     if not value:
-        raise LaunchError(Fault(name, "is missing in the environment", fix="start with torchrun or srun"))
+        raise LaunchError(
+            Fault(name, "is missing in the environment", fix="start with torchrun or srun")
+        )
     return value
 
 
@@ -119,7 +125,9 @@ def _number(env: Env, name: str, *, default: int | None = None) -> int:
         return default
     value = _require(env, name)
     if not value.isdecimal():
-        raise LaunchError(Fault(name, "is no number", got=repr(value), fix="start with torchrun or srun"))
+        raise LaunchError(
+            Fault(name, "is no number", got=repr(value), fix="start with torchrun or srun")
+        )
     return int(value)
 
 
@@ -131,7 +139,8 @@ def num_cores() -> int:
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """Every host of a Slurm host list, in order: `node[08-10,12]-ib` is node08-ib node09-ib node10-ib node12-ib.
+    """Every host of a Slurm host list, in order: `node[08-10,12]-ib` is node08-ib node09-ib
+    node10-ib node12-ib.
 
     Leading zeros are kept; a word may hold several brackets, the last one varies fastest.
 
@@ -173,5 +182,10 @@ def _numbers_of_ranges(ranges: str, text: str) -> Iterator[str]:
 
 
 def _invalid_host_list(text: str) -> LaunchError:
-    fault = Fault("SLURM_JOB_NODELIST", "is no host list", got=repr(text), need="host names like node[01-04,07]")
+    fault = Fault(
+        "SLURM_JOB_NODELIST",
+        "is no host list",
+        got=repr(text),
+        need="host names like node[01-04,07]",
+    )
     return LaunchError(fault)

@@ -48,11 +48,14 @@ class Act(NamedTuple):
         return Act(cast(Kind, kind), int(stage), int(mb))
 
 
-def needs(act: Act, *, num_stages: int, splits: Container[StageAndMicrobatch] = ()) -> tuple[Act, ...]:
+def needs(
+    act: Act, *, num_stages: int, splits: Container[StageAndMicrobatch] = ()
+) -> tuple[Act, ...]:
     """Actions whose results `act` uses: it can start when all of them are done.
 
     Args:
-        splits: (stage, micro-batch) pairs whose backward is split into I, then W; the others run B. A table may mix both.
+        splits: (stage, micro-batch) pairs whose backward is split into I, then W; the others run B.
+            A table may mix both.
     """
     kind, stage, mb = act
     if kind == "F":
@@ -129,7 +132,8 @@ class Table:
 
     @staticmethod
     def parse(text: str) -> Table:
-        """Read the text form: `microbatches 2`, `stage_to_rank 0 1`, then `rank 0: F0.0 B0.0 ...` for each rank.
+        """Read the text form: `microbatches 2`, `stage_to_rank 0 1`, then `rank 0: F0.0 B0.0 ...`
+        for each rank.
 
         `#` starts a comment. `home` is read as an older word for `stage_to_rank`.
 
@@ -149,7 +153,9 @@ class Table:
                 rows.append(parse_row(row_match[2]))
             elif content:
                 need = f"'microbatches N', 'stage_to_rank 0 1 ...' or 'rank {len(rows)}: F0.0 ...'"
-                raise ScheduleError(Fault(KEY, f"cannot read line {number} of the table", got=repr(line), need=need))
+                raise ScheduleError(
+                    Fault(KEY, f"cannot read line {number} of the table", got=repr(line), need=need)
+                )
         if len(header.get("microbatches", ())) != 1 or "stage_to_rank" not in header:
             need = "lines 'microbatches N' and 'stage_to_rank 0 1 ...'"
             raise ScheduleError(Fault(KEY, "the table has no header", need=need))
@@ -159,7 +165,9 @@ class Table:
     def to_json(self) -> str:
         """The JSON that `from_json` reads back; rows are written as text."""
         rows = [row_text(row) for row in self.rows]
-        return json.dumps({"microbatches": self.microbatches, "stage_to_rank": self.stage_to_rank, "rows": rows})
+        return json.dumps(
+            {"microbatches": self.microbatches, "stage_to_rank": self.stage_to_rank, "rows": rows}
+        )
 
     @staticmethod
     def from_json(text: str) -> Table:

@@ -45,15 +45,21 @@ class Schedule:
 
     def faults(self, *, ranks: int, chunks: int, microbatches: int) -> tuple[Fault, ...]:
         """Why these sizes do not work; empty when `table` can be made."""
-        range_faults = tuple(self._range_faults(ranks=ranks, chunks=chunks, microbatches=microbatches))
+        range_faults = tuple(
+            self._range_faults(ranks=ranks, chunks=chunks, microbatches=microbatches)
+        )
         if range_faults:
             return range_faults
         fault = self.check(ranks, chunks, microbatches)
         return () if fault is None else (fault,)
 
-    def sizes(self, *, ranks: int, chunks: int, microbatches: int) -> Iterator[tuple[int, int, int]]:
+    def sizes(
+        self, *, ranks: int, chunks: int, microbatches: int
+    ) -> Iterator[tuple[int, int, int]]:
         """Every (ranks, chunks, microbatches) up to these that it accepts, for tests and sweeps."""
-        candidates = itertools.product(range(1, ranks + 1), self.chunks[:chunks], range(1, microbatches + 1))
+        candidates = itertools.product(
+            range(1, ranks + 1), self.chunks[:chunks], range(1, microbatches + 1)
+        )
         for p, v, m in candidates:
             if v <= chunks and not self.faults(ranks=p, chunks=v, microbatches=m):
                 yield p, v, m
@@ -62,7 +68,9 @@ class Schedule:
         if ranks < 1:
             yield Fault("mesh", f"a pipeline of {ranks} ranks", need="pp at least 1")
         if microbatches < 1:
-            yield Fault("batch", f"a pipeline step of {microbatches} micro-batches", need="at least 1")
+            yield Fault(
+                "batch", f"a pipeline step of {microbatches} micro-batches", need="at least 1"
+            )
         if chunks not in self.chunks:
             low, high = self.chunks[0], self.chunks[-1]
             need = str(low) if low == high else f"{low} to {high}"
@@ -90,7 +98,9 @@ def _discover() -> Iterator[Schedule]:
             yield _from_module(module)
 
 
-SCHEDULES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in _discover()})
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
+    {schedule.name: schedule for schedule in _discover()}
+)
 """Every schedule by its public name."""
 
 
@@ -103,7 +113,9 @@ def find(name: str) -> Schedule:
     if name in SCHEDULES:
         return SCHEDULES[name]
     if not Path(name).is_file():
-        raise ScheduleError(Fault(KEY, f"no schedule or table file {name!r}", fix=did_you_mean(name, SCHEDULES)))
+        raise ScheduleError(
+            Fault(KEY, f"no schedule or table file {name!r}", fix=did_you_mean(name, SCHEDULES))
+        )
     return _from_file(Path(name))
 
 

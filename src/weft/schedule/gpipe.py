@@ -20,7 +20,9 @@ CHUNKS = range(1, 2)
 
 
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
-    """One stage a rank; backwards run last in, first out, so that the newest activation is freed first."""
+    """One stage a rank; backwards run last in, first out, so that the newest activation is freed
+    first.
+    """
     rows = tuple(tuple(_row(rank, microbatches)) for rank in range(ranks))
     return Table(rows, stage_to_rank=tuple(range(ranks)), microbatches=microbatches)
 

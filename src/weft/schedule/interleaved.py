@@ -6,8 +6,8 @@
     rank 2 │ ····· 0a 1a 2a 3a 0b 1b 2b ·· B0b── 3b B1b── ·· B2b── ·· B3b── B0a── B1a── B2a── B3a── ···········
     rank 3 │ ········ 0a 1a 2a 3a 0b B0b── 1b B1b── 2b B2b── 3b B3b── B0a── B1a── B2a── B3a── ·················
 
-Stage s is chunk s // p of rank s % p; `a` marks a rank's first chunk, `b` its second. Bubble (p-1)/v / (m + (p-1)/v);
-rank 0 holds p + (p-1)/v micro-batches when m > p, a chunk counting 1/v.
+Stage s is chunk s // p of rank s % p; `a` marks a rank's first chunk, `b` its second. Bubble
+(p-1)/v / (m + (p-1)/v); rank 0 holds p + (p-1)/v micro-batches when m > p, a chunk counting 1/v.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class _Place(NamedTuple):
 
 
 def _kth_action(k: int, ranks: int, chunks: int) -> _Place:
-    """Chunk and micro-batch of a rank's k-th forward; a group is `ranks` micro-batches through all chunks."""
+    """Chunk and micro-batch of a rank's k-th forward; a group is `ranks` micro-batches through all
+    chunks.
+    """
     group, index_in_group = divmod(k, ranks * chunks)
     chunk, mb_in_group = divmod(index_in_group, ranks)
     return _Place(chunk, group * ranks + mb_in_group)

@@ -1,17 +1,19 @@
 """Lowering: a schedule table becomes a program with sends and receives, in an order that cannot deadlock.
 
 Note [Order of transfers]
-    Simulate the table once with unit costs and put all actions in one line by the time they *end*; put each transfer
-    directly behind the action that produces its tensor. An action ends after all actions that it needs have ended, so
-    everything could be done one by one in the order of this line. Each rank's row is the part of the line that concerns
-    it. Hence nothing deadlocks, whatever a backend does: not when every send and receive blocks until its partner
-    arrives (both are at the same place of the line), and not without tags (tensors from one rank to another are sent
-    and received in the same order).
+    Simulate the table once with unit costs and put all actions in one line by the time they *end*;
+    put each transfer directly behind the action that produces its tensor. An action ends after all
+    actions that it needs have ended, so everything could be done one by one in the order of this
+    line. Each rank's row is the part of the line that concerns it. Hence nothing deadlocks,
+    whatever a backend does: not when every send and receive blocks until its partner arrives (both
+    are at the same place of the line), and not without tags (tensors from one rank to another are
+    sent and received in the same order).
 
-    Because actions are placed where they end, a receive is placed before the action that its rank runs when the tensor
-    is ready: it is posted in time, and the transfer overlaps with that action. Actions that would end together are
-    ordered by a short hop in that simulation: without it 1F1B takes 1% longer, GPipe 4% and interleaved 3% to 8% with
-    real hops of 0.2 forwards; with it nothing is lost (tests/schedule/test_lower.py measures it).
+    Because actions are placed where they end, a receive is placed before the action that its rank
+    runs when the tensor is ready: it is posted in time, and the transfer overlaps with that action.
+    Actions that would end together are ordered by a short hop in that simulation: without it 1F1B
+    takes 1% longer, GPipe 4% and interleaved 3% to 8% with real hops of 0.2 forwards; with it
+    nothing is lost (tests/schedule/test_lower.py measures it).
 """
 
 from __future__ import annotations
@@ -88,11 +90,14 @@ class Program:
 
 
 ORDERING_HOP = 0.0625
-"""Hop in units of a forward, for the order of transfers; a power of two, so that equal times are equal floats."""
+"""Hop in units of a forward, for the order of transfers; a power of two, so that equal times are
+equal floats.
+"""
 
 
 def lower(table: Table) -> Program:
-    """Add a send and a receive for every tensor that another rank uses. See Note [Order of transfers].
+    """Add a send and a receive for every tensor that another rank uses. See Note [Order of
+    transfers].
 
     Raises:
         ScheduleError: when the table deadlocks; `validate` finds the other faults.
@@ -117,13 +122,15 @@ def lower(table: Table) -> Program:
 
 
 def check_rendezvous(program: Program) -> None:
-    """Run `program` on the strictest backend: every transfer blocks until its partner is at it too, and there are no tags.
+    """Run `program` on the strictest backend: every transfer blocks until its partner is at it too,
+    and there are no tags.
 
-    A program that passes runs on every backend: one that buffers, or that posts receives early, only waits less.
+    A program that passes runs on every backend: one that buffers, or that posts receives early,
+    only waits less.
 
     Raises:
-        ScheduleError: when the run stops, with the instruction at which each rank is blocked; or when an action runs
-            before its inputs are there.
+        ScheduleError: when the run stops, with the instruction at which each rank is blocked; or
+            when an action runs before its inputs are there.
     """
     run = _RendezvousRun(program)
     runnable = deque(range(len(program.rows)))
@@ -172,15 +179,20 @@ class _RendezvousRun:
             self.next_index[rank] += 1
 
     def _run(self, act: Act, rank: int) -> None:
-        missing = [str(need) for need in self.program.table.needs(act) if need not in self.held[rank]]
+        missing = [
+            str(need) for need in self.program.table.needs(act) if need not in self.held[rank]
+        ]
         if missing:
             raise _program_error(
-                "an action runs before its inputs are there", f"{self.position(rank)} without {missing}"
+                "an action runs before its inputs are there",
+                f"{self.position(rank)} without {missing}",
             )
         self.held[rank].add(act)
 
     def _partner_is_ready(self, transfer: Send | Recv, rank: int) -> bool:
-        """Whether the peer is at the other end of a transfer with `rank`; without tags it takes whatever arrives."""
+        """Whether the peer is at the other end of a transfer with `rank`; without tags it takes
+        whatever arrives.
+        """
         partner = self.current(transfer.peer)
         if partner is None or isinstance(partner, Act):
             return False

@@ -38,7 +38,8 @@ def unit_cost(act: Act) -> float:
 def action_times(table: Table, cost: Cost, *, hop: Hop | float = 0) -> dict[Act, Interval]:
     """When each action runs: it starts when its rank is free and everything it needs has arrived.
 
-    A hop delays and never queues: links have unlimited bandwidth. Only +, - and max are used, so `Fraction`s stay exact.
+    A hop delays and never queues: links have unlimited bandwidth. Only +, - and max are used, so
+    `Fraction`s stay exact.
 
     Raises:
         ScheduleError: when the table deadlocks.
@@ -60,7 +61,9 @@ def action_times(table: Table, cost: Cost, *, hop: Hop | float = 0) -> dict[Act,
     return times
 
 
-def simulate(table: Table, cost: Cost = unit_cost, *, hop: Hop | float = 0, unit: TimeUnit = "units") -> Timeline:
+def simulate(
+    table: Table, cost: Cost = unit_cost, *, hop: Hop | float = 0, unit: TimeUnit = "units"
+) -> Timeline:
     """The predicted timeline of `table`; spans are ordered by start.
 
     Args:
@@ -94,7 +97,9 @@ def peak_live(table: Table) -> tuple[int, ...]:
 
 
 def peak_microbatches(table: Table) -> tuple[Fraction, ...]:
-    """`peak_live` in micro-batches through all stages of the rank: with v chunks a rank, a chunk counts 1/v."""
+    """`peak_live` in micro-batches through all stages of the rank: with v chunks a rank, a chunk
+    counts 1/v.
+    """
     peaks = []
     for rank, row in enumerate(table.rows):
         num_chunks = len(table.stages(rank))

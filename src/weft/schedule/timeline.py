@@ -21,7 +21,8 @@ COMPUTE: frozenset[str] = frozenset(KIND_MEANING)
 class Span(NamedTuple):
     """One thing that one rank did from `start` to `end`, in the unit of its timeline.
 
-    `kind` is the action's (F, B, I, W), or any other word: "all_reduce", "send". Times are `Fraction`s in exact simulations.
+    `kind` is the action's (F, B, I, W), or any other word: "all_reduce", "send". Times are
+    `Fraction`s in exact simulations.
     """
 
     rank: int
@@ -87,7 +88,12 @@ class Timeline:
         spans = []
         for span in self.spans:
             spans.append((span.rank, span.name, span.kind, float(span.start), float(span.end)))
-        fields = {"origin": self.origin, "unit": self.unit, "num_ranks": self.num_ranks, "spans": spans}
+        fields = {
+            "origin": self.origin,
+            "unit": self.unit,
+            "num_ranks": self.num_ranks,
+            "spans": spans,
+        }
         return json.dumps(fields)
 
     @staticmethod
@@ -133,7 +139,8 @@ def idle(timeline: Timeline) -> tuple[float, ...]:
 def bubble(timeline: Timeline) -> float:
     """Idle share of all rank-time, 0 to 1, as in Huang et al. 2019 (GPipe), section 2.3.
 
-    Narayanan et al. 2021 divide by the ideal time instead: their (p-1)/m is this bubble b as b / (1 - b).
+    Narayanan et al. 2021 divide by the ideal time instead: their (p-1)/m is this bubble b as b / (1
+    - b).
     """
     rank_time = makespan(timeline) * timeline.num_ranks
     return sum(idle(timeline)) / rank_time if rank_time else 0.0

@@ -14,8 +14,9 @@ from typing import cast
 from weft.schedule.actions import Act, Kind, Table
 
 RowWords = Callable[[int], Iterable[str]]
-"""Rank -> its row: "Fa" is the next forward through chunk a, "Bb" and "Ib" the next backward through chunk b, whole or without
-weight gradients, "Wb" the oldest pending weight gradient of chunk b, "W*" the oldest of either chunk."""
+"""Rank -> its row: "Fa" is the next forward through chunk a, "Bb" and "Ib" the next backward
+through chunk b, whole or without weight gradients, "Wb" the oldest pending weight gradient of chunk
+b, "W*" the oldest of either chunk."""
 
 Phases = Iterable[tuple[str, int]]
 """Words, and how many times they are repeated."""

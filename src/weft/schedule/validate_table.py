@@ -15,10 +15,12 @@ SPLIT_BACKWARD: tuple[Kind, ...] = ("F", "I", "W")
 
 
 def linearize(table: Table) -> tuple[Act, ...]:
-    """All actions in one order that keeps each row's order and puts each action after the actions it needs.
+    """All actions in one order that keeps each row's order and puts each action after the actions
+    it needs.
 
     Raises:
-        ScheduleError: when there is no such order, with the action at which each rank is blocked and what it waits for.
+        ScheduleError: when there is no such order, with the action at which each rank is blocked
+            and what it waits for.
     """
     done: dict[Act, None] = {}
     next_index = [0] * table.num_ranks
@@ -42,7 +44,8 @@ def linearize(table: Table) -> tuple[Act, ...]:
 
 
 def validate(table: Table) -> None:
-    """Check that every action is there once, on the rank that owns its stage, and that the table does not deadlock.
+    """Check that every action is there once, on the rank that owns its stage, and that the table
+    does not deadlock.
 
     Raises:
         ScheduleError: with every fault; each names the actions.
@@ -86,14 +89,22 @@ def _action_faults(table: Table) -> Iterator[Fault]:
         yield Fault(KEY, f"the table lacks {_shown(missing)}")
     if surplus:
         sizes = f"{table.num_stages} stages, {table.microbatches} micro-batches"
-        yield Fault(KEY, f"the table must not hold {_shown(surplus)}", need=f"{sizes}, each backward B, or I and W")
+        yield Fault(
+            KEY,
+            f"the table must not hold {_shown(surplus)}",
+            need=f"{sizes}, each backward B, or I and W",
+        )
     if repeated:
         yield Fault(KEY, f"the table runs more than once: {_shown(repeated)}")
     for rank, row in enumerate(table.rows):
         own_stages = table.stages(rank)
         foreign = [act for act in row if act.stage not in own_stages]
         if foreign:
-            yield Fault(KEY, f"rank {rank} holds {_shown(foreign)}", need=f"only its stages {_shown(own_stages)}")
+            yield Fault(
+                KEY,
+                f"rank {rank} holds {_shown(foreign)}",
+                need=f"only its stages {_shown(own_stages)}",
+            )
 
 
 def _expected_actions(table: Table) -> list[Act]:
@@ -106,8 +117,12 @@ def _expected_actions(table: Table) -> list[Act]:
     return expected
 
 
-def _deadlock_fault(table: Table, blocked_on: dict[Act, list[int]], next_index: Sequence[int]) -> Fault:
-    """For each blocked rank: the action it is at, what that waits for, and where the rank is that would run it."""
+def _deadlock_fault(
+    table: Table, blocked_on: dict[Act, list[int]], next_index: Sequence[int]
+) -> Fault:
+    """For each blocked rank: the action it is at, what that waits for, and where the rank is that
+    would run it.
+    """
     rank_to_run: dict[Act, int] = {}
     for rank, row in enumerate(table.rows):
         for act in row[next_index[rank] :]:

@@ -4,9 +4,10 @@
     rank 0 │ 0a─ 1a─ 2a─ 0b─ I0b W0b 1b─ I1b W1b 3a─ I0a W0a 2b─ I2b W2b I1a W1a 3b─ I3b W3b I2a W2a I3a W3a ···
     rank 1 │ ··· 0a─ 0b─ 1a─ 1b─ I0b W0b 2a─ I0a W0a 2b─ I1b W1b 3a─ I1a W1a 3b─ I2b W2b I2a I3b I3a W2a W3b W3a
 
-Rank r holds stage r (`a`) and stage 2p-1-r (`b`), so the gradient starts on the rank that feeds the pipeline, and it comes back
-after 2p-1 forwards. Every rank holds at most p micro-batches (2p chunks). From its first to its last action no rank idles
-where F = I = W and m >= 2p-1; where W <= F <= I it is 2(p-1)(I-W), all three of a chunk. Rank r starts r forwards late.
+Rank r holds stage r (`a`) and stage 2p-1-r (`b`), so the gradient starts on the rank that feeds the
+pipeline, and it comes back after 2p-1 forwards. Every rank holds at most p micro-batches (2p
+chunks). From its first to its last action no rank idles where F = I = W and m >= 2p-1; where W <= F
+<= I it is 2(p-1)(I-W), all three of a chunk. Rank r starts r forwards late.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ CHUNKS = range(2, 3)
 
 
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Two chunks a rank, in a V. Below 2 `ranks` - 1 micro-batches a row is that of 2 `ranks` - 1, less those not there."""
+    """Two chunks a rank, in a V. Below 2 `ranks` - 1 micro-batches a row is that of 2 `ranks` - 1,
+    less those not there.
+    """
     total = max(microbatches, 2 * ranks - 1)
-    return v_shaped_table(lambda rank: _row(rank, ranks, total), ranks=ranks, microbatches=microbatches)
+    return v_shaped_table(
+        lambda rank: _row(rank, ranks, total), ranks=ranks, microbatches=microbatches
+    )
 
 
 def _row(rank: int, ranks: int, total: int) -> Iterator[str]:

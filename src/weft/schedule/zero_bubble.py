@@ -6,9 +6,9 @@
     rank 2 │ ····· 0─ 1─ ·· I0 2─ I1 3─ I2 W0 4─ I3 W1 5─ I4 W2 6─ I5 W3 7─ I6 W4 I7 W5 W6 W7
     rank 3 │ ········ 0─ I0 1─ I1 2─ I2 3─ I3 W0 4─ I4 W1 5─ I5 W2 6─ I6 W3 7─ I7 W4 W5 W6 W7
 
-Rank r starts as in 1F1B and delays its weight gradients by r micro-batches, so that every rank holds at most p
-micro-batches. Idle time of a rank (p-1)(F+B-2W) with m >= p and W no longer than F and I = B - W, a third of 1F1B's where
-F = I = W.
+Rank r starts as in 1F1B and delays its weight gradients by r micro-batches, so that every rank
+holds at most p micro-batches. Idle time of a rank (p-1)(F+B-2W) with m >= p and W no longer than F
+and I = B - W, a third of 1F1B's where F = I = W.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ CHUNKS = range(1, 2)
 
 
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
-    """One stage a rank; rank r runs `ranks - r` forwards before its first backward and delays r weight gradients."""
+    """One stage a rank; rank r runs `ranks - r` forwards before its first backward and delays r
+    weight gradients.
+    """
     rows = (delayed_row(rank, microbatches, warmup=ranks - rank, lag=rank) for rank in range(ranks))
-    return Table(tuple(map(tuple, rows)), stage_to_rank=tuple(range(ranks)), microbatches=microbatches)
+    return Table(
+        tuple(map(tuple, rows)), stage_to_rank=tuple(range(ranks)), microbatches=microbatches
+    )
 
 
 def delayed_row(stage: int, microbatches: int, *, warmup: int, lag: int) -> Iterator[Act]:
-    """`warmup` forwards; then input gradients, each followed by the weight gradient of `lag` micro-batches before and by
-    the next forward. At most `warmup + lag` micro-batches are held."""
+    """`warmup` forwards; then input gradients, each followed by the weight gradient of `lag`
+    micro-batches before and by the next forward. At most `warmup + lag` micro-batches are held."""
     yield from (Act("F", stage, mb) for mb in range(min(warmup, microbatches)))
     for mb in range(microbatches):
         yield Act("I", stage, mb)

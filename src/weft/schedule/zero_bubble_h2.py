@@ -6,9 +6,10 @@
     rank 2 │ ····· 0─ 1─ 2─ I0 3─ I1 4─ I2 5─ I3 6─ I4 W0 7─ I5 W1 I6 W2 I7 W3 W4 W5 W6 W7 ··
     rank 3 │ ········ 0─ I0 1─ I1 2─ I2 3─ I3 4─ I4 5─ I5 6─ I6 W0 7─ I7 W1 W2 W3 W4 W5 W6 W7
 
-Forwards run until the first gradient comes back, and rank r delays 2r weight gradients: 2p-1 micro-batches are held.
-From its first to its last action a rank idles (p-1)(F+B-3W), with m >= 2p-1 and W no longer than F and I = B - W: not at all
-where F = I = W. What is left in the picture is the slant: rank r starts and ends r forwards later than rank 0.
+Forwards run until the first gradient comes back, and rank r delays 2r weight gradients: 2p-1
+micro-batches are held. From its first to its last action a rank idles (p-1)(F+B-3W), with m >= 2p-1
+and W no longer than F and I = B - W: not at all where F = I = W. What is left in the picture is the
+slant: rank r starts and ends r forwards later than rank 0.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ CHUNKS = range(1, 2)
 
 
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
-    """One stage a rank; rank r runs 2 (ranks - r) - 1 forwards before its first backward, 2r weight gradients are delayed."""
-    rows = (delayed_row(rank, microbatches, warmup=2 * (ranks - rank) - 1, lag=2 * rank) for rank in range(ranks))
-    return Table(tuple(map(tuple, rows)), stage_to_rank=tuple(range(ranks)), microbatches=microbatches)
+    """One stage a rank; rank r runs 2 (ranks - r) - 1 forwards before its first backward, 2r weight
+    gradients are delayed.
+    """
+    rows = (
+        delayed_row(rank, microbatches, warmup=2 * (ranks - rank) - 1, lag=2 * rank)
+        for rank in range(ranks)
+    )
+    return Table(
+        tuple(map(tuple, rows)), stage_to_rank=tuple(range(ranks)), microbatches=microbatches
+    )

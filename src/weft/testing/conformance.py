@@ -206,7 +206,9 @@ def _uneven_all_gather(group: Group, dim: int, *, rows: int) -> Comparison:
 
 
 def in_place(comm: Comm) -> Iterator[Comparison]:
-    """All-gather and reduce-scatter within a flat buffer; the other parts of the buffer stay unchanged."""
+    """All-gather and reduce-scatter within a flat buffer; the other parts of the buffer stay
+    unchanged.
+    """
     for group, length in itertools.product(groups_of(comm), (0, 3, LARGE)):
         dtypes = DTYPES if length < LARGE else (torch.float32,)
         for dtype in dtypes:
@@ -230,7 +232,9 @@ def _gather_in_place(group: Group, buffers: list[Tensor], length: int) -> Compar
     )
 
 
-def _reduce_scatter_in_place(group: Group, buffers: list[Tensor], length: int, *, op: Reduce) -> Iterator[Comparison]:
+def _reduce_scatter_in_place(
+    group: Group, buffers: list[Tensor], length: int, *, op: Reduce
+) -> Iterator[Comparison]:
     own = slice(group.index * length, (group.index + 1) * length)
     expected = buffers[group.index].clone()
     expected[own] = reduce(buffers, op)[own]
@@ -360,7 +364,9 @@ def _broadcast(group: Group, dtype: torch.dtype, root: int) -> Comparison:
 
 
 def messages(comm: Comm) -> Iterator[Comparison]:
-    """Point-to-point in a ring in both directions, several in flight, empty ones among them; order is kept."""
+    """Point-to-point in a ring in both directions, several in flight, empty ones among them; order
+    is kept.
+    """
     for group, step in itertools.product(groups_of(comm), (1, -1)):
         yield from _ring(group, step)
 
@@ -371,7 +377,10 @@ def _ring(group: Group, step: int) -> Iterator[Comparison]:
     source = (group.index - step) % group.size
     shapes = [(4,), (0, 2), (3, 2), (LARGE,), ()]
     outs = [torch.zeros(shape, device=comm.device) for shape in shapes]
-    sends = [comm.start_send(make_input(comm.rank, *shape).to(comm.device), axis, to=to) for shape in shapes]
+    sends = [
+        comm.start_send(make_input(comm.rank, *shape).to(comm.device), axis, to=to)
+        for shape in shapes
+    ]
     receives = [comm.start_recv(out, axis, source=source) for out in outs]
     for work in (*receives, *sends):
         work.wait()
@@ -389,7 +398,9 @@ def _ring(group: Group, step: int) -> Iterator[Comparison]:
 
 
 def overlapping(comm: Comm) -> Iterator[Comparison]:
-    """Works of all groups in flight, started in another order on every other rank, waited for in reverse."""
+    """Works of all groups in flight, started in another order on every other rank, waited for in
+    reverse.
+    """
     x = make_input(comm.rank, 5).to(comm.device)
     groups = list(groups_of(comm))
     if comm.rank % 2 == 0:
@@ -397,9 +408,19 @@ def overlapping(comm: Comm) -> Iterator[Comparison]:
     works = []
     for group in groups:
         inputs = group.inputs(5)
-        works.append((f"sum {group.axis}", comm.start_all_reduce(x, group.axis), reduce(inputs, "sum")))
-        works.append((f"max {group.axis}", comm.start_all_reduce(x, group.axis, op="max"), reduce(inputs, "max")))
-        works.append((f"gather {group.axis}", comm.start_all_gather(x, group.axis), torch.cat(inputs)))
+        works.append(
+            (f"sum {group.axis}", comm.start_all_reduce(x, group.axis), reduce(inputs, "sum"))
+        )
+        works.append(
+            (
+                f"max {group.axis}",
+                comm.start_all_reduce(x, group.axis, op="max"),
+                reduce(inputs, "max"),
+            )
+        )
+        works.append(
+            (f"gather {group.axis}", comm.start_all_gather(x, group.axis), torch.cat(inputs))
+        )
     for what, work, expected in reversed(works):
         yield Comparison(what, work.wait(), expected)
         yield Comparison(f"{what} again", work.wait(), expected)

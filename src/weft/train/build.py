@@ -59,13 +59,18 @@ def build_model(
 ) -> ParallelModel:
     """This rank's shards of the model; the whole model is never in memory.
 
-    Parameters have their initial values, except under ZeRO 3: there `model.materialize` initialises them block by block.
+    Parameters have their initial values, except under ZeRO 3: there `model.materialize` initialises
+    them block by block.
 
     Args:
         source: holds initial values; parameters that it does not hold are drawn.
     """
     blocks = meta_modules(lambda: family.blocks(config))
-    example = image_example(plan.micro_size, config.model_dump()["image_size"]) if config.kind == "images" else None
+    example = (
+        image_example(plan.micro_size, config.model_dump()["image_size"])
+        if config.kind == "images"
+        else None
+    )
     model = parallelize(
         blocks,
         plan,
@@ -121,7 +126,8 @@ def check_initial_parameters(run: Run) -> None:
 
 
 def initial_source(run: Run) -> Source | None:
-    """Where a new run reads initial values; None if they are drawn, or come from a checkpoint to resume.
+    """Where a new run reads initial values; None if they are drawn, or come from a checkpoint to
+    resume.
 
     Raises:
         CheckpointError: the source does not hold this model.
@@ -175,7 +181,9 @@ def build_evaluation(run: Run, model: ParallelModel) -> Evaluation | None:
     """The evaluation between steps; None if the run has none."""
     if not run.eval.every:
         return None
-    loader = build_data_loader(run, model.comm, open_validation(run.data, run.model, source=run.eval.source))
+    loader = build_data_loader(
+        run, model.comm, open_validation(run.data, run.model, source=run.eval.source)
+    )
     return Evaluation(model, loader, most_batches=run.eval.batches)
 
 
@@ -205,10 +213,12 @@ def global_batches(run: Run, num_steps: int) -> list[Batch]:
 
 
 def build_training(run: Run, comm: Comm, *, stop_requested: Callable[[], bool]) -> Training:
-    """The training run of this rank, initialised or restored from the checkpoint that `resume` means; every rank calls it.
+    """The training run of this rank, initialised or restored from the checkpoint that `resume`
+    means; every rank calls it.
 
     Raises:
-        CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the same on all ranks.
+        CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
+            same on all ranks.
         DataError: the data is not what the checkpoint was trained on.
     """
     out = broadcast_text(comm, run.out or "")  # rank 0 names a new run folder
@@ -297,7 +307,9 @@ def _start(run: Run, comm: Comm, samples: Samples) -> _Start:
 
 
 def _clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ...]:
-    """Remove leftovers and set later checkpoints aside (on rank 0); returns the renamed ones. Every rank must call it."""
+    """Remove leftovers and set later checkpoints aside (on rank 0); returns the renamed ones. Every
+    rank must call it.
+    """
     renamed: tuple[Path, ...] = ()
     if comm.rank == 0:
         remove_leftovers(run_folder)
@@ -307,13 +319,17 @@ def _clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ..
 
 
 def facts_of(run: Run, step: TrainStep, samples: Samples) -> Callable[[int], Facts]:
-    """Returns the facts of a checkpoint's manifest after a number of steps; see Note [There is no random state]."""
+    """Returns the facts of a checkpoint's manifest after a number of steps; see Note [There is no
+    random state].
+    """
     plan = step.model.plan.model_dump(mode="json")
     data = samples.facts()
 
     def facts_after(num_steps: int) -> Facts:
         scale = step.loss_scale
-        loss_scale = {"value": scale.value, "good_steps": scale.good_steps} if scale.is_dynamic else None
+        loss_scale = (
+            {"value": scale.value, "good_steps": scale.good_steps} if scale.is_dynamic else None
+        )
         return Facts(
             step=num_steps,
             seed=run.seed,
@@ -391,4 +407,6 @@ def _schedule_text(plan: Plan) -> str:
     """The pipeline schedule; "" without one."""
     if plan.pipeline_size == 1:
         return ""
-    return f"{plan.schedule}, {len(plan.stages)} stages, bubble {100 * plan.bubble:.0f}% (predicted)"
+    return (
+        f"{plan.schedule}, {len(plan.stages)} stages, bubble {100 * plan.bubble:.0f}% (predicted)"
+    )

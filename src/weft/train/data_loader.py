@@ -23,12 +23,14 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class DataLoader:
-    """Micro-batches of one rank: a pure function of seed, step and the rank's index along the data axes.
+    """Micro-batches of one rank: a pure function of seed, step and the rank's index along the data
+    axes.
 
     Attributes:
         global_size, micro_size: sequences of a step over all ranks, and of a micro-batch.
         index, degree: index of this rank along the data axes, and their size.
-        context_index, context_degree: index of this rank among those that share each sequence, and their number.
+        context_index, context_degree: index of this rank among those that share each sequence, and
+            their number.
         later: whether the model also reads targets of later positions (multi-token prediction).
     """
 
@@ -44,7 +46,9 @@ class DataLoader:
     later: bool = False
 
     def batches(self, step: int) -> list[Batch]:
-        """Micro-batches of step `step` (from 0), in the order of the schedule's micro-batch numbers."""
+        """Micro-batches of step `step` (from 0), in the order of the schedule's micro-batch
+        numbers.
+        """
         chosen = samples_of(
             self.samples,
             step,
@@ -54,7 +58,9 @@ class DataLoader:
         return self.micro_batches(chosen)
 
     def micro_batches(self, chosen: Ints) -> list[Batch]:
-        """This rank's micro-batches of a global batch of these samples; a negative number is a sample without targets."""
+        """This rank's micro-batches of a global batch of these samples; a negative number is a
+        sample without targets.
+        """
         local = layout_of(
             chosen,
             index=self.index,
@@ -96,12 +102,14 @@ def whole_batch(samples: Samples, chosen: Ints, *, later: bool) -> Batch:
 
 @contextmanager
 def prefetch(read: Callable[[int], T], steps: Iterable[int], *, most: int) -> Iterator[Iterator[T]]:
-    """Yield an iterator over `read(step)` in the order of `steps`; up to `most` results wait in a queue, 0 reads lazily.
+    """Yield an iterator over `read(step)` in the order of `steps`; up to `most` results wait in a
+    queue, 0 reads lazily.
 
         with prefetch(loader.batches, range(100), most=2) as batches:
             for batch in batches: ...
 
-    An error in the thread is raised where its result would have been taken. On exit the thread has ended.
+    An error in the thread is raised where its result would have been taken. On exit the thread has
+    ended.
     """
     if not most:
         yield map(read, steps)
@@ -120,7 +128,9 @@ class _Result(Generic[T]):
 
 
 class _Prefetcher(Generic[T]):
-    """A thread that reads into a bounded queue: results, then None at the end or the error that stopped it."""
+    """A thread that reads into a bounded queue: results, then None at the end or the error that
+    stopped it.
+    """
 
     def __init__(
         self,

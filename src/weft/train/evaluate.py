@@ -89,7 +89,9 @@ class Evaluation:
 
 
 def batches_of(num_samples: int, size: int, *, most: int) -> Iterator[Ints]:
-    """Samples 0, 1, ... in batches of `size`, the last one filled up; at most `most` batches, 0 for all."""
+    """Samples 0, 1, ... in batches of `size`, the last one filled up; at most `most` batches, 0 for
+    all.
+    """
     starts = range(0, num_samples, size)
     if most:
         starts = starts[:most]

@@ -12,13 +12,15 @@ An event is a flat dict with an "event" key:
     save    step, path, bytes, stall_s (training waited), write_s (until it was on the disk)
     save_failed  step, why, need_bytes, free_bytes, newest (the newest checkpoint that exists): training goes on
     resume  step, path (null: no checkpoint yet, a new run starts), layout (that wrote it), passed_over (newer, damaged):
-            steps above `step` before this line are of a run that was killed; `step_history` leaves them out
+            steps above `step` before this line are of a run that was killed; `step_history` leaves
+            them out
     end     last: status (finished, stopped, failed, interrupted), steps, seconds; checkpoint (the newest) and text (a line for
             the reader), or error if it failed
 
-An event is written by one call. A kill can cut that call short where a line crosses a page: readers ignore an incomplete last
-line, and the next writer removes it. Numbers keep full precision. JSON cannot express NaN and infinity: they are the strings
-"NaN", "Infinity" and "-Infinity", which `float()` in Python and `Number()` in JavaScript read, and `read_events` converts.
+An event is written by one call. A kill can cut that call short where a line crosses a page: readers
+ignore an incomplete last line, and the next writer removes it. Numbers keep full precision. JSON
+cannot express NaN and infinity: they are the strings "NaN", "Infinity" and "-Infinity", which
+`float()` in Python and `Number()` in JavaScript read, and `read_events` converts.
 """
 
 from __future__ import annotations
@@ -39,12 +41,15 @@ from weft.view.progress import Event, View
 
 EVENTS = "events.jsonl"
 STEP_COUNTING = ("step", "resume")
-"""Events whose `step` is the number of steps done; that of a save, which is asynchronous, may be an earlier one."""
+"""Events whose `step` is the number of steps done; that of a save, which is asynchronous, may be an
+earlier one.
+"""
 NON_FINITE_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class EventLog:
-    """Writes events to the run folder and passes them to every view; without a folder, to the views only.
+    """Writes events to the run folder and passes them to every view; without a folder, to the views
+    only.
 
     Used as a context manager it ends with an `end` event, also if an exception leaves it.
 
@@ -73,7 +78,15 @@ class EventLog:
     def end(self, status: str, **fields: Any) -> None:
         """Write the `end` event."""
         seconds = time.perf_counter() - self._start_s
-        self.emit({"event": "end", "status": status, "steps": self._num_steps, "seconds": seconds, **fields})
+        self.emit(
+            {
+                "event": "end",
+                "status": status,
+                "steps": self._num_steps,
+                "seconds": seconds,
+                **fields,
+            }
+        )
 
     def write(self, name: str, text: str) -> None:
         """Write the file `name` into the run folder, atomically."""
@@ -116,7 +129,9 @@ class EventLog:
 
 
 class LineFile:
-    """A file to which whole lines are appended. On a full disk they wait in memory until there is room again."""
+    """A file to which whole lines are appended. On a full disk they wait in memory until there is
+    room again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = _open_for_append(path)
@@ -168,7 +183,9 @@ def create_run_folder(out: Path) -> Path:
 
 
 def append_end_event(out: Path, status: str, *, error: str = "") -> bool:
-    """Append an `end` event, behind the last complete line, for a run that was killed; False if it has one already."""
+    """Append an `end` event, behind the last complete line, for a run that was killed; False if it
+    has one already.
+    """
     path = out / EVENTS
     if not path.is_file():
         return False

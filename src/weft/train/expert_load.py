@@ -34,7 +34,9 @@ def sum_loads(loads: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def rebalance_routers(blocks: Mapping[str, nn.Module], loads: Mapping[str, Tensor]) -> None:
-    """Update each router's bias, where it has one, by the global load of the step. Source: Wang et al. 2024."""
+    """Update each router's bias, where it has one, by the global load of the step. Source: Wang et
+    al. 2024.
+    """
     for name, load in loads.items():
         router = router_of(blocks[name])
         if router.bias is not None and router.rate:

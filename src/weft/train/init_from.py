@@ -27,8 +27,9 @@ T = TypeVar("T")
 class SkipInit(TorchFunctionMode):
     """While active, functions of `torch.nn.init` return their tensor unchanged.
 
-    Values on the meta device do not exist, and drawing them is expensive: `nn.init.normal_` there goes through
-    `torch._refs`, which imports torch._dynamo (829 modules, a second of computing in every rank).
+    Values on the meta device do not exist, and drawing them is expensive: `nn.init.normal_` there
+    goes through `torch._refs`, which imports torch._dynamo (829 modules, a second of computing in
+    every rank).
     """
 
     def __torch_function__(
@@ -51,7 +52,8 @@ def meta_modules(make: Callable[[], T]) -> T:
 
 
 def lora_base(base: str) -> Source:
-    """Parameters of the checkpoint that `lora.base` means; adapters that it has are merged into them.
+    """Parameters of the checkpoint that `lora.base` means; adapters that it has are merged into
+    them.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
@@ -87,7 +89,8 @@ def initialize_from(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Allocate parameters that are on the meta device and load their stored values, rounded to `dtype` once.
+    """Allocate parameters that are on the meta device and load their stored values, rounded to
+    `dtype` once.
 
     Raises:
         CheckpointError: a tensor is stored with another shape.

@@ -20,7 +20,9 @@ Event = dict[str, Any]
 Outcome = Literal["finished", "stopped"]
 
 CHECKED_STEPS = 2
-"""First steps in which members of every group compare the signatures of collectives; later steps repeat the same ones."""
+"""First steps in which members of every group compare the signatures of collectives; later steps
+repeat the same ones.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,9 @@ class Training:
     opening_events: tuple[Event, ...]
 
 
-def run_training(training: Training, log: EventLog, *, at_end: Callable[[], Event] | None = None) -> Outcome:
+def run_training(
+    training: Training, log: EventLog, *, at_end: Callable[[], Event] | None = None
+) -> Outcome:
     """Train; every rank calls it, and the event log of rank 0 writes.
 
     Args:
@@ -126,7 +130,8 @@ def step_events(
     evaluator: Evaluator | None = None,
     saver: Saver | None = None,
 ) -> Iterator[Event]:
-    """Train step by step; yields the events of steps, evaluations and saves. Ends early after a stop request.
+    """Train step by step; yields the events of steps, evaluations and saves. Ends early after a
+    stop request.
 
     Raises:
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
@@ -168,7 +173,9 @@ def step_event(
     lr: float,
     elapsed_s: float,
 ) -> Event:
-    """The `step` event of events.jsonl: loss and norm at full precision; `tokens` counts targets over all ranks."""
+    """The `step` event of events.jsonl: loss and norm at full precision; `tokens` counts targets
+    over all ranks.
+    """
     event = {
         "event": "step",
         "step": number,

@@ -20,10 +20,11 @@ from weft.parallel.zero.gradient_reducer import GradientReducer
 
 
 def locate(model: ParallelModel, grads: GradientReducer, batches: Sequence[Batch]) -> str:
-    """Where the first non-finite value of a step is, for an error message; every rank must call it before the update.
+    """Where the first non-finite value of a step is, for an error message; every rank must call it
+    before the update.
 
-    Runs the forward again to look at the output of every block, then looks at the gradients, which are computed from the last
-    block to the first.
+    Runs the forward again to look at the output of every block, then looks at the gradients, which
+    are computed from the last block to the first.
     """
     activation_blocks = _blocks_with_nonfinite_output(model, batches)
     gradient_blocks = _blocks_with_nonfinite_gradient(grads)

@@ -33,7 +33,9 @@ State = dict[str, Tensor]
 
 
 class Optimizer(Protocol):
-    """What a training step needs: set each group's "lr", then `step()`. torch's own optimizers fit too."""
+    """What a training step needs: set each group's "lr", then `step()`. torch's own optimizers fit
+    too.
+    """
 
     param_groups: list[dict[str, Any]]
 
@@ -47,7 +49,8 @@ class NamedOptimizer:
 
     Attributes:
         param_groups: {"names", "lr", "weight_decay"}; `lr` is read at every step.
-        state: parameter name -> torch's key ("exp_avg", ...) -> tensor; exists from the start, zero.
+        state: parameter name -> torch's key ("exp_avg", ...) -> tensor; exists from the start,
+            zero.
     """
 
     def __init__(
@@ -58,13 +61,17 @@ class NamedOptimizer:
         decay_names: Collection[str],
     ) -> None:
         self.params = dict(params)
-        self.state: dict[str, State] = {name: self.fresh_state(param) for name, param in self.params.items()}
+        self.state: dict[str, State] = {
+            name: self.fresh_state(param) for name, param in self.params.items()
+        }
         decayed = tuple(name for name in self.params if name in decay_names)
         others = tuple(name for name in self.params if name not in decay_names)
         self.param_groups: list[dict[str, Any]] = []
         for names, weight_decay in ((decayed, optim.weight_decay), (others, 0.0)):
             if names:
-                self.param_groups.append({"names": names, "lr": optim.lr, "weight_decay": weight_decay})
+                self.param_groups.append(
+                    {"names": names, "lr": optim.lr, "weight_decay": weight_decay}
+                )
 
     def fresh_state(self, param: Tensor) -> State:
         """State of a parameter before the first step."""
@@ -108,7 +115,9 @@ class NamedOptimizer:
 
 
 class AdamW(NamedOptimizer):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), as `torch.optim.AdamW(fused=True)` computes it."""
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), as
+    `torch.optim.AdamW(fused=True)` computes it.
+    """
 
     def __init__(
         self,
@@ -155,7 +164,9 @@ class AdamW(NamedOptimizer):
 
 
 class SGD(NamedOptimizer):
-    """Gradient descent with momentum, as `torch.optim.SGD(foreach=False)` computes it: the decay is added to the gradient."""
+    """Gradient descent with momentum, as `torch.optim.SGD(foreach=False)` computes it: the decay is
+    added to the gradient.
+    """
 
     def __init__(
         self,
@@ -204,7 +215,9 @@ def make_optimizer(
     *,
     decay_names: Collection[str] | None = None,
 ) -> NamedOptimizer:
-    """The optimizer that `optim` describes; weight decay applies to `decay_names` (default: the matrices)."""
+    """The optimizer that `optim` describes; weight decay applies to `decay_names` (default: the
+    matrices).
+    """
     if decay_names is None:
         decay_names = matrices(params)
     return OPTIMIZERS[optim.name](params, optim, decay_names=decay_names)
@@ -226,8 +239,9 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
           warm-up   decay
     ```
 
-    The warm-up rises linearly and reaches `lr` in its last step. `min_lr` is reached at `total_steps`, one step after the
-    last, and held from there on. A `min_lr` above `lr` counts as `lr`, so the rate never rises after the warm-up.
+    The warm-up rises linearly and reaches `lr` in its last step. `min_lr` is reached at
+    `total_steps`, one step after the last, and held from there on. A `min_lr` above `lr` counts as
+    `lr`, so the rate never rises after the warm-up.
     """
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup

@@ -36,10 +36,13 @@ class StepReport:
         grad_norm: global norm before clipping, without the loss scale.
         targets: target tokens that counted, over all ranks.
         step_s: seconds from the first action to the end of the update, on this rank.
-        mem_bytes: per pipeline rank, the largest memory of its ranks (resident set on CPU, peak allocated on CUDA).
-        loss_scale: factor of the loss under which the gradients were computed; 1 except for float16.
+        mem_bytes: per pipeline rank, the largest memory of its ranks (resident set on CPU, peak
+            allocated on CUDA).
+        loss_scale: factor of the loss under which the gradients were computed; 1 except for
+            float16.
         skipped: whether the update was skipped because gradients overflowed at that scale.
-        expert_load: largest over mean load of an expert, in the worst block; 1 is balanced, None without experts.
+        expert_load: largest over mean load of an expert, in the worst block; 1 is balanced, None
+            without experts.
         statuses: status flags of every rank, in rank order.
     """
 
@@ -63,7 +66,8 @@ class TrainStep:
     """The training step of one rank; the same code for one rank and for thousands.
 
     Args:
-        make_optimizer: builds the optimizer of the tensors to update, by global name; their gradients are in `.grad`.
+        make_optimizer: builds the optimizer of the tensors to update, by global name; their
+            gradients are in `.grad`.
         clip: largest global gradient norm; 0: no clipping.
         on_action: called after every pipeline action, for profiles.
 
@@ -145,11 +149,12 @@ class TrainStep:
         """Train on this rank's micro-batches of one step.
 
         Args:
-            status: called once the gradients are computed; every rank receives the result of every rank.
+            status: called once the gradients are computed; every rank receives the result of every
+                rank.
 
         Raises:
-            NonFiniteError: on all ranks, before the update, if the loss or the gradient norm is not finite; float16 gradients
-                that overflow under a loss scale only skip the update.
+            NonFiniteError: on all ranks, before the update, if the loss or the gradient norm is not
+                finite; float16 gradients that overflow under a loss scale only skip the update.
             WeftError: float16 gradients overflow at the smallest loss scale.
         """
         start = time.perf_counter()
@@ -198,7 +203,9 @@ class TrainStep:
         norm: float,
         batches: Sequence[Batch],
     ) -> None:
-        """Raise on all ranks if the loss is not finite, or the gradient norm without a dynamic loss scale."""
+        """Raise on all ranks if the loss is not finite, or the gradient norm without a dynamic loss
+        scale.
+        """
         is_overflow_of_scale = math.isfinite(loss) and self.loss_scale.is_dynamic
         if is_overflow_of_scale or (math.isfinite(loss) and math.isfinite(norm)):
             return
@@ -212,7 +219,9 @@ class TrainStep:
         self.grads.after_optimizer_step()
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
-        """Target tokens of the whole step, float64 scalar; at least 1, so that a step without targets has loss 0."""
+        """Target tokens of the whole step, float64 scalar; at least 1, so that a step without
+        targets has loss 0.
+        """
         comm = self.model.comm
         counts = torch.stack([batch.num_targets() for batch in batches]).sum().double()
         return comm.all_reduce(counts, data_axes(comm.mesh)).clamp(min=1)

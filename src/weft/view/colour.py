@@ -7,11 +7,19 @@ from rich.text import Text
 from weft.schedule.timeline import Timeline
 from weft.view.text import picture, wrapped
 
-STYLES = {"F": "black on bright_blue", "B": "black on green", "I": "black on cyan", "W": "black on yellow", "": "dim"}
+STYLES = {
+    "F": "black on bright_blue",
+    "B": "black on green",
+    "I": "black on cyan",
+    "W": "black on yellow",
+    "": "dim",
+}
 
 
 def paint(timeline: Timeline, *, width: int = 240, columns: int | None = None) -> Text:
-    """The picture of `view.text.draw`, coloured; rows are clipped and the footer is wrapped to `columns`."""
+    """The picture of `view.text.draw`, coloured; rows are clipped and the footer is wrapped to
+    `columns`.
+    """
     drawn = picture(timeline, width=width)
     painted = Text(no_wrap=True)
     for rank, row in enumerate(drawn.rows):

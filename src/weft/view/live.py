@@ -15,7 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.view.plain import PlainView
-from weft.view.progress import Event, Progress, View, event_text, run_summary, stage_memory, step_count
+from weft.view.progress import (
+    Event,
+    Progress,
+    View,
+    event_text,
+    run_summary,
+    stage_memory,
+    step_count,
+)
 from weft.view.quantity import ASCII_BLOCKS, BLOCKS, clock, short_time, sparkline
 
 FRAME_S = 0.1
@@ -31,7 +39,9 @@ LABEL_WIDTH = 11
 
 
 def open_view(file: TextIO | None = None) -> View:
-    """The live view if `file` (default: standard output) is a terminal with a movable cursor, else plain lines."""
+    """The live view if `file` (default: standard output) is a terminal with a movable cursor, else
+    plain lines.
+    """
     console = Console(file=file or sys.stdout, highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveView(console)
@@ -86,10 +96,12 @@ class LiveView:
 
 
 class LiveRegion:
-    """Lines of a terminal that are redrawn in place, below everything printed before; see Note [Live region].
+    """Lines of a terminal that are redrawn in place, below everything printed before; see Note
+    [Live region].
 
-    Between two writes the cursor is visible and at the start of the line below the region, so that the terminal is usable
-    after any end of the process. Each frame is one write, clipped to the present size of the terminal.
+    Between two writes the cursor is visible and at the start of the line below the region, so that
+    the terminal is usable after any end of the process. Each frame is one write, clipped to the
+    present size of the terminal.
     """
 
     def __init__(self, console: Console) -> None:
@@ -112,7 +124,9 @@ class LiveRegion:
         self._widths = ()
 
     def _erase_code(self, width: int) -> str:
-        """Control codes to the first row of the region, which a narrower window may have wrapped, and to erase from there."""
+        """Control codes to the first row of the region, which a narrower window may have wrapped,
+        and to erase from there.
+        """
         num_rows = sum(max(1, math.ceil(cells / width)) for cells in self._widths)
         return f"\x1b[{num_rows}F\x1b[J" if num_rows else ""
 

@@ -31,7 +31,9 @@ class View(Protocol):
 
 @dataclass
 class Progress:
-    """What the events of a run so far amount to: the last event of each kind, the losses, recent step times."""
+    """What the events of a run so far amount to: the last event of each kind, the losses, recent
+    step times.
+    """
 
     run: Event = field(default_factory=dict)
     step: Event = field(default_factory=dict)
@@ -217,7 +219,9 @@ def _resume_text(event: Event) -> str:
     if path is None:
         lines.append("no checkpoint in the run folder yet: training starts at step 1")
     else:
-        lines.append(f"resumed after step {event.get('step')}: {path}, written by {event.get('layout')}")
+        lines.append(
+            f"resumed after step {event.get('step')}: {path}, written by {event.get('layout')}"
+        )
     return "\n".join(lines)
 
 

@@ -52,7 +52,11 @@ def svg(timeline: Timeline, *, title: str, width: int = 960) -> str:
         )
         for span in spans:
             left = MARGIN + TITLE_WIDTH + (float(span.start) - first_start) * scale
-            parts.append(_box(span, labels[span.name], left=left, top=top, width=float(span.duration) * scale))
+            parts.append(
+                _box(
+                    span, labels[span.name], left=left, top=top, width=float(span.duration) * scale
+                )
+            )
     parts.extend(_axis(length, unit=timeline.unit, top=axis_top, scale=scale))
     parts.extend(_lines(footer, top=axis_top + AXIS_HEIGHT))
     parts.append("</svg>")
@@ -113,5 +117,7 @@ def _lines(lines: list[str], *, top: int, weight: str = "normal") -> list[str]:
     parts = []
     for number, line in enumerate(lines):
         y = top + LINE_HEIGHT * number + 12
-        parts.append(f'<text x="{MARGIN}" y="{y}" font-weight="{weight}" xml:space="preserve">{escape(line)}</text>')
+        parts.append(
+            f'<text x="{MARGIN}" y="{y}" font-weight="{weight}" xml:space="preserve">{escape(line)}</text>'
+        )
     return parts

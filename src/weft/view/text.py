@@ -14,12 +14,19 @@ from weft.schedule.actions import Act, Kind
 from weft.schedule.simulate import peak_activations
 from weft.schedule.timeline import COMPUTE, Span, Timeline, bubble, makespan
 
-LEGEND: dict[Kind, str] = {"F": "0 forward", "B": "B0 backward", "I": "I0 input gradient", "W": "W0 weight gradient"}
+LEGEND: dict[Kind, str] = {
+    "F": "0 forward",
+    "B": "B0 backward",
+    "I": "I0 input gradient",
+    "W": "W0 weight gradient",
+}
 CHUNK_LEGEND = "a b ... first, second ... chunk of a rank"
 IDLE = "·"
 CONTINUED = "…"
 ROUNDING = 1e-6
-"""Tolerance in columns for rounding errors of times: a span that should start a column must not fall before it."""
+"""Tolerance in columns for rounding errors of times: a span that should start a column must not
+fall before it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,8 @@ def draw(timeline: Timeline, *, width: int = 240, clip: int | None = None) -> st
     """The picture as plain text; see `picture`.
 
     Args:
-        clip: columns after which rows are cut and marked with `…`, and footer lines are wrapped; default: none.
+        clip: columns after which rows are cut and marked with `…`, and footer lines are wrapped;
+            default: none.
     """
     drawn = picture(timeline, width=width)
     lines = []
@@ -67,7 +75,9 @@ def clipped(line: str, columns: int | None) -> str:
 
 
 def wrapped(line: str, columns: int | None) -> list[str]:
-    """The line as lines of at most this many columns, broken at spaces; continuation lines are indented."""
+    """The line as lines of at most this many columns, broken at spaces; continuation lines are
+    indented.
+    """
     if columns is None:
         return [line]
     lines = [""]
@@ -81,10 +91,12 @@ def wrapped(line: str, columns: int | None) -> list[str]:
 
 
 def picture(timeline: Timeline, *, width: int = 240) -> Picture:
-    """The actions of all ranks over `width` columns, or fewer where every label fits; other spans are left out.
+    """The actions of all ranks over `width` columns, or fewer where every label fits; other spans
+    are left out.
 
-    An action is labelled by its micro-batch, a backward by its kind too, and where ranks hold several chunks by the
-    chunk's letter: `B3b` is the backward of micro-batch 3 through the rank's second chunk.
+    An action is labelled by its micro-batch, a backward by its kind too, and where ranks hold
+    several chunks by the chunk's letter: `B3b` is the backward of micro-batch 3 through the rank's
+    second chunk.
     """
     computed = timeline.only(kinds=COMPUTE)
     rows = tuple(computed.actions(rank) for rank in range(timeline.num_ranks))
@@ -104,7 +116,9 @@ def action_labels(rows: Sequence[Sequence[Act]]) -> dict[str, str]:
     has_chunks = num_chunks(rows) > 1
     labels = {}
     for row in rows:
-        letters = {stage: _letter(chunk) if has_chunks else "" for chunk, stage in enumerate(_stages(row))}
+        letters = {
+            stage: _letter(chunk) if has_chunks else "" for chunk, stage in enumerate(_stages(row))
+        }
         for act in row:
             kind = "" if act.kind == "F" else act.kind
             labels[str(act)] = f"{kind}{act.mb}{letters[act.stage]}"
@@ -144,7 +158,9 @@ def _letter(chunk: int) -> str:
     return prefix + ascii_lowercase[last]
 
 
-def _cells(timeline: Timeline, labels: dict[str, str], column_time: float) -> tuple[tuple[Cell, ...], ...]:
+def _cells(
+    timeline: Timeline, labels: dict[str, str], column_time: float
+) -> tuple[tuple[Cell, ...], ...]:
     first_start = min((span.start for span in timeline.spans), default=0)
     last_end = first_start + makespan(timeline)
 

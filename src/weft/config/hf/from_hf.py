@@ -26,7 +26,8 @@ class FolderModel:
         family: None where there is no folder, or the config needs none.
         defaults: dotted key -> its value unless the user sets another.
         decided: dotted key -> its value, which the user may only repeat.
-        keeps_file: the model fields of the config file still count, as the flags did not select another folder.
+        keeps_file: the model fields of the config file still count, as the flags did not select
+            another folder.
     """
 
     folder: str = ""
@@ -46,8 +47,8 @@ def select_folder(
 ) -> tuple[FolderModel, tuple[Fault, ...]]:
     """The model of the folder that file or flags name, and what is wrong with it.
 
-    A missing folder is no fault if the config sets every field itself, as the run.toml of a run does: a run that resumes
-    from a checkpoint does not need the folder.
+    A missing folder is no fault if the config sets every field itself, as the run.toml of a run
+    does: a run that resumes from a checkpoint does not need the folder.
     """
     folder = flags.get(KEY, file.get(KEY))
     if not isinstance(folder, str):
@@ -58,7 +59,9 @@ def select_folder(
         asked = {**file, **flags}
         if _sets_all_fields(asked, families):
             return FolderModel(folder, str(asked["model.name"]), decided={"model.preset": None}), ()
-        faults = [replace(fault, key=KEY, what=f"{fault.key}: {fault.what}") for fault in error.faults]
+        faults = [
+            replace(fault, key=KEY, what=f"{fault.key}: {fault.what}") for fault in error.faults
+        ]
         return NO_FOLDER, tuple(faults)
     keeps_file = flags.get(KEY, folder) == file.get(KEY, folder)
     return _folder_model(folder, found, keeps_file=keeps_file), ()

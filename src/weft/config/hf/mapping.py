@@ -4,8 +4,9 @@
     ├─ config: ConfigMapping      keys of config.json <-> fields of the family's Config
     └─ weights: WeightMapping     tensors of safetensors files <-> parameters
 
-Every key of a config.json is one of four: a `Key` becomes a field, a `Fixed` key must have a value that weft computes with,
-the keys of rotary embedding are read by a `RopeMapping`, and ignored keys change no logit. Any other is rejected by name.
+Every key of a config.json is one of four: a `Key` becomes a field, a `Fixed` key must have a value
+that weft computes with, the keys of rotary embedding are read by a `RopeMapping`, and ignored keys
+change no logit. Any other is rejected by name.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ class Key:
     """A key of config.json that becomes a field of the family's Config.
 
     Attributes:
-        default: what transformers takes where the key is missing or null; a function gets the whole config.json.
-        null: the field's value where the key is present and null, if that differs from a missing key.
+        default: what transformers takes where the key is missing or null; a function gets the whole
+            config.json.
+        null: the field's value where the key is present and null, if that differs from a missing
+            key.
     """
 
     hf_key: str
@@ -106,8 +109,8 @@ class ConfigMapping:
 
     Attributes:
         rope: None where the family has no rotary embedding.
-        probes: field -> a tensor name, formatted with keys of config.json, whose presence makes the field 1. These fields
-            are suggestions: a user may set another value.
+        probes: field -> a tensor name, formatted with keys of config.json, whose presence makes the
+            field 1. These fields are suggestions: a user may set another value.
         counts: field -> key with the same value, written on export.
         implied: fields with one value in every folder of this architecture.
         ignored: keys that change no logit, besides `IGNORED`.
@@ -148,11 +151,15 @@ IGNORED = frozenset(
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     """.split()  # noqa: SIM905 - words, not code
 )
-"""Keys that change no logit: names, token ids, drop-out (weft has none), starting values, defaults of generation."""
+"""Keys that change no logit: names, token ids, drop-out (weft has none), starting values, defaults
+of generation.
+"""
 
 
 IndexPairs = tuple[tuple[int, int], ...]
-"""(index in weft's name, index in the tensor's name) of each place: `((0, 61),)` for mtp0, stored as layer 61."""
+"""(index in weft's name, index in the tensor's name) of each place: `((0, 61),)` for mtp0, stored
+as layer 61.
+"""
 
 IndexSets = Mapping[str, IndexPairs]
 """Placeholder of a name, such as `layer`, -> the indices that it stands for."""
@@ -173,8 +180,8 @@ class WeightRule:
 
         WeightRule("layer{layer}.attn.q.weight", "model.layers.{layer}.self_attn.q_proj.weight")
 
-    `{layer}` names an index set of the mapping; a rule without braces holds once. With `{expert}` in `tensor` alone, the
-    parameter is the stack of these tensors: expert e is param[e].
+    `{layer}` names an index set of the mapping; a rule without braces holds once. With `{expert}`
+    in `tensor` alone, the parameter is the stack of these tensors: expert e is param[e].
 
     Attributes:
         slice: the part of the tensor that is the parameter, where a tensor holds several.
@@ -225,8 +232,8 @@ class WeightMapping:
 
     Attributes:
         rules: tensors as they are published; also what is written.
-        packed: rules that replace those of the same parameter where their tensor is in the files: experts as transformers
-            holds them in memory.
+        packed: rules that replace those of the same parameter where their tensor is in the files:
+            experts as transformers holds them in memory.
         index_sets: (config) -> index sets of all placeholders.
         ignored: patterns of tensors that hold no weight.
         unused: (config) -> patterns of tensors that this config does not use.
@@ -287,4 +294,7 @@ def name_rules(
     names: Mapping[str, str],
 ) -> tuple[WeightRule, ...]:
     """Rules below two prefixes: name of the parameter -> name of the tensor."""
-    return tuple(WeightRule(f"{param_prefix}.{param}", f"{tensor_prefix}.{tensor}") for param, tensor in names.items())
+    return tuple(
+        WeightRule(f"{param_prefix}.{param}", f"{tensor_prefix}.{tensor}")
+        for param, tensor in names.items()
+    )

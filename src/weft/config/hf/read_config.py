@@ -46,11 +46,14 @@ def describe_folder(folder: Path, families: Families) -> DescribedModel:
     """The model of a folder, from config.json and the names of its tensors.
 
     Raises:
-        CheckpointError: missing files and keys, and keys that weft computes differently; all of them at once.
+        CheckpointError: missing files and keys, and keys that weft computes differently; all of
+            them at once.
     """
     path = folder / CONFIG
     if not folder.is_dir():
-        raise CheckpointError(Fault(str(folder), "no such folder", need=f"a folder with {CONFIG} and safetensors"))
+        raise CheckpointError(
+            Fault(str(folder), "no such folder", need=f"a folder with {CONFIG} and safetensors")
+        )
     config = read_json(path)
     family, mapping = find_family(config, families, key=str(path))
     faults = tuple(config_faults(config, mapping.config, key=str(path)))
@@ -69,7 +72,8 @@ def hf_mappings(families: Families) -> dict[str, HFMapping]:
 
 
 def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFamily, HFMapping]:
-    """The family of this config.json, by its architecture, or by its model_type where it names no architecture.
+    """The family of this config.json, by its architecture, or by its model_type where it names no
+    architecture.
 
     Raises:
         CheckpointError: an architecture that no family has, with those that exist.

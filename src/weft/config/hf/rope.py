@@ -30,7 +30,15 @@ YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _KNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "llama3": (*LLAMA3_DEFAULTS, ORIGINAL_CONTEXT),
-    "yarn": ("factor", *YARN_DEFAULTS, ORIGINAL_CONTEXT, "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    "yarn": (
+        "factor",
+        *YARN_DEFAULTS,
+        ORIGINAL_CONTEXT,
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
+    ),
 }
 
 
@@ -53,13 +61,17 @@ class ScaledRope:
         """Settings that weft computes differently, or not at all."""
         for name in ("rope_scaling", "rope_parameters"):
             if not isinstance(config.get(name) or {}, dict):
-                yield Fault(key, f"{name} is no table", repr(config[name]), "a table with rope_type")
+                yield Fault(
+                    key, f"{name} is no table", repr(config[name]), "a table with rope_type"
+                )
                 return
         found = rope_parameters(config)
         kind = found.pop("rope_type")
         if kind not in self.types:
             need = " or ".join(self.types)
-            yield Fault(key, "this type of rope scaling is not supported for this family", repr(kind), need)
+            yield Fault(
+                key, "this type of rope scaling is not supported for this family", repr(kind), need
+            )
             return
         for name, value in found.items():
             yield from _value_faults(name, value, kind, key=key)
@@ -93,7 +105,11 @@ class ScaledRope:
         if values.get("rope_scaling_factor", 1.0) == 1:
             return {"rope_theta": theta, "rope_scaling": None}
         kind = self.types[-1]
-        names = tuple(LLAMA3_DEFAULTS) if kind == "llama3" else ("factor", *YARN_DEFAULTS, "mscale", "mscale_all_dim")
+        names = (
+            tuple(LLAMA3_DEFAULTS)
+            if kind == "llama3"
+            else ("factor", *YARN_DEFAULTS, "mscale", "mscale_all_dim")
+        )
         scaling = {name: values[f"rope_scaling_{name}"] for name in names}
         original = values["rope_scaling_original_context"]
         return {
@@ -151,9 +167,16 @@ def _value_faults(
 def _yarn_faults(found: Mapping[str, Any], config: Json, *, key: str) -> Iterator[Fault]:
     factor = found.get("attention_factor")
     if factor is not None:
-        yield Fault(key, "rope: attention_factor: weft computes it from mscale", repr(factor), "no such key")
+        yield Fault(
+            key, "rope: attention_factor: weft computes it from mscale", repr(factor), "no such key"
+        )
     if found.get("truncate") is False:
-        yield Fault(key, "rope: truncate: weft rounds YaRN's ramp to whole features", "False", "True, or no such key")
+        yield Fault(
+            key,
+            "rope: truncate: weft rounds YaRN's ramp to whole features",
+            "False",
+            "True, or no such key",
+        )
     if not (found.get("factor") or config.get("max_position_embeddings")):
         yield Fault(key, "rope: yarn without factor")
     if found.get("mscale_all_dim") and not found.get("mscale"):

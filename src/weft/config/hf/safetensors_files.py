@@ -43,7 +43,8 @@ def list_tensors(folder: Path) -> dict[str, TensorEntry]:
     """All tensors of a folder by name, in the order of the files.
 
     Raises:
-        CheckpointError: no weights, a missing or damaged file, a tensor in two files or not in the file of the index.
+        CheckpointError: no weights, a missing or damaged file, a tensor in two files or not in the
+            file of the index.
     """
     file_of = _read_index(folder)
     files = dict.fromkeys(file_of.values()) or [SINGLE_FILE]
@@ -51,7 +52,9 @@ def list_tensors(folder: Path) -> dict[str, TensorEntry]:
     for file in files:
         for name, entry in read_header(folder / file).items():
             if name in found:
-                raise CheckpointError(Fault(str(entry.file), f"{name} stands in {found[name].file.name} too"))
+                raise CheckpointError(
+                    Fault(str(entry.file), f"{name} stands in {found[name].file.name} too")
+                )
             found[name] = entry
     for name, file in file_of.items():
         if name not in found or found[name].file.name != file:
@@ -63,7 +66,9 @@ def list_tensors(folder: Path) -> dict[str, TensorEntry]:
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor -> file, as the index says; empty where there is one file without an index."""
     if not folder.is_dir():
-        raise CheckpointError(Fault(str(folder), "no such folder", need="a folder with config.json and safetensors"))
+        raise CheckpointError(
+            Fault(str(folder), "no such folder", need="a folder with config.json and safetensors")
+        )
     index = folder / INDEX
     if not index.is_file():
         _check_single_file(folder)
@@ -84,7 +89,11 @@ def _check_single_file(folder: Path) -> None:
     if (folder / SINGLE_FILE).is_file():
         return
     is_pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
-    fix = "save it as safetensors: model.save_pretrained(folder) in transformers" if is_pickled else ""
+    fix = (
+        "save it as safetensors: model.save_pretrained(folder) in transformers"
+        if is_pickled
+        else ""
+    )
     need = f"{SINGLE_FILE}, or {INDEX} and its files"
     raise CheckpointError(Fault(str(folder), "holds no weights", need=need, fix=fix))
 
@@ -107,13 +116,19 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise CheckpointError(Fault(str(path), "is no safetensors file, or cut short", f"{size} bytes"))
+                raise CheckpointError(
+                    Fault(str(path), "is no safetensors file, or cut short", f"{size} bytes")
+                )
             header = json.loads(file.read(length))
         entries = _parse_header(path, header, data_start=8 + length)
     except OSError as error:
-        raise CheckpointError(Fault(str(path), "cannot be read", error.strerror or str(error))) from error
+        raise CheckpointError(
+            Fault(str(path), "cannot be read", error.strerror or str(error))
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(Fault(str(path), "is no safetensors file: its header cannot be read")) from error
+        raise CheckpointError(
+            Fault(str(path), "is no safetensors file: its header cannot be read")
+        ) from error
     for name, entry in entries.items():
         _check_entry(name, entry, size)
     return entries
@@ -130,7 +145,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(Fault(str(path), "no such file")) from None
     except OSError as error:
-        raise CheckpointError(Fault(str(path), "cannot be read", error.strerror or str(error))) from error
+        raise CheckpointError(
+            Fault(str(path), "cannot be read", error.strerror or str(error))
+        ) from error
     except ValueError as error:
         raise CheckpointError(Fault(str(path), "is no JSON", str(error))) from None
     if not isinstance(content, dict):
@@ -157,7 +174,9 @@ def _parse_header(path: Path, header: Any, *, data_start: int) -> dict[str, Tens
 def _check_entry(name: str, entry: TensorEntry, size: int) -> None:
     if not 0 <= entry.start <= entry.stop <= size:
         got = f"{size} bytes; {name} ends at byte {entry.stop}"
-        raise CheckpointError(Fault(str(entry.file), "is cut short", got, fix="download the file again"))
+        raise CheckpointError(
+            Fault(str(entry.file), "is cut short", got, fix="download the file again")
+        )
     if entry.dtype not in DTYPES:
         return
     _, entry_bytes = DTYPES[entry.dtype]

@@ -25,7 +25,8 @@ def config_json(
 
     Args:
         dtype: of its tensors, torch's name.
-        original: config.json that the model was imported with: its keys that change no logit are kept.
+        original: config.json that the model was imported with: its keys that change no logit are
+            kept.
     """
     table = mapping.config
     found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

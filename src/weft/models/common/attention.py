@@ -1,8 +1,9 @@
 """The attention seam: what a model requires of attention (`AttentionSpec`), and the implementation for one device.
 
-A model calls `Attend`, which hands q, k and v to its `implementation` together with the requirements. Context parallelism
-and cached generation set another implementation; each one declares the features that it supports, and an `Attend` that
-requires more is rejected, see `set_implementations`.
+A model calls `Attend`, which hands q, k and v to its `implementation` together with the
+requirements. Context parallelism and cached generation set another implementation; each one
+declares the features that it supports, and an `Attend` that requires more is rejected, see
+`set_implementations`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from weft.models.common.batch import Batch
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one attention computes: softmax over the visible keys of cap(scale q k^T) + bias, times v.
+    """What one attention computes: softmax over the visible keys of cap(scale q k^T) + bias, times
+    v.
 
     Attributes:
         mask: which keys a query sees.
         scale: factor of q k^T; None: 1 / sqrt(head size).
         softcap: scores s become softcap * tanh(s / softcap) before masking (Gemma 2).
         sinks: one logit per head [H] in the denominator of the softmax, with no value (gpt-oss).
-        head_bias: one slope per head [H]: scores get slope * (key column - query column) (ALiBi, Press et al. 2022).
+        head_bias: one slope per head [H]: scores get slope * (key column - query column) (ALiBi,
+            Press et al. 2022).
     """
 
     mask: AttentionMask = CAUSAL
@@ -95,7 +98,9 @@ Implementation = TypeVar("Implementation", bound=AttentionImplementation)
 
 
 class FusedAttention:
-    """Attention on one device over whole sequences: torch's fused kernels, or all scores in memory where none fits."""
+    """Attention on one device over whole sequences: torch's fused kernels, or all scores in memory
+    where none fits.
+    """
 
     name = "fused"
     supports = ALL_FEATURES
@@ -142,8 +147,12 @@ class FusedAttention:
         return out_BHSW.transpose(1, 2)[..., :width]
 
 
-def _allowed_keys(mask: AttentionMask, q_BHSK: Tensor, documents_BS: Tensor | None) -> Tensor | None:
-    """True where a query of whole sequences sees a key, broadcastable to [B, H, S, S]; None: all see all."""
+def _allowed_keys(
+    mask: AttentionMask, q_BHSK: Tensor, documents_BS: Tensor | None
+) -> Tensor | None:
+    """True where a query of whole sequences sees a key, broadcastable to [B, H, S, S]; None: all
+    see all.
+    """
     columns_S = torch.arange(q_BHSK.shape[2], device=q_BHSK.device)
     allowed = visible_keys(mask, columns_S, columns_S)
     if documents_BS is None:
@@ -154,10 +163,12 @@ def _allowed_keys(mask: AttentionMask, q_BHSK: Tensor, documents_BS: Tensor | No
 
 
 class Attend(nn.Module):
-    """Seam: attention of each token to the keys that `mask` lets it see. H query heads share G key/value heads, H / G each.
+    """Seam: attention of each token to the keys that `mask` lets it see. H query heads share G
+    key/value heads, H / G each.
 
-    Heads of v may have another size than those of q and k. A subclass that overrides `forward` must override `requirements`,
-    too, where context parallelism or cached generation is to compute it; else these reject it.
+    Heads of v may have another size than those of q and k. A subclass that overrides `forward` must
+    override `requirements`, too, where context parallelism or cached generation is to compute it;
+    else these reject it.
 
     Args:
         mask, scale, softcap: see `AttentionSpec`.
@@ -203,7 +214,9 @@ class Attend(nn.Module):
 
 
 def visible_keys(mask: AttentionMask, queries: Tensor, keys_T: Tensor) -> Tensor | None:
-    """True where the query at a column of queries_[...]S sees the key at a column of keys_T: [..., S, T]; None: all see all."""
+    """True where the query at a column of queries_[...]S sees the key at a column of keys_T: [...,
+    S, T]; None: all see all.
+    """
     distance = queries[..., :, None] - keys_T
     allowed = None
     if mask.causal:
@@ -259,15 +272,18 @@ def _softmax(scores_BHST: Tensor, sinks_H: Tensor | None) -> Tensor:
     return weights[..., :-1]
 
 
-def set_implementations(block: nn.Module, make: Callable[[], Implementation], *, name: str) -> list[Implementation]:
-    """Let each `Attend` below `block` be computed by what `make` returns; the implementations, in the order of modules.
+def set_implementations(
+    block: nn.Module, make: Callable[[], Implementation], *, name: str
+) -> list[Implementation]:
+    """Let each `Attend` below `block` be computed by what `make` returns; the implementations, in
+    the order of modules.
 
     Args:
         name: of the block, for messages.
 
     Raises:
-        PlanError: an `Attend` that requires a feature that the implementation does not support, or a subclass that overrides
-            `forward` without declaring what it requires.
+        PlanError: an `Attend` that requires a feature that the implementation does not support, or
+            a subclass that overrides `forward` without declaring what it requires.
     """
     made = []
     for path, attend in list(block.named_modules()):
@@ -304,13 +320,17 @@ def declares_requirements(attend: Attend) -> bool:
 
 def _check_declared(attend: Attend, implementation: AttentionImplementation, *, key: str) -> None:
     if not declares_requirements(attend):
-        what = f"{type(attend).__name__} overrides Attend.forward without declaring its requirements"
+        what = (
+            f"{type(attend).__name__} overrides Attend.forward without declaring its requirements"
+        )
         need = f"a declaration that {implementation.name} attention can compute"
         fix = "use Attend(mask=AttentionMask(...), scale=..., softcap=...) or define `requirements`"
         raise PlanError(Fault(key, what, need=need, fix=fix))
 
 
-def _check_supported(spec: AttentionSpec, implementation: AttentionImplementation, *, key: str) -> None:
+def _check_supported(
+    spec: AttentionSpec, implementation: AttentionImplementation, *, key: str
+) -> None:
     missing = sorted(spec.features - implementation.supports)
     if missing:
         what = f"{implementation.name} attention does not support {', '.join(missing)}"

@@ -18,16 +18,20 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences (or images) of one micro-batch; all fields are sharded alike along batch and sequence.
+    """Sequences (or images) of one micro-batch; all fields are sharded alike along batch and
+    sequence.
 
     Attributes:
         inputs: tokens_BS int64, or images_BCHW float or uint8 (0..255).
         targets: targets_BS int64 (targets_B for images), IGNORE where a token does not count.
-        positions: positions_BS int64, position of each token in its sequence or document (zeros_B for images).
-        documents: documents_BS int64, tokens attend only within their own document; None: a sequence is one document.
+        positions: positions_BS int64, position of each token in its sequence or document (zeros_B
+            for images).
+        documents: documents_BS int64, tokens attend only within their own document; None: a
+            sequence is one document.
         next_inputs: tokens_BS int64, the token after each one; see `with_later_targets`.
         later_targets: targets_BS int64, the target after each one, IGNORE where there is none.
-        whole_documents: documents_BT of whole sequences, where the other fields hold a shard of the columns.
+        whole_documents: documents_BT of whole sequences, where the other fields hold a shard of the
+            columns.
     """
 
     inputs: Tensor
@@ -47,7 +51,9 @@ class Batch:
         return self.map(lambda x: x[index])
 
     def columns(self, *, index: int, degree: int) -> Batch:
-        """What rank `index` of the `degree` ranks that share each sequence holds of it; see core/sequence.py."""
+        """What rank `index` of the `degree` ranks that share each sequence holds of it; see
+        core/sequence.py.
+        """
         if degree == 1:
             return self
         spans = zigzag(self.inputs.shape[1], degree, index)
@@ -55,13 +61,17 @@ class Batch:
         return replace(own, whole_documents=self.documents)
 
     def map(self, act: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with `act` applied to each tensor: `batch.map(lambda x: x[:4])`, `batch.map(torch.Tensor.cuda)`."""
+        """The batch with `act` applied to each tensor: `batch.map(lambda x: x[:4])`,
+        `batch.map(torch.Tensor.cuda)`.
+        """
         return Batch(**{name: act(x) for name, x in vars(self).items() if x is not None})
 
 
 def token_batch(inputs_BS: Tensor, targets_BS: Tensor) -> Batch:
     """Sequences of one document each: positions count from 0."""
-    positions_BS = torch.arange(inputs_BS.shape[1], device=inputs_BS.device).repeat(inputs_BS.shape[0], 1)
+    positions_BS = torch.arange(inputs_BS.shape[1], device=inputs_BS.device).repeat(
+        inputs_BS.shape[0], 1
+    )
     return Batch(inputs_BS, targets_BS, positions_BS)
 
 
@@ -83,10 +93,11 @@ def image_batch(images_BCHW: Tensor, targets_B: Tensor) -> Batch:
 
 
 def with_later_targets(batch: Batch) -> Batch:
-    """The batch of whole sequences with the fields that multi-token prediction reads; apply it before sharding.
+    """The batch of whole sequences with the fields that multi-token prediction reads; apply it
+    before sharding.
 
-    The token after the last one of a sequence or document is taken from its target, 0 where that is ignored; the target
-    after that one is unknown and ignored.
+    The token after the last one of a sequence or document is taken from its target, 0 where that is
+    ignored; the target after that one is unknown and ignored.
     """
     from_targets_BS = batch.targets.clamp(min=0)
     next_BS = torch.cat((batch.inputs[:, 1:], from_targets_BS[:, -1:]), dim=1)
@@ -104,7 +115,8 @@ class Extra(NamedTuple):
 
     Attributes:
         x: input of the next block.
-        loss: scalar that is added to the summed loss, and divided by the step's number of targets with it.
+        loss: scalar that is added to the summed loss, and divided by the step's number of targets
+            with it.
         load: number of this micro-batch's tokens at each expert, load_E int64.
     """
 
@@ -114,7 +126,9 @@ class Extra(NamedTuple):
 
 
 class Chained(NamedTuple):
-    """Results of consecutive blocks: output of the last one, sum of their extra losses, loads by block name."""
+    """Results of consecutive blocks: output of the last one, sum of their extra losses, loads by
+    block name.
+    """
 
     x: Tensor
     loss: Tensor | None
@@ -136,7 +150,9 @@ def chain(blocks: Mapping[str, nn.Module] | nn.ModuleDict, x: Tensor, batch: Bat
 
 
 def forward(blocks: Mapping[str, nn.Module] | nn.ModuleDict, batch: Batch) -> Tensor:
-    """The plain chain on one device: the summed loss with all extra losses, or the output of the last of these blocks."""
+    """The plain chain on one device: the summed loss with all extra losses, or the output of the
+    last of these blocks.
+    """
     out = chain(blocks, batch.inputs, batch)
     is_loss = out.x.dim() == 0
     if is_loss and out.loss is not None:

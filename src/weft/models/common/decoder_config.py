@@ -40,9 +40,13 @@ class DecoderConfig(ModelConfig):
     layers: int = Field(4, ge=1, description="transformer layers")
     dim: int = Field(128, ge=1, description="width of the residual stream")
     heads: int = Field(4, ge=1, description="query heads")
-    kv_heads: int = Field(2, ge=1, description="key/value heads, shared by heads / kv_heads query heads each")
+    kv_heads: int = Field(
+        2, ge=1, description="key/value heads, shared by heads / kv_heads query heads each"
+    )
     vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
-    max_seq_len: int = Field(8192, ge=1, description="context length of the published model; informational")
+    max_seq_len: int = Field(
+        8192, ge=1, description="context length of the published model; informational"
+    )
     norm_eps: float = Field(1e-6, gt=0, description="added to the mean square in RMSNorm")
     tied: bool = Field(False, description="the head projects with the token embedding")
     rope_theta: float = Field(10_000.0, gt=0, description="base of RoPE's wavelengths")
@@ -69,7 +73,9 @@ class DecoderConfig(ModelConfig):
         """Matrix entries of a layer's feed-forward part that each token is multiplied with."""
 
     def window_of(self, layer: int) -> int | None:
-        """Number of keys that a query of this layer attends to, itself among them; None: all before it."""
+        """Number of keys that a query of this layer attends to, itself among them; None: all before
+        it.
+        """
         return None
 
     def axis_sizes(self) -> dict[str, int]:
@@ -84,7 +90,9 @@ class DecoderConfig(ModelConfig):
         """FLOPs of one layer forward for one sequence."""
         q_width = self.heads * self.head_size
         kv_width = self.kv_heads * self.head_size
-        linears = linear_flops(seq_len, 2 * self.dim * q_width, 2 * self.dim * kv_width, self.feed_forward_weights())
+        linears = linear_flops(
+            seq_len, 2 * self.dim * q_width, 2 * self.dim * kv_width, self.feed_forward_weights()
+        )
         return linears + attention_flops(seq_len, q_width, window=self.window_of(layer))
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
@@ -97,7 +105,10 @@ class DecoderConfig(ModelConfig):
         )
 
     def linears(self) -> LinearShapes:
-        widths = {"q_width": self.heads * self.head_size, "kv_width": self.kv_heads * self.head_size}
+        widths = {
+            "q_width": self.heads * self.head_size,
+            "kv_width": self.kv_heads * self.head_size,
+        }
         return in_layers(attention_linears(self.dim, **widths), range(self.layers))
 
 
@@ -131,7 +142,9 @@ class FullWidthConfig(DenseConfig):
         check_divides(dim, heads, value_name="dim", parts_name="heads")
         head_size = dim // heads
         if head_size % 2:
-            raise ValueError(f"dim {dim} / heads {heads} = head size {head_size}, RoPE needs pairs; try dim {2 * dim}")
+            raise ValueError(
+                f"dim {dim} / heads {heads} = head size {head_size}, RoPE needs pairs; try dim {2 * dim}"
+            )
         return heads
 
     @property
@@ -151,7 +164,9 @@ def check_at_most(value: int, most: int, *, of: str) -> int:
 
 
 def attention_flops(seq_len: int, width: int, *, window: int | None) -> float:
-    """FLOPs of q k^T and of p v, `width` = heads x head size, for the pairs inside the causal mask and the window."""
+    """FLOPs of q k^T and of p v, `width` = heads x head size, for the pairs inside the causal mask
+    and the window.
+    """
     if window is None or window >= seq_len:
         return causal_attention_flops(seq_len, width)
     num_pairs = window * seq_len - window * window / 2
@@ -209,12 +224,16 @@ def decoder_ties(cfg: DecoderConfig) -> dict[str, str]:
 
 
 def residual_std(num_layers: int) -> float:
-    """Standard deviation of projections onto the residual stream (Radford et al. 2019, section 2.3)."""
+    """Standard deviation of projections onto the residual stream (Radford et al. 2019, section
+    2.3).
+    """
     return INIT_STD / math.sqrt(2 * num_layers)
 
 
 def decoder_init(cfg: DecoderConfig) -> dict[str, Draw]:
-    """Starting values of all but the feed-forward part: normal; projections onto the residual stream are scaled."""
+    """Starting values of all but the feed-forward part: normal; projections onto the residual
+    stream are scaled.
+    """
     return {
         "embed.tok.weight": ("normal", INIT_STD),
         "layer*.attn.[qkv].weight": ("normal", INIT_STD),

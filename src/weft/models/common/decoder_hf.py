@@ -78,7 +78,9 @@ def decoder_rules(*names: Mapping[str, str]) -> tuple[WeightRule, ...]:
 
 
 def published_experts(layer: str, hf_layer: str) -> tuple[WeightRule, ...]:
-    """One tensor an expert: `experts.7.gate_proj.weight` [F, D] and so on; the parameter [E, F, D] is the stack."""
+    """One tensor an expert: `experts.7.gate_proj.weight` [F, D] and so on; the parameter [E, F, D]
+    is the stack.
+    """
     rules = []
     for name in ("gate", "up", "down"):
         tensor = f"{hf_layer}.mlp.experts.{EXPERT}.{name}_proj.weight"
@@ -87,7 +89,9 @@ def published_experts(layer: str, hf_layer: str) -> tuple[WeightRule, ...]:
 
 
 def packed_experts(layer: str, hf_layer: str) -> tuple[WeightRule, ...]:
-    """As transformers holds experts in memory: `experts.gate_up_proj` [E, 2F, D], gate first, and `experts.down_proj`."""
+    """As transformers holds experts in memory: `experts.gate_up_proj` [E, 2F, D], gate first, and
+    `experts.down_proj`.
+    """
     gate_up = f"{hf_layer}.mlp.experts.gate_up_proj"
     return (
         WeightRule(f"{layer}.mlp.experts.gate", gate_up, Slice(0, 2, dim=1)),

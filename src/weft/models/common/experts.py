@@ -16,7 +16,9 @@ from weft.core.axes import span_sizes
 
 
 class Experts(nn.Module):
-    """E SwiGLU networks in three tensors; E and F are read from the weights, so shards along either work unchanged."""
+    """E SwiGLU networks in three tensors; E and F are read from the weights, so shards along either
+    work unchanged.
+    """
 
     def __init__(self, dim: int, ffn: int, *, num_experts: int) -> None:
         super().__init__()
@@ -28,14 +30,17 @@ class Experts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """Tokens in the order of their experts, counts_E of them each -> the same order; partial sums where F is sharded.
+        """Tokens in the order of their experts, counts_E of them each -> the same order; partial
+        sums where F is sharded.
 
         Every expert gets a gradient, zeros if it saw no token.
         """
         runs = x_ND.split(_lengths(counts_E, len(x_ND)))
         no_tokens = len(x_ND) == 0
         outputs = []
-        for run, gate, up, down in zip(runs, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True):
+        for run, gate, up, down in zip(
+            runs, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True
+        ):
             if len(run) or no_tokens:
                 hidden = F.silu(F.linear(run, gate)) * F.linear(run, up)
                 outputs.append(F.linear(hidden, down))
@@ -88,7 +93,8 @@ def sort_by_expert(experts_NK: Tensor, num_experts: int) -> Sorting:
 
 
 def _gather(x: Tensor, index: Tensor, *, users_NK: Tensor) -> Tensor:
-    """x[index], where row n of x goes to the places users_NK[n]; its backward is a gather too, in fixed order.
+    """x[index], where row n of x goes to the places users_NK[n]; its backward is a gather too, in
+    fixed order.
 
     The backward of plain indexing adds to rows: on a GPU with atomics, in another order each time.
     """
@@ -111,9 +117,11 @@ class _Gather(torch.autograd.Function):
 
 
 class Dispatch(nn.Module):
-    """Seam: sends each token to its experts and returns the weighted sum of their outputs; no token is dropped.
+    """Seam: sends each token to its experts and returns the weighted sum of their outputs; no token
+    is dropped.
 
-    A subclass that dispatches otherwise must override `requirements`, too: expert parallelism rejects what it lacks.
+    A subclass that dispatches otherwise must override `requirements`, too: expert parallelism
+    rejects what it lacks.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -125,8 +133,12 @@ class Dispatch(nn.Module):
         """What an implementation in its place must compute."""
         return frozenset({"dropless"})
 
-    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module) -> Tensor:
-        """x_ND -> y_ND; `experts(x, counts)` takes tokens in the order of their experts and keeps that order."""
+    def forward(
+        self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
+    ) -> Tensor:
+        """x_ND -> y_ND; `experts(x, counts)` takes tokens in the order of their experts and keeps
+        that order.
+        """
         sorting = sort_by_expert(experts_NK, self.num_experts)
         return sorting.collect(experts(sorting.spread(x_ND), sorting.counts), weights_NK)
 

@@ -17,7 +17,9 @@ Blocks = Mapping[str, nn.Module] | nn.ModuleDict
 
 
 def named_parameters(blocks: Blocks) -> dict[str, nn.Parameter]:
-    """Parameters by global name (`layer17.attn.q.weight`) in chain order; a tied one is there under each name."""
+    """Parameters by global name (`layer17.attn.q.weight`) in chain order; a tied one is there under
+    each name.
+    """
     found: dict[str, nn.Parameter] = {}
     for block_name, block in blocks.items():
         for name, parameter in block.named_parameters(remove_duplicate=False):
@@ -26,7 +28,9 @@ def named_parameters(blocks: Blocks) -> dict[str, nn.Parameter]:
 
 
 def tie(blocks: Blocks, ties: Mapping[str, str]) -> None:
-    """Make each alias the very parameter of its owner; a pair is skipped if alias or owner is not in these blocks."""
+    """Make each alias the very parameter of its owner; a pair is skipped if alias or owner is not
+    in these blocks.
+    """
     parameters = named_parameters(blocks)
     for alias, owner in ties.items():
         if alias not in parameters or owner not in parameters:
@@ -50,7 +54,8 @@ def init_params(
 
     Args:
         ties: alias -> owner; an alias starts with its owner's values.
-        shapes: full shape of each parameter, where `params` holds shards; default: the shapes of `params`.
+        shapes: full shape of each parameter, where `params` holds shards; default: the shapes of
+            `params`.
         shard: (global name, full tensor) -> the shard of this rank; default: the full tensor.
     """
     owners = {name: (ties or {}).get(name, name) for name in params}

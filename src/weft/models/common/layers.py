@@ -1,6 +1,7 @@
 """Layers that language models share; parallel code changes `Attend` (models/common/attention.py) and `Loss`, nothing else.
 
-No layer stores its number of heads or features: it reads the shapes of its weights, so sharded weights work unchanged.
+No layer stores its number of heads or features: it reads the shapes of its weights, so sharded
+weights work unchanged.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from weft.models.common.rope import Rope, rotate
 class Attention(nn.Module):
     """Multi-head attention with grouped keys and values (Ainslie et al. 2023).
 
-    `q_norm` and `k_norm` normalise each head of q and k before it is rotated (Dehghani et al. 2023, as in Qwen3).
-    `attend` declares what the attention requires (mask, scale, soft-cap, sinks, bias); default: causal, within documents.
+    `q_norm` and `k_norm` normalise each head of q and k before it is rotated (Dehghani et al. 2023,
+    as in Qwen3). `attend` declares what the attention requires (mask, scale, soft-cap, sinks,
+    bias); default: causal, within documents.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class SwiGLU(nn.Module):
 class DecoderLayer(nn.Module):
     """One layer: attention and MLP, each behind its norm and beside a residual."""
 
-    def __init__(self, *, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module) -> None:
+    def __init__(
+        self, *, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
+    ) -> None:
         super().__init__()
         self.attn_norm = attn_norm
         self.attn = attn
@@ -119,10 +123,13 @@ class Head(nn.Module):
 
 
 class RegionInput(nn.Module):
-    """Seam: where a tensor-parallel region begins, for a module whose sharded part starts before its first sharded linear.
+    """Seam: where a tensor-parallel region begins, for a module whose sharded part starts before
+    its first sharded linear.
 
-    Identity on one device. What is computed from its result, up to the row-parallel linears, differs between tensor-parallel
-    ranks: whole parameters used there (latent projections, a single key/value head for all queries) get partial gradients.
+    Identity on one device. What is computed from its result, up to the row-parallel linears,
+    differs between tensor-parallel
+    ranks: whole parameters used there (latent projections, a single key/value head for all queries)
+        get partial gradients.
     Without it a region begins at the input of each column-parallel linear.
     """
 
@@ -131,10 +138,11 @@ class RegionInput(nn.Module):
 
 
 class RegionOutput(nn.Module):
-    """Seam: where a tensor-parallel region ends whose result is a sum of several partial ones (a mixture of experts).
+    """Seam: where a tensor-parallel region ends whose result is a sum of several partial ones (a
+    mixture of experts).
 
-    Identity on one device. A module with a `RegionInput` and a `RegionOutput` as children declares both ends of its region:
-    linears in between neither enter nor leave one.
+    Identity on one device. A module with a `RegionInput` and a `RegionOutput` as children declares
+    both ends of its region: linears in between neither enter nor leave one.
     """
 
     def forward(self, y: Tensor) -> Tensor:
@@ -142,9 +150,11 @@ class RegionOutput(nn.Module):
 
 
 class Loss(nn.Module):
-    """Seam: sum of the cross entropy over the targets that count, in float32 (float64 for a float64 model).
+    """Seam: sum of the cross entropy over the targets that count, in float32 (float64 for a float64
+    model).
 
-    A subclass that computes another loss must override `requirements`, too: parallel implementations reject what they lack.
+    A subclass that computes another loss must override `requirements`, too: parallel
+    implementations reject what they lack.
     """
 
     @property
@@ -154,4 +164,6 @@ class Loss(nn.Module):
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, -2), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )

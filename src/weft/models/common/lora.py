@@ -2,9 +2,9 @@
 
     y = W x + b + (alpha / rank) B A x          A: rank x in, drawn by its name; B: out x rank, zero
 
-`AdaptedFamily` is a `Family` whose models have adapters; it works under any layout. Its tables are those of the plain
-family, plus two rows for every row of a matrix: A has the linear's input axis, B its output axis, and the rank between
-them is an axis that is never sharded.
+`AdaptedFamily` is a `Family` whose models have adapters; it works under any layout. Its tables are
+those of the plain family, plus two rows for every row of a matrix: A has the linear's input axis, B
+its output axis, and the rank between them is an axis that is never sharded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ FACTORS = ("lora_a", "lora_b")
 
 
 class LoraFactor(nn.Module):
-    """One of an adapter's matrices: x -> scale x W^T. It is sharded with the linear that holds it, not as one of its own."""
+    """One of an adapter's matrices: x -> scale x W^T. It is sharded with the linear that holds it,
+    not as one of its own.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, scale: float = 1.0) -> None:
         super().__init__()
@@ -124,7 +126,9 @@ class AdaptedFamily:
         return self.plain.ties(cfg)
 
     def init(self, cfg: Any) -> InitTable:
-        """The plain family's rows, and for A the variance 1 / (3 x features in) of torch's linears, for B zero."""
+        """The plain family's rows, and for A the variance 1 / (3 x features in) of torch's linears,
+        for B zero.
+        """
         table = dict(self.plain.init(cfg))
         shapes = cfg.linears()
         for linear in adapted_linears(self.lora.targets, shapes):
@@ -134,14 +138,18 @@ class AdaptedFamily:
         return table
 
     def blocks(self, cfg: Any) -> dict[str, nn.Module]:
-        """The plain family's chain, frozen, with adapters beside the linears that `lora.targets` names."""
+        """The plain family's chain, frozen, with adapters beside the linears that `lora.targets`
+        names.
+        """
         blocks = self.plain.blocks(cfg)
         for block in blocks.values():
             freeze(block)
         for name in adapted_linears(self.lora.targets, cfg.linears()):
             block_name, _, path = name.partition(".")
             linear = blocks[block_name].get_submodule(path)
-            assert isinstance(linear, nn.Linear), f"{name} is a {type(linear).__name__}, and Config.linears names it"
+            assert isinstance(linear, nn.Linear), (
+                f"{name} is a {type(linear).__name__}, and Config.linears names it"
+            )
             blocks[block_name].set_submodule(path, LoraLinear.beside(linear, self.lora))
         return blocks
 

@@ -18,7 +18,9 @@ from weft.models.common.layers import RegionInput, RegionOutput
 
 
 class Routing(NamedTuple):
-    """Experts of each token: experts_BSK int64, weights_BSK of their outputs; scores_BSE of all experts, float32 at least."""
+    """Experts of each token: experts_BSK int64, weights_BSK of their outputs; scores_BSE of all
+    experts, float32 at least.
+    """
 
     experts: Tensor
     weights: Tensor
@@ -30,9 +32,10 @@ class Choice:
     """How each token's experts are chosen and weighed.
 
     Attributes:
-        scoring: "sigmoid" has a bias by which the load is balanced (Wang et al. 2024), "softmax" has none.
-        n_group: number of groups of experts, of which a token uses `topk_group`, those with the highest sum of their two
-            best scores (DeepSeek-V3, section 2.1.2).
+        scoring: "sigmoid" has a bias by which the load is balanced (Wang et al. 2024), "softmax"
+            has none.
+        n_group: number of groups of experts, of which a token uses `topk_group`, those with the
+            highest sum of their two best scores (DeepSeek-V3, section 2.1.2).
         norm_topk_prob: the weights of a token's experts sum to 1 before scaling.
     """
 
@@ -45,7 +48,9 @@ class Choice:
     routed_scaling_factor: float = 1.0
 
     def experts(self, scores: Tensor) -> Tensor:
-        """scores[..., E] -> [..., K] experts of the highest scores in the allowed groups, best first."""
+        """scores[..., E] -> [..., K] experts of the highest scores in the allowed groups, best
+        first.
+        """
         if self.topk_group < self.n_group:
             groups = scores.unflatten(-1, (self.n_group, -1))
             two_best = groups.topk(min(2, groups.shape[-1]), dim=-1).values
@@ -92,7 +97,8 @@ class Router(nn.Module):
 
 
 def rebalance(bias_E: Tensor, load_E: Tensor, *, rate: float) -> Tensor:
-    """The bias after a step: up by `rate` where the load of all ranks was under the mean, down where it was over it.
+    """The bias after a step: up by `rate` where the load of all ranks was under the mean, down
+    where it was over it.
 
     load_E int64 is exact, and so is the comparison: every layout takes the same step.
     Source: Wang et al. 2024, algorithm 1; DeepSeek-V3, section 2.1.2.
@@ -102,15 +108,16 @@ def rebalance(bias_E: Tensor, load_E: Tensor, *, rate: float) -> Tensor:
 
 
 class Balance(nn.Module):
-    """Seam: the sequence-wise balance loss of DeepSeek-V3 (equations 17 to 20), as a part of the summed loss.
+    """Seam: the sequence-wise balance loss of DeepSeek-V3 (equations 17 to 20), as a part of the
+    summed loss.
 
-    For one sequence of T tokens: f_i = E / (K T) x (tokens whose K highest scores, without bias and groups, include expert
-    i's), P_i = mean of expert i's share in the scores, loss = weight x sum_i f_i P_i; an even load gives 1 x weight. It is
-    multiplied by the sequence's number of targets, so the step's loss has its mean over targets, however sequences are
-    batched.
+    For one sequence of T tokens: f_i = E / (K T) x (tokens whose K highest scores, without bias and
+    groups, include expert i's), P_i = mean of expert i's share in the scores, loss = weight x sum_i
+    f_i P_i; an even load gives 1 x weight. It is multiplied by the sequence's number of targets, so
+    the step's loss has its mean over targets, however sequences are batched.
 
-    f is a constant to the gradient, so the loss is a sum over tokens: where a sequence is sharded, each rank adds the part
-    of its own tokens, and only `sums` is over all ranks.
+    f is a constant to the gradient, so the loss is a sum over tokens: where a sequence is sharded,
+    each rank adds the part of its own tokens, and only `sums` is over all ranks.
     """
 
     def __init__(self, *, top_k: int, weight: float) -> None:
@@ -120,7 +127,9 @@ class Balance(nn.Module):
 
     @property
     def requirements(self) -> frozenset[str]:
-        """What an implementation in its place must compute; a subclass that overrides `forward` must override this, too."""
+        """What an implementation in its place must compute; a subclass that overrides `forward`
+        must override this, too.
+        """
         return frozenset({"sequence_balance"})
 
     def forward(self, scores_BSE: Tensor, batch: Batch) -> Tensor | None:
@@ -143,10 +152,17 @@ class Balance(nn.Module):
 
 
 class MoE(nn.Module):
-    """A layer's feed-forward part: each token's routed experts, plus a shared expert for all tokens."""
+    """A layer's feed-forward part: each token's routed experts, plus a shared expert for all
+    tokens.
+    """
 
     def __init__(
-        self, *, router: Router, experts: Experts, shared: nn.Module | None = None, balance_weight: float = 0.0
+        self,
+        *,
+        router: Router,
+        experts: Experts,
+        shared: nn.Module | None = None,
+        balance_weight: float = 0.0,
     ) -> None:
         super().__init__()
         choice = router.choice
@@ -176,7 +192,9 @@ class MoE(nn.Module):
 class MoELayer(nn.Module):
     """One layer: attention and a mixture of experts, each behind its norm and beside a residual."""
 
-    def __init__(self, *, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: MoE) -> None:
+    def __init__(
+        self, *, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: MoE
+    ) -> None:
         super().__init__()
         self.attn_norm = attn_norm
         self.attn = attn

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Stretches long wavelengths: a model trained on `original_context` tokens reads `factor` times as many."""
+    """Stretches long wavelengths: a model trained on `original_context` tokens reads `factor` times
+    as many.
+    """
 
     factor: float
     low_freq_factor: float
@@ -24,7 +26,9 @@ class Llama3Scaling:
     gain: ClassVar[float] = 1.0
 
     def __call__(self, frequencies: Tensor) -> Tensor:
-        """Wavelengths under context/high stay, those over context/low grow by `factor`, a ramp lies between."""
+        """Wavelengths under context/high stay, those over context/low grow by `factor`, a ramp lies
+        between.
+        """
         wavelengths = 2 * math.pi / frequencies
         num_turns = self.original_context / wavelengths
         ramp_width = self.high_freq_factor - self.low_freq_factor
@@ -34,10 +38,12 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Stretches slow features: a model trained on `original_context` tokens reads `factor` times as many.
+    """Stretches slow features: a model trained on `original_context` tokens reads `factor` times as
+    many.
 
-    Features that turn `beta_fast` times or more within the original context stay, those that turn `beta_slow` times or
-    less slow down by `factor`, a ramp lies between. Scores are to be multiplied by `sharpness`.
+    Features that turn `beta_fast` times or more within the original context stay, those that turn
+    `beta_slow` times or less slow down by `factor`, a ramp lies between. Scores are to be
+    multiplied by `sharpness`.
     Source: Peng et al. 2023 (YaRN), with the two mscales of DeepSeek-V2 and V3.
     """
 
@@ -83,7 +89,9 @@ class YarnScaling:
 
 
 class Rope(nn.Module):
-    """Rotates queries and keys by angles that grow with the position; holds no tensor, see Note [Rotary layout]."""
+    """Rotates queries and keys by angles that grow with the position; holds no tensor, see Note
+    [Rotary layout].
+    """
 
     def __init__(
         self,
@@ -98,14 +106,18 @@ class Rope(nn.Module):
         self.scaling = scaling
 
     def forward(self, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each token's angles, [B, S, 1, K/2], float32 under every precision policy."""
+        """Cosine and sine of each token's angles, [B, S, 1, K/2], float32 under every precision
+        policy.
+        """
         positions_BS11 = positions_BS[..., None, None].float()
         angles = positions_BS11 * self.frequencies(positions_BS.device)
         gain = self.scaling.gain if self.scaling else 1.0
         return angles.cos() * gain, angles.sin() * gain
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Radians per token of each pair of features, [K/2] float32, from the fastest to the slowest."""
+        """Radians per token of each pair of features, [K/2] float32, from the fastest to the
+        slowest.
+        """
         frequencies = 1.0 / periods(self.head_size, theta=self.theta, device=device)
         return self.scaling(frequencies) if self.scaling else frequencies
 
@@ -124,8 +136,8 @@ def rotate(
 ) -> Tensor:
     """`x` with each pair of features turned; computed in float32 at least.
 
-    Pairs are (i, i + K/2), or (2i, 2i + 1) among "neighbours", which come out as halves too: queries and keys alike, so
-    that their products are the same.
+    Pairs are (i, i + K/2), or (2i, 2i + 1) among "neighbours", which come out as halves too:
+    queries and keys alike, so that their products are the same.
     """
     cos, sin = turn
     if pairs == "halves":

@@ -10,7 +10,9 @@ from weft.errors import Fault, PlanError
 
 
 class SeamModule(Protocol):
-    """A module with declared requirements: names of what an implementation in its place must compute."""
+    """A module with declared requirements: names of what an implementation in its place must
+    compute.
+    """
 
     @property
     def requirements(self) -> frozenset[str]: ...
@@ -27,11 +29,19 @@ def check_replaceable(
         key: path of the module, for messages.
 
     Raises:
-        PlanError: a subclass that overrides `forward` without declaring `requirements`, or one that requires more.
+        PlanError: a subclass that overrides `forward` without declaring `requirements`, or one that
+            requires more.
     """
     if not _declares(module, base):
         what = f"{type(module).__name__} overrides {base.__name__}.forward without declaring its requirements"
-        raise PlanError(Fault(key, what, need=f"`requirements` that {name} can compute", fix=f"use {base.__name__}"))
+        raise PlanError(
+            Fault(
+                key,
+                what,
+                need=f"`requirements` that {name} can compute",
+                fix=f"use {base.__name__}",
+            )
+        )
     requirements: frozenset[str] = module.requirements  # type: ignore[assignment]
     missing = sorted(requirements - supports)
     if missing:

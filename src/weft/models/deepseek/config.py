@@ -33,10 +33,18 @@ class Config(ModelConfig):
     first_k_dense: int = Field(1, ge=0, description="leading layers with a dense feed-forward part")
     dim: int = Field(128, ge=1, description="width of the residual stream")
     heads: int = Field(4, ge=1, description="attention heads")
-    q_lora_rank: int = Field(64, ge=0, description="width of the vector that queries come from; 0 for x itself")
-    kv_lora_rank: int = Field(32, ge=1, description="width of the vector that keys and values come from")
-    qk_nope_head_dim: int = Field(32, ge=1, description="part of a head of q and k that is not rotated")
-    qk_rope_head_dim: int = Field(16, ge=2, multiple_of=2, description="part of a head of q and k that is rotated")
+    q_lora_rank: int = Field(
+        64, ge=0, description="width of the vector that queries come from; 0 for x itself"
+    )
+    kv_lora_rank: int = Field(
+        32, ge=1, description="width of the vector that keys and values come from"
+    )
+    qk_nope_head_dim: int = Field(
+        32, ge=1, description="part of a head of q and k that is not rotated"
+    )
+    qk_rope_head_dim: int = Field(
+        16, ge=2, multiple_of=2, description="part of a head of q and k that is rotated"
+    )
     v_head_dim: int = Field(32, ge=1, description="width of a head of v")
     ffn: int = Field(384, ge=1, description="width of the feed-forward part of a dense layer")
     experts: int = Field(8, ge=1, description="routed experts of each other layer")
@@ -48,22 +56,42 @@ class Config(ModelConfig):
     )
     n_group: int = Field(1, ge=1, description="groups of experts; divides experts")
     topk_group: int = Field(1, ge=1, description="groups that a token's experts may be in")
-    norm_topk_prob: bool = Field(True, description="weights of a token's experts sum to 1 before scaling")
+    norm_topk_prob: bool = Field(
+        True, description="weights of a token's experts sum to 1 before scaling"
+    )
     routed_scaling_factor: float = Field(1.0, gt=0, description="factor of those weights")
     balance_rate: float = Field(1e-3, ge=0, description="step of the balancing bias")
-    balance_loss: float = Field(1e-4, ge=0, description="weight of the sequence-wise balance loss; 0 for none")
-    mtp_depth: int = Field(0, ge=0, le=1, description="1 to predict the token after the next one, too")
+    balance_loss: float = Field(
+        1e-4, ge=0, description="weight of the sequence-wise balance loss; 0 for none"
+    )
+    mtp_depth: int = Field(
+        0, ge=0, le=1, description="1 to predict the token after the next one, too"
+    )
     mtp_loss: float = Field(0.3, ge=0, description="weight of that prediction's loss")
     vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
-    max_seq_len: int = Field(4096, ge=1, description="context length of the published model; informational")
+    max_seq_len: int = Field(
+        4096, ge=1, description="context length of the published model; informational"
+    )
     norm_eps: float = Field(1e-6, gt=0, description="added to the mean square in RMSNorm")
     rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE's wavelengths")
-    rope_scaling_factor: float = Field(1.0, ge=1, description="YaRN: long wavelengths grow by this; 1 turns it off")
-    rope_scaling_original_context: int = Field(4096, ge=1, description="context before scaling, in tokens")
-    rope_scaling_beta_fast: float = Field(32.0, gt=0, description="features that turn so often in that context stay")
-    rope_scaling_beta_slow: float = Field(1.0, gt=0, description="features that turn so often or less are scaled")
-    rope_scaling_mscale: float = Field(1.0, ge=0, description="growth of the rotated part with log(factor)")
-    rope_scaling_mscale_all_dim: float = Field(1.0, ge=0, description="growth of all scores with log(factor)")
+    rope_scaling_factor: float = Field(
+        1.0, ge=1, description="YaRN: long wavelengths grow by this; 1 turns it off"
+    )
+    rope_scaling_original_context: int = Field(
+        4096, ge=1, description="context before scaling, in tokens"
+    )
+    rope_scaling_beta_fast: float = Field(
+        32.0, gt=0, description="features that turn so often in that context stay"
+    )
+    rope_scaling_beta_slow: float = Field(
+        1.0, gt=0, description="features that turn so often or less are scaled"
+    )
+    rope_scaling_mscale: float = Field(
+        1.0, ge=0, description="growth of the rotated part with log(factor)"
+    )
+    rope_scaling_mscale_all_dim: float = Field(
+        1.0, ge=0, description="growth of all scores with log(factor)"
+    )
 
     @field_validator("first_k_dense")
     @classmethod
@@ -141,7 +169,9 @@ class Config(ModelConfig):
         attention = self._attention_flops(seq_len)
         dense = attention + linear_flops(seq_len, 3 * self.dim * self.ffn)
         visited_width = self.top_k * self.expert_ffn + self.shared_ffn
-        mixed = attention + linear_flops(seq_len, self.dim * self.experts, 3 * self.dim * visited_width)
+        mixed = attention + linear_flops(
+            seq_len, self.dim * self.experts, 3 * self.dim * visited_width
+        )
         num_mixed = self.layers - self.first_k_dense
         head = linear_flops(seq_len, self.dim * self.vocab)
         mtp = linear_flops(seq_len, 2 * self.dim * self.dim) + mixed + head
@@ -160,7 +190,11 @@ class Config(ModelConfig):
         found = in_layers(self._attention_linears(), layers)
         found.update(in_layers(gated_linears(self.dim, self.ffn), dense_layers))
         if self.shared_experts:
-            found.update(in_layers(gated_linears(self.dim, self.shared_ffn, inside="mlp.shared"), mixed_layers))
+            found.update(
+                in_layers(
+                    gated_linears(self.dim, self.shared_ffn, inside="mlp.shared"), mixed_layers
+                )
+            )
         return found
 
     def _attention_linears(self) -> LinearShapes:
@@ -189,7 +223,12 @@ class Config(ModelConfig):
 
 def _published(**own: Any) -> Config:
     """The fields that V2 and V3 share: heads, latent vector, YaRN from 4096 to 163,840 tokens."""
-    heads: dict[str, Any] = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    heads: dict[str, Any] = {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
     return Config(
         **heads,
         max_seq_len=163_840,
@@ -258,7 +297,9 @@ AXES: AxisTable = {
 
 
 def ties(cfg: Config) -> dict[str, str]:
-    """Alias -> owner: multi-token prediction reads and predicts with the model's own embedding, last norm and head."""
+    """Alias -> owner: multi-token prediction reads and predicts with the model's own embedding,
+    last norm and head.
+    """
     owners = {"tok": "embed.tok", "last_norm": "head.norm", "proj": "head.proj"}
     ties = {}
     for i in range(cfg.mtp_depth):

@@ -1,7 +1,7 @@
 """DeepSeek-V3 in Hugging Face's format (DeepseekV3ForCausalLM).
 
-The layer of multi-token prediction is published as one more layer, with tensors of its own beside it; it repeats embedding
-and head, which are tied to the model's.
+The layer of multi-token prediction is published as one more layer, with tensors of its own beside
+it; it repeats embedding and head, which are tied to the model's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ _SECOND_NEXT_COPIES = {
 
 
 def _index_sets(cfg: Any) -> IndexSets:
-    """Sets for the layers of the chain, and the same sets with `mtp_` for the layer of multi-token prediction."""
+    """Sets for the layers of the chain, and the same sets with `mtp_` for the layer of multi-token
+    prediction.
+    """
     mixed = same_indices(range(cfg.first_k_dense, cfg.layers))
     mtp: IndexPairs = ((0, cfg.layers),) if cfg.mtp_depth else ()
     sets = _layer_sets(cfg, same_indices(range(cfg.layers)), mixed=mixed)
@@ -87,7 +89,9 @@ def _layer_sets(cfg: Any, layers: IndexPairs, *, mixed: IndexPairs) -> dict[str,
 
 
 def _layer_rules(layer: str, hf_layer: str) -> Iterator[WeightRule]:
-    """Rules of a mixed layer with all options; `layer` and `hf_layer` have `{}` in place of an index set's name."""
+    """Rules of a mixed layer with all options; `layer` and `hf_layer` have `{}` in place of an
+    index set's name.
+    """
     groups = {
         "layer": NORMS | _ATTENTION,
         "full_rank_q": _FULL_RANK_Q,
@@ -117,7 +121,9 @@ def _unused(cfg: Any) -> tuple[str, ...]:
 
 def _unwritable(cfg: Any) -> Iterator[Fault]:
     if cfg.scoring != "sigmoid":
-        yield Fault("model.scoring", "DeepSeek-V3 in transformers has another", repr(cfg.scoring), "sigmoid")
+        yield Fault(
+            "model.scoring", "DeepSeek-V3 in transformers has another", repr(cfg.scoring), "sigmoid"
+        )
 
 
 HF = HFMapping(
@@ -164,7 +170,13 @@ HF = HFMapping(
         implied={"scoring": "sigmoid"},
         ignored=frozenset(
             (
-                *("aux_loss_alpha", "seq_aux", "ep_size", "experts_implementation", "output_router_logits"),
+                *(
+                    "aux_loss_alpha",
+                    "seq_aux",
+                    "ep_size",
+                    "experts_implementation",
+                    "output_router_logits",
+                ),
                 *("num_nextn_predict_layers", "head_dim", "qk_head_dim"),
             )
         ),

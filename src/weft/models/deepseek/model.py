@@ -18,10 +18,12 @@ from weft.models.deepseek.config import Config
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): low-rank queries, keys and values, decoupled RoPE.
+    """Multi-head latent attention (DeepSeek-V2, Liu et al. 2024): low-rank queries, keys and
+    values, decoupled RoPE.
 
-    Keys and values all come from one small latent vector a token, and queries from another. A head of q and k has a part
-    without position and a part that is rotated; the rotated part of k is one for all heads:
+    Keys and values all come from one small latent vector a token, and queries from another. A head
+    of q and k has a part without position and a part that is rotated; the rotated part of k is one
+    for all heads:
 
         x ── q_a ── norm ── q_b ──────────── q: nope │ rope↻   per head
         x ─┬ kv_a ─ norm ── kv_b ─┬───────── k: nope │ rope↻   rope part shared
@@ -96,11 +98,13 @@ class LatentAttention(nn.Module):
 
 
 class SecondNext(nn.Module):
-    """Multi-token prediction (DeepSeek-V3, section 2.2): a side block that predicts the token after the next one.
+    """Multi-token prediction (DeepSeek-V3, section 2.2): a side block that predicts the token after
+    the next one.
 
-    Returns x unchanged and adds `weight` times the summed loss of that prediction. The head's input for a token and the
-    embedding of the next token, each behind a norm of its own, are joined and pass one more layer of the model. `tok`,
-    `last_norm` and `proj` are tied to the model's embedding, last norm and head. Needs a batch of `with_later_targets`.
+    Returns x unchanged and adds `weight` times the summed loss of that prediction. The head's input
+    for a token and the embedding of the next token, each behind a norm of its own, are joined and
+    pass one more layer of the model. `tok`, `last_norm` and `proj` are tied to the model's
+    embedding, last norm and head. Needs a batch of `with_later_targets`.
     """
 
     def __init__(
@@ -135,7 +139,9 @@ class SecondNext(nn.Module):
         return Extra(x_BSD, loss, out.loads.get("layer"))
 
     def _join(self, x_BSD: Tensor, batch: Batch) -> Tensor:
-        assert batch.next_inputs is not None, "multi-token prediction reads a batch made by with_later_targets"
+        assert batch.next_inputs is not None, (
+            "multi-token prediction reads a batch made by with_later_targets"
+        )
         next_BSD = self.next_norm(self.tok(batch.next_inputs))
         this_BSD = self.x_norm(self.last_norm(x_BSD))
         joined_BSD: Tensor = self.join(torch.cat((next_BSD, this_BSD), dim=-1))
@@ -195,7 +201,9 @@ def _attention(cfg: Config) -> LatentAttention:
         mscale=cfg.rope_scaling_mscale,
         mscale_all_dim=cfg.rope_scaling_mscale_all_dim,
     )
-    rope = Rope(cfg.qk_rope_head_dim, theta=cfg.rope_theta, scaling=None if yarn.factor == 1 else yarn)
+    rope = Rope(
+        cfg.qk_rope_head_dim, theta=cfg.rope_theta, scaling=None if yarn.factor == 1 else yarn
+    )
     return LatentAttention(
         cfg.dim,
         heads=cfg.heads,

@@ -49,7 +49,10 @@ class LayerTypeRope:
 
     def fields(self, config: Json) -> Flat:
         """The Config's fields of a config.json without faults."""
-        return {field: rope_parameters(part)["rope_theta"] for field, part in _rope_parts(config).items()}
+        return {
+            field: rope_parameters(part)["rope_theta"]
+            for field, part in _rope_parts(config).items()
+        }
 
     def write(self, cfg: ModelConfig) -> dict[str, Any]:
         """Keys of config.json, old style."""
@@ -70,7 +73,10 @@ def _rope_parts(config: Json) -> dict[str, dict[str, Any]]:
     by_type = config.get("rope_parameters") or {}
     if "full_attention" in by_type:
         return {
-            "rope_theta": {"rope_theta": _GLOBAL_THETA, "rope_parameters": by_type["full_attention"]},
+            "rope_theta": {
+                "rope_theta": _GLOBAL_THETA,
+                "rope_parameters": by_type["full_attention"],
+            },
             "rope_local_theta": {"rope_parameters": by_type.get("sliding_attention")},
         }
     global_keys = {key: config[key] for key in ScaledRope().hf_keys if key in config}
@@ -91,7 +97,10 @@ def _layer_types(config: Json) -> list[str]:
     layers = config.get("num_hidden_layers")
     every = config.get("sliding_window_pattern") or _global_every(config)
     num_layers = layers if isinstance(layers, int) else 0
-    return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
+    return [
+        "sliding_attention" if (layer + 1) % every else "full_attention"
+        for layer in range(num_layers)
+    ]
 
 
 HF = HFMapping(

@@ -116,7 +116,9 @@ def ties(cfg: Config) -> dict[str, str]:
 
 
 def init(cfg: Config) -> dict[str, Draw]:
-    """Normal; projections onto the residual stream are scaled by 1 / sqrt(2 x layers); biases are zero."""
+    """Normal; projections onto the residual stream are scaled by 1 / sqrt(2 x layers); biases are
+    zero.
+    """
     residual = residual_std(cfg.layers)
     return {
         "embed.*": ("normal", INIT_STD),

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.config.hf.mapping import ConfigMapping, Fixed, HFMapping, Json, Key, Slice, WeightMapping, WeightRule
+from weft.config.hf.mapping import (
+    ConfigMapping,
+    Fixed,
+    HFMapping,
+    Json,
+    Key,
+    Slice,
+    WeightMapping,
+    WeightRule,
+)
 
 _LAYER, _HF_LAYER = "layer{layer}", "transformer.h.{layer}"
 _LINEARS = {"attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
@@ -19,10 +28,14 @@ def _layer_rules() -> Iterator[WeightRule]:
     fused = f"{_HF_LAYER}.attn.c_attn"
     for index, name in enumerate(("q", "k", "v")):
         linear = f"{_LAYER}.attn.{name}"
-        yield WeightRule(f"{linear}.weight", f"{fused}.weight", Slice(index, 3, dim=1), transposed=True)
+        yield WeightRule(
+            f"{linear}.weight", f"{fused}.weight", Slice(index, 3, dim=1), transposed=True
+        )
         yield WeightRule(f"{linear}.bias", f"{fused}.bias", Slice(index, 3, dim=0))
     for linear, hf_linear in _LINEARS.items():
-        yield WeightRule(f"{_LAYER}.{linear}.weight", f"{_HF_LAYER}.{hf_linear}.weight", transposed=True)
+        yield WeightRule(
+            f"{_LAYER}.{linear}.weight", f"{_HF_LAYER}.{hf_linear}.weight", transposed=True
+        )
         yield WeightRule(f"{_LAYER}.{linear}.bias", f"{_HF_LAYER}.{hf_linear}.bias")
     for norm, hf_norm in _NORMS.items():
         yield WeightRule(f"{_LAYER}.{norm}.weight", f"{_HF_LAYER}.{hf_norm}.weight")
@@ -51,7 +64,14 @@ HF = HFMapping(
         ),
         ignored=frozenset(
             (
-                *("n_ctx", "resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj"),
+                *(
+                    "n_ctx",
+                    "resid_pdrop",
+                    "embd_pdrop",
+                    "attn_pdrop",
+                    "summary_type",
+                    "summary_use_proj",
+                ),
                 *("summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
             )
         ),

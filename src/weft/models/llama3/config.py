@@ -23,17 +23,27 @@ class Config(FullWidthConfig):
     family: ClassVar[str] = "llama3"
 
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
-    rope_scaling_factor: float = Field(1.0, gt=0, description="long wavelengths grow by this; 1 turns scaling off")
-    rope_scaling_low_freq_factor: float = Field(1.0, gt=0, description="waves over original context / this are long")
-    rope_scaling_high_freq_factor: float = Field(4.0, gt=0, description="waves under original context / this stay")
-    rope_scaling_original_context: int = Field(8192, ge=1, description="context before scaling, in tokens")
+    rope_scaling_factor: float = Field(
+        1.0, gt=0, description="long wavelengths grow by this; 1 turns scaling off"
+    )
+    rope_scaling_low_freq_factor: float = Field(
+        1.0, gt=0, description="waves over original context / this are long"
+    )
+    rope_scaling_high_freq_factor: float = Field(
+        4.0, gt=0, description="waves under original context / this stay"
+    )
+    rope_scaling_original_context: int = Field(
+        8192, ge=1, description="context before scaling, in tokens"
+    )
 
     @field_validator("rope_scaling_high_freq_factor")
     @classmethod
     def _high_is_above_low(cls, high: float, info: ValidationInfo) -> float:
         low = info.data.get("rope_scaling_low_freq_factor", 0.0)
         if high <= low:
-            raise ValueError(f"{high} is not above rope_scaling_low_freq_factor {low}; try {4 * low}")
+            raise ValueError(
+                f"{high} is not above rope_scaling_low_freq_factor {low}; try {4 * low}"
+            )
         return high
 
 
@@ -46,7 +56,9 @@ def _published(
     scaling: float,
     tied: bool = False,
 ) -> Config:
-    """The fields that LLaMA 3.1 and 3.2 share: vocabulary, context, 8 key/value heads, RoPE's base and ramp."""
+    """The fields that LLaMA 3.1 and 3.2 share: vocabulary, context, 8 key/value heads, RoPE's base
+    and ramp.
+    """
     return Config(
         layers=layers,
         dim=dim,

@@ -7,7 +7,13 @@ from typing import ClassVar
 from pydantic import Field
 
 from weft.core.model_config import AxisTable
-from weft.models.common.decoder_config import DECODER_AXES, GATED_MLP_AXES, DenseConfig, decoder_ties, dense_init
+from weft.models.common.decoder_config import (
+    DECODER_AXES,
+    GATED_MLP_AXES,
+    DenseConfig,
+    decoder_ties,
+    dense_init,
+)
 
 
 class Config(DenseConfig):
@@ -15,10 +21,18 @@ class Config(DenseConfig):
 
     family: ClassVar[str] = "mistral"
 
-    head_size: int = Field(32, ge=2, multiple_of=2, description="width of a head; heads x head_size need not be dim")
-    max_seq_len: int = Field(32_768, ge=1, description="context length of the published model; informational")
+    head_size: int = Field(
+        32, ge=2, multiple_of=2, description="width of a head; heads x head_size need not be dim"
+    )
+    max_seq_len: int = Field(
+        32_768, ge=1, description="context length of the published model; informational"
+    )
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
-    window: int = Field(64, ge=0, description="keys that a query attends to, its own among them; 0 for all before it")
+    window: int = Field(
+        64,
+        ge=0,
+        description="keys that a query attends to, its own among them; 0 for all before it",
+    )
 
     def window_of(self, layer: int) -> int | None:
         return self.window or None

@@ -17,10 +17,18 @@ class Config(ModelConfig):
     family: ClassVar[str] = "mnist"
     kind: ClassVar[Literal["tokens", "images"]] = "images"
 
-    arch: Literal["mlp", "conv"] = Field("mlp", description="fully connected layers, or convolutions")
+    arch: Literal["mlp", "conv"] = Field(
+        "mlp", description="fully connected layers, or convolutions"
+    )
     layers: int = Field(2, ge=0, description="hidden layers between the first and the head")
-    dim: int = Field(128, ge=1, description="width of the hidden layers; channels of the convolutions")
-    ffn: int = Field(256, ge=1, description="width between the two linears of a layer (mlp) or of the head (conv)")
+    dim: int = Field(
+        128, ge=1, description="width of the hidden layers; channels of the convolutions"
+    )
+    ffn: int = Field(
+        256,
+        ge=1,
+        description="width between the two linears of a layer (mlp) or of the head (conv)",
+    )
     classes: int = Field(10, ge=1, description="classes to tell apart")
     image_size: int = Field(28, ge=1, description="height and width of an image in pixels")
 
@@ -29,7 +37,9 @@ class Config(ModelConfig):
     def _conv_halves_twice(cls, image_size: int, info: ValidationInfo) -> int:
         if info.data.get("arch") == "conv" and image_size % 4:
             near = max(4, round(image_size / 4) * 4)
-            raise ValueError(f'{image_size} is not divisible by 4, and arch "conv" halves it twice; try {near}')
+            raise ValueError(
+                f'{image_size} is not divisible by 4, and arch "conv" halves it twice; try {near}'
+            )
         return image_size
 
     @property
@@ -111,7 +121,9 @@ def ties(cfg: Config) -> dict[str, str]:
 
 
 def init(cfg: Config) -> dict[str, Draw]:
-    """Normal with variance 2 / fan-in before a ReLU (He et al. 2015), 1 / fan-in for the logits; biases are zero."""
+    """Normal with variance 2 / fan-in before a ReLU (He et al. 2015), 1 / fan-in for the logits;
+    biases are zero.
+    """
     return {
         "embed.proj.weight": _normal(2.0, cfg.image_size**2),
         "embed.conv.weight": _normal(2.0, 9),

@@ -30,7 +30,9 @@ class FlatEmbed(nn.Module):
 
 
 class FlatLayer(nn.Module):
-    """relu(down(relu(up(x)))): two linears, so that tensor parallelism cuts the features between them."""
+    """relu(down(relu(up(x)))): two linears, so that tensor parallelism cuts the features between
+    them.
+    """
 
     def __init__(self, dim: int, ffn: int) -> None:
         super().__init__()

@@ -34,7 +34,9 @@ HF = HFMapping(
             Fixed("layer_types", same_as=full_attention_layers),
         ),
         rope=ScaledRope(),
-        ignored=frozenset(("sliding_window", "max_window_layers")),  # read under use_sliding_window alone
+        ignored=frozenset(
+            ("sliding_window", "max_window_layers")
+        ),  # read under use_sliding_window alone
     ),
     weights=WeightMapping(
         rules=decoder_rules(NORMS, ATTENTION, QKV_BIAS, MLP),

@@ -42,7 +42,12 @@ HF = HFMapping(
         ),
         rope=ScaledRope(),
         ignored=IGNORED
-        | {"intermediate_size", "output_router_logits", "router_aux_loss_coef", "experts_implementation"},
+        | {
+            "intermediate_size",
+            "output_router_logits",
+            "router_aux_loss_coef",
+            "experts_implementation",
+        },
         constants={"intermediate_size": 6144},  # of dense layers, of which there are none
     ),
     weights=WeightMapping(

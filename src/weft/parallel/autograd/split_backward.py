@@ -1,27 +1,30 @@
 """Split backward for zero-bubble schedules: input gradients first (I), weight gradients later (W), for any torch code.
 
 Note [Split backward]
-    A stage runs forward under `SplitBackward`, a mode of torch that sees every call of a torch function and tells three
-    cases apart by the arguments. (A weight is a parameter, or was made of parameters alone: a cast, a view, one expert's
-    part.)
+    A stage runs forward under `SplitBackward`, a mode of torch that sees every call of a torch
+    function and tells three cases apart by the arguments. (A weight is a parameter, or was made of
+    parameters alone: a cast, a view, one expert's part.)
 
         no weight, or weights only     runs as it is
         a product, in PRODUCTS         x ──[detach]── x' ──┐                     its own inner graph is cut off at x'; the
                                                       weight ──[F.linear]── y'   outer graph holds one node in its place
         any other                      weight ──[proxy]── [F.rms_norm, +, *] ── y  runs as it is on a proxy of the weight
 
-    Hence no parameter is left in the outer graph. Its backward is I: the node of a product asks the inner graph for the
-    gradient of x' alone and keeps dy; a proxy keeps the gradient of its weight (norms and biases: cheap to compute, small
-    to keep, and their input need not be kept). W is one backward through everything kept, from which nothing leads back
-    to any x'. So each matrix product of a backward runs once, in I or in W, as in a whole backward: torch's own nodes
-    compute only the gradients they are asked for. A collective is part of the outer graph and runs once, in I.
+    Hence no parameter is left in the outer graph. Its backward is I: the node of a product asks the
+    inner graph for the gradient of x' alone and keeps dy; a proxy keeps the gradient of its weight
+    (norms and biases: cheap to compute, small to keep, and their input need not be kept). W is one
+    backward through everything kept, from which nothing leads back to any x'. So each matrix
+    product of a backward runs once, in I or in W, as in a whole backward: torch's own nodes compute
+    only the gradients they are asked for. A collective is part of the outer graph and runs once, in
+    I.
 
-    I frees the outer graph as any backward does: attention, activation functions, the other factor of a gated MLP. Until W
-    the inputs of products and the dy of their outputs stay, nothing else. W reaches parameters through autograd's own
-    accumulation, once a parameter, so hooks on them run as in a whole backward, in the same order.
+    I frees the outer graph as any backward does: attention, activation functions, the other factor
+    of a gated MLP. Until W the inputs of products and the dy of their outputs stay, nothing else. W
+    reaches parameters through autograd's own accumulation, once a parameter, so hooks on them run
+    as in a whole backward, in the same order.
 
-    What the mode cannot see is a `torch.autograd.Function` that takes a parameter directly: its gradient arrives during
-    I, right but early.
+    What the mode cannot see is a `torch.autograd.Function` that takes a parameter directly: its
+    gradient arrives during I, right but early.
 
 Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism.
 """
@@ -52,7 +55,9 @@ PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
         F.embedding, F.embedding_bag, torch.index_select, Tensor.index_select, Tensor.__getitem__,
     }
 )  # fmt: skip
-"""Functions that return one tensor and whose weight gradient is expensive, or larger than what it is made of: deferred to W."""
+"""Functions that return one tensor and whose weight gradient is expensive, or larger than what it
+is made of: deferred to W.
+"""
 
 IN_PLACE = frozenset(
     {
@@ -68,14 +73,17 @@ IN_PLACE = frozenset(
 
 
 class DeferredWGrad(NamedTuple):
-    """A weight gradient that W will compute: where its graph begins, and the gradient of what that graph returned."""
+    """A weight gradient that W will compute: where its graph begins, and the gradient of what that
+    graph returned.
+    """
 
     edge: GradientEdge
     gradient: Tensor
 
 
 class SplitBackward(TorchFunctionMode):
-    """The forward of one micro-batch through one stage, and the two parts of its backward. See Note [Split backward].
+    """The forward of one micro-batch through one stage, and the two parts of its backward. See Note
+    [Split backward].
 
     split = SplitBackward(stage.parameters())
     with split:
@@ -123,7 +131,9 @@ class SplitBackward(TorchFunctionMode):
         has_weight = self._has_weight(args) or self._has_weight(kwargs.values())
         if not has_weight or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        activations = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in self._weights]
+        activations = [
+            tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in self._weights
+        ]
         if not activations or self._writes_weight(func, args):
             out = func(*args, **kwargs)
             is_weight = not any(tensor.requires_grad for tensor in activations)
@@ -136,7 +146,9 @@ class SplitBackward(TorchFunctionMode):
         return func(*proxied_args, **proxied_kwargs)
 
     def _has_weight(self, items: Iterable[Any]) -> bool:
-        """Whether a weight is among them, or in lists among them; on every call of torch, where `any` takes 3x as long."""
+        """Whether a weight is among them, or in lists among them; on every call of torch, where
+        `any` takes 3x as long.
+        """
         for item in items:
             if id(item) in self._weights:
                 return True
@@ -157,7 +169,9 @@ class SplitBackward(TorchFunctionMode):
         return name.endswith("_") and not name.endswith("__")
 
     def _classify(self, touched: Iterable[Tensor], *, is_weight: bool) -> None:
-        """Count tensors made of weights among the weights, and no longer once an activation was written into them."""
+        """Count tensors made of weights among the weights, and no longer once an activation was
+        written into them.
+        """
         for tensor in touched:
             self._proxies.pop(id(tensor), None)
             if is_weight and tensor.requires_grad:
@@ -180,7 +194,9 @@ class SplitBackward(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Run a product on inputs cut off from the outer graph, with one node in the outer graph in its place."""
+        """Run a product on inputs cut off from the outer graph, with one node in the outer graph in
+        its place.
+        """
         outer_inputs: list[Tensor] = []
         inner_inputs: list[GradientEdge] = []
 
@@ -204,7 +220,9 @@ class SplitBackward(TorchFunctionMode):
 
 
 def active_split_backward() -> SplitBackward | None:
-    """The split that the running forward is under: a forward that is recomputed in the backward must run under the same."""
+    """The split that the running forward is under: a forward that is recomputed in the backward
+    must run under the same.
+    """
     for mode in _get_current_function_mode_stack():
         if isinstance(mode, SplitBackward):
             return mode
@@ -213,7 +231,8 @@ def active_split_backward() -> SplitBackward | None:
 
 @dataclass(frozen=True)
 class _InnerGraph:
-    """The graph of a product, or of a weight behind a proxy, as its node in the outer graph sees it.
+    """The graph of a product, or of a weight behind a proxy, as its node in the outer graph sees
+    it.
 
     Attributes:
         pending_wgrads: where I puts what W will compute.
@@ -226,7 +245,9 @@ class _InnerGraph:
     inputs: tuple[GradientEdge, ...]
 
     def input_gradients(self, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """`torch.autograd.grad(edge, inputs, dy, retain_graph=True, allow_unused=True)` without its 30 us of checks."""
+        """`torch.autograd.grad(edge, inputs, dy, retain_graph=True, allow_unused=True)` without its
+        30 us of checks.
+        """
         run_backward = torch.autograd.Variable._execution_engine.run_backward
         keep_graph, create_graph = True, False
         gradients: tuple[Tensor | None, ...] = run_backward(
@@ -242,13 +263,17 @@ class _InnerGraph:
 
 
 def _outer_output(inner: _InnerGraph, out: Tensor, grad_root: Tensor, *inputs: Tensor) -> Tensor:
-    """`out` as the output of a node of the outer graph that has `inputs`; `grad_root` makes sure that there is a node."""
+    """`out` as the output of a node of the outer graph that has `inputs`; `grad_root` makes sure
+    that there is a node.
+    """
     y: Tensor = _OuterNode.apply(inner, out.detach(), grad_root, *inputs)  # type: ignore[no-untyped-call]
     return y
 
 
 class _InnerInput(torch.autograd.Function):
-    """Where an inner graph begins. Unlike a leaf the node does not hold x', so only those that save x' keep it allocated."""
+    """Where an inner graph begins. Unlike a leaf the node does not hold x', so only those that save
+    x' keep it allocated.
+    """
 
     @staticmethod
     def forward(ctx: Any, grad_root: Tensor, x: Tensor) -> Tensor:
@@ -256,7 +281,9 @@ class _InnerInput(torch.autograd.Function):
 
 
 class _OuterNode(torch.autograd.Function):
-    """The node of the outer graph in place of an inner graph: input gradients now, weight gradients in W."""
+    """The node of the outer graph in place of an inner graph: input gradients now, weight gradients
+    in W.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Owns walking arguments and results of functions: what lies in tuples, lists, dicts, however nested."""
+"""Leaves of nested tuples, lists and dicts: the arguments and results of functions."""
 
 from __future__ import annotations
 

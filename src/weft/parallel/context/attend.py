@@ -23,7 +23,9 @@ from weft.parallel.cp import AXIS
 
 
 class BlockwiseAttention:
-    """Queries stay on their rank; keys and values of the other ranks are received, and attended to block by block."""
+    """Queries stay on their rank; keys and values of the other ranks are received, and attended to
+    block by block.
+    """
 
     supports = ALL_FEATURES
     alternative = "--parallel.context ulysses"
@@ -111,10 +113,12 @@ def transform(
     comm: Comm,
     **_unused: object,
 ) -> tuple[str, ...]:
-    """The transform of the dimension cp: attention reads the keys and values of every rank along it.
+    """The transform of the dimension cp: attention reads the keys and values of every rank along
+    it.
 
     Raises:
-        PlanError: as `apply`; or a block of a user's model that mixes tokens in another way than by `Attend`.
+        PlanError: as `apply`; or a block of a user's model that mixes tokens in another way than by
+            `Attend`.
     """
     if comm.degree(AXIS) == 1:
         return ()
@@ -140,7 +144,8 @@ def apply(blocks: Mapping[str, nn.Module], *, comm: Comm, variant: Context) -> N
     """Let the attention in these named blocks reach the keys of every rank along cp.
 
     Raises:
-        PlanError: an `Attend` that requires what the variant does not support, or does not declare what it requires.
+        PlanError: an `Attend` that requires what the variant does not support, or does not declare
+            what it requires.
     """
     implementation = VARIANTS[variant](comm)
     for name, block in blocks.items():

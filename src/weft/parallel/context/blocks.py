@@ -23,7 +23,8 @@ class BlockAttention:
 
     Attributes:
         blocks: which blocks of scores are computed.
-        documents: documents_BT of whole sequences; None: every sequence is one document, or the mask ignores them.
+        documents: documents_BT of whole sequences; None: every sequence is one document, or the
+            mask ignores them.
     """
 
     exchange: KVExchange
@@ -160,7 +161,9 @@ class _BlockAttentionFunction(torch.autograd.Function):
 
 
 class _BackwardPass:
-    """Gradients of this rank's queries, summed over the blocks so far, and of each source's keys and values."""
+    """Gradients of this rank's queries, summed over the blocks so far, and of each source's keys
+    and values.
+    """
 
     def __init__(
         self,
@@ -223,7 +226,9 @@ class _BackwardPass:
         return self.dhead_bias.to(head_bias.dtype)
 
 
-def _received_blocks(attention: BlockAttention, own: KeyValue) -> Iterator[tuple[BlockMask, int, Tensor, Tensor]]:
+def _received_blocks(
+    attention: BlockAttention, own: KeyValue
+) -> Iterator[tuple[BlockMask, int, Tensor, Tensor]]:
     """(block, source, its keys k_BGTK, its values v_BGTW), as they arrive."""
     turns = attention.blocks.ring_turns
     for source, received in attention.exchange.receive(own, turns):
@@ -292,7 +297,9 @@ def _sinks_gradient(
     out: Tensor,
     lse: Tensor,
 ) -> Tensor:
-    """The softmax's gradient for a key whose value is 0: minus its weight times grad . out, summed over the queries."""
+    """The softmax's gradient for a key whose value is 0: minus its weight times grad . out, summed
+    over the queries.
+    """
     wide = lse.dtype
     sinks_H1 = sinks_H[:, None].to(wide)
     weights_BHS = torch.exp(sinks_H1 - lse)

@@ -35,8 +35,11 @@ def chunk_numbers(num_ranks: int) -> list[int]:
     return numbers
 
 
-def document_ranges(whole_BT: Tensor, num_ranks: int) -> tuple[tuple[DocumentRange, ...], ...] | None:
-    """Smallest and largest document of each chunk of each sequence, [row][chunk]; None on the meta device.
+def document_ranges(
+    whole_BT: Tensor, num_ranks: int
+) -> tuple[tuple[DocumentRange, ...], ...] | None:
+    """Smallest and largest document of each chunk of each sequence, [row][chunk]; None on the meta
+    device.
 
     It waits for the device: the numbers decide which blocks are computed.
     """

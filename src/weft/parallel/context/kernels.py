@@ -1,12 +1,14 @@
 """Attention of one block of queries to one block of keys, forward and backward: torch's fused kernels, and a plain one.
 
 Note [Blocks add up]
-    With scores s = scale q k^T and lse = log sum exp(s) over the keys of a block, the softmax over several blocks is the
-    blocks' outputs weighted by exp(lse - global lse). And the gradients of one block, computed with the *global* output and
-    lse, are its part of the global gradients: dq, dk and dv of all blocks just add up. Nothing but q, out and lse is saved,
-    no S x S scores exist. Source: Dao 2023 (FlashAttention-2); Liu et al. 2023 (ring attention).
+    With scores s = scale q k^T and lse = log sum exp(s) over the keys of a block, the softmax over
+    several blocks is the blocks' outputs weighted by exp(lse - global lse). And the gradients of
+    one block, computed with the *global* output and lse, are its part of the global gradients: dq,
+    dk and dv of all blocks just add up. Nothing but q, out and lse is saved, no S x S scores exist.
+    Source: Dao 2023 (FlashAttention-2); Liu et al. 2023 (ring attention).
 
-All kernels take q_BHSK, k_BGTK and v_BGTK (T keys, G divides H) of one head size and return out_BHSK and lse_BHS.
+All kernels take q_BHSK, k_BGTK and v_BGTK (T keys, G divides H) of one head size and return
+out_BHSK and lse_BHS.
 """
 
 from __future__ import annotations
@@ -58,11 +60,14 @@ Forward = Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
 """q, k, v, scores -> out, lse."""
 
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores], BlockGradients]
-"""Gradient of out, q, k, v, out, lse, scores -> gradients; out and lse are those over all blocks."""
+"""Gradient of out, q, k, v, out, lse, scores -> gradients; out and lse are those over all blocks.
+"""
 
 
 class Kernel(NamedTuple):
-    """An attention kernel. Both functions take q, k and v of one head size, a multiple of `head_unit`."""
+    """An attention kernel. Both functions take q, k and v of one head size, a multiple of
+    `head_unit`.
+    """
 
     forward: Forward
     backward: Backward
@@ -88,7 +93,9 @@ def attend(
         scores,
     )
     out = padded_out[..., : v.shape[-1]]
-    if scores.mask is not None:  # kernels disagree on rows without a key: 0 and lse 0, or not a number
+    if (
+        scores.mask is not None
+    ):  # kernels disagree on rows without a key: 0 and lse 0, or not a number
         sees_nothing = ~scores.mask.any(-1)
         out = out.masked_fill(sees_nothing.unsqueeze(-1), 0.0)
         lse = lse.masked_fill(sees_nothing, NO_WEIGHT)
@@ -104,7 +111,9 @@ def attend_backward(
     lse: Tensor,
     scores: Scores,
 ) -> BlockGradients:
-    """The block's part of the gradients; `out` and `lse` are those over all blocks, `grad` is the gradient of `out`."""
+    """The block's part of the gradients; `out` and `lse` are those over all blocks, `grad` is the
+    gradient of `out`.
+    """
     kernel = _choose_kernel(q, scores)
     size = _padded_head_size(kernel, q, v)
     padded = kernel.backward(
@@ -396,10 +405,14 @@ def _plain_backward(
 
 
 CPU = Kernel(_cpu_forward, _cpu_backward)
-"""float64, float32, bfloat16, float16; masks; fewer key heads. Returns shapes on the meta device, too."""
+"""float64, float32, bfloat16, float16; masks; fewer key heads. Returns shapes on the meta device,
+too.
+"""
 CUDA_FLASH = Kernel(_flash_forward, _flash_backward, head_unit=8)
 """bfloat16 and float16 without a mask; fewer key heads."""
 CUDA_EFFICIENT = Kernel(_efficient_forward, _efficient_backward, head_unit=8)
 """float32 and 16-bit types, with a mask as a bias; as many key heads as query heads."""
 PLAIN = Kernel(_plain_forward, _plain_backward)
-"""Every feature, with all scores of the block in memory: what no fused kernel computes, and the reference in tests."""
+"""Every feature, with all scores of the block in memory: what no fused kernel computes, and the
+reference in tests.
+"""

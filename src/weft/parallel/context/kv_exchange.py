@@ -20,7 +20,9 @@ from weft.core.mesh import Axis
 
 @dataclass(frozen=True)
 class KeyValue:
-    """Keys and values (or their gradients) of one rank in one flat buffer; `keys` and `values` are views into it."""
+    """Keys and values (or their gradients) of one rank in one flat buffer; `keys` and `values` are
+    views into it.
+    """
 
     buffer: Tensor
     keys_shape: tuple[int, ...]
@@ -65,10 +67,14 @@ class KVGradient(NamedTuple):
 
 
 class KVGradAccumulator(Protocol):
-    """Sums of the gradients of all ranks' keys and values, on their way to the ranks that hold them."""
+    """Sums of the gradients of all ranks' keys and values, on their way to the ranks that hold
+    them.
+    """
 
     def add(self, source: int, gradients: Sequence[KVGradient]) -> None:
-        """Gradients for the keys and values of rank `source`; called once for each pair that `KVExchange.receive` yields."""
+        """Gradients for the keys and values of rank `source`; called once for each pair that
+        `KVExchange.receive` yields.
+        """
         ...
 
     def finish(self) -> KeyValue:
@@ -90,9 +96,11 @@ class KVExchange(Protocol):
         ...
 
     def receive(self, own: KeyValue, turns: Sequence[int]) -> Iterator[tuple[int, KeyValue]]:
-        """(source, its keys and values), this rank's own first; the next ones travel while these are used.
+        """(source, its keys and values), this rank's own first; the next ones travel while these
+        are used.
 
-        `turns` are those of the ring in which any rank computes, see `weft.core.sequence.SequenceBlocks`.
+        `turns` are those of the ring in which any rank computes, see
+        `weft.core.sequence.SequenceBlocks`.
         """
         ...
 
@@ -110,7 +118,8 @@ class KVExchange(Protocol):
 class AllGatherExchange:
     """Every rank gathers all keys and values: as many bytes as the ring sends, in one operation.
 
-    They are gathered again for the backward, so that between the two a rank keeps its own part only.
+    They are gathered again for the backward, so that between the two a rank keeps its own part
+    only.
     Source: Grattafiori et al. 2024 (LLaMA 3), section 3.3.2.
     """
 
@@ -150,7 +159,9 @@ class AllGatherExchange:
 
 
 class ReduceScatterAccumulator:
-    """This rank's gradients for the keys and values of all ranks, until they are reduced and scattered."""
+    """This rank's gradients for the keys and values of all ranks, until they are reduced and
+    scattered.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,9 @@
 """Check that a block mixes tokens through `Attend` alone: anything else would stay within a rank's columns under cp.
 
-Each block computes a small random batch twice: whole sequences, and the columns of one context-parallel rank. While it does,
-its `Attend` seams return each token's own values. A block whose other layers treat every token by itself yields the same
-columns both times; one with attention of its own, a convolution over the sequence or positions that it counts itself does not.
+Each block computes a small random batch twice: whole sequences, and the columns of one
+context-parallel rank. While it does, its `Attend` seams return each token's own values. A block
+whose other layers treat every token by itself yields the same columns both times; one with
+attention of its own, a convolution over the sequence or positions that it counts itself does not.
 """
 
 from __future__ import annotations
@@ -21,16 +22,29 @@ ROWS, LENGTH, RANKS = 2, 8, 2
 """Of the batch, and of the context-parallel ranks that are imitated."""
 
 MOST_ENTRIES = 2**28
-"""Blocks with more parameter entries on the meta device are not checked: it would need their memory."""
+"""Blocks with more parameter entries on the meta device are not checked: it would need their
+memory.
+"""
 
 TOLERANCE = 1e-3
-"""Relative to the largest output: rounding in float32 is 1e-6, a block that mixes tokens is off by 1e-1."""
+"""Relative to the largest output: rounding in float32 is 1e-6, a block that mixes tokens is off by
+1e-1.
+"""
 
 TOLERANCE_16_BIT = 5e-2
 """The same for parameters in bfloat16 or float16."""
 
 
-TOKENWISE = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Identity, nn.Dropout, nn.ModuleList, nn.ModuleDict)
+TOKENWISE = (
+    nn.Linear,
+    nn.Embedding,
+    nn.RMSNorm,
+    nn.LayerNorm,
+    nn.Identity,
+    nn.Dropout,
+    nn.ModuleList,
+    nn.ModuleDict,
+)
 """Layers of torch that treat every token by itself."""
 
 
@@ -39,7 +53,8 @@ def check_blocks(blocks: Mapping[str, nn.Module], *, hidden_shape: tuple[int, ..
 
     Args:
         blocks: consecutive ones of a model, in order.
-        hidden_shape: of one token's activation at the first block; None: the blocks begin with token ids.
+        hidden_shape: of one token's activation at the first block; None: the blocks begin with
+            token ids.
 
     Raises:
         PlanError: the first block that does, or that cannot be run on the batch; it names it.
@@ -116,7 +131,9 @@ def _difference(
     whole: Tensor,
     index: int,
 ) -> float:
-    """Largest difference of a rank's columns, relative to the largest output; 0 where the output has no columns."""
+    """Largest difference of a rank's columns, relative to the largest output; 0 where the output
+    has no columns.
+    """
     if whole.dim() < 2 or whole.shape[:2] != (ROWS, LENGTH):
         return 0.0
     own_batch = batch.columns(index=index, degree=RANKS)
@@ -156,7 +173,9 @@ class _OwnValues:
 
 
 class _Probe:
-    """A block without randomness whose attention returns each token's own values; tensors on the meta device get values."""
+    """A block without randomness whose attention returns each token's own values; tensors on the
+    meta device get values.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block

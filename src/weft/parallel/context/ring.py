@@ -74,10 +74,11 @@ class RingExchange:
 
 
 class Hop:
-    """A message to the rank `step` places on and one from the rank `step` places before, in flight from now on.
+    """A message to the rank `step` places on and one from the rank `step` places before, in flight
+    from now on.
 
-    Of two ranks the next one is the one before: one exchange does for both messages, and does not wait until the other
-    side is ready to receive.
+    Of two ranks the next one is the one before: one exchange does for both messages, and does not
+    wait until the other side is ready to receive.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ def _start_exchange(ring: RingExchange, sent: KeyValue) -> tuple[Work, ...]:
 
 
 def _start_messages(ring: RingExchange, sent: KeyValue, step: int) -> tuple[Work, ...]:
-    """Neighbours in opposite order: nothing deadlocks where both directions of a pair share one connection without tags."""
+    """Neighbours in opposite order: nothing deadlocks where both directions of a pair share one
+    connection without tags.
+    """
     comm, axis = ring.comm, ring.axis
     target = (ring.index + step) % ring.num_ranks
     source = (ring.index - step) % ring.num_ranks
@@ -127,7 +130,9 @@ def _start_messages(ring: RingExchange, sent: KeyValue, step: int) -> tuple[Work
 
 
 def _place_in_cycle(index: int, step: int, num_ranks: int) -> int:
-    """Hops of `step` from the smallest rank of the cycle that `index` lies on; `index` itself where step is 1."""
+    """Hops of `step` from the smallest rank of the cycle that `index` lies on; `index` itself where
+    step is 1.
+    """
     at = index % gcd(step, num_ranks)
     place = 0
     while at != index:
@@ -166,7 +171,9 @@ class RingAccumulator:
             self.hop = Hop(self.ring, held, step=self.steps.pop(0))
 
     def finish(self) -> KeyValue:
-        """The sum of what the other ranks computed, when it has arrived, and of what this rank computed."""
+        """The sum of what the other ranks computed, when it has arrived, and of what this rank
+        computed.
+        """
         if self.hop is not None:
             self.own.buffer.add_(self.hop.wait().buffer)
         return self.own
@@ -184,12 +191,14 @@ def ring_attention(
     documents: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention over sequences that are sharded over `axis`, exact; every rank of the axis calls it, and its backward.
+    """Attention over sequences that are sharded over `axis`, exact; every rank of the axis calls
+    it, and its backward.
 
-    Keys and values travel around the ring while each rank attends to those that it holds; only they travel, H / G times less
-    than queries would. With c ranks, causal, rank i holds chunks i and 2c-1-i of the 2c equal chunks of each sequence
-    (`weft.core.sequence.zigzag`), so that all have as much to do; bidirectional without window and documents, any cut into
-    equal parts will do. Blocks that window or documents hide are skipped.
+    Keys and values travel around the ring while each rank attends to those that it holds; only they
+    travel, H / G times less than queries would. With c ranks, causal, rank i holds chunks i and
+    2c-1-i of the 2c equal chunks of each sequence (`weft.core.sequence.zigzag`), so that all have
+    as much to do; bidirectional without window and documents, any cut into equal parts will do.
+    Blocks that window or documents hide are skipped.
 
     Args:
         q_BSHK: this rank's S columns, of B sequences, H heads of size K.
@@ -197,16 +206,20 @@ def ring_attention(
         comm: this rank's collectives.
         causal: a token sees itself and those before it; else all.
         window: a token sees those at a distance below this; None: any.
-        documents: documents_BS, whole numbers for this rank's columns: tokens see those of their own document only.
+        documents: documents_BS, whole numbers for this rank's columns: tokens see those of their
+            own document only.
         scale: factor of q k^T; 1 / sqrt(K) where it is None.
 
     Returns:
-        out_BSHW, this rank's columns, in the type of q. Sums over blocks are made in float32, in float64 for float64.
+        out_BSHW, this rank's columns, in the type of q. Sums over blocks are made in float32, in
+        float64 for float64.
 
     Raises:
-        PlanError: shapes that do not fit together, or an odd number of columns that must be two chunks.
+        PlanError: shapes that do not fit together, or an odd number of columns that must be two
+            chunks.
 
-    Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; Brandon et al. 2023, Striped Attention.
+    Source: Liu et al. 2023, Ring Attention with Blockwise Transformers; Brandon et al. 2023,
+        Striped Attention.
     """
     num_ranks = comm.degree(axis)
     mask = AttentionMask(causal=causal, window=window)

@@ -18,20 +18,24 @@ from weft.parallel.zero.grouping import BUCKET_BYTES, bucket_reducer
 
 
 class DistributedDataParallel(nn.Module):
-    """The same module on every rank of `axis`; gradients are averaged over the ranks while the backward still runs.
+    """The same module on every rank of `axis`; gradients are averaged over the ranks while the
+    backward still runs.
 
-    Starts from the first rank's parameters and buffers. After `loss.backward()` call `finish_gradient_synchronization()`,
-    then step the optimizer. Gradients are views into flat buckets; setting them to None between steps is allowed. A
-    parameter that no rank has used since the last step keeps the `.grad` it had: None, if it was set to None.
+    Starts from the first rank's parameters and buffers. After `loss.backward()` call
+    `finish_gradient_synchronization()`, then step the optimizer. Gradients are views into flat
+    buckets; setting them to None between steps is allowed. A parameter that no rank has used since
+    the last step keeps the `.grad` it had: None, if it was set to None.
 
     Args:
         module: any module; its forward is called as it is.
-        comm: communication with the other ranks; None: the world of torch.distributed is the data axis.
+        comm: communication with the other ranks; None: the world of torch.distributed is the data
+            axis.
         axis: the mesh axis (or axes) over which batches differ.
         bucket_bytes: gradients are reduced in buckets of about this size.
 
     Raises:
-        PlanError: a forward with gradients follows a backward whose gradients were not synchronised.
+        PlanError: a forward with gradients follows a backward whose gradients were not
+            synchronised.
 
     Source: Li et al. 2020, PyTorch Distributed.
     """
@@ -51,7 +55,9 @@ class DistributedDataParallel(nn.Module):
         self.comm = comm_or_world(comm, axis=axis, device=device)
         self.axis = axis
         broadcast_module(module, self.comm, axis)
-        self._params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+        self._params = {
+            name: param for name, param in module.named_parameters() if param.requires_grad
+        }
         axes = axis_names(axis) if self.comm.degree(axis) > 1 else ()
         self._reducer = bucket_reducer(
             self._params,
@@ -86,7 +92,9 @@ class DistributedDataParallel(nn.Module):
             self._requires_gradient_sync = True
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the mean over the ranks. Call once, after the last backward of a step."""
+        """Wait until every gradient is the mean over the ranks. Call once, after the last backward
+        of a step.
+        """
         reducer = self._reducer
         reducer.start_remaining()
         used = reducer.used_on_any_rank(self.axis)

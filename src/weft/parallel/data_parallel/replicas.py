@@ -16,21 +16,26 @@ from weft.parallel.autograd.tree import map_leaves, tensors_in
 
 
 class DataParallel(nn.Module):
-    """Splits each input along `dim`, one part for a device, runs the module on all of them at once and joins the outputs.
+    """Splits each input along `dim`, one part for a device, runs the module on all of them at once
+    and joins the outputs.
 
         net = weft.DataParallel(net, ["cuda:0", "cuda:1"])
         net(x).mean().backward()        # gradients of all parts are summed onto the module's own parameters
 
-    The module itself runs on the first device and has the parameters; the others get copies at every forward. Parts are as
-    even as possible, the larger ones first; with fewer samples than devices the last devices are idle. Gradients are added
-    in the order of the devices, so results do not depend on which thread was faster. Buffers that the forward writes keep
-    what the first device wrote.
+    The module itself runs on the first device and has the parameters; the others get copies at
+    every forward. Parts are as even as possible, the larger ones first; with fewer samples than
+    devices the last devices are idle. Gradients are added in the order of the devices, so results
+    do not depend on which thread was faster. Buffers that the forward writes keep what the first
+    device wrote.
 
     Args:
-        module: any module; its forward takes and returns tensors, or tuples, lists and dicts of them. Tensors among the
-            arguments that have no dim `dim`, and everything else, go to every replica as they are.
-        devices: of the replicas, the first one for the module itself; the same may be named more than once.
-        dim: dimension of the samples in inputs and outputs. Outputs of no dimensions are stacked, one for each device.
+        module: any module; its forward takes and returns tensors, or tuples, lists and dicts of
+            them. Tensors among the arguments that have no dim `dim`, and everything else, go to
+            every replica as they are.
+        devices: of the replicas, the first one for the module itself; the same may be named more
+            than once.
+        dim: dimension of the samples in inputs and outputs. Outputs of no dimensions are stacked,
+            one for each device.
     """
 
     def __init__(
@@ -67,7 +72,9 @@ class DataParallel(nn.Module):
         return _gather(outputs, self.devices[0], self.dim)
 
     def finish_gradient_synchronization(self) -> None:
-        """Does nothing: gradients are complete when the backward returns. So that scripts may change strategy."""
+        """Does nothing: gradients are complete when the backward returns. So that scripts may
+        change strategy.
+        """
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The module's state dict."""
@@ -75,7 +82,9 @@ class DataParallel(nn.Module):
 
 
 class _ReplicaCall(threading.Thread):
-    """One replica's forward in a thread, under the grad, inference and autocast modes of the thread that makes it."""
+    """One replica's forward in a thread, under the grad, inference and autocast modes of the thread
+    that makes it.
+    """
 
     def __init__(self, module: nn.Module, inputs: Any, device: torch.device) -> None:
         super().__init__(name=f"replica on {device}", daemon=True)
@@ -120,7 +129,9 @@ class _ReplicaCall(threading.Thread):
 
 
 class _CopyToDevices(torch.autograd.Function):
-    """Parameters -> their copies on other devices, device after device; gradients are added in that order."""
+    """Parameters -> their copies on other devices, device after device; gradients are added in that
+    order.
+    """
 
     @staticmethod
     def forward(ctx: Any, devices: Sequence[torch.device], *params: Tensor) -> tuple[Tensor, ...]:

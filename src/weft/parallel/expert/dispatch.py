@@ -1,11 +1,12 @@
 """Expert parallelism: all-to-all dispatch of tokens to the ranks that hold their experts; mixtures under tp and cp.
 
 Note [A mixture is one tensor-parallel region]
-    Under tp the features of every expert and of the shared one are sharded. The region is entered once, at the mixture's
-    input, and left once, after routed and shared parts have been added: one collective a side and direction, as for a dense
-    MLP. Inside, each tp rank routes the same tokens; the gradient that the router receives through the weights is this
-    rank's part, so the gradient rule sums it over tp. The balance loss would be counted tp times by that sum: the first tp
-    rank alone adds it.
+    Under tp the features of every expert and of the shared one are sharded. The region is entered
+    once, at the mixture's input, and left once, after routed and shared parts have been added: one
+    collective a side and direction, as for a dense MLP. Inside, each tp rank routes the same
+    tokens; the gradient that the router receives through the weights is this rank's part, so the
+    gradient rule sums it over tp. The balance loss would be counted tp times by that sum: the first
+    tp rank alone adds it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ from weft.parallel.tp import AXIS as TP
 
 
 class ExpertParallelDispatch(nn.Module):
-    """Experts are sharded over `axis`: rank i holds experts `span(E, n, i)`. Every rank has tokens of its own; none is dropped.
+    """Experts are sharded over `axis`: rank i holds experts `span(E, n, i)`. Every rank has tokens
+    of its own; none is dropped.
 
         slots sorted by expert ──all_to_all──> sorted by (rank, expert) ──> sorted by expert ──> experts
         y <── weighted sum <── sorted by expert <──all_to_all── sorted by (rank, expert) <──────────┘
 
-    Sizes are uneven and known after one small gather of counts. Source: Lepikhin et al. 2020 (GShard); Gale et al. 2022.
+    Sizes are uneven and known after one small gather of counts. Source: Lepikhin et al. 2020
+    (GShard); Gale et al. 2022.
     """
 
     supports = frozenset({"dropless"})
@@ -47,7 +50,9 @@ class ExpertParallelDispatch(nn.Module):
         self.comm = comm
         self.axis = axis
 
-    def forward(self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module) -> Tensor:
+    def forward(
+        self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
+    ) -> Tensor:
         """x_ND -> y_ND, as `Dispatch`; `experts` holds this rank's ones."""
         comm, axis = self.comm, self.axis
         degree = comm.degree(axis)
@@ -81,7 +86,9 @@ def _inverse(sorting: Sorting) -> Sorting:
 
 
 class ShardedBalance(Balance):
-    """The balance loss where a sequence's tokens are sharded over `axis`, and only some ranks count it."""
+    """The balance loss where a sequence's tokens are sharded over `axis`, and only some ranks count
+    it.
+    """
 
     supports = frozenset({"sequence_balance"})
 
@@ -105,13 +112,17 @@ class ShardedBalance(Balance):
 def transform(
     blocks: dict[str, nn.Module], *, plan: Plan, comm: Comm, axes: AxisTable, **_unused: object
 ) -> tuple[str, ...]:
-    """The transform of the dimension ep, which also serves mixtures whose sequences are sharded over cp or tp.
+    """The transform of the dimension ep, which also serves mixtures whose sequences are sharded
+    over cp or tp.
 
     Raises:
-        PlanError: a parameter sharded over ep that no `Dispatch` serves, or a seam that requires what is not supported.
+        PlanError: a parameter sharded over ep that no `Dispatch` serves, or a seam that requires
+            what is not supported.
     """
     for name, block in blocks.items():
-        mixtures = {path: module for path, module in block.named_modules() if isinstance(module, MoE)}
+        mixtures = {
+            path: module for path, module in block.named_modules() if isinstance(module, MoE)
+        }
         _check_experts(name, block, mixtures, plan, axes=axes)
         for path, mixture in mixtures.items():
             _make_parallel(f"{name}.{path}".rstrip("."), mixture, comm)
@@ -122,18 +133,32 @@ def _make_parallel(key: str, mixture: MoE, comm: Comm) -> None:
     if comm.degree(EP) > 1:
         supports = ExpertParallelDispatch.supports
         dispatch_key = f"{key}.dispatch"
-        check_replaceable(mixture.dispatch, Dispatch, name="expert parallelism", supports=supports, key=dispatch_key)
+        check_replaceable(
+            mixture.dispatch,
+            Dispatch,
+            name="expert parallelism",
+            supports=supports,
+            key=dispatch_key,
+        )
         num_experts = mixture.dispatch.num_experts
         mixture.dispatch = ExpertParallelDispatch(num_experts, comm=comm)  # type: ignore[assignment]
     if comm.degree((CP, TP)) > 1:
         supports = ShardedBalance.supports
         balance_key = f"{key}.balance"
-        check_replaceable(mixture.balance, Balance, name="the sharded balance loss", supports=supports, key=balance_key)
+        check_replaceable(
+            mixture.balance,
+            Balance,
+            name="the sharded balance loss",
+            supports=supports,
+            key=balance_key,
+        )
         counts = comm.index(TP) == 0
         mixture.balance = ShardedBalance(mixture.balance, comm=comm, axis=CP, counts=counts)
 
 
-def _check_experts(name: str, block: nn.Module, mixtures: dict[str, MoE], plan: Plan, *, axes: AxisTable) -> None:
+def _check_experts(
+    name: str, block: nn.Module, mixtures: dict[str, MoE], plan: Plan, *, axes: AxisTable
+) -> None:
     """Parameters sharded over ep must be experts that a `Dispatch` sends tokens to."""
     rule = plan.sharding_rule
     served = tuple(f"{path}.experts." if path else "experts." for path in mixtures)

@@ -17,7 +17,9 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class PlainChain:
-    """All blocks of a model before anything is sharded, and a batch that they can run on; both on the meta device."""
+    """All blocks of a model before anything is sharded, and a batch that they can run on; both on
+    the meta device.
+    """
 
     blocks: dict[str, nn.Module]
     batch: Batch
@@ -32,7 +34,9 @@ class PlainChain:
                 for tensor in (*plain, *module.buffers(recurse=False)):
                     memo[id(tensor)] = torch.empty_like(tensor, device=META)
             for param in block.parameters():
-                memo[id(param)] = nn.Parameter(torch.empty_like(param, device=META), requires_grad=param.requires_grad)
+                memo[id(param)] = nn.Parameter(
+                    torch.empty_like(param, device=META), requires_grad=param.requires_grad
+                )
         return cls({name: copy.deepcopy(block, memo) for name, block in model.items()}, batch)
 
 

@@ -56,11 +56,14 @@ class ParallelModel:
 
     Attributes:
         stages: stage index -> its blocks, for the stages that live here.
-        shards: global name -> geometry of each parameter here; a parameter under two names appears under its owner's.
+        shards: global name -> geometry of each parameter here; a parameter under two names appears
+            under its owner's.
         params: global name -> the parameter, same keys and order as `shards`.
         stage_of: global name -> the local stage whose backward completes its gradient.
-        cross_stage_ties: (alias, owner) pairs that live on two pipeline ranks, with the other's pp index, in a fixed order.
-        materialize: allocates the parameters of these names that are on the meta device and gives them their starting values.
+        cross_stage_ties: (alias, owner) pairs that live on two pipeline ranks, with the other's pp
+            index, in a fixed order.
+        materialize: allocates the parameters of these names that are on the meta device and gives
+            them their starting values.
     """
 
     plan: Plan
@@ -79,17 +82,28 @@ class ParallelModel:
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Local parameters that receive no update; routers' biases, which are updated without a gradient, are not among them."""
-        routers = (module for block in self.blocks.values() for module in block.modules() if isinstance(module, Router))
+        """Local parameters that receive no update; routers' biases, which are updated without a
+        gradient, are not among them.
+        """
+        routers = (
+            module
+            for block in self.blocks.values()
+            for module in block.modules()
+            if isinstance(module, Router)
+        )
         biases = {id(router.bias) for router in routers}
         return frozenset(
-            name for name, param in self.params.items() if not param.requires_grad and id(param) not in biases
+            name
+            for name, param in self.params.items()
+            if not param.requires_grad and id(param) not in biases
         )
 
 
 @dataclass(frozen=True)
 class CrossStageTie:
-    """A tied parameter with copies on two pipeline ranks: both gradients are summed; the owner's copy counts in norms."""
+    """A tied parameter with copies on two pipeline ranks: both gradients are summed; the owner's
+    copy counts in norms.
+    """
 
     name: str
     peer: int
@@ -107,20 +121,24 @@ def parallelize(
 ) -> ParallelModel:
     """This rank's part of `model`, an ordered mapping of block name -> plain module.
 
-    The blocks of other stages are dropped, parameters are sharded as `axes` and the plan's rule say, and each dimension's
-    transform is applied. Parameters on the meta device stay there until `materialize_params`; real ones keep their values.
+    The blocks of other stages are dropped, parameters are sharded as `axes` and the plan's rule
+    say, and each dimension's transform is applied. Parameters on the meta device stay there until
+    `materialize_params`; real ones keep their values.
 
     Args:
-        model: blocks in order; the last one yields the summed loss. It is changed in place: pass a fresh one.
-        axes: pattern of parameter names -> logical axis of each dim, see `weft.core.model_config.AxisTable`; default: the
-            table of the plan's family, or nothing that could be sharded where the family is not one of weft's.
-        ties: alias -> owner of tied parameters; parameters that are one object are tied without being named here.
-        example: a micro-batch on the meta device, which tensor parallelism traces the model with; default: token ids of the
-            plan's micro-batch size and sequence length.
+        model: blocks in order; the last one yields the summed loss. It is changed in place: pass a
+            fresh one.
+        axes: pattern of parameter names -> logical axis of each dim, see
+            `weft.core.model_config.AxisTable`; default: the table of the plan's family, or nothing
+            that could be sharded where the family is not one of weft's.
+        ties: alias -> owner of tied parameters; parameters that are one object are tied without
+            being named here.
+        example: a micro-batch on the meta device, which tensor parallelism traces the model with;
+            default: token ids of the plan's micro-batch size and sequence length.
 
     Raises:
-        PlanError: a parameter that no row or two rows of `axes` match, or a model that would not compute on shards what it
-            computes on one device.
+        PlanError: a parameter that no row or two rows of `axes` match, or a model that would not
+            compute on shards what it computes on one device.
     """
     ties = {**_shared_parameters(model), **(ties or {})}
     tie(model, ties)
@@ -134,10 +152,14 @@ def parallelize(
     blocks = {name: model[name] for stage in local_stages.values() for name in stage.blocks}
     _shard_parameters(blocks, plan, comm, axes=axes)
     tie(blocks, ties)
-    partial = _apply_transforms(blocks, plan, comm, axes=axes, sizes=_axis_lengths(shapes, axes), chain=chain)
+    partial = _apply_transforms(
+        blocks, plan, comm, axes=axes, sizes=_axis_lengths(shapes, axes), chain=chain
+    )
     stages = {}
     for i, stage in local_stages.items():
-        modules = {name: recompute_block(name, blocks[name], plan.recompute) for name in stage.blocks}
+        modules = {
+            name: recompute_block(name, blocks[name], plan.recompute) for name in stage.blocks
+        }
         stages[i] = nn.ModuleDict(modules)
     params = {}
     for name, param in named_parameters(blocks).items():
@@ -148,8 +170,12 @@ def parallelize(
     for name in params:
         owner = ties.get(name, name)
         axes_with = _axes_with(partial, name)
-        shards[name] = _shard(name, shapes[name], plan, comm, axes=axes, owner=owner, partial=axes_with)
-    block_rank = {name: stage_to_rank[i] for i, stage in enumerate(plan.stages) for name in stage.blocks}
+        shards[name] = _shard(
+            name, shapes[name], plan, comm, axes=axes, owner=owner, partial=axes_with
+        )
+    block_rank = {
+        name: stage_to_rank[i] for i, stage in enumerate(plan.stages) for name in stage.blocks
+    }
     return ParallelModel(
         plan=plan,
         comm=comm,
@@ -162,7 +188,9 @@ def parallelize(
 
 
 def _shared_parameters(model: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, str]:
-    """Alias -> owner of parameters that are one object: a layer that is used twice, or weights tied by hand."""
+    """Alias -> owner of parameters that are one object: a layer that is used twice, or weights tied
+    by hand.
+    """
     owners: dict[int, str] = {}
     found = {}
     for name, param in named_parameters(model).items():
@@ -194,14 +222,19 @@ def materialize_params(
     dtype: torch.dtype,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Give parameters on the meta device memory and their starting values, which depend on seed, name and full shape only.
+    """Give parameters on the meta device memory and their starting values, which depend on seed,
+    name and full shape only.
 
     `names` are those parameters that shall have them; default: all.
     """
     chosen = tuple(model.params) if names is None else tuple(names)
     for param in (model.params[name] for name in chosen):
-        empty = nn.Parameter(torch.empty(param.shape, device=device, dtype=dtype), requires_grad=param.requires_grad)
-        torch.utils.swap_tensors(param, empty)  # the modules and hooks that hold it keep the same object
+        empty = nn.Parameter(
+            torch.empty(param.shape, device=device, dtype=dtype), requires_grad=param.requires_grad
+        )
+        torch.utils.swap_tensors(
+            param, empty
+        )  # the modules and hooks that hold it keep the same object
     by_owner = {model.shards[name].owner: model.shards[name] for name in chosen}
     init_params(
         {model.shards[name].owner: model.params[name] for name in chosen},
@@ -218,8 +251,12 @@ def read_shard(read: Callable[[Box], Tensor], shard: Shard) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=shard.dim)
 
 
-def _shard_parameters(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable) -> None:
-    """Replace each parameter by this rank's shard of it; one that is shared between modules stays shared."""
+def _shard_parameters(
+    blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable
+) -> None:
+    """Replace each parameter by this rank's shard of it; one that is shared between modules stays
+    shared.
+    """
     shards: dict[int, nn.Parameter] = {}
     done: set[int] = set()
     replaced: list[nn.Parameter] = []  # keeps their ids
@@ -236,7 +273,9 @@ def _shard_parameters(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *
             setattr(module, leaf, shards[id(param)])
 
 
-def _sharded(name: str, param: nn.Parameter, plan: Plan, comm: Comm, *, axes: AxisTable) -> nn.Parameter:
+def _sharded(
+    name: str, param: nn.Parameter, plan: Plan, comm: Comm, *, axes: AxisTable
+) -> nn.Parameter:
     """This rank's shard of a parameter; the parameter itself where it is whole."""
     logical = logical_axes(name, axes)
     shape = tuple(param.shape)
@@ -257,12 +296,16 @@ def _apply_transforms(
     sizes: Mapping[str, int],
     chain: PlainChain | None,
 ) -> dict[str, frozenset[str]]:
-    """Apply each dimension's transform: mesh axis -> names of parameters whose gradients are partial sums along it."""
+    """Apply each dimension's transform: mesh axis -> names of parameters whose gradients are
+    partial sums along it.
+    """
     partial: dict[str, frozenset[str]] = {}
     for axis, dimension in dimensions().items():
         transform = dimension.load_transform()
         if transform is not None:
-            names = transform(blocks, plan=plan, comm=comm, axes=axes, axis_sizes=sizes, chain=chain)
+            names = transform(
+                blocks, plan=plan, comm=comm, axes=axes, axis_sizes=sizes, chain=chain
+            )
             partial[axis] = frozenset(names)
     return partial
 
@@ -289,7 +332,14 @@ def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dic
 
 
 def _shard(
-    name: str, shape: tuple[int, ...], plan: Plan, comm: Comm, *, axes: AxisTable, owner: str, partial: tuple[str, ...]
+    name: str,
+    shape: tuple[int, ...],
+    plan: Plan,
+    comm: Comm,
+    *,
+    axes: AxisTable,
+    owner: str,
+    partial: tuple[str, ...],
 ) -> ParamShard:
     logical = logical_axes(name, axes)
     cut = sharding_axes(first_axes(logical), plan.sharding_rule, plan.mesh)
@@ -298,7 +348,9 @@ def _shard(
         name=name,
         owner=owner,
         shape=shape,
-        shard=shard_of(name, shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank),
+        shard=shard_of(
+            name, shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank
+        ),
         shard_axes=cut,
         reduce_axes=gradient_axes(plan.mesh, varies=varies, sharded=cut),
     )
@@ -307,7 +359,9 @@ def _shard(
 def _completing_stages(
     stages: Mapping[int, nn.ModuleDict], params: Mapping[str, nn.Parameter], row: Sequence[Act]
 ) -> dict[str, int]:
-    """For each parameter the stage of those which use it that `row` is done with last; tied ones may stand in two."""
+    """For each parameter the stage of those which use it that `row` is done with last; tied ones
+    may stand in two.
+    """
     done = {act.stage: place for place, act in enumerate(row)}
     by_param: dict[int, int] = {}
     for stage in sorted(stages, key=lambda stage: done[stage]):

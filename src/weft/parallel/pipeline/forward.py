@@ -82,7 +82,8 @@ class ForwardPlayer(Player):
 
     @torch.no_grad()
     def loss(self, batches: Sequence[Batch]) -> Tensor:
-        """Sum over targets of the last block's loss, float64 scalar; 0 on ranks that do not hold that block.
+        """Sum over targets of the last block's loss, float64 scalar; 0 on ranks that do not hold
+        that block.
 
         Extra losses of other blocks, which only guide the training, are left out.
         """

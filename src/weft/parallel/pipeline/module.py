@@ -31,19 +31,23 @@ class PipelineParallel(nn.Module):
         loss = pipe.step(x, y)        # forwards and backwards of all micro-batches; gradients are in place
         optimizer.step()
 
-    Every rank passes the whole chain and keeps its own stages; a chain on the meta device costs nothing.
+    Every rank passes the whole chain and keeps its own stages; a chain on the meta device costs
+    nothing.
 
     Args:
-        blocks: modules in order, each takes the output of the one before (one tensor). Inputs of the first one may be
-            integers, such as token ids; what a stage sends to the next is of one floating-point dtype.
+        blocks: modules in order, each takes the output of the one before (one tensor). Inputs of
+            the first one may be integers, such as token ids; what a stage sends to the next is of
+            one floating-point dtype.
         comm: communication with the other ranks; the pipeline axis and the data axes are used.
         loss: (output of the last block, targets) -> scalar mean over the micro-batch.
         example: input of one micro-batch, for its shape and dtype only.
         microbatches: a step's input is split into so many, along dim 0.
-        schedule, chunks: as `weft schedule` draws them; by default as many chunks as the schedule is made for.
+        schedule, chunks: as `weft schedule` draws them; by default as many chunks as the schedule
+            is made for.
 
     Raises:
-        PlanError: the output of a stage is not floating point, or stages differ in the dtype of their outputs.
+        PlanError: the output of a stage is not floating point, or stages differ in the dtype of
+            their outputs.
     """
 
     def __init__(
@@ -95,14 +99,17 @@ class PipelineParallel(nn.Module):
         )
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of the mean loss over `inputs` (of all data ranks); returns that loss, on every rank.
+        """Gradients of the mean loss over `inputs` (of all data ranks); returns that loss, on every
+        rank.
 
         inputs[N, ...] and targets[N, ...] are this data rank's; N must divide by `microbatches`.
         """
         no_positions = torch.zeros(0, dtype=torch.int64)
         input_parts = inputs.chunk(self.microbatches)
         target_parts = targets.chunk(self.microbatches)
-        batches = [Batch(x, y, no_positions) for x, y in zip(input_parts, target_parts, strict=True)]
+        batches = [
+            Batch(x, y, no_positions) for x, y in zip(input_parts, target_parts, strict=True)
+        ]
         axes = data_axes(self.comm.mesh)
         num_parts = self.microbatches * self.comm.degree(axes)
         seed = torch.tensor(1.0 / num_parts, dtype=torch.float64)

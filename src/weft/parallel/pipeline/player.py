@@ -34,7 +34,9 @@ ActionCallback = Callable[[Act, float, float], None]
 """Called with each action, its start and its end, seconds of `time.perf_counter`."""
 
 MAX_SENDS = 8
-"""Sends under way at once; before one more the oldest is waited for, which the order of a lowered row allows at any time."""
+"""Sends under way at once; before one more the oldest is waited for, which the order of a lowered
+row allows at any time.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,10 @@ class PlayResult:
     """What a step yields besides the gradients, on this rank.
 
     Attributes:
-        loss: sum of the losses of the micro-batches, float64 scalar: of the last stage, and extra losses of blocks.
-        loads: block name -> tokens that the step sent to each of its experts, int64, for blocks that return a load.
+        loss: sum of the losses of the micro-batches, float64 scalar: of the last stage, and extra
+            losses of blocks.
+        loads: block name -> tokens that the step sent to each of its experts, int64, for blocks
+            that return a load.
     """
 
     loss: Tensor
@@ -59,7 +63,9 @@ class StageMicrobatch(NamedTuple):
 
 @dataclass(frozen=True)
 class _Saved:
-    """A forward whose backward has not run: its input, its output and extra loss, and the split of its backward."""
+    """A forward whose backward has not run: its input, its output and extra loss, and the split of
+    its backward.
+    """
 
     input: Tensor
     outputs: tuple[Tensor, ...]
@@ -120,7 +126,8 @@ class Player:
 
     Args:
         model: this rank's stages.
-        before_last_backward: called with a stage just before the backward that completes its gradients.
+        before_last_backward: called with a stage just before the backward that completes its
+            gradients.
         on_action: called after every action, for profiles.
         table: the schedule; default: the plan's.
     """
@@ -149,7 +156,8 @@ class Player:
 
         Args:
             batches: this rank's micro-batches, as many as the plan says.
-            seed: gradient of the step's loss by the summed loss, scalar: 1 / global number of target tokens.
+            seed: gradient of the step's loss by the summed loss, scalar: 1 / global number of
+                target tokens.
         """
         no_loss = torch.zeros((), dtype=torch.float64, device=self.model.comm.device)
         state = StepState(batches, seed, loss=no_loss)
@@ -254,7 +262,8 @@ class Player:
 def _backward_through(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """torch.autograd.backward, without the outputs that need none.
 
-    An extra loss may be a constant where its parameters are frozen; so is every output of a first stage that is frozen.
+    An extra loss may be a constant where its parameters are frozen; so is every output of a first
+    stage that is frozen.
     """
     needed = []
     needed_gradients = []

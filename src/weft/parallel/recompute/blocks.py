@@ -52,7 +52,9 @@ class RecomputedBlock(nn.Module):
 
 
 class RecomputedSlot:
-    """What autograd saves in place of a tensor of a recomputed call; it dies with the node that needs the tensor."""
+    """What autograd saves in place of a tensor of a recomputed call; it dies with the node that
+    needs the tensor.
+    """
 
     __slots__ = ("__weakref__", "value")
 
@@ -65,18 +67,21 @@ class _AllRecomputedError(Exception):
 
 
 class FullRecompute:
-    """A call of which autograd saves nothing; it is repeated when a backward needs the first of what it would have saved.
+    """A call of which autograd saves nothing; it is repeated when a backward needs the first of
+    what it would have saved.
 
         forward     call ── tensor 0, 1, 2 ...: a slot each          the tensors are freed
         backward    slot 2 is needed: the call again, until every slot that is still needed has its tensor
 
     Note [Why not torch.utils.checkpoint]
-        The same idea (saved-tensor hooks; the repeated call stops at the last tensor that is needed, so a collective at the
-        end of a block does not run again). But that one imports torch._dynamo when it is first called: 829 modules, a
-        second and 70 MB a rank. And it repeats the call once for each run of the autograd engine, where a split backward is
+        The same idea (saved-tensor hooks; the repeated call stops at the last tensor that is
+        needed, so a collective at the end of a block does not run again). But that one imports
+        torch._dynamo when it is first called: 829 modules, a second and 70 MB a rank. And it
+        repeats the call once for each run of the autograd engine, where a split backward is
         two: here a recomputed tensor stays until the node that needs it has run.
 
-    weft's models draw no random numbers, so no generator is restored. The call must do the same when it is repeated.
+    weft's models draw no random numbers, so no generator is restored. The call must do the same
+    when it is repeated.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:

@@ -62,7 +62,9 @@ class SavedTensor:
             RuntimeError: it was modified in place since.
         """
         if self.tensor._version != self.version:
-            raise RuntimeError("a tensor that the backward needs was changed in place after the forward had used it")
+            raise RuntimeError(
+                "a tensor that the backward needs was changed in place after the forward had used it"
+            )
         return self.tensor
 
 
@@ -111,12 +113,14 @@ class CallArgument:
 
 @dataclass(eq=False)
 class RecomputedTensor:
-    """The result of a call that is repeated when the result, or what autograd saves inside the call, is needed.
+    """The result of a call that is repeated when the result, or what autograd saves inside the
+    call, is needed.
 
     Attributes:
         args, kwargs: with a CallArgument in place of each tensor.
         inner_slots: of what autograd saves within the call, in order.
-        result_slots: of views of the result that autograd saves outside. (With a ViewSpec: a ResultView would keep this alive.)
+        result_slots: of views of the result that autograd saves outside. (With a ViewSpec: a
+            ResultView would keep this alive.)
     """
 
     func: Callable[..., Any]

@@ -1,10 +1,12 @@
 """Selective recomputation: norms, activation functions and products of their results are not saved but recomputed.
 
 Note [Selective recomputation]
-    `SelectiveRecompute` is a mode of torch that sees every call of a torch function. Where the result can be recomputed
-    from tensors that autograd saves anyway, the call becomes a RecomputedTensor. Whenever autograd saves something that
-    lies in the memory of its result (the result, any view of it), it gets a slot, filled when the backward needs it: the
-    call is repeated, after the calls of those of its arguments that are recomputed themselves. Two kinds of calls are:
+    `SelectiveRecompute` is a mode of torch that sees every call of a torch function. Where the
+    result can be recomputed from tensors that autograd saves anyway, the call becomes a
+    RecomputedTensor. Whenever autograd saves something that lies in the memory of its result (the
+    result, any view of it), it gets a slot, filled when the backward needs it: the call is
+    repeated, after the calls of those of its arguments that are recomputed themselves. Two kinds of
+    calls are:
 
         those that save their inputs     norms, silu, gelu, x * y where both have gradients
         those that save nothing          casts, sums, cat, x * constant: where what they are made of is recomputed
@@ -15,12 +17,14 @@ Note [Selective recomputation]
     saved         x            v     q,k        out, lse          +            gate, up
     recomputed         norm                                            norm              silu(gate), product
 
-    Matrix products, attention and collectives are never repeated; what a norm that torch composes of smaller calls saves
-    inside is recomputed too. Rope gains nothing: the rotated q is saved in place of q, which no node needs.
+    Matrix products, attention and collectives are never repeated; what a norm that torch composes
+    of smaller calls saves inside is recomputed too. Rope gains nothing: the rotated q is saved in
+    place of q, which no node needs.
 
-    The mode works on any torch code, so models and users' modules say nothing of recomputation. Calls of
-    `torch.utils.checkpoint` around norms and activations would save the same, but would have to be written into every
-    model, and again for a product whose factors both come from such calls.
+    The mode works on any torch code, so models and users' modules say nothing of recomputation.
+    Calls of `torch.utils.checkpoint` around norms and activations would save the same, but would
+    have to be written into every model, and again for a product whose factors both come from such
+    calls.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ from weft.parallel.recompute.recomputed_tensor import (
     memory_of,
 )
 
-SAVE_INPUTS: frozenset[Callable[..., Any]] = frozenset({F.silu, F.gelu, F.rms_norm, F.layer_norm, torch.rms_norm})
+SAVE_INPUTS: frozenset[Callable[..., Any]] = frozenset(
+    {F.silu, F.gelu, F.rms_norm, F.layer_norm, torch.rms_norm}
+)
 """Functions whose backward reads their first argument."""
 
 ELEMENTWISE_PRODUCTS: frozenset[Callable[..., Any]] = frozenset({torch.mul, Tensor.mul})
@@ -63,7 +69,9 @@ SAVE_NOTHING: frozenset[Callable[..., Any]] = frozenset(
 
 @dataclass(frozen=True)
 class _CheapResult:
-    """A recomputed result, held until the block has run, so that its memory is not used for another tensor."""
+    """A recomputed result, held until the block has run, so that its memory is not used for another
+    tensor.
+    """
 
     source: RecomputedTensor
     result: Tensor
@@ -163,7 +171,9 @@ class SelectiveRecompute(TorchFunctionMode):
         return view.source.add_result_slot(view.spec)
 
     def _result_view(self, tensor: Tensor) -> ResultView | None:
-        """The tensor as a view of a recomputed result, if it is one and the result was not modified in place."""
+        """The tensor as a view of a recomputed result, if it is one and the result was not modified
+        in place.
+        """
         cheap = self._results.get(memory_of(tensor))
         if cheap is None:
             return None
@@ -178,6 +188,8 @@ def _unpack(packed: SavedTensorSlot | SavedTensor) -> Tensor:
 
 
 def _is_dense(result: Tensor) -> bool:
-    """Whether a result fills its memory from the start: then each view of it is a view of the recomputed one."""
+    """Whether a result fills its memory from the start: then each view of it is a view of the
+    recomputed one.
+    """
     num_bytes = result.numel() * result.element_size()
     return result.storage_offset() == 0 and result.untyped_storage().nbytes() == num_bytes

@@ -17,10 +17,12 @@ from weft.parallel.tp import AXIS
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b, output features sharded over `axis`: no communication forward, input gradients summed backward.
+    """y = x W^T + b, output features sharded over `axis`: no communication forward, input gradients
+    summed backward.
 
-    Each rank holds rows `span(out_features, n, i)` of W and of b and yields those output features. With
-    `sequence_parallel` the input x_BSD is this rank's part of the sequence and is gathered first.
+    Each rank holds rows `span(out_features, n, i)` of W and of b and yields those output features.
+    With `sequence_parallel` the input x_BSD is this rank's part of the sequence and is gathered
+    first.
     Source: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (sequence parallelism).
     """
 
@@ -50,7 +52,9 @@ class ColumnParallelLinear(nn.Module):
         _reset(self)
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, region: Region, entries: SharedEntries | None) -> ColumnParallelLinear:
+    def from_linear(
+        cls, module: nn.Linear, region: Region, entries: SharedEntries | None
+    ) -> ColumnParallelLinear:
         """The linear whose weight and bias `module` holds, sharded already.
 
         `entries` are those of its block; None where its input is inside a region.
@@ -68,11 +72,15 @@ class ColumnParallelLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """x[..., in_features] -> y[..., this rank's out_features], or all of them with `gather_output`."""
+        """x[..., in_features] -> y[..., this rank's out_features], or all of them with
+        `gather_output`.
+        """
         if self.entries is not None:
             x, deferred = self.entries.read(x, self)
             y = linear(x, deferred, self.bias)
-        elif self.deferred is not None:  # the region's entry, at a `RegionInput`, has set it for this forward
+        elif (
+            self.deferred is not None
+        ):  # the region's entry, at a `RegionInput`, has set it for this forward
             y = linear(x, self.deferred, self.bias)
             self.deferred = None
         else:
@@ -86,10 +94,12 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = sum over ranks of x_i W_i^T, + b: input features sharded over `axis`, outputs summed forward, identity backward.
+    """y = sum over ranks of x_i W_i^T, + b: input features sharded over `axis`, outputs summed
+    forward, identity backward.
 
-    Each rank holds columns `span(in_features, n, i)` of W and takes those input features; the bias is whole and added once,
-    after the sum. With `sequence_parallel` the sum is reduce-scattered along the sequence.
+    Each rank holds columns `span(in_features, n, i)` of W and takes those input features; the bias
+    is whole and added once, after the sum. With `sequence_parallel` the sum is reduce-scattered
+    along the sequence.
     Source: Shoeybi et al. 2019; Korthikanti et al. 2022.
     """
 
@@ -108,7 +118,9 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         lo, hi = span(in_features, comm.degree(axis), comm.index(axis))
         self.weight = nn.Parameter(torch.empty(out_features, hi - lo, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        )
         self.region = Region(comm, axis, sequence_parallel)
         take_adapter(self)
         _reset(self)
@@ -132,7 +144,9 @@ class RowParallelLinear(nn.Module):
 
 
 def _reset(module: ColumnParallelLinear | RowParallelLinear) -> None:
-    """nn.Linear's own initial distribution, by the local fan-in; `parallelize` draws by name instead."""
+    """nn.Linear's own initial distribution, by the local fan-in; `parallelize` draws by name
+    instead.
+    """
     if module.weight.is_meta:
         return
     bound = module.weight.shape[1] ** -0.5

@@ -1,12 +1,13 @@
 """Which dims of an operation's output are sharded, from those of its inputs: one rule per torch operation.
 
-A dim is a tuple of factors, slowest first, whose sizes multiply to its local length. A view regroups factors, so heads
-are followed from a projection's output through reshapes and transposes:
+A dim is a tuple of factors, slowest first, whose sizes multiply to its local length. A view
+regroups factors, so heads are followed from a projection's output through reshapes and transposes:
 
     q_BS(HK)  ((B),) ((S),) ((H K, sharded),)    unflatten    ((B),) ((S),) ((H, sharded),) ((K),)
 
-An operation that mixes entries along a sharded dim (a softmax, a slice, a product that sums over it) computes something else on a
-shard than on the whole tensor: its rule raises `ShardingError`, as does an operation without a rule.
+An operation that mixes entries along a sharded dim (a softmax, a slice, a product that sums over
+it) computes something else on a shard than on the whole tensor: its rule raises `ShardingError`, as
+does an operation without a rule.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ Rule = Callable[[TracedOp], list[Dims]]
 
 
 def _canonical(factors: Sequence[DimFactor]) -> Dim:
-    """A sharded factor absorbs the whole ones after it: a shard of their product is contiguous, too."""
+    """A sharded factor absorbs the whole ones after it: a shard of their product is contiguous,
+    too.
+    """
     merged: list[DimFactor] = []
     for factor in factors:
         absorbs = bool(merged) and not factor.sharded and not factor.parts
@@ -126,7 +129,9 @@ def _refuse_sharded(op: TracedOp, places: Iterable[int]) -> None:
 def _refuse_contraction(op: TracedOp, *dims: Dim) -> None:
     for dim in dims:
         if is_sharded(dim):
-            raise ShardingError(f"{op.name} sums over a sharded dim outside a row-parallel nn.Linear")
+            raise ShardingError(
+                f"{op.name} sums over a sharded dim outside a row-parallel nn.Linear"
+            )
 
 
 def _same_dims(op: TracedOp) -> list[Dims]:
@@ -139,14 +144,18 @@ def _elementwise(op: TracedOp) -> list[Dims]:
 
 
 def _broadcast(name: str, operands: Sequence[Dims], shape: tuple[int, ...]) -> Dims:
-    """Where one operand is sharded along a dim, the others are sharded, too, or all their entries along it are equal."""
+    """Where one operand is sharded along a dim, the others are sharded, too, or all their entries
+    along it are equal.
+    """
     found: list[Dim] = []
     for place in range(-len(shape), 0):
         candidates = [dims[place] for dims in operands if len(dims) >= -place]
         sharded = [dim for dim in candidates if is_sharded(dim)]
         whole = [dim for dim in candidates if not is_sharded(dim) and not is_repeated(dim)]
         if sharded and whole:
-            raise ShardingError(f"{name} of a sharded dim with a whole one of {length(whole[0])} entries")
+            raise ShardingError(
+                f"{name} of a sharded dim with a whole one of {length(whole[0])} entries"
+            )
         if sharded:
             found.append(_canonical(sharded[0]))
         else:
@@ -285,7 +294,9 @@ def _check_parts(op: TracedOp, dim: Dim, sizes: tuple[int, ...]) -> None:
     parts = dim[0].parts if len(dim) == 1 else ()
     if op.name != "slice":
         if sizes != parts:
-            raise ShardingError(f"{op.name} of a sharded dim into {len(sizes)}, which are no parts of a Stacked axis")
+            raise ShardingError(
+                f"{op.name} of a sharded dim into {len(sizes)}, which are no parts of a Stacked axis"
+            )
         return
     start = op.args.get("start") or 0
     step = op.args.get("step", 1)
@@ -330,7 +341,9 @@ def _linear(op: TracedOp) -> list[Dims]:
     _refuse_contraction(op, x[-1], weight[1])
     for dims in bias:
         if is_sharded(dims[0]) != is_sharded(weight[0]):
-            raise ShardingError("linear whose weight is sharded and whose bias is not, or the other way round")
+            raise ShardingError(
+                "linear whose weight is sharded and whose bias is not, or the other way round"
+            )
     return [(*x[:-1], weight[0])]
 
 
@@ -409,7 +422,9 @@ def _triangle(op: TracedOp) -> list[Dims]:
 
 
 def _attention(op: TracedOp) -> list[Dims]:
-    """[B, H, S, K]: heads may be sharded, of queries, keys and values alike; one key/value head serves all queries."""
+    """[B, H, S, K]: heads may be sharded, of queries, keys and values alike; one key/value head
+    serves all queries.
+    """
     q, k, v = (operand.dims for operand in op.operands[:3])
     for dims in (q, k, v):
         _refuse_contraction(op, *dims[2:])
@@ -469,7 +484,8 @@ _RULES: dict[Rule, tuple[str, ...]] = {
 }  # fmt: skip
 
 RULES: Mapping[str, Rule] = {name: rule for rule, names in _RULES.items() for name in names}
-"""Rule of each operation, by its name in torch.ops.aten; elementwise ones are known by their tag."""
+"""Rule of each operation, by its name in torch.ops.aten; elementwise ones are known by their tag.
+"""
 
 
 def rule_of(func: Any) -> Rule | None:

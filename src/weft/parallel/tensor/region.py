@@ -8,18 +8,20 @@ Note [Region order]
                    dx             dW = dy^T x                   start     dx only
                                   ^^^^^^^^^^^ runs while the sum of dx over the axis is in flight
 
-    so that the backward of every linear yields only its input gradient; `enter` starts the reduction of their sum; the
-    weight gradients are computed by the `weight` nodes meanwhile; `wait` waits. Between the nodes travel placeholders without
-    memory. Weight gradients still reach `.grad` through autograd's own accumulation, so hooks on parameters work.
+    so that the backward of every linear yields only its input gradient; `enter` starts the
+    reduction of their sum; the weight gradients are computed by the `weight` nodes meanwhile;
+    `wait` waits. Between the nodes travel placeholders without memory. Weight gradients still reach
+    `.grad` through autograd's own accumulation, so hooks on parameters work.
 
-    Under a split backward (Note [Split backward]) weight gradients come later still: there are no `weight` nodes then, and
-    the linears are torch's own, which a split backward can take apart.
+    Under a split backward (Note [Split backward]) weight gradients come later still: there are no
+    `weight` nodes then, and the linears are torch's own, which a split backward can take apart.
 
 Note [Shared entries]
-    A linear enters a region at its input tensor. Linears that read the same tensor object in one forward of a block share
-    one entry: one all-gather or none forward, one reduction backward. The first of them opens the entry for all that the
-    sharding trace saw reading that tensor; an entry is dropped when all have read it, and at the latest when the block's
-    forward ends, also by an exception (recomputation stops a forward early). A linear that finds no entry opens one of its
+    A linear enters a region at its input tensor. Linears that read the same tensor object in one
+    forward of a block share one entry: one all-gather or none forward, one reduction backward. The
+    first of them opens the entry for all that the sharding trace saw reading that tensor; an entry
+    is dropped when all have read it, and at the latest when the block's forward ends, also by an
+    exception (recomputation stops a forward early). A linear that finds no entry opens one of its
     own, so a forward that differs from the trace costs time, not correctness.
 """
 
@@ -51,7 +53,9 @@ class AsyncInputGrad:
 
 @dataclass
 class DeferredWeight:
-    """A linear's weight in one forward, and the (dy, x) pairs that its gradient is computed from later."""
+    """A linear's weight in one forward, and the (dy, x) pairs that its gradient is computed from
+    later.
+    """
 
     weight: Tensor
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -59,17 +63,22 @@ class DeferredWeight:
 
 @dataclass(frozen=True)
 class Region:
-    """A tensor-parallel region: its axis, and whether activations outside are sharded along the sequence."""
+    """A tensor-parallel region: its axis, and whether activations outside are sharded along the
+    sequence.
+    """
 
     comm: Comm
     axis: Axis
     sequence_parallel: bool
 
-    def enter(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, tuple[DeferredWeight, ...]]:
+    def enter(
+        self, x: Tensor, weights: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[DeferredWeight, ...]]:
         """The whole x for every rank, and the weights to be used on it.
 
-        With sequence parallelism x_BSD holds this rank's part of the sequence and is all-gathered; its gradient is
-        reduce-scattered. Otherwise x stays as it is and its gradient is all-reduced.
+        With sequence parallelism x_BSD holds this rank's part of the sequence and is all-gathered;
+        its gradient is reduce-scattered. Otherwise x stays as it is and its gradient is
+        all-reduced.
         """
         grad = AsyncInputGrad()
         x = _Wait.apply(x, grad)  # type: ignore[no-untyped-call]
@@ -81,7 +90,9 @@ class Region:
         return entered, deferred
 
     def leave(self, y: Tensor) -> Tensor:
-        """The sum of y over the ranks; with sequence parallelism each keeps its part of the sequence."""
+        """The sum of y over the ranks; with sequence parallelism each keeps its part of the
+        sequence.
+        """
         if self.sequence_parallel:
             return ops.reduce_scatter(y, self.comm, self.axis, dim=SEQ_DIM)
         return ops.reduce_from_region(y, self.comm, self.axis)
@@ -95,7 +106,9 @@ class HasWeight(Protocol):
 
 @dataclass
 class _Entry:
-    """An entry that some linears have yet to read. Holds its input, so that no other tensor gets the same id."""
+    """An entry that some linears have yet to read. Holds its input, so that no other tensor gets
+    the same id.
+    """
 
     x: Tensor
     entered: Tensor
@@ -213,7 +226,9 @@ class _Linear(torch.autograd.Function):
     """x W^T + b; backward: the gradients of x and b, and a (dy, x) pair for that of W."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeight) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeight
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.deferred = deferred
         return nn.functional.linear(x, weight, bias)

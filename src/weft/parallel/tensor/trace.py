@@ -1,8 +1,9 @@
 """Trace of a tensor-parallel model on the meta device: where regions are entered and which gradients are partial sums.
 
 Note [Sharding trace]
-    The whole chain of blocks runs once, on meta tensors, with the shards of one rank in place of the parameters. Every tensor
-    has a `Value`: which of its dims are sharded (propagate.py), and on which side of a region it is:
+    The whole chain of blocks runs once, on meta tensors, with the shards of one rank in place of
+    the parameters. Every tensor has a `Value`: which of its dims are sharded (propagate.py), and on
+    which side of a region it is:
 
         outside   the same on all ranks (or, with sequence parallelism, this rank's tokens)
         inside    computed from the input of a region: each rank has its own heads or features of it,
@@ -12,16 +13,19 @@ Note [Sharding trace]
                 outside             ├── k ────────────┤                  outside            o: row-parallel
                               enter └── v ── inside ──┘     leave
 
-    A column-parallel linear enters a region at its input, unless that is inside already; linears that read the same tensor share
-    the entry. A row-parallel linear leaves it. From the sides follows all else:
+    A column-parallel linear enters a region at its input, unless that is inside already; linears
+    that read the same tensor share the entry. A row-parallel linear leaves it. From the sides
+    follows all else:
 
         a whole parameter that meets values inside           its gradient is a partial sum, summed over the axis
         a whole parameter that meets values outside          its gradient is whole on every rank (with sequence
-                                                             parallelism: partial, each rank has its tokens)
+                                                             parallelism: partial, each rank has its
+                                                                 tokens)
         a parameter that does both                           rejected
         an activation from outside that meets one inside     rejected: its gradient would miss the other ranks' parts
 
-    The same idea as varying and unvarying values in JAX's `shard_map`; the gradient of an unvarying operand is summed there, too.
+    The same idea as varying and unvarying values in JAX's `shard_map`; the gradient of an unvarying
+    operand is summed there, too.
 """
 
 from __future__ import annotations
@@ -98,10 +102,13 @@ class Findings:
     """What a trace found.
 
     Attributes:
-        entries: path of the first column-parallel linear that reads a tensor -> paths of all that read it.
+        entries: path of the first column-parallel linear that reads a tensor -> paths of all that
+            read it.
         inside_columns: column-parallel linears whose input is inside a region already.
-        uses: whole parameter -> whether its gradient is a partial sum, for each side on which it is used.
-        sharded_losses: loss whose logits are sharded along the vocabulary -> this rank's entries of it.
+        uses: whole parameter -> whether its gradient is a partial sum, for each side on which it is
+            used.
+        sharded_losses: loss whose logits are sharded along the vocabulary -> this rank's entries of
+            it.
     """
 
     entries: dict[str, list[str]] = field(default_factory=dict)
@@ -143,7 +150,11 @@ class ShardingTrace(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Called by torch for every operation: runs it and notes the values of its results."""
         kwargs = kwargs or {}
@@ -179,11 +190,15 @@ class ShardingTrace(TorchDispatchMode):
         return out
 
     def _combined(self, values: list[Value]) -> Value:
-        """Side and sources of a result, from those of the operands; notes on which side whole parameters are used."""
+        """Side and sources of a result, from those of the operands; notes on which side whole
+        parameters are used.
+        """
         inside = any(value.inside for value in values)
         activation = any(value.activation for value in values)
         if inside and any(value.activation and not value.inside for value in values):
-            raise ShardingError("an activation from outside a tensor-parallel region meets a sharded one")
+            raise ShardingError(
+                "an activation from outside a tensor-parallel region meets a sharded one"
+            )
         params = frozenset[str]().union(*(value.params for value in values))
         if inside or activation:
             self.use(params, partial=any(value.varies for value in values))
@@ -200,7 +215,9 @@ class ShardingTrace(TorchDispatchMode):
             sides = self.findings.uses.setdefault(name, set())
             sides.add(partial)
             if len(sides) > 1:
-                raise ShardingError(f"parameter {name} is used both inside and outside tensor-parallel regions")
+                raise ShardingError(
+                    f"parameter {name} is used both inside and outside tensor-parallel regions"
+                )
 
     def outside(self, tensor: Tensor) -> Tensor:
         """Note a tensor as an activation outside regions."""
@@ -217,21 +234,29 @@ class ShardingTrace(TorchDispatchMode):
         if self.sequence_parallel:
             is_part = x.dim() > SEQ_DIM and is_sharded(value.dims[SEQ_DIM])
             if not is_part:
-                raise ShardingError("sequence parallelism: the input of a region is not sharded along the sequence")
+                raise ShardingError(
+                    "sequence parallelism: the input of a region is not sharded along the sequence"
+                )
             shape[SEQ_DIM] *= self.degree
         return self.set(x.new_empty(shape), Value(whole_dims(shape), inside=True, activation=True))
 
     def leave(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """The sum over ranks of tensors of this shape; with sequence parallelism each rank's part of the sequence."""
+        """The sum over ranks of tensors of this shape; with sequence parallelism each rank's part
+        of the sequence.
+        """
         local = list(shape)
         if self.sequence_parallel:
             if len(local) <= SEQ_DIM or local[SEQ_DIM] % self.degree:
-                raise ShardingError(f"sequence parallelism: {shape} does not divide over {self.degree} ranks")
+                raise ShardingError(
+                    f"sequence parallelism: {shape} does not divide over {self.degree} ranks"
+                )
             local[SEQ_DIM] //= self.degree
         return self.outside(like.new_empty(local))
 
     def read(self, x: Tensor, column: str) -> Tensor:
-        """A column-parallel linear reads x: it enters a region, or shares the entry of another one that read the same tensor."""
+        """A column-parallel linear reads x: it enters a region, or shares the entry of another one
+        that read the same tensor.
+        """
         if self.value(x).inside:
             self.findings.inside_columns.add(column)
             return x
@@ -253,7 +278,9 @@ class ShardingTrace(TorchDispatchMode):
 
 
 class TracedRow(nn.Module):
-    """Stands for a row-parallel linear: its input features are sharded, its output leaves the region."""
+    """Stands for a row-parallel linear: its input features are sharded, its output leaves the
+    region.
+    """
 
     def __init__(self, linear: nn.Linear, trace: ShardingTrace) -> None:
         super().__init__()
@@ -265,7 +292,9 @@ class TracedRow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         trace = self.trace
         if not is_sharded(trace.value(x).dims[-1]):
-            raise ShardingError("a row-parallel linear reads a tensor that is not sharded along its last dim")
+            raise ShardingError(
+                "a row-parallel linear reads a tensor that is not sharded along its last dim"
+            )
         if x.shape[-1] != self.linear.weight.shape[1]:
             raise ShardingError(
                 f"a row-parallel linear of {self.linear.weight.shape[1]} local inputs reads {x.shape[-1]}"
@@ -317,9 +346,11 @@ class TracedRegionInput(nn.Module):
 
 
 class TracedRegion(nn.Module):
-    """Stands for a module that declares both ends of its region: what lies between is taken as declared, not followed.
+    """Stands for a module that declares both ends of its region: what lies between is taken as
+    declared, not followed.
 
-    Its whole parameters have partial gradients; its results of the input's shape have left the region.
+    Its whole parameters have partial gradients; its results of the input's shape have left the
+    region.
     """
 
     def __init__(self, module: nn.Module, trace: ShardingTrace) -> None:
@@ -340,7 +371,9 @@ class TracedRegion(nn.Module):
         kinds = sorted(type(module).__name__ for module in calls)
         if kinds != [RegionInput.__name__, RegionOutput.__name__]:
             name = type(self.module).__name__
-            raise ShardingError(f"{name} declares a RegionInput and a RegionOutput, but its forward calls {kinds}")
+            raise ShardingError(
+                f"{name} declares a RegionInput and a RegionOutput, but its forward calls {kinds}"
+            )
 
         def leave(tensor: Tensor) -> Tensor:
             if tensor.shape == entered.shape:
@@ -361,7 +394,9 @@ class TracedAttention:
     def __init__(self, trace: ShardingTrace) -> None:
         self.trace = trace
 
-    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec) -> Tensor:
+    def __call__(
+        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
+    ) -> Tensor:
         """Dims of the result, from those of q, k and v."""
         trace = self.trace
         per_head = [tensor for tensor in (spec.sinks, spec.head_bias) if tensor is not None]
@@ -370,13 +405,22 @@ class TracedAttention:
         heads = [value.dims[2] for value in values[:3]] + [value.dims[0] for value in values[3:]]
         if k_BSGK.shape[2] == 1 and not is_sharded(heads[1]):
             del heads[1:3]  # one key/value head serves all queries
-        others = [dim for x in (q_BSHK, k_BSGK, v_BSGW) for i, dim in enumerate(trace.value(x).dims) if i != 2]
+        others = [
+            dim
+            for x in (q_BSHK, k_BSGK, v_BSGW)
+            for i, dim in enumerate(trace.value(x).dims)
+            if i != 2
+        ]
         if any(map(is_sharded, others)):
-            raise ShardingError("attention over a dim that is sharded, but is not that of the heads")
+            raise ShardingError(
+                "attention over a dim that is sharded, but is not that of the heads"
+            )
         if len(set(map(is_sharded, heads))) > 1:
             raise ShardingError("attention of sharded heads with whole ones")
         if q_BSHK.shape[2] % k_BSGK.shape[2]:
-            raise ShardingError(f"attention of {q_BSHK.shape[2]} local heads with {k_BSGK.shape[2]} key/value heads")
+            raise ShardingError(
+                f"attention of {q_BSHK.shape[2]} local heads with {k_BSGK.shape[2]} key/value heads"
+            )
         out = q_BSHK.new_empty((*q_BSHK.shape[:-1], v_BSGW.shape[-1]))
         dims = (*values[0].dims[:-1], values[2].dims[-1])
         return trace.set(out, Value(dims, combined.inside, combined.activation, combined.params))
@@ -423,7 +467,9 @@ def trace_blocks(
         PlanError: a block that does not compute on shards what it computes on whole tensors.
     """
     trace = ShardingTrace(degree=degree, sequence_parallel=sequence_parallel)
-    embeds_positions = {name for name, block in model.items() if _embeds_positions(block, kinds[name])}
+    embeds_positions = {
+        name for name, block in model.items() if _embeds_positions(block, kinds[name])
+    }
     blocks = _copied(model, params, trace)
     instrumented: dict[int, nn.Module] = {}
     for name, block in blocks.items():
@@ -451,7 +497,9 @@ def _run(name: str, block: nn.Module, x: Tensor, batch: Batch, trace: ShardingTr
         out = block(x, batch)
     except ShardingError as error:
         fix = "declare the axes of its parameters (Stacked for fused ones), or name axes that are not sharded"
-        raise PlanError(Fault(trace.module, f"cannot be sharded over tp: {error}", fix=fix)) from None
+        raise PlanError(
+            Fault(trace.module, f"cannot be sharded over tp: {error}", fix=fix)
+        ) from None
     except PlanError:
         raise
     except Exception as error:
@@ -479,14 +527,23 @@ def _copied(
             if id(param) in memo:
                 continue
             local = params[name]
-            meta = nn.Parameter(torch.empty(local.shape, dtype=param.dtype, device=META), requires_grad=False)
+            meta = nn.Parameter(
+                torch.empty(local.shape, dtype=param.dtype, device=META), requires_grad=False
+            )
             memo[id(param)] = meta
             sharded = any(map(is_sharded, local.dims))
-            trace.set(meta, Value(local.dims, inside=sharded, params=frozenset() if sharded else frozenset({name})))
+            trace.set(
+                meta,
+                Value(
+                    local.dims, inside=sharded, params=frozenset() if sharded else frozenset({name})
+                ),
+            )
     return {name: copy.deepcopy(block, memo) for name, block in model.items()}
 
 
-def _instrumented(name: str, block: nn.Module, kinds: ShardedModules, trace: ShardingTrace) -> nn.Module:
+def _instrumented(
+    name: str, block: nn.Module, kinds: ShardedModules, trace: ShardingTrace
+) -> nn.Module:
     """The copied block, with stand-ins for its sharded modules."""
     for path, module in block.named_modules():
         module.register_forward_pre_hook(_locator(f"{name}.{path}".rstrip("."), trace))
@@ -508,7 +565,9 @@ def _instrumented(name: str, block: nn.Module, kinds: ShardedModules, trace: Sha
         elif isinstance(module, Loss):
             traced = TracedLoss(module, f"{name}.{path}".rstrip("."), trace)
             block = replace_module(block, module, traced)
-        elif isinstance(module, RegionInput) and not any(path.startswith(f"{region}.") for region in kinds.regions):
+        elif isinstance(module, RegionInput) and not any(
+            path.startswith(f"{region}.") for region in kinds.regions
+        ):
             block = replace_module(block, module, TracedRegionInput(trace))
     for path in kinds.regions:
         region = block.get_submodule(path)
@@ -516,7 +575,9 @@ def _instrumented(name: str, block: nn.Module, kinds: ShardedModules, trace: Sha
     return block
 
 
-def _reader(path: str, trace: ShardingTrace) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+def _reader(
+    path: str, trace: ShardingTrace
+) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     def read(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (trace.read(args[0], path), *args[1:])
 

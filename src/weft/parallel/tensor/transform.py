@@ -28,7 +28,9 @@ from weft.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelLoss
 from weft.parallel.tp import AXIS
 
 LINEARS = (nn.Linear, LoraLinear)
-"""Classes of linears that the parallel ones stand for; a subclass of the user's may compute something else."""
+"""Classes of linears that the parallel ones stand for; a subclass of the user's may compute
+something else.
+"""
 
 
 def transform(
@@ -46,8 +48,8 @@ def transform(
     Args:
         chain: the whole model before it was sharded, for the trace; see Note [Sharding trace].
 
-    Returns the names of the parameters whose gradients are partial sums over tp: those used inside a tensor-parallel region
-    and, with sequence parallelism, those used outside of it, too.
+    Returns the names of the parameters whose gradients are partial sums over tp: those used inside
+    a tensor-parallel region and, with sequence parallelism, those used outside of it, too.
 
     Raises:
         PlanError: a model that would not compute on shards what it computes on one device.
@@ -56,7 +58,10 @@ def transform(
         return frozenset()
     assert chain is not None, "parallelize passes the chain where an axis shards activations"
     rule = plan.sharding_rule
-    modules = {name: find_sharded_modules(name, block, axes=axes, rule=rule) for name, block in chain.blocks.items()}
+    modules = {
+        name: find_sharded_modules(name, block, axes=axes, rule=rule)
+        for name, block in chain.blocks.items()
+    }
     findings = _trace(chain, modules, plan, axes=axes)
     region = Region(comm, AXIS, plan.sequence_parallel)
     first_names: dict[int, str] = {}
@@ -72,8 +77,12 @@ def transform(
     return _every_name(findings.partial, chain)
 
 
-def _trace(chain: PlainChain, modules: Mapping[str, ShardedModules], plan: Plan, *, axes: AxisTable) -> Findings:
-    """Findings of a trace on the shards of the first rank along tp; where the last one's shapes differ, of both."""
+def _trace(
+    chain: PlainChain, modules: Mapping[str, ShardedModules], plan: Plan, *, axes: AxisTable
+) -> Findings:
+    """Findings of a trace on the shards of the first rank along tp; where the last one's shapes
+    differ, of both.
+    """
     degree = plan.mesh.degree(AXIS)
     params = [_local_params(chain, plan, axes=axes, index=index) for index in (0, degree - 1)]
     indices = (0,) if params[0] == params[1] else (0, degree - 1)
@@ -93,8 +102,12 @@ def _trace(chain: PlainChain, modules: Mapping[str, ShardedModules], plan: Plan,
     return found[0]
 
 
-def _local_params(chain: PlainChain, plan: Plan, *, axes: AxisTable, index: int) -> dict[str, LocalParam]:
-    """Global name -> what the rank at `index` along tp holds, as if no other axis sharded parameters."""
+def _local_params(
+    chain: PlainChain, plan: Plan, *, axes: AxisTable, index: int
+) -> dict[str, LocalParam]:
+    """Global name -> what the rank at `index` along tp holds, as if no other axis sharded
+    parameters.
+    """
     rule: Rule = {logical: axis for logical, axis in plan.sharding_rule.items() if axis == AXIS}
     coord = dict.fromkeys((name for name, _ in plan.mesh.axes), 0)
     coord[AXIS] = index
@@ -102,12 +115,20 @@ def _local_params(chain: PlainChain, plan: Plan, *, axes: AxisTable, index: int)
     found = {}
     for name, param in named_parameters(chain.blocks).items():
         logical = logical_axes(name, axes)
-        found[name] = _local_param(name, tuple(param.shape), logical, rule=rule, mesh=plan.mesh, rank=rank)
+        found[name] = _local_param(
+            name, tuple(param.shape), logical, rule=rule, mesh=plan.mesh, rank=rank
+        )
     return found
 
 
 def _local_param(
-    name: str, shape: tuple[int, ...], logical: tuple[DimAxis, ...], *, rule: Rule, mesh: Mesh, rank: int
+    name: str,
+    shape: tuple[int, ...],
+    logical: tuple[DimAxis, ...],
+    *,
+    rule: Rule,
+    mesh: Mesh,
+    rank: int,
 ) -> LocalParam:
     shard = shard_of(name, shape, logical, rule=rule, mesh=mesh, rank=rank)
     dims: Dims = ()
@@ -119,11 +140,14 @@ def _local_param(
     return LocalParam(shard.shape, dims)
 
 
-def find_sharded_modules(name: str, block: nn.Module, *, axes: AxisTable, rule: Rule) -> ShardedModules:
+def find_sharded_modules(
+    name: str, block: nn.Module, *, axes: AxisTable, rule: Rule
+) -> ShardedModules:
     """The modules below a plain block that hold sharded parameters, by what becomes of them.
 
     Raises:
-        PlanError: a linear sharded along both dims, an embedding sharded along its features, or a subclass of them.
+        PlanError: a linear sharded along both dims, an embedding sharded along its features, or a
+            subclass of them.
     """
     columns, rows, embeddings, regions = [], [], [], []
     for path, module in block.named_modules():
@@ -133,7 +157,9 @@ def find_sharded_modules(name: str, block: nn.Module, *, axes: AxisTable, rule: 
             is_column = sharded_over(out_axis, rule) == AXIS
             is_row = sharded_over(in_axis, rule) == AXIS
             if is_column and is_row:
-                raise PlanError(Fault(key, "sharded along both dims over tp", got=f"{out_axis}, {in_axis}"))
+                raise PlanError(
+                    Fault(key, "sharded along both dims over tp", got=f"{out_axis}, {in_axis}")
+                )
             if is_column or is_row:
                 _check_class(module, LINEARS, key)
             if is_column:
@@ -143,12 +169,20 @@ def find_sharded_modules(name: str, block: nn.Module, *, axes: AxisTable, rule: 
         elif isinstance(module, nn.Embedding):
             row_axis, feature_axis = logical_axes(key, axes)
             if sharded_over(feature_axis, rule) == AXIS:
-                raise PlanError(Fault(key, "an embedding cannot be sharded along its features", got=str(feature_axis)))
+                raise PlanError(
+                    Fault(
+                        key,
+                        "an embedding cannot be sharded along its features",
+                        got=str(feature_axis),
+                    )
+                )
             if sharded_over(row_axis, rule) == AXIS:
                 _check_class(module, (nn.Embedding,), key)
                 _check_options(module, key)
                 embeddings.append(path)
-        elif _declares_region(module) and _holds_sharded(key.removesuffix("weight"), module, axes=axes, rule=rule):
+        elif _declares_region(module) and _holds_sharded(
+            key.removesuffix("weight"), module, axes=axes, rule=rule
+        ):
             regions.append(path)
     rows = [path for path in rows if not any(path.startswith(f"{region}.") for region in regions)]
     return ShardedModules(tuple(columns), tuple(rows), tuple(embeddings), tuple(regions))
@@ -160,14 +194,18 @@ def _declares_region(module: nn.Module) -> bool:
 
 def _holds_sharded(prefix: str, module: nn.Module, *, axes: AxisTable, rule: Rule) -> bool:
     names = (f"{prefix}{path}" for path, _ in module.named_parameters())
-    return any(sharded_over(axis, rule) == AXIS for name in names for axis in logical_axes(name, axes))
+    return any(
+        sharded_over(axis, rule) == AXIS for name in names for axis in logical_axes(name, axes)
+    )
 
 
 def _check_class(module: nn.Module, known: tuple[type[nn.Module], ...], key: str) -> None:
     forwards = {cls.forward for cls in known}
     if type(module).forward not in forwards or "forward" in vars(module):
         what = f"{type(module).__name__} overrides {known[0].__name__}.forward, and a parallel one would replace it"
-        raise PlanError(Fault(key, what, fix=f"use nn.{known[0].__name__}, or name axes that are not sharded"))
+        raise PlanError(
+            Fault(key, what, fix=f"use nn.{known[0].__name__}, or name axes that are not sharded")
+        )
 
 
 def _check_options(module: nn.Embedding, key: str) -> None:
@@ -179,7 +217,9 @@ def _check_options(module: nn.Embedding, key: str) -> None:
 
 
 class RegionEntry(nn.Module):
-    """In place of a `RegionInput`: the region's entry, which hands their weights to the linears inside."""
+    """In place of a `RegionInput`: the region's entry, which hands their weights to the linears
+    inside.
+    """
 
     def __init__(self, region: Region, columns: tuple[ColumnParallelLinear, ...]) -> None:
         super().__init__()
@@ -206,7 +246,9 @@ class RegionExit(nn.Module):
         return self.region.leave(y)
 
 
-def _make_parallel(name: str, block: nn.Module, modules: ShardedModules, findings: Findings, region: Region) -> None:
+def _make_parallel(
+    name: str, block: nn.Module, modules: ShardedModules, findings: Findings, region: Region
+) -> None:
     """Replace the linears, embeddings and declared regions below a block by parallel ones."""
     entries = SharedEntries(region)
     columns: dict[str, ColumnParallelLinear] = {}
@@ -215,7 +257,9 @@ def _make_parallel(name: str, block: nn.Module, modules: ShardedModules, finding
         is_inside = in_region or f"{name}.{path}" in findings.inside_columns
         linear = block.get_submodule(path)
         assert isinstance(linear, nn.Linear), f"{path} was found to be a linear"
-        columns[path] = ColumnParallelLinear.from_linear(linear, region, None if is_inside else entries)
+        columns[path] = ColumnParallelLinear.from_linear(
+            linear, region, None if is_inside else entries
+        )
         replace_module(block, linear, columns[path])
     for path in modules.rows:
         linear = block.get_submodule(path)
@@ -233,7 +277,10 @@ def _make_parallel(name: str, block: nn.Module, modules: ShardedModules, finding
 
 
 def _make_regions(
-    block: nn.Module, modules: ShardedModules, columns: Mapping[str, ColumnParallelLinear], region: Region
+    block: nn.Module,
+    modules: ShardedModules,
+    columns: Mapping[str, ColumnParallelLinear],
+    region: Region,
 ) -> None:
     for path, module in list(block.named_modules()):
         prefix = path.rpartition(".")[0]
@@ -256,7 +303,9 @@ def _share_entries(
     columns: Mapping[str, ColumnParallelLinear],
     findings: Findings,
 ) -> None:
-    """Tell the block's entries which linears read the same tensor; drop what is left of them when its forward ends."""
+    """Tell the block's entries which linears read the same tensor; drop what is left of them when
+    its forward ends.
+    """
     readers: dict[int, list[ColumnParallelLinear]] = {}
     for path, column in columns.items():
         paths = findings.entries.get(f"{name}.{path}", [])
@@ -268,8 +317,8 @@ def _share_entries(
 
 
 def _local_positions(comm: Comm) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """A hook for the block that embeds tokens: it sees all tokens (their embeddings are reduce-scattered), but only this
-    rank's positions."""
+    """A hook for the block that embeds tokens: it sees all tokens (their embeddings are
+    reduce-scattered), but only this rank's positions."""
 
     def narrow(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, batch = args
@@ -279,7 +328,9 @@ def _local_positions(comm: Comm) -> Callable[[nn.Module, tuple[Any, ...]], tuple
     return narrow
 
 
-def _shard_losses(blocks: dict[str, nn.Module], findings: Findings, comm: Comm, *, vocab: int) -> None:
+def _shard_losses(
+    blocks: dict[str, nn.Module], findings: Findings, comm: Comm, *, vocab: int
+) -> None:
     """Replace the `Loss` of logits that are sharded along the vocabulary, as a block or inside one."""
     for name, block in blocks.items():
         for path, module in list(block.named_modules()):
@@ -289,9 +340,20 @@ def _shard_losses(blocks: dict[str, nn.Module], findings: Findings, comm: Comm, 
             first_length = span_sizes(vocab, comm.degree(AXIS))[0]
             if findings.sharded_losses[key] != first_length:
                 got = f"{findings.sharded_losses[key]} entries on the first rank"
-                raise PlanError(Fault(key, "its logits are not sharded as the vocabulary is", got, f"{first_length}"))
+                raise PlanError(
+                    Fault(
+                        key,
+                        "its logits are not sharded as the vocabulary is",
+                        got,
+                        f"{first_length}",
+                    )
+                )
             check_replaceable(
-                module, Loss, name="the vocabulary-parallel loss", supports=VocabParallelLoss.supports, key=key
+                module,
+                Loss,
+                name="the vocabulary-parallel loss",
+                supports=VocabParallelLoss.supports,
+                key=key,
             )
             parallel = VocabParallelLoss(vocab, comm=comm)
             blocks[name] = replace_module(block, module, parallel)

@@ -1,8 +1,9 @@
 """Vocabulary-parallel embedding and cross entropy: rows of the vocabulary are sharded over tp.
 
 Note [Uneven vocabulary]
-    A vocabulary that tp does not divide is sharded into parts whose lengths differ by at most one. No rank holds a row that
-    does not exist, so there is nothing to pad, nothing to mask in the loss and nothing to strip from a checkpoint.
+    A vocabulary that tp does not divide is sharded into parts whose lengths differ by at most one.
+    No rank holds a row that does not exist, so there is nothing to pad, nothing to mask in the loss
+    and nothing to strip from a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from weft.parallel.tp import AXIS
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the table are sharded over `axis`; each rank looks up its own, the sum over ranks is the embedding.
+    """Rows of the table are sharded over `axis`; each rank looks up its own, the sum over ranks is
+    the embedding.
 
-    tokens_BS (int64, the same on every rank of the group) -> x_BSD; with `sequence_parallel` this rank's part along the sequence.
+    tokens_BS (int64, the same on every rank of the group) -> x_BSD; with `sequence_parallel` this
+    rank's part along the sequence.
     Source: Shoeybi et al. 2019 (Megatron-LM), section 3.
     """
 
@@ -41,7 +44,9 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.region = Region(comm, axis, sequence_parallel)
         self.lo, hi = span(num_embeddings, comm.degree(axis), comm.index(axis))
-        self.weight = nn.Parameter(torch.empty(hi - self.lo, embedding_dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(hi - self.lo, embedding_dim, device=device, dtype=dtype)
+        )
         if not self.weight.is_meta:
             nn.init.normal_(self.weight)
 
@@ -52,7 +57,9 @@ class VocabParallelEmbedding(nn.Module):
         nn.Module.__init__(self)
         self.region = region
         self.weight = cast(nn.Parameter, module.weight)
-        self.lo, _ = span(module.num_embeddings, region.comm.degree(region.axis), region.comm.index(region.axis))
+        self.lo, _ = span(
+            module.num_embeddings, region.comm.degree(region.axis), region.comm.index(region.axis)
+        )
         return self
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -68,8 +75,8 @@ class VocabParallelEmbedding(nn.Module):
 class VocabParallelLoss(nn.Module):
     """Sum of cross entropies where each rank holds the logits of its part of the vocabulary.
 
-    Two all-reduces of one number a token (largest logit; sum of exponentials with the target's logit) instead of a gather of
-    all logits. Every rank of the group gets the same sum.
+    Two all-reduces of one number a token (largest logit; sum of exponentials with the target's
+    logit) instead of a gather of all logits. Every rank of the group gets the same sum.
     """
 
     supports = frozenset({"cross_entropy"})
@@ -82,18 +89,26 @@ class VocabParallelLoss(nn.Module):
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
         """logits_BSV (this rank's part of V), targets_BS -> scalar sum over the targets that count."""
-        return vocab_cross_entropy(logits, batch.targets, lo=self.lo, comm=self.comm, axis=self.axis)
+        return vocab_cross_entropy(
+            logits, batch.targets, lo=self.lo, comm=self.comm, axis=self.axis
+        )
 
 
-def vocab_cross_entropy(logits: Tensor, targets: Tensor, *, lo: int, comm: Comm, axis: Axis) -> Tensor:
-    """Sum over counted targets of -log softmax; `logits[..., v]` belongs to vocabulary entry `lo + v`."""
+def vocab_cross_entropy(
+    logits: Tensor, targets: Tensor, *, lo: int, comm: Comm, axis: Axis
+) -> Tensor:
+    """Sum over counted targets of -log softmax; `logits[..., v]` belongs to vocabulary entry `lo +
+    v`.
+    """
     total: Tensor = _VocabCrossEntropy.apply(logits, targets, lo, comm, axis)  # type: ignore[no-untyped-call]
     return total
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, lo: int, comm: Comm, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, lo: int, comm: Comm, axis: Axis
+    ) -> Tensor:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         largest = comm.all_reduce(wide.amax(-1), axis, op="max")
         shifted = wide - largest.unsqueeze(-1)

@@ -34,7 +34,8 @@ class ShardOverlap:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters end to end, padded at the end so that `num_shards` ranks hold shards of equal length.
+    """Parameters end to end, padded at the end so that `num_shards` ranks hold shards of equal
+    length.
 
         a ───────── b ── c ──────────── padding
         shard 0 ──────── shard 1 ──────────────
@@ -127,13 +128,15 @@ class FlatLayout:
 
 
 class FlatParams:
-    """The parameters of a group as views into one flat tensor whose memory can be freed and allocated again.
+    """The parameters of a group as views into one flat tensor whose memory can be freed and
+    allocated again.
 
     Note [Freed storage under saved tensors]
-        A parameter that autograd has saved for the backward keeps its storage object. `free` resizes that storage to 0
-        bytes; before the backward `allocate` resizes it back and it is filled with the same values, so every saved view is
-        valid again. It is filled through `alias`, which has a version counter of its own, so that autograd does not
-        report the saved tensors as modified in place.
+        A parameter that autograd has saved for the backward keeps its storage object. `free`
+        resizes that storage to 0 bytes; before the backward `allocate` resizes it back and it is
+        filled with the same values, so every saved view is valid again. It is filled through
+        `alias`, which has a version counter of its own, so that autograd does not report the saved
+        tensors as modified in place.
     """
 
     def __init__(
@@ -159,7 +162,9 @@ class FlatParams:
         self.flat.untyped_storage().resize_(0)
 
     def allocate(self) -> None:
-        """Allocate the memory unless it is held; its values are undefined until `alias` has been filled."""
+        """Allocate the memory unless it is held; its values are undefined until `alias` has been
+        filled.
+        """
         if not self.is_allocated:
             self.flat.untyped_storage().resize_(self._num_bytes)
 

@@ -29,7 +29,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class FullyShardedDataParallel(nn.Module):
-    """A module that each rank holds a shard of; a block's parameters are all-gathered while it runs, gradients are averaged.
+    """A module that each rank holds a shard of; a block's parameters are all-gathered while it
+    runs, gradients are averaged.
 
         net = weft.FullyShardedDataParallel(net)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -38,24 +39,29 @@ class FullyShardedDataParallel(nn.Module):
         net.clip_grad_norm_(1.0)
         optimizer.step()
 
-    Starts from the first rank's parameters and buffers. `named_parameters()` has the module's own names; a parameter there
-    is this rank's entries of it, one-dimensional: any optimizer that updates each entry by itself (SGD, Adam and their
-    like) updates them. Inside the forward `module.weight` is the unsharded parameter. Gradients may be set to None or to
-    zero between steps; frozen, unused and tied parameters, uneven shapes and several backwards a step are allowed. A
-    parameter that no rank has used since the last step keeps the `.grad` it had: None, if it was set to None.
+    Starts from the first rank's parameters and buffers. `named_parameters()` has the module's own
+    names; a parameter there is this rank's entries of it, one-dimensional: any optimizer that
+    updates each entry by itself (SGD, Adam and their like) updates them. Inside the forward
+    `module.weight` is the unsharded parameter. Gradients may be set to None or to zero between
+    steps; frozen, unused and tied parameters, uneven shapes and several backwards a step are
+    allowed. A parameter that no rank has used since the last step keeps the `.grad` it had: None,
+    if it was set to None.
 
     Args:
-        module: any module. One on the meta device gets its values block by block, by `reset_parameters` of the modules
-            that own parameters: no rank ever holds it unsharded.
-        comm: communication with the other ranks; None: the world of torch.distributed is the data axis.
+        module: any module. One on the meta device gets its values block by block, by
+            `reset_parameters` of the modules that own parameters: no rank ever holds it unsharded.
+        comm: communication with the other ranks; None: the world of torch.distributed is the data
+            axis.
         axis: the mesh axis (or axes) over which batches differ and parameters are sharded.
         zero: 1 shards optimizer states, 2 gradients too, 3 parameters too.
-        blocks: modules whose parameters are gathered together, in the order in which they run. They must be called: their
-            weights are allocated only while they run. Default: the children that have parameters, and the children of
-            lists and Sequentials among them. What belongs to no block is allocated while the whole module runs.
-        compute: dtype in which the module runs; its floating-point inputs and those of blocks are cast to it. Default: that
-            of the parameters.
-        reduce: dtype in which gradients are accumulated and reduced. Default: that of the parameters.
+        blocks: modules whose parameters are gathered together, in the order in which they run. They
+            must be called: their weights are allocated only while they run. Default: the children
+            that have parameters, and the children of lists and Sequentials among them. What belongs
+            to no block is allocated while the whole module runs.
+        compute: dtype in which the module runs; its floating-point inputs and those of blocks are
+            cast to it. Default: that of the parameters.
+        reduce: dtype in which gradients are accumulated and reduced. Default: that of the
+            parameters.
 
     Source: Zhao et al. 2023, PyTorch FSDP; Rajbhandari et al. 2020, ZeRO.
     """
@@ -99,7 +105,9 @@ class FullyShardedDataParallel(nn.Module):
         self._requires_gradient_sync = True
 
     def _names_by_state_key(self) -> dict[str, str]:
-        """Key of the module's state dict -> name of the parameter or buffer; tied parameters have several keys."""
+        """Key of the module's state dict -> name of the parameter or buffer; tied parameters have
+        several keys.
+        """
         found = {}
         for key, value in self.module.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor):
@@ -107,9 +115,11 @@ class FullyShardedDataParallel(nn.Module):
         return found
 
     def _make_groups(self, chain: tuple[nn.Module, ...]) -> list[ParamGroup]:
-        """Groups of what each block uses and no block before it does, alike in dtype and in having gradients.
+        """Groups of what each block uses and no block before it does, alike in dtype and in having
+        gradients.
 
-        The groups of the module itself come first: its parameters may be used anywhere, so they are reduced last.
+        The groups of the module itself come first: its parameters may be used anywhere, so they are
+        reduced last.
         """
         axes = axis_names(self.axis) if self.comm.degree(self.axis) > 1 else ()
         grouped: set[int] = set()
@@ -156,7 +166,9 @@ class FullyShardedDataParallel(nn.Module):
         if self._is_stale:
             self._reducer.after_optimizer_step()
         if torch.is_grad_enabled():
-            self._is_stale = False  # after a forward without gradients, the optimizer may still step
+            self._is_stale = (
+                False  # after a forward without gradients, the optimizer may still step
+            )
             self._reducer.set_requires_gradient_sync(0, self._requires_gradient_sync)
         args, kwargs = self._cast((args, kwargs))
         return self.module(*args, **kwargs)
@@ -185,7 +197,9 @@ class FullyShardedDataParallel(nn.Module):
             self._requires_gradient_sync = True
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the mean over the ranks. Call once, after the last backward of a step."""
+        """Wait until every gradient is the mean over the ranks. Call once, after the last backward
+        of a step.
+        """
         reducer = self._reducer
         reducer.start_remaining()
         used = reducer.used_on_any_rank(self.axis)
@@ -203,7 +217,8 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns the norm before, float64.
+        """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns the
+        norm before, float64.
 
         torch.nn.utils.clip_grad_norm_ would take the norm of this rank's entries.
         """
@@ -220,7 +235,9 @@ class FullyShardedDataParallel(nn.Module):
         return norm
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state dict that the module would have unwrapped, on every rank; a collective over all ranks."""
+        """The state dict that the module would have unwrapped, on every rank; a collective over all
+        ranks.
+        """
         values = self._reducer.full_parameters()
         values.update(self.module.named_buffers())
         state = {}
@@ -255,7 +272,9 @@ class FullyShardedDataParallel(nn.Module):
                 buffer.copy_(values[name])
         self._is_stale = True
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> FullyShardedDataParallel:
         """Moves and casts are refused: the shards are views into flat memory."""
         tensors = (*self.parameters(), *self.buffers())
         is_unchanged = all(fn(tensor) is tensor for tensor in tensors)
@@ -292,8 +311,9 @@ def _shards_by_name(groups: Iterable[ParamGroup]) -> dict[str, nn.Parameter]:
 def _register_shards(module: nn.Module, shard_of: Mapping[int, nn.Parameter]) -> None:
     """Register shards in place of parameters, which the forward still finds as plain attributes.
 
-    An attribute in a module's `__dict__` comes before one in its `_parameters`: `module.weight` is the unsharded parameter,
-    and `parameters()`, `named_parameters()` and `zero_grad()` have the shard.
+    An attribute in a module's `__dict__` comes before one in its `_parameters`: `module.weight` is
+    the unsharded parameter, and `parameters()`, `named_parameters()` and `zero_grad()` have the
+    shard.
 
     Args:
         shard_of: id of an unsharded parameter -> its shard.

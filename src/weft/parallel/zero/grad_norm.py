@@ -26,7 +26,9 @@ class _TiedGradient:
 
 
 def sum_tied_gradients(model: ParallelModel, reducer: GradientReducer) -> None:
-    """Add the gradients of parameters that two pipeline ranks hold under two names; both ranks get the same sum."""
+    """Add the gradients of parameters that two pipeline ranks hold under two names; both ranks get
+    the same sum.
+    """
     sends = []
     received = []
     for tie in model.cross_stage_ties:
@@ -43,10 +45,11 @@ def sum_tied_gradients(model: ParallelModel, reducer: GradientReducer) -> None:
 
 
 def squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor:
-    """This rank's part of the squared gradient norm, float64 scalar: summed over all ranks, each logical parameter counts once.
+    """This rank's part of the squared gradient norm, float64 scalar: summed over all ranks, each
+    logical parameter counts once.
 
-    A parameter that several ranks hold counts on the first of them; a tied one under its owner's name. A gradient that is
-    not finite makes the result not finite, on whatever rank it lies.
+    A parameter that several ranks hold counts on the first of them; a tied one under its owner's
+    name. A gradient that is not finite makes the result not finite, on whatever rank it lies.
     """
     names = list(reducer.sharded_params)
     if not names:
@@ -65,10 +68,12 @@ def squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor:
 
 
 def is_first_holder(model: ParallelModel, name: str, *, sharded_over: tuple[str, ...] = ()) -> bool:
-    """Whether this rank is the first of those that hold these entries, so that each counts on one rank of the mesh.
+    """Whether this rank is the first of those that hold these entries, so that each counts on one
+    rank of the mesh.
 
     Args:
-        sharded_over: mesh axes over which the entries of this rank's part of the parameter are sharded further.
+        sharded_over: mesh axes over which the entries of this rank's part of the parameter are
+            sharded further.
     """
     is_copy = any(tie.name == name and not tie.is_owner for tie in model.cross_stage_ties)
     return not is_copy and _is_first_replica(model.shards[name], model.comm, sharded_over)
@@ -84,7 +89,8 @@ def _is_first_replica(param_shard: ParamShard, comm: Comm, sharded_over: tuple[s
 
 
 def clip(reducer: GradientReducer, norm: Tensor, *, most: float, scale: float = 1.0) -> None:
-    """Scale all gradients so that their global norm is at most `most`; 0 leaves them. As torch's clip_grad_norm_.
+    """Scale all gradients so that their global norm is at most `most`; 0 leaves them. As torch's
+    clip_grad_norm_.
 
     Args:
         norm: of the gradients divided by `scale`.

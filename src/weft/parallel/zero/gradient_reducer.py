@@ -1,7 +1,8 @@
 """Gradients of one rank: accumulated over micro-batches, reduced over ranks during the backward, sharded by ZeRO stage.
 
-A parameter is replicated on the ranks along the axes over which its gradient is summed; exactly there it is sharded. So
-data, context and expert ranks, and norms under sequence parallelism, all follow the one gradient rule.
+A parameter is replicated on the ranks along the axes over which its gradient is summed; exactly
+there it is sharded. So data, context and expert ranks, and norms under sequence parallelism, all
+follow the one gradient rule.
 
     zero    held by a rank between steps                       collectives, per group
     0       parameters, gradients, optimizer states            all-reduce a step
@@ -12,11 +13,12 @@ data, context and expert ranks, and norms under sequence parallelism, all follow
 Source: Li et al. 2020 (DDP); Rajbhandari et al. 2020 (ZeRO); Zhao et al. 2023 (FSDP).
 
 Note [Reduction order]
-    Which parameter lies in which group, and the order in which groups are reduced, is fixed when the groups are made:
-    backwards through the model. It never depends on the order in which gradients arrive. So the sums of a resumed run are
-    bit for bit those of the uninterrupted one, and every rank starts its collectives in the same order, whichever
-    parameters its own samples use. A group waits for those before it; what a backward leaves is reduced at its end where
-    every backward is reduced, else by `finish`.
+    Which parameter lies in which group, and the order in which groups are reduced, is fixed when
+    the groups are made: backwards through the model. It never depends on the order in which
+    gradients arrive. So the sums of a resumed run are bit for bit those of the uninterrupted one,
+    and every rank starts its collectives in the same order, whichever parameters its own samples
+    use. A group waits for those before it; what a backward leaves is reduced at its end where every
+    backward is reduced, else by `finish`.
 """
 
 from __future__ import annotations
@@ -37,18 +39,25 @@ class GradientReducer:
     """All trained parameters of one rank in groups, and what the optimizer updates of them.
 
     Args:
-        groups: in the order in which the forward first uses them; reductions start in reverse order.
-        reduces_every_backward: whether gradients are reduced in each backward; else only in those of stages for which
-            `set_requires_gradient_sync` was called since the last `finish`.
-        split_stages: stages whose backward comes in two parts, input gradients and weight gradients.
-        shared: parameters that several stages of this rank use: the backward of each yields gradients for them.
-        ungrouped: parameters that are in no group, such as the biases of routers; for `full_parameters`.
+        groups: in the order in which the forward first uses them; reductions start in reverse
+            order.
+        reduces_every_backward: whether gradients are reduced in each backward; else only in those
+            of stages for which `set_requires_gradient_sync` was called since the last `finish`.
+        split_stages: stages whose backward comes in two parts, input gradients and weight
+            gradients.
+        shared: parameters that several stages of this rank use: the backward of each yields
+            gradients for them.
+        ungrouped: parameters that are in no group, such as the biases of routers; for
+            `full_parameters`.
 
     Attributes:
-        sharded_params: what the optimizer updates, by global name: this rank's entries, one-dimensional, `.grad` set.
-        frozen_shards: this rank's entries of frozen parameters that no rank holds unsharded between steps.
+        sharded_params: what the optimizer updates, by global name: this rank's entries,
+            one-dimensional, `.grad` set.
+        frozen_shards: this rank's entries of frozen parameters that no rank holds unsharded between
+            steps.
         shard_axes: mesh axes over which the entries of each parameter are sharded.
-        shard_ranges: which entries of this rank's part of a parameter, counted row by row, lie in its tensor: (start, stop).
+        shard_ranges: which entries of this rank's part of a parameter, counted row by row, lie in
+            its tensor: (start, stop).
         trained_groups: those of `groups` with gradients.
         arrived: parameters that have had a gradient since the last `finish`.
     """
@@ -80,7 +89,9 @@ class GradientReducer:
         self._complete: set[int] = set()
         self._waiting: dict[int, deque[ParamGroup]] = {}
         self._stages = sorted({group.stage for group in self.trained_groups})
-        self._is_reduced_once = any(group.policy.keeps_unsharded_grad for group in self.trained_groups)
+        self._is_reduced_once = any(
+            group.policy.keeps_unsharded_grad for group in self.trained_groups
+        )
         for group in self.groups:
             self._register_shards(group)
         for group in self.trained_groups:
@@ -120,7 +131,9 @@ class GradientReducer:
             group.zero_grad()
 
     def set_requires_gradient_sync(self, stage: int, requires_gradient_sync: bool = True) -> None:
-        """Whether the next backward of `stage` reduces each group as soon as it is complete: the last one of a step does."""
+        """Whether the next backward of `stage` reduces each group as soon as it is complete: the
+        last one of a step does.
+        """
         if requires_gradient_sync:
             self._stages_to_sync.add(stage)
         else:
@@ -147,7 +160,9 @@ class GradientReducer:
         group.reshard()
 
     def _reduce_in_order(self, stage: int) -> None:
-        """Start the reductions of complete groups, up to the first that is not. See Note [Reduction order]."""
+        """Start the reductions of complete groups, up to the first that is not. See Note [Reduction
+        order].
+        """
         waiting = self._waiting[stage]
         while waiting and id(waiting[0]) in self._complete:
             group = waiting.popleft()
@@ -166,9 +181,11 @@ class GradientReducer:
             self._waiting[stage] = waiting
 
     def _on_backward_end(self) -> None:
-        """Expect all gradients anew: those that have not come will not, except in the second part of a split backward.
+        """Expect all gradients anew: those that have not come will not, except in the second part
+        of a split backward.
 
-        A group with a shared parameter starts anew too: what one stage yields is no part of what the other will yield.
+        A group with a shared parameter starts anew too: what one stage yields is no part of what
+        the other will yield.
         """
         ended_stages = set()
         for group in self._touched.values():
@@ -183,7 +200,9 @@ class GradientReducer:
             self._reduce_incomplete(stage)
 
     def _reduce_incomplete(self, stage: int) -> None:
-        """Reduce the groups that a backward left incomplete; those that are reduced once a step wait for `finish`."""
+        """Reduce the groups that a backward left incomplete; those that are reduced once a step
+        wait for `finish`.
+        """
         if self._is_reduced_once or not self._reduces_now(stage):
             return
         for group in self._waiting[stage]:
@@ -196,12 +215,16 @@ class GradientReducer:
     def start_remaining(self) -> None:
         """Start the reductions that no backward has started, in order."""
         for group in reversed(self.trained_groups):
-            has_unreduced = group.unsharded_grad is not None and not group.policy.keeps_unsharded_grad
+            has_unreduced = (
+                group.unsharded_grad is not None and not group.policy.keeps_unsharded_grad
+            )
             if not group.is_reduced or has_unreduced:
                 group.start_reduce()
 
     def finish(self) -> None:
-        """Wait until the sharded gradient of every group is the sum over all ranks and micro-batches."""
+        """Wait until the sharded gradient of every group is the sum over all ranks and
+        micro-batches.
+        """
         self.start_remaining()
         for group in self.trained_groups:
             group.finish_step()
@@ -213,10 +236,11 @@ class GradientReducer:
         self._requeue(self._stages)
 
     def used_on_any_rank(self, axis: Axis) -> frozenset[str]:
-        """Parameters that have had a gradient since the last `finish`, on at least one rank of `axis`; before `finish`.
+        """Parameters that have had a gradient since the last `finish`, on at least one rank of
+        `axis`; before `finish`.
 
-        Every rank calls it after `start_remaining`: one all-reduce of an integer for each parameter, as torch's
-        DistributedDataParallel does to find unused parameters.
+        Every rank calls it after `start_remaining`: one all-reduce of an integer for each
+        parameter, as torch's DistributedDataParallel does to find unused parameters.
         """
         names: list[str] = []
         for group in self.trained_groups:
@@ -233,13 +257,17 @@ class GradientReducer:
         return frozenset(used)
 
     def scale(self, factor: Tensor | float) -> None:
-        """Multiply every reduced gradient by `factor` (a number, or a scalar tensor of high precision)."""
+        """Multiply every reduced gradient by `factor` (a number, or a scalar tensor of high
+        precision).
+        """
         for group in self.groups:
             if group.sharded_grad is not None:
                 group.sharded_grad.mul_(factor)
 
     def after_optimizer_step(self) -> None:
-        """All-gather the updated values, two groups at a time; under ZeRO 3 the blocks' hooks gather them."""
+        """All-gather the updated values, two groups at a time; under ZeRO 3 the blocks' hooks
+        gather them.
+        """
         held = [group for group in self.groups if not group.reshards]
         for position, group in enumerate(held):
             group.start_all_gather()
@@ -255,7 +283,9 @@ class GradientReducer:
         return found
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Values by global name in the dtype that the optimizer updates, unsharded; a collective over all ranks."""
+        """Values by global name in the dtype that the optimizer updates, unsharded; a collective
+        over all ranks.
+        """
         found = {name: param.detach().clone() for name, param in self.ungrouped.items()}
         for group in self.groups:
             found.update(group.gather_params())

@@ -22,13 +22,16 @@ from weft.parallel.zero.unshard_hooks import (
 )
 
 BUCKET_BYTES = 25 * 2**20
-"""Default bytes of gradients that are reduced together under ZeRO 0, as torch's DistributedDataParallel."""
+"""Default bytes of gradients that are reduced together under ZeRO 0, as torch's
+DistributedDataParallel.
+"""
 
 
 def make_gradient_reducer(model: ParallelModel) -> GradientReducer:
     """The gradient reducer of this rank's part of a model, as the plan's ZeRO stage and dtypes say.
 
-    A model on the meta device is materialised group by group, so that under ZeRO 3 no rank ever holds all of its part.
+    A model on the meta device is materialised group by group, so that under ZeRO 3 no rank ever
+    holds all of its part.
     """
     policy = sharding_policy(model.plan)
     if policy.zero == 0:
@@ -49,13 +52,17 @@ def make_gradient_reducer(model: ParallelModel) -> GradientReducer:
     chains = []
     for stage in model.stages.values():
         blocks = stage.values()
-        chains.append([BlockGroups(block, groups_of(block.parameters(), groups)) for block in blocks])
+        chains.append(
+            [BlockGroups(block, groups_of(block.parameters(), groups)) for block in blocks]
+        )
     register_unshard_hooks(chains)
     return reducer
 
 
 def sharding_policy(plan: Plan) -> ShardingPolicy:
-    """The sharding policy of a plan: sums over the ranks, in memory that stays allocated up to ZeRO 1."""
+    """The sharding policy of a plan: sums over the ranks, in memory that stays allocated up to ZeRO
+    1.
+    """
     return ShardingPolicy(
         plan.zero,
         params=getattr(torch, plan.params),
@@ -90,7 +97,8 @@ def bucket_reducer(
     Args:
         params: in the order in which the forward uses them; frozen ones are left out.
         reduce_axes: parameter name -> mesh axes over which its gradient is summed.
-        stage_of: parameter name -> local pipeline stage whose backward completes its gradient; default: one stage.
+        stage_of: parameter name -> local pipeline stage whose backward completes its gradient;
+            default: one stage.
     """
     stage_of = stage_of or dict.fromkeys(params, 0)
     trained = {name: param for name, param in params.items() if param.requires_grad}
@@ -114,7 +122,9 @@ def bucket_reducer(
 
 
 def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGroup]:
-    """Trained parameters in buckets; frozen ones in a group of their own where they are cast to the compute dtype."""
+    """Trained parameters in buckets; frozen ones in a group of their own where they are cast to the
+    compute dtype.
+    """
     frozen_names = model.frozen
     frozen = {}
     trained = {}
@@ -153,7 +163,9 @@ def _buckets(
     stage_of: Mapping[str, int],
     bucket_bytes: int,
 ) -> list[tuple[BucketKey, list[str]]]:
-    """Parameters, last first, in runs of equal key and at most `bucket_bytes` each; the run that completes last comes first."""
+    """Parameters, last first, in runs of equal key and at most `bucket_bytes` each; the run that
+    completes last comes first.
+    """
     filling: dict[BucketKey, list[str]] = {}
     sizes: Counter[BucketKey] = Counter()
     full: list[tuple[BucketKey, list[str]]] = []
@@ -177,8 +189,8 @@ def _buckets(
 class BlockKey(NamedTuple):
     """What the parameters of a block's group have in common.
 
-    `tied_to_other_rank` is the parameter's own name where another pipeline rank holds a copy: such a parameter is alone in
-    its group, so that both ranks shard it alike.
+    `tied_to_other_rank` is the parameter's own name where another pipeline rank holds a copy: such
+    a parameter is alone in its group, so that both ranks shard it alike.
     """
 
     stage: int
@@ -189,7 +201,9 @@ class BlockKey(NamedTuple):
 
 
 def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGroup]:
-    """Trained and frozen parameters, grouped by `BlockKey`; the biases of routers, which are neither, stay as they are."""
+    """Trained and frozen parameters, grouped by `BlockKey`; the biases of routers, which are
+    neither, stay as they are.
+    """
     frozen = model.frozen
     tied = {link.name for link in model.cross_stage_ties}
     members: dict[BlockKey, list[str]] = {}

@@ -13,7 +13,9 @@ from weft.errors import Fault, PlanError
 
 
 def own_modules(block: nn.Module, others: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of `block` itself and the modules below it, without `others` and what is below them."""
+    """(path, module) of `block` itself and the modules below it, without `others` and what is below
+    them.
+    """
     excluded = {id(other) for other in others} - {id(block)}
     yield "", block
     for name, child in block.named_children():
@@ -72,7 +74,9 @@ def _materialize(
     *,
     initialised: Collection[int],
 ) -> None:
-    """Allocate a module's own tensors and call its `reset_parameters`; initialised parameters keep their values."""
+    """Allocate a module's own tensors and call its `reset_parameters`; initialised parameters keep
+    their values.
+    """
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
         kind = type(module).__name__
@@ -93,9 +97,13 @@ def _materialize(
             requires_grad=param.requires_grad,
         )
         if id(param) in initialised:
-            setattr(module, name, empty)  # tied to one that has its values: `reset_parameters` writes into this one
+            setattr(
+                module, name, empty
+            )  # tied to one that has its values: `reset_parameters` writes into this one
         elif param.is_meta:
-            torch.utils.swap_tensors(param, empty)  # other modules that hold it keep the same object
+            torch.utils.swap_tensors(
+                param, empty
+            )  # other modules that hold it keep the same object
     reset()
     for name, param in params.items():
         setattr(module, name, param)

@@ -5,8 +5,9 @@
     2       always allocated             until it is reduced         this rank's entries
     3       while its block runs         until it is reduced         this rank's entries
 
-Where dtypes agree and the unsharded tensor is always allocated, the sharded one is a view into it. Under ZeRO 0 in one
-dtype, parameters stay in their own memory: there is neither `unsharded_params` nor `sharded_param`.
+Where dtypes agree and the unsharded tensor is always allocated, the sharded one is a view into it.
+Under ZeRO 0 in one dtype, parameters stay in their own memory: there is neither `unsharded_params`
+nor `sharded_param`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ ZeroStage = Literal[0, 1, 2, 3]
 
 @dataclass(frozen=True)
 class ShardingPolicy:
-    """What of a parameter group is sharded over the ranks that would hold copies, and in which dtypes it is held.
+    """What of a parameter group is sharded over the ranks that would hold copies, and in which
+    dtypes it is held.
 
     Attributes:
         zero: 0 nothing is sharded, 1 optimizer states, 2 gradients too, 3 parameters too.
@@ -36,9 +38,11 @@ class ShardingPolicy:
         compute: dtype in which blocks compute and parameters are all-gathered.
         reduce: dtype in which gradients are accumulated over micro-batches and reduced over ranks.
         grad_scale: factor of a reduced gradient: 1, or 1 / ranks for the mean.
-        keeps_unsharded_grad: whether unsharded gradients stay allocated between steps and are reduced once a step, in place;
-            else each backward allocates them, and they are reduced whenever they are complete.
-        keeps_sharded_grad: whether reduced gradients stay allocated; else `take_reduced_grads` hands them over.
+        keeps_unsharded_grad: whether unsharded gradients stay allocated between steps and are
+            reduced once a step, in place; else each backward allocates them, and they are reduced
+            whenever they are complete.
+        keeps_sharded_grad: whether reduced gradients stay allocated; else `take_reduced_grads`
+            hands them over.
     """
 
     zero: ZeroStage
@@ -57,10 +61,14 @@ class ParamGroup:
         axes: mesh axes over which the gradient is summed and, from ZeRO 1 on, the group is sharded.
         stage: the local pipeline stage whose backward completes the gradients.
         index: of this rank's shard.
-        unsharded_params: the parameters that modules use, in `policy.compute`; None where they stay in their own memory.
-        sharded_param: this rank's entries of the values, in `policy.params`; the optimizer updates them. None likewise.
-        unsharded_grad: gradients accumulated on this rank, in `policy.reduce`; None while not allocated.
-        sharded_grad: this rank's entries of the reduced gradient, in `policy.params`; None where there is none.
+        unsharded_params: the parameters that modules use, in `policy.compute`; None where they stay
+            in their own memory.
+        sharded_param: this rank's entries of the values, in `policy.params`; the optimizer updates
+            them. None likewise.
+        unsharded_grad: gradients accumulated on this rank, in `policy.reduce`; None while not
+            allocated.
+        sharded_grad: this rank's entries of the reduced gradient, in `policy.params`; None where
+            there is none.
         missing: parameters without a gradient from the backward that is running.
         is_reduced: whether a reduction has started since the last `finish_step`.
     """
@@ -136,7 +144,9 @@ class ParamGroup:
         return first.device
 
     def _flatten_params(self) -> None:
-        """Move the parameters into flat memory: the shard first, so that no two copies of all of them are allocated."""
+        """Move the parameters into flat memory: the shard first, so that no two copies of all of
+        them are allocated.
+        """
         policy = self.policy
         if self._shares_param_memory:
             self.unsharded_params = FlatParams(self.params, self.layout, dtype=policy.compute)
@@ -153,7 +163,9 @@ class ParamGroup:
 
     @property
     def _accumulates_in_place(self) -> bool:
-        """Whether autograd adds to the unsharded gradient itself, whose views are the parameters' `.grad`."""
+        """Whether autograd adds to the unsharded gradient itself, whose views are the parameters'
+        `.grad`.
+        """
         policy = self.policy
         keeps_both = policy.keeps_unsharded_grad and policy.keeps_sharded_grad
         return keeps_both and policy.compute == policy.reduce
@@ -181,7 +193,9 @@ class ParamGroup:
         return grad
 
     def optimizer_params(self) -> dict[str, Tensor]:
-        """What an optimizer updates, by parameter name: this rank's entries, `.grad` set; without empty ones."""
+        """What an optimizer updates, by parameter name: this rank's entries, `.grad` set; without
+        empty ones.
+        """
         if self.sharded_param is None:
             return dict(self.params)
         found = {}
@@ -204,7 +218,8 @@ class ParamGroup:
             self.sharded_grad.zero_()
 
     def accumulate_grad(self, name: str, param: Tensor) -> bool:
-        """Add what autograd left in `param.grad` to the unsharded gradient; whether it was the last one missing.
+        """Add what autograd left in `param.grad` to the unsharded gradient; whether it was the last
+        one missing.
 
         Raises:
             CommError: the group was reduced already, and is reduced once a step.
@@ -222,14 +237,18 @@ class ParamGroup:
         if not self._accumulates_in_place:
             view.add_(param.grad)
             param.grad = None
-        elif param.grad is not view:  # it was set to None between steps, and autograd allocated a new one
+        elif (
+            param.grad is not view
+        ):  # it was set to None between steps, and autograd allocated a new one
             view.copy_(param.grad)
             param.grad = view
         self.missing.discard(name)
         return not self.missing
 
     def start_reduce(self) -> None:
-        """Start the sum over ranks of the unsharded gradient; parameters without a gradient contribute zeros."""
+        """Start the sum over ranks of the unsharded gradient; parameters without a gradient
+        contribute zeros.
+        """
         self.wait_reduce()
         if self._accumulates_in_place:
             self._zero_unset_grads()
@@ -243,7 +262,9 @@ class ParamGroup:
             self._grad_views = {}
 
     def _zero_unset_grads(self) -> None:
-        """Set the views of parameters to 0 whose `.grad` was set to None between steps and that have had no gradient since."""
+        """Set the views of parameters to 0 whose `.grad` was set to None between steps and that
+        have had no gradient since.
+        """
         for name, view in self._grad_views.items():
             if self.params[name].grad is None:
                 view.zero_()
@@ -288,7 +309,9 @@ class ParamGroup:
         return self.layout.shard_views(grad, self.index)
 
     def gather_grads(self) -> dict[str, Tensor]:
-        """The reduced gradients by parameter name, unsharded, in new memory; a collective over `axes`."""
+        """The reduced gradients by parameter name, unsharded, in new memory; a collective over
+        `axes`.
+        """
         assert self.sharded_grad is not None, "reduced gradients stay allocated"
         return self._gather(self.sharded_grad)
 
@@ -299,7 +322,9 @@ class ParamGroup:
     # values
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Copy this rank's entries of `values`; the unsharded parameters change at the next all-gather."""
+        """Copy this rank's entries of `values`; the unsharded parameters change at the next
+        all-gather.
+        """
         assert self.sharded_param is not None, "only groups in flat memory are loaded by shards"
         packed = self.layout.pack_shard(
             values,
@@ -310,7 +335,9 @@ class ParamGroup:
         self.sharded_param.copy_(packed)
 
     def gather_params(self) -> dict[str, Tensor]:
-        """The values by parameter name in `policy.params`, unsharded, in new memory; a collective over `axes`."""
+        """The values by parameter name in `policy.params`, unsharded, in new memory; a collective
+        over `axes`.
+        """
         if self.sharded_param is None:
             return {name: param.detach().clone() for name, param in self.params.items()}
         return self._gather(self.sharded_param)

@@ -21,7 +21,8 @@ State = dict[str, Any]
 
 
 class ShardedOptimizer(Optimizer):
-    """Updates this rank's shard of every parameter, then all-gathers the others'; states are held for that shard alone.
+    """Updates this rank's shard of every parameter, then all-gathers the others'; states are held
+    for that shard alone.
 
         net = weft.DistributedDataParallel(net)
         optimizer = weft.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -29,18 +30,23 @@ class ShardedOptimizer(Optimizer):
         net.finish_gradient_synchronization()      # gradients must be the same on every rank
         optimizer.step()
 
-    `param_groups` hold the unsharded parameters and the settings: schedulers set "lr" there. Frozen parameters and those
-    without a gradient stay as they are. `state_dict()` is of this rank's shard, `full_state_dict()` of all.
+    `param_groups` hold the unsharded parameters and the settings: schedulers set "lr" there. Frozen
+    parameters and those without a gradient stay as they are. `state_dict()` is of this rank's
+    shard, `full_state_dict()` of all.
 
     Args:
-        params: as a torch optimizer takes them: parameters, (name, parameter) pairs, or groups of either.
-        optimizer: the class, for example torch.optim.AdamW; it must update every entry of a parameter by itself.
-        comm: communication with the other ranks; None: the world of torch.distributed is the data axis.
+        params: as a torch optimizer takes them: parameters, (name, parameter) pairs, or groups of
+            either.
+        optimizer: the class, for example torch.optim.AdamW; it must update every entry of a
+            parameter by itself.
+        comm: communication with the other ranks; None: the world of torch.distributed is the data
+            axis.
         axis: the mesh axis (or axes) over which states are sharded.
         kwargs: for the class.
 
     Raises:
-        PlanError: the class updates an entry by what the others of its parameter are (LBFGS, Muon, Adafactor).
+        PlanError: the class updates an entry by what the others of its parameter are (LBFGS, Muon,
+            Adafactor).
 
     Source: Rajbhandari et al. 2020, ZeRO.
     """
@@ -96,7 +102,9 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; a collective over all ranks. Returns what `closure`, called first, returns."""
+        """Update the parameters; a collective over all ranks. Returns what `closure`, called first,
+        returns.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -125,7 +133,9 @@ class ShardedOptimizer(Optimizer):
         self._copy_settings_from_inner()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state dict of the plain optimizer over unsharded parameters, on every rank; a collective over all ranks."""
+        """The state dict of the plain optimizer over unsharded parameters, on every rank; a
+        collective over all ranks.
+        """
         state_of: dict[int, State] = {}
         for flat_group in self._flat_groups:
             gathered = flat_group.gather_states(
@@ -159,7 +169,9 @@ class ShardedOptimizer(Optimizer):
                     need=str(len(params)),
                 )
             )
-        states = {id(param): state_dict["state"].get(number, {}) for number, param in enumerate(params)}
+        states = {
+            id(param): state_dict["state"].get(number, {}) for number, param in enumerate(params)
+        }
         for flat_group in self._flat_groups:
             sharded = flat_group.shard_states(states, elementwise=self._elementwise_keys)
             self.inner.state.update(sharded)
@@ -171,7 +183,8 @@ class ShardedOptimizer(Optimizer):
 
 
 class _FlatGroup:
-    """Parameters of one group and dtype in flat memory, of which this rank's optimizer updates a shard.
+    """Parameters of one group and dtype in flat memory, of which this rank's optimizer updates a
+    shard.
 
     Attributes:
         params: unsharded, views into `params_memory`.
@@ -196,7 +209,7 @@ class _FlatGroup:
             shard.grad = None if param.grad is None else param.grad.reshape(-1)[entries]
 
     def clear_shard_grads(self) -> None:
-        """Let go of the views."""
+        """Drop the references to the views."""
         for shard in self.shards:
             shard.grad = None
 
@@ -208,10 +221,14 @@ class _FlatGroup:
         *,
         elementwise: Collection[str],
     ) -> dict[int, State]:
-        """The state of each unsharded parameter, by its id; the keys `elementwise` are all-gathered."""
+        """The state of each unsharded parameter, by its id; the keys `elementwise` are
+        all-gathered.
+        """
         found: dict[int, State] = {}
         for param, shard, span in zip(self.params, self.shards, self.layout.spans, strict=True):
-            overlaps = [self.layout.overlap(span, index).in_param for index in range(self.layout.num_shards)]
+            overlaps = [
+                self.layout.overlap(span, index).in_param for index in range(self.layout.num_shards)
+            ]
             sizes = [overlap.stop - overlap.start for overlap in overlaps]
             unsharded: State = {}
             for key, value in state.get(shard, {}).items():
@@ -222,7 +239,9 @@ class _FlatGroup:
             found[id(param)] = unsharded
         return found
 
-    def shard_states(self, states: Mapping[int, State], *, elementwise: Collection[str]) -> dict[Tensor, State]:
+    def shard_states(
+        self, states: Mapping[int, State], *, elementwise: Collection[str]
+    ) -> dict[Tensor, State]:
         """The state of each shard, from the states of unsharded parameters by id."""
         found: dict[Tensor, State] = {}
         for param, shard, entries in zip(self.params, self.shards, self.entries, strict=True):
@@ -242,7 +261,8 @@ def elementwise_state_keys(
     *,
     device: torch.device,
 ) -> frozenset[str]:
-    """State keys with a value for each entry, of an optimizer that is seen to update each entry by itself.
+    """State keys with a value for each entry, of an optimizer that is seen to update each entry by
+    itself.
 
     It takes three steps on a parameter, and on the same parameter in two parts.
 

@@ -7,10 +7,11 @@
                             reduce 2 ───────────────┘                      gradient_reducer.py, as gradients arrive
 
 Note [When a group is resharded]
-    A group stays unsharded while one of its blocks runs backward, also where a forward is recomputed meanwhile. In a
-    backward it is resharded when its last gradient has arrived (gradient_reducer.py); a frozen one when the gradients of
-    its block's inputs have; and where neither happens (unused parameters, or gradients that are computed later) at the
-    end of the backward.
+    A group stays unsharded while one of its blocks runs backward, also where a forward is
+    recomputed meanwhile. In a backward it is resharded when its last gradient has arrived
+    (gradient_reducer.py); a frozen one when the gradients of its block's inputs have; and where
+    neither happens (unused parameters, or gradients that are computed later) at the end of the
+    backward.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class BlockGroups:
     groups: tuple[ParamGroup, ...]
 
 
-def groups_of(params: Iterable[nn.Parameter], groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
+def groups_of(
+    params: Iterable[nn.Parameter], groups: Iterable[ParamGroup]
+) -> tuple[ParamGroup, ...]:
     """Those of `groups` that hold one of `params` and are freed between uses, each once."""
     group_of_param: dict[int, ParamGroup] = {}
     for group in groups:
@@ -49,7 +52,9 @@ def groups_of(params: Iterable[nn.Parameter], groups: Iterable[ParamGroup]) -> t
 
 
 def register_unshard_hooks(chains: Sequence[Sequence[BlockGroups]]) -> None:
-    """Have modules unshard their groups. The modules of one chain run in order, so that neighbours prefetch for each other."""
+    """Have modules unshard their groups. The modules of one chain run in order, so that neighbours
+    prefetch for each other.
+    """
     in_backward = GroupsInBackward()
     for chain in chains:
         for position, block in enumerate(chain):
