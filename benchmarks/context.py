@@ -88,14 +88,18 @@ def measure(attend: Attend, tensors: AttentionTensors) -> CpuSeconds:
     return CpuSeconds(forward=middle - start, backward=end - middle)
 
 
-def measure_rank(comm: Comm, variant: str, mask: AttentionMask, whole: AttentionTensors) -> CpuSeconds:
+def measure_rank(
+    comm: Comm, variant: str, mask: AttentionMask, whole: AttentionTensors
+) -> CpuSeconds:
     """One rank's share under a context-parallel variant."""
     attend = Attend(mask=mask)
     attend.implementation = VARIANTS[variant](comm)
     return measure(attend, whole.shard(comm))
 
 
-def run_round(degree: int, variant: str, mask: AttentionMask, whole: AttentionTensors) -> RoundResult:
+def run_round(
+    degree: int, variant: str, mask: AttentionMask, whole: AttentionTensors
+) -> RoundResult:
     one_device = measure(Attend(mask=mask), whole)
 
     def rank_main(comm: Comm) -> CpuSeconds:

@@ -139,7 +139,9 @@ def run_weft(arguments: Sequence[str]) -> Usage:
     )
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, f"weft {' '.join(arguments)} ended with exit code {process.returncode}"
+    assert process.returncode == 0, (
+        f"weft {' '.join(arguments)} ended with exit code {process.returncode}"
+    )
     seconds = time.perf_counter() - start
     return Usage(seconds, usage.ru_maxrss * 1024)
 
@@ -193,7 +195,9 @@ def measure_prefetch(folder: Path, steps: int, rounds: int, *, delay_s: float) -
     run_ranks("", rank_main, timeout_s=3600)
 
 
-def time_steps(train_step: TrainStep, read: Callable[[int], list[Batch]], numbers: range, *, depth: int) -> float:
+def time_steps(
+    train_step: TrainStep, read: Callable[[int], list[Batch]], numbers: range, *, depth: int
+) -> float:
     """Seconds a step with `depth` steps read ahead."""
     from weft.train.data_loader import prefetch
 
@@ -223,8 +227,12 @@ def print_prefetch(step_s: dict[int, list[float]], *, read_s: float) -> None:
     prefetch_ms = 1e3 * statistics.median(prefetch_s)
     ratio = statistics.median(ratios)
     read_ms = 1e3 * read_s
-    print(f"measured: {without_ms:.1f} ms a step without prefetching, {prefetch_ms:.1f} ms with it,")
-    print(f"ratio {ratio:.3f} (median of neighbouring rounds); reading alone {read_ms:.2f} ms a step")
+    print(
+        f"measured: {without_ms:.1f} ms a step without prefetching, {prefetch_ms:.1f} ms with it,"
+    )
+    print(
+        f"ratio {ratio:.3f} (median of neighbouring rounds); reading alone {read_ms:.2f} ms a step"
+    )
 
 
 if __name__ == "__main__":

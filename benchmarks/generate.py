@@ -76,7 +76,9 @@ class Setup:
     def _initialized(self, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
         family = FAMILIES[self.config.family]
         ties = family.ties(self.config)
-        blocks = {name: block.to(device, dtype) for name, block in family.blocks(self.config).items()}
+        blocks = {
+            name: block.to(device, dtype) for name, block in family.blocks(self.config).items()
+        }
         tie(blocks, ties)
         params = named_parameters(blocks)
         init_params(params, family.init(self.config), seed=SEED, ties=ties)
@@ -116,7 +118,9 @@ def weft_cached(setup: Setup) -> Generator:
     def generate(num_tokens: int) -> list[int]:
         decoder.reset()
         rows = [TextRow(PROMPT, sample) for sample in range(setup.samples)]
-        steps = decode(decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == num_tokens)
+        steps = decode(
+            decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == num_tokens
+        )
         for _ in steps:
             pass
         return rows[0].tokens
@@ -238,7 +242,9 @@ def compare(generators: Sequence[Generator], num_tokens: int, args: argparse.Nam
     texts = [generator.generate(num_tokens) for generator in generators]  # also the warm-up
     seconds = time_in_turns(generators, num_tokens, rounds=args.rounds, clock=clock)
     length = f"{args.samples} x {num_tokens} tokens behind {len(PROMPT)}"
-    print(f"{args.preset}, {length}, {args.device}, {args.dtype}: {unit}, medians of {args.rounds}, measured")
+    print(
+        f"{args.preset}, {length}, {args.device}, {args.dtype}: {unit}, medians of {args.rounds}, measured"
+    )
     weft_s = seconds[generators[0].name]
     weft_text = texts[0]
     for generator, text in zip(generators, texts, strict=True):
@@ -270,7 +276,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--wall", action="store_true", help="wall-clock seconds; default on a CPU: CPU seconds")
+    parser.add_argument(
+        "--wall", action="store_true", help="wall-clock seconds; default on a CPU: CPU seconds"
+    )
     return parser.parse_args()
 
 

@@ -172,7 +172,9 @@ class MeasureStates:
         for _ in range(2):
             step([batch], lr=1e-3)
         num_params = sum(shard.box.size for shard in step.model.shards.values())
-        batch_bytes = batch.inputs.untyped_storage().nbytes() + batch.positions.untyped_storage().nbytes()
+        batch_bytes = (
+            batch.inputs.untyped_storage().nbytes() + batch.positions.untyped_storage().nbytes()
+        )
         tensors = settled(live_bytes) - tensors_before - batch_bytes
         resident = resident_bytes() - resident_before
         return Measured(num_params, tensors, resident)
@@ -253,7 +255,9 @@ def predicted_layer_bytes(recompute: Recompute, fields: Mapping[str, Any], token
 
 def print_state_table(dim: int) -> None:
     fields = {"layers": 6, "dim": dim, "heads": 8, "kv_heads": 8, "ffn": 3 * dim, "vocab": 256}
-    print("| types | zero | ranks | theory, bytes a parameter | measured | difference | tensors, MB | resident, MB |")
+    print(
+        "| types | zero | ranks | theory, bytes a parameter | measured | difference | tensors, MB | resident, MB |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     for name, policy in POLICIES.items():
         for zero in ZERO_STAGES:
@@ -287,13 +291,17 @@ def print_layer_table() -> None:
             mesh = f"cp{degree}" if degree > 1 else ""
             measured = max(run_ranks(mesh, measure))
             predicted = predicted_layer_bytes(recompute, LAYER, LAYER_SEQ_LEN // degree)
-            print(f"| {recompute} | {mesh or 'one'} | {predicted / 1e3:.1f} | {measured / 1e3:.1f} |")
+            print(
+                f"| {recompute} | {mesh or 'one'} | {predicted / 1e3:.1f} | {measured / 1e3:.1f} |"
+            )
 
 
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dim", type=int, default=256, help="width of the model whose states are measured")
+    parser.add_argument(
+        "--dim", type=int, default=256, help="width of the model whose states are measured"
+    )
     args = parser.parse_args()
     print_state_table(args.dim)
     print_layer_table()

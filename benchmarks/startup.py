@@ -34,7 +34,18 @@ class StartupSeconds(NamedTuple):
 def measure(mesh: str) -> StartupSeconds:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = [WEFT, "train", "--steps", "2", "--mesh", mesh, "--device", "cpu", "--out", str(out)]
+        command = [
+            WEFT,
+            "train",
+            "--steps",
+            "2",
+            "--mesh",
+            mesh,
+            "--device",
+            "cpu",
+            "--out",
+            str(out),
+        ]
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not has_step(out / "events.jsonl"):

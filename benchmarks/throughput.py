@@ -174,7 +174,9 @@ def time_turn(step: Step, comm: Comm) -> float:
     return (time.perf_counter() - start) / STEPS_PER_TURN
 
 
-def print_result(args: argparse.Namespace, num_ranks: int, *, torch_s: list[float], weft_s: list[float]) -> None:
+def print_result(
+    args: argparse.Namespace, num_ranks: int, *, torch_s: list[float], weft_s: list[float]
+) -> None:
     tokens = args.sequences * args.seq_len * num_ranks
     title = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     torch_name = "plain loop" if num_ranks == 1 else "torch DDP"

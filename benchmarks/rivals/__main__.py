@@ -52,7 +52,9 @@ COMPARISONS = {
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))
     parser.add_argument("--rounds", type=int, default=8)
@@ -90,7 +92,9 @@ def print_title(size_name: str) -> None:
     for mesh, size in SIZES[size_name].items():
         mesh_name = mesh or "other meshes"
         sizes.append(f"{mesh_name}: {size}")
-    print(f"{size_name}, llama3, float32, {NUM_RANKS} ranks, measured. {'; '.join(sizes)}", flush=True)
+    print(
+        f"{size_name}, llama3, float32, {NUM_RANKS} ranks, measured. {'; '.join(sizes)}", flush=True
+    )
 
 
 if __name__ == "__main__":

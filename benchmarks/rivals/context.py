@@ -13,7 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmarks.rivals.training import PlainModel, Step, Training, clip_gradients, torch_adamw, torch_step
+from benchmarks.rivals.training import (
+    PlainModel,
+    Step,
+    Training,
+    clip_gradients,
+    torch_adamw,
+    torch_step,
+)
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_single_autograd
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_attention

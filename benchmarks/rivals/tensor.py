@@ -35,7 +35,9 @@ def sequence_parallel(training: Training) -> dict[str, Step]:
     """Activations outside of attention and MLP are sharded along the sequence."""
     return {
         "DTensor with SequenceParallel": _dtensor_step(training, outside=Shard(1)),
-        "tp2 sequence, trainer": training.weft_step(micro_size=training.size.sequences, sequence_parallel=True),
+        "tp2 sequence, trainer": training.weft_step(
+            micro_size=training.size.sequences, sequence_parallel=True
+        ),
     }
 
 

@@ -138,5 +138,7 @@ def _check_losses(torch_losses: Sequence[float], weft_losses: Sequence[float]) -
     for torch_loss, weft_loss in zip(torch_losses, weft_losses, strict=True):
         differences.append(abs(torch_loss - weft_loss) / abs(torch_loss))
     largest = max(differences)
-    assert largest < LOSS_TOLERANCE, f"not the same training: losses {torch_losses} and {weft_losses}"
+    assert largest < LOSS_TOLERANCE, (
+        f"not the same training: losses {torch_losses} and {weft_losses}"
+    )
     return largest

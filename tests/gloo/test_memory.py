@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from benchmarks.memory import POLICIES, ZERO_STAGES, MeasureLayer, Setting, measure_states, predicted_layer_bytes
+from benchmarks.memory import (
+    POLICIES,
+    ZERO_STAGES,
+    MeasureLayer,
+    Setting,
+    measure_states,
+    predicted_layer_bytes,
+)
 
 from weft.testing import run_ranks
 
@@ -35,7 +42,9 @@ def test_the_formulas_equal_the_papers_for_its_dtypes() -> None:
     grads = 4  # float32
     optimizer = 12
     for degree in (2, 8, 64):
-        theory = [Setting(zero, POLICIES["mixed"], degree).predicted_bytes() for zero in ZERO_STAGES]
+        theory = [
+            Setting(zero, POLICIES["mixed"], degree).predicted_bytes() for zero in ZERO_STAGES
+        ]
         assert theory == [
             params + grads + optimizer,
             params + grads + optimizer / degree,
