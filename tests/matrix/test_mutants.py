@@ -99,14 +99,16 @@ def gradients_are_reduced_after_the_first_micro_batch(patch: pytest.MonkeyPatch)
 def the_gradient_rule_names_the_wrong_axis(patch: pytest.MonkeyPatch) -> None:
     """Replicated parameters are summed over tp instead of dp."""
     patch.setattr(
-        parallelize_module, "gradient_axes", lambda mesh, *, varies, cut: ("tp",) if not cut else ()
+        parallelize_module,
+        "gradient_axes",
+        lambda mesh, *, varies, sharded: ("tp",) if not sharded else (),
     )
 
 
 @mutant(Case("tp2", sequence=True))
 def norms_under_sequence_parallelism_are_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
     """Each rank's norm sees the gradient of its own tokens only."""
-    patch.setattr(parallelize_module, "gradient_axes", lambda mesh, *, varies, cut: ())
+    patch.setattr(parallelize_module, "gradient_axes", lambda mesh, *, varies, sharded: ())
 
 
 @mutant(Case("tp2"))
@@ -264,7 +266,7 @@ def the_last_micro_batch_is_dropped(patch: pytest.MonkeyPatch) -> None:
 @mutant(Case("cp2", microbatches=2))
 def gradients_are_not_reduced_over_cp(patch: pytest.MonkeyPatch) -> None:
     """Each rank learns from its own columns: picotron's and ScaleTorch's where dp is 1."""
-    patch.setattr(parallelize_module, "gradient_axes", lambda mesh, *, varies, cut: ())
+    patch.setattr(parallelize_module, "gradient_axes", lambda mesh, *, varies, sharded: ())
 
 
 @mutant(Case("cp2", microbatches=2))
