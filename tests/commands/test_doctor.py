@@ -29,8 +29,9 @@ sys.exit(main(["doctor"]))
 def test_doctor_checks_versions_memory_and_a_collective_between_ranks(capsys):
     assert main(["doctor"]) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("ok ") for line in lines)
-    names = {line[5:18].strip() for line in lines}
+    assert all(line.startswith(("ok ", " " * doctor.INDENT)) for line in lines)
+    assert all(len(line) <= doctor.WIDTH for line in lines)
+    names = {line[6:19].strip() for line in lines}
     assert {"versions", "cores", "memory", "ranks"} <= names
 
 
@@ -47,16 +48,18 @@ def test_doctor_works_without_torch_and_says_how_to_install_it():
         [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (EXIT_FAILED, "")
-    *others, last = done.stdout.splitlines()
-    assert all(line.startswith("ok ") for line in others)
-    assert last.startswith("BAD  torch         cannot be imported: No module named 'torch'")
-    assert "Fix: pip install torch" in last
+    others = done.stdout.splitlines()
+    last = next(line for line in others if line.startswith("FAIL  torch "))
+    found = others[: others.index(last)]
+    assert all(line.startswith(("ok ", " " * doctor.INDENT)) for line in found)
+    assert "cannot be imported: No module named 'torch'" in " ".join(done.stdout.split())
+    assert "Fix: pip install torch" in " ".join(done.stdout.split())
 
 
 def test_a_missing_required_package_is_a_problem_with_a_fix(monkeypatch):
     monkeypatch.setattr(doctor, "REQUIRED", (*doctor.REQUIRED, "no-such-package"))
     assert [str(finding) for finding in doctor._missing_packages()] == [
-        "BAD  no-such-package is not installed. Fix: pip install no-such-package"
+        "FAIL  no-such-package is not installed. Fix: pip install no-such-package"
     ]
 
 
@@ -68,7 +71,7 @@ def test_little_memory_is_a_problem_with_a_fix(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "fix", "line"),
-    [("2", "", "ok   cores         2"), ("1", "add", "BAD  cores         1. Fix: add")],
+    [("2", "", "ok    cores         2"), ("1", "add", "FAIL  cores         1. Fix: add")],
 )
 def test_a_finding_is_one_line(text, fix, line):
     assert str(doctor.Finding("cores", text, fix)) == line

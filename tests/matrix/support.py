@@ -22,17 +22,17 @@ from weft.models import FAMILIES
 from weft.schedule.catalog import SCHEDULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
-REFUSALS = "## Rejected layouts"
+REJECTIONS = "## Rejected layouts"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the test of one layout found; `relative` is the largest difference of its `compared`
+    """The result of one layout's test; `relative` is the largest difference of its `compared`
     numbers and tensors.
     """
 
     case: Case
-    held: bool
+    passed: bool
     commit: str
     relative: float = 0.0
     compared: int = 0
@@ -43,9 +43,9 @@ def read_results(path: Path) -> tuple[Result, ...]:
     last: dict[Case, Result] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         found = json.loads(line)
-        case, held = Case(**found["case"]), found["outcome"] == "passed"
+        case, passed = Case(**found["case"]), found["outcome"] == "passed"
         last[case] = Result(
-            case, held, found["commit"], found.get("relative", 0.0), found.get("compared", 0)
+            case, passed, found["commit"], found.get("relative", 0.0), found.get("compared", 0)
         )
     return tuple(last.values())
 
@@ -61,7 +61,7 @@ def _is(name: str, value: object) -> Has:
     return lambda case: getattr(case, name) == value
 
 
-def _crosses(way: str) -> Has:
+def _context(way: str) -> Has:
     return lambda case: case.grid.degree("cp") > 1 and case.context == way
 
 
@@ -71,10 +71,10 @@ LAYOUT: Mapping[str, Has] = {
     **{f"zero {stage}": _is("zero", stage) for stage in (1, 2, 3)},
     "select": _is("recompute", "selective"),
     "full": _is("recompute", "full"),
-    **{way: _crosses(way) for way in ("ring", "allgather", "ulysses")},
+    **{way: _context(way) for way in ("ring", "allgather", "ulysses")},
     "docs": _is("documents", True),
 }
-"""What the columns count; `select` and `full` are recomputation, `docs` packed documents."""
+"""Columns of the table of pairs; `select` and `full` are recomputation, `docs` packed documents."""
 
 FEATURES: Mapping[str, Has] = {
     **{name: lambda case, name=name: case.family == name and not case.grouped for name in ("gpt2", "llama3")},
@@ -89,7 +89,7 @@ FEATURES: Mapping[str, Has] = {
     "16 to 32 ranks": lambda case: case.grid.size >= 16,
 }  # fmt: skip
 
-REFUSED = (
+REJECTED = (
     '--mesh tp3',
     '--mesh tp4',
     '--model.name gpt2 --mesh "dp2 tp3"',
@@ -119,44 +119,45 @@ REFUSED = (
     '--precision.params float16 --precision.compute float16',
     '--precision.compute float16 --precision.reduce bfloat16',
 )  # fmt: skip
-"""One of each kind that is refused; the tests ask whether the kinds are all."""
+"""One example of each error; a test checks that every check is covered."""
 
 
 def page(results: Sequence[Result]) -> str:
     """The whole page."""
-    return "\n".join((*_head(results), *_features(results), *_pairs(results), *refusals()))
+    return "\n".join((*_head(results), *_features(results), *_pairs(results), *rejections()))
 
 
 def _head(results: Sequence[Result]) -> Iterator[str]:
-    held, whole = [result for result in results if result.held], len(every_case())
+    passed, whole = [result for result in results if result.passed], len(every_case())
     commits = ", ".join(sorted({result.commit for result in results}))
-    yield "# What goes with what"
+    yield "# Supported layouts"
     yield ""
     yield "Written by `make matrix` (`tests/matrix/support.py`) from its results; do not edit."
     yield ""
-    yield f"Of the {whole:,} layouts of the sweep {len(results):,} were run (at {commits}) and {len(held):,} held: in float64"
-    yield f"every loss, gradient norm, gradient and updated parameter of {NUM_STEPS} steps is that of one device within"
-    yield f"{TOLERANCE:.0e}. {sum(result.compared for result in held):,} numbers and tensors were compared; the largest relative"
-    yield f"difference was {max((result.relative for result in held), default=0.0):.0e}. Targets are masked unevenly in all."
+    yield f"Of the {whole:,} layouts of the sweep {len(results):,} were run (at {commits}) and {len(passed):,} passed: in float64"
+    yield f"every loss, gradient norm, gradient and updated parameter of {NUM_STEPS} steps equals that of one device within"
+    num_compared = sum(result.compared for result in passed)
+    yield f"{TOLERANCE:.0e}. {num_compared:,} numbers and tensors were compared; the largest relative"
+    yield f"difference was {max((result.relative for result in passed), default=0.0):.0e}. All runs mask targets unevenly."
     yield ""
-    yield "The sweep: rows in which every three choices that can meet do meet (`tests/matrix/cover.py`), and every mesh of up to"
-    yield "16 ranks over pp, dp, cp and tp by every schedule (`tests/matrix/sweep.py`). 16-bit types have a test of their own:"
+    yield "The sweep: layouts with every valid combination of three options (`tests/matrix/cover.py`), and every mesh of up to"
+    yield "16 ranks over pp, dp, cp and tp with every schedule (`tests/matrix/sweep.py`). 16-bit types have separate tests:"
     yield "[precision](precision.md)."
     yield ""
-    if failed := [f"- FAILED: {result.case}" for result in results if not result.held]:
+    if failed := [f"- FAILED: {result.case}" for result in results if not result.passed]:
         yield from (*failed, "")
 
 
 def _features(results: Sequence[Result]) -> Iterator[str]:
     yield "## Features"
     yield ""
-    yield "| | layouts that held | failed | largest difference |"
+    yield "| | layouts that passed | failed | largest difference |"
     yield "|---|---|---|---|"
     for name, has in FEATURES.items():
         mine = [result for result in results if has(result.case)]
-        held = [result for result in mine if result.held]
-        largest = f"{max(result.relative for result in held):.0e}" if held else ""
-        yield f"| {name} | {len(held)} | {len(mine) - len(held)} | {largest} |"
+        passed = [result for result in mine if result.passed]
+        largest = f"{max(result.relative for result in passed):.0e}" if passed else ""
+        yield f"| {name} | {len(passed)} | {len(mine) - len(passed)} | {largest} |"
     yield ""
 
 
@@ -164,27 +165,27 @@ def _pairs(results: Sequence[Result]) -> Iterator[str]:
     width = max(map(len, FEATURES)) + 2
     yield "## Pairs"
     yield ""
-    yield "Layouts that held with both; `-`: the two cannot meet in one layout, or have not been run."
+    yield "Layouts with both features that passed; `-`: the two cannot be combined, or the combination was not run."
     yield ""
     yield "```"
     yield " " * width + "".join(f"{name:>10}" for name in LAYOUT)
-    held = [result.case for result in results if result.held]
+    passed = [result.case for result in results if result.passed]
     for name, has in FEATURES.items():
-        counts = (sum(has(case) and other(case) for case in held) for other in LAYOUT.values())
+        counts = (sum(has(case) and other(case) for case in passed) for other in LAYOUT.values())
         yield f"{name:<{width}}" + "".join(f"{count or '-':>10}" for count in counts)
     yield "```"
     yield ""
 
 
-def refusals() -> Iterator[str]:
-    """Messages for impossible layouts, with the nearest possible ones."""
-    yield REFUSALS
+def rejections() -> Iterator[str]:
+    """Error messages of invalid layouts, with the nearest valid ones."""
+    yield REJECTIONS
     yield ""
-    yield "Everything else runs. One of each kind, as `weft train` answers before any rank starts; each way that a fix names was"
-    yield "tried and passes (`core/checks.py`)."
+    yield "All other layouts run. One example of each error, as `weft train` reports it before any rank starts; each fix was"
+    yield "tried and passes validation (`config/checks.py`)."
     yield ""
     yield "```"
-    for words in REFUSED:
+    for words in REJECTED:
         yield f"$ weft train {words}"
         yield from (f"error: {line}" for line in messages(shlex.split(words)))
     yield "```"

@@ -11,35 +11,35 @@ from tests.matrix.layouts import Case
 from tests.matrix.support import (
     FEATURES,
     PAGE,
-    REFUSALS,
-    REFUSED,
+    REJECTED,
+    REJECTIONS,
     Result,
     messages,
     page,
     read_results,
-    refusals,
+    rejections,
 )
 from weft.config import validate
 from weft.config.load import try_load
 from weft.models import FAMILIES
 
 
-def test_refusals_of_the_page_are_what_the_door_says() -> None:
-    _, _, after = PAGE.read_text(encoding="utf-8").partition(REFUSALS)
-    assert (REFUSALS + after).splitlines() == "\n".join(refusals()).splitlines(), (
+def test_rejections_of_the_page_are_those_of_validation() -> None:
+    _, _, after = PAGE.read_text(encoding="utf-8").partition(REJECTIONS)
+    assert (REJECTIONS + after).splitlines() == "\n".join(rejections()).splitlines(), (
         "run `make support`"
     )
 
 
-def test_every_check_of_the_door_refuses_something_on_the_page() -> None:
-    runs = [try_load(shlex.split(words), FAMILIES).run for words in REFUSED]
+def test_every_check_rejects_a_layout_of_the_page() -> None:
+    runs = [try_load(shlex.split(words), FAMILIES).run for words in REJECTED]
     idle = [
         check.find.__qualname__
         for check in validate.CHECKS
         if not any(list(check.find(run)) for run in runs)
     ]
-    assert not idle, f"add a command to REFUSED for each of {idle}"
-    assert all(messages(shlex.split(words)) for words in REFUSED)
+    assert not idle, f"add a command to REJECTED for each of {idle}"
+    assert all(messages(shlex.split(words)) for words in REJECTED)
 
 
 def test_the_last_result_of_a_layout_counts(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_the_last_result_of_a_layout_counts(tmp_path: Path) -> None:
     results = read_results(file)
     assert results == (Result(case, True, "b", 3e-12, 7), Result(other, True, "a", 2e-13, 5))
     text = page(results)
-    assert "2 were run (at a, b) and 2 held" in text
+    assert "2 were run (at a, b) and 2 passed" in text
     assert "12 numbers and tensors were compared" in text
     assert "| zero 1 | 1 | 0 | 3e-12 |" in text
     assert "| sp | 1 | 0 | 2e-13 |" in text

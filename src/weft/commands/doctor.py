@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ OPTIONAL = ("tokenizers", "transformers", "peft", "pyarrow", "scikit-learn")
 MIN_MEMORY_GIB = 1.0
 MIN_SHARED_GIB = 0.0625
 GIB = 2**30
+WIDTH = 80
+INDENT = 20
+"""Columns of mark and name before the text of a finding."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class Finding:
     fix: str = ""
 
     def __str__(self) -> str:
-        mark = "BAD" if self.fix else "ok "
-        line = f"{mark}  {self.name:<13} {self.text}"
+        mark = "FAIL" if self.fix else "ok"
+        line = f"{mark:<4}  {self.name:<13} {self.text}"
         return f"{line}. Fix: {self.fix}" if self.fix else line
 
 
@@ -57,9 +61,20 @@ def doctor(words: Sequence[str]) -> int:
             Fault("weft doctor", "takes no arguments", got=" ".join(words), fix="weft doctor")
         )
     findings = tuple(examine())
-    print_result("\n".join(map(str, findings)))
+    print_result("\n".join(_wrapped(str(finding)) for finding in findings))
     has_problem = any(finding.fix for finding in findings)
     return EXIT_FAILED if has_problem else EXIT_OK
+
+
+def _wrapped(line: str) -> str:
+    """A finding in lines of 80 columns, its text aligned; longer words stay whole."""
+    return textwrap.fill(
+        line,
+        WIDTH,
+        subsequent_indent=" " * INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def examine() -> Iterator[Finding]:
@@ -175,7 +190,8 @@ def _collective() -> Finding:
     if sums != [1.0, 1.0]:
         return Finding("ranks", f"all_reduce of 0 and 1 gives {sums}", "update torch")
     return Finding(
-        "ranks", f"all_reduce between two local processes: right, {seconds:.1f} s with their start"
+        "ranks",
+        f"all_reduce between two local processes: correct, {seconds:.1f} s with their start",
     )
 
 

@@ -87,10 +87,11 @@ def help_of_schedule() -> int:
 def simulate_run(words: Sequence[str]) -> int:
     """Draw the pipeline of a config as the simulator runs it."""
     plan = plan_of(load_checked_run(words))
-    print_result(
-        f"{plan.schedule}; a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward, links free"
-    )
-    show(simulate(plan.table, lambda act: action_s(plan, act), unit="s"), columns=screen_columns())
+    columns = screen_columns()
+    speed = f"a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward"
+    assumptions = f"{plan.schedule}; {speed}; communication takes no time"
+    print_result("\n".join(wrapped(assumptions, columns)))
+    show(simulate(plan.table, lambda act: action_s(plan, act), unit="s"), columns=columns)
     return EXIT_OK
 
 

@@ -151,14 +151,14 @@ class OptimConfig(ConfigSection):
         description="weight decay of matrices, per unit of learning rate",
     )
     betas: tuple[Share, Share] = Field(
-        (0.9, 0.95), description="adamw: memory of both moments, 0 to 1"
+        (0.9, 0.95), description="adamw: decay rates of both moments, 0 to 1"
     )
     eps: float = Field(
         1e-8,
         gt=0,
         description="adamw: added to the root of the second moment",
     )
-    momentum: Share = Field(0.9, description="sgd: memory of the gradient, 0 to 1")
+    momentum: Share = Field(0.9, description="sgd: decay rate of the gradient's sum, 0 to 1")
     clip: float = Field(
         1.0,
         ge=0,
@@ -230,7 +230,7 @@ class LoraConfig(ConfigSection):
     )
     base: str | None = Field(
         None,
-        description="run or checkpoint whose parameters are frozen; None: model.from_hf, or drawn ones",
+        description="run or checkpoint whose parameters are frozen; None: model.from_hf, or random initial values",
     )
 
 

@@ -1,1 +1,1 @@
-"""Everything that thinks: pure data and pure functions, no torch."""
+"""Data types and functions that need no torch: mesh, axes, shards, attention masks."""

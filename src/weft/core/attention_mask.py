@@ -65,8 +65,9 @@ class AttentionMask:
     def allows(self, query: int, key: int) -> bool:
         """Whether the query at one column sees the key at another, of the same document.
 
-        >>> [AttentionMask(window=2).allows(5, key) for key in (3, 4, 5, 6)]
-        [False, True, True, False]
+        >>> mask = AttentionMask(window=2)
+        >>> tuple(mask.allows(5, key) for key in (3, 4, 5, 6))
+        (False, True, True, False)
         """
         nearest, farthest = self.distances
         if key < self.prefix:

@@ -1,4 +1,4 @@
-"""What `weft generate` is asked for, checked against the stored model: keys, prompts, mesh. No torch."""
+"""Options of `weft generate`, checked against the stored model: prompts, mesh, tokenizer. No torch."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def read_prompts(request: Request) -> tuple[str, ...]:
         raise ConfigError(
             Fault(
                 "prompt_file",
-                "beside a prompt",
+                "is given together with --prompt",
                 fix="give one of --prompt and --prompt_file",
             )
         )

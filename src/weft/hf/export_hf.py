@@ -112,7 +112,7 @@ def export_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
         base=base,
     )
     num_linears = len(adapted_linears(lora.targets, model.cfg.linears()))
-    report = f"{folder}: adapters of rank {lora.rank} beside {num_linears} linears"
+    report = f"{folder}: adapters of rank {lora.rank} on {num_linears} linears"
     unexpected = unexpected_keys(model.cfg, lora)
     if unexpected:
         report += (

@@ -3,8 +3,8 @@
     layer0.attn.q.lora_a.weight  ->  base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
 Note [Several linears in one]
-    GPT-2's files hold q, k and v side by side in one matrix, and PEFT puts one adapter beside it.
-    Weft's adapters beside q, k and v are one of n times the rank, n linears having adapters: their
+    GPT-2's files hold q, k and v side by side in one matrix, and PEFT puts one adapter on it.
+    Weft's adapters on q, k and v are one of n times the rank, n linears having adapters: their
     A below each other, their B on a diagonal of blocks,
 
         dq   Bq  .   .    Aq

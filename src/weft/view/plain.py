@@ -1,4 +1,4 @@
-"""Plain-text view of a run for logs and pipes: a line every so many steps, each number with its unit."""
+"""Plain-text view of a run for logs and pipes: a line every n steps, each number with its unit."""
 
 from __future__ import annotations
 

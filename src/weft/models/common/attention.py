@@ -171,8 +171,11 @@ class Attend(nn.Module):
     else these reject it.
 
     Args:
-        mask, scale, softcap: see `AttentionSpec`.
-        sinks, head_bias: parameters of the model, [H]; sharded as the heads are.
+        mask: see `AttentionSpec`.
+        scale: see `AttentionSpec`.
+        softcap: see `AttentionSpec`.
+        sinks: parameter of the model, [H]; sharded as the heads are.
+        head_bias: parameter of the model, [H]; sharded as the heads are.
     """
 
     def __init__(

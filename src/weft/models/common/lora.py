@@ -138,7 +138,7 @@ class AdaptedFamily:
         return table
 
     def blocks(self, cfg: Any) -> dict[str, nn.Module]:
-        """The plain family's chain, frozen, with adapters beside the linears that `lora.targets`
+        """The plain family's chain, frozen, with adapters on the linears that `lora.targets`
         names.
         """
         blocks = self.plain.blocks(cfg)

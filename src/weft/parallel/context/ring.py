@@ -202,7 +202,8 @@ def ring_attention(
 
     Args:
         q_BSHK: this rank's S columns, of B sequences, H heads of size K.
-        k_BSGK, v_BSGW: this rank's keys and values, G heads that divide H; W may differ from K.
+        k_BSGK: this rank's keys, G heads that divide H.
+        v_BSGW: this rank's values, G heads; W may differ from K.
         comm: this rank's collectives.
         causal: a token sees itself and those before it; else all.
         window: a token sees those at a distance below this; None: any.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm.adopt import comm_or_world
 from weft.comm.comm import Comm
+from weft.comm.default_comm import comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
 from weft.parallel.dp import AXIS as DP

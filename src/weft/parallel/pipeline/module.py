@@ -42,8 +42,8 @@ class PipelineParallel(nn.Module):
         loss: (output of the last block, targets) -> scalar mean over the micro-batch.
         example: input of one micro-batch, for its shape and dtype only.
         microbatches: a step's input is split into so many, along dim 0.
-        schedule, chunks: as `weft schedule` draws them; by default as many chunks as the schedule
-            is made for.
+        schedule: name or table file, as `weft schedule` draws it.
+        chunks: of the model on each rank; by default as many as the schedule is made for.
 
     Raises:
         PlanError: the output of a stage is not floating point, or stages differ in the dtype of
