@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -239,3 +240,82 @@ def test_a_second_synchronized_backward_is_an_error() -> None:
 
     with pytest.raises(CommError, match="arrived after its group was reduced"):
         run_ranks("dp2", rank)
+
+
+Loop = Callable[[torch.optim.Optimizer, Callable[[], None]], None]
+"""One step of a training loop: optimizer, what computes and synchronises gradients."""
+
+
+def zero_first(optimizer: torch.optim.Optimizer, backward: Callable[[], None]) -> None:
+    optimizer.zero_grad()
+    backward()
+    optimizer.step()
+
+
+def zero_last(optimizer: torch.optim.Optimizer, backward: Callable[[], None]) -> None:
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def zero_in_place(optimizer: torch.optim.Optimizer, backward: Callable[[], None]) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    backward()
+    optimizer.step()
+
+
+LOOPS = [zero_first, zero_last, zero_in_place]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_parameter_that_no_rank_used_does_not_decay_in_any_loop(loop: Loop) -> None:
+    plain = Net(0)
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        net = DistributedDataParallel(copy.deepcopy(plain), comm)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+
+        def backward() -> None:
+            net(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            net.finish_gradient_synchronization()
+
+        for _ in range(3):
+            loop(optimizer, backward)
+        assert net.module.unused.weight.grad is None
+        return net.full_state_dict()
+
+    trained = {"first.weight", "first.bias", "second.weight", "second.bias"}
+    for state in run_ranks("dp2", rank):
+        changed = {
+            name
+            for name, value in plain.state_dict().items()
+            if not torch.equal(state[name], value)
+        }
+        assert changed == trained
+
+
+def test_a_parameter_that_is_no_longer_used_decays_only_where_its_gradient_is_zeros() -> None:
+    """As in one process, and under torch's DistributedDataParallel with find_unused_parameters."""
+
+    def rank(comm: Comm) -> list[bool]:
+        return [stays(loop, comm) for loop in LOOPS]
+
+    def stays(loop: Loop, comm: Comm) -> bool:
+        net = DistributedDataParallel(Net(0), comm)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.5)
+
+        def used() -> None:
+            net.module.unused(net(torch.ones(2, 5, dtype=torch.float64))).sum().backward()
+            net.finish_gradient_synchronization()
+
+        def not_used() -> None:
+            net(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            net.finish_gradient_synchronization()
+
+        loop(optimizer, used)
+        before = net.module.unused.weight.detach().clone()
+        loop(optimizer, not_used)
+        return torch.equal(net.module.unused.weight, before)
+
+    for found in run_ranks("dp2", rank):
+        assert found == [True, True, False]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.live import Live
+from tests.parallel.test_dp import LOOPS, Loop
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
-from weft.errors import DataError, PlanError
+from weft.errors import DataError, PlanError, WeftError
 from weft.parallel.zero.fsdp import FullyShardedDataParallel
 from weft.testing import run_ranks
 
@@ -474,6 +477,106 @@ def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay(zero: An
         assert has_grad == want
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(state[name], value, **CLOSE)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_unused_parameter_stays_as_it_is_whatever_loop_zeroes_gradients(
+    zero: Any, loop: Loop
+) -> None:
+    plain = Branches()
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        net = FullyShardedDataParallel(copy.deepcopy(plain), comm, zero=zero)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+        x = torch.ones(4, 3, dtype=torch.float64)
+
+        def backward() -> None:
+            net(x, "left").sum().backward()
+            net.finish_gradient_synchronization()
+
+        for _ in range(3):
+            loop(optimizer, backward)
+        return net.full_state_dict()
+
+    for state in run_ranks("dp2", rank):
+        for name, value in plain.state_dict().items():
+            assert torch.equal(state[name], value) == ("unused" in name)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("defer", [False, True])
+def test_an_optimizer_step_before_gradients_are_synchronised_is_refused(
+    zero: Any, defer: bool
+) -> None:
+    def rank(comm: Comm) -> None:
+        net = FullyShardedDataParallel(nn.Linear(4, 4), comm, zero=zero)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        with net.no_sync() if defer else nullcontext():
+            net(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(PlanError, match="not synchronised before this optimizer step"):
+            optimizer.step()
+        net.finish_gradient_synchronization()
+        before = net.full_state_dict()
+        optimizer.step()
+        assert not torch.equal(net.full_state_dict()["weight"], before["weight"])
+
+    run_ranks("dp2", rank)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_state_dict_has_the_shards_under_the_names_of_the_parameters(zero: Any) -> None:
+    plain = Net()
+
+    def rank(comm: Comm) -> None:
+        net = FullyShardedDataParallel(copy.deepcopy(plain), comm, zero=zero)
+        state = net.state_dict()
+        assert list(state) == list(plain.state_dict())
+        for name, param in net.named_parameters():
+            assert torch.equal(state[name], param)
+        for name, buffer in net.named_buffers():
+            assert torch.equal(state[name], buffer)
+        tokens = torch.zeros(2, 3, dtype=torch.int64)
+        want = net(tokens)
+        state = {name: value.clone() for name, value in state.items()}
+        with torch.no_grad():
+            for value in net.state_dict().values():
+                value.mul_(2)
+        net.load_state_dict(state)
+        assert torch.equal(net(tokens), want)
+        with pytest.raises(PlanError, match="cannot be assigned"):
+            net.load_state_dict(state, assign=True)
+        outer = nn.ModuleDict({"net": net})
+        names = [name for name, _ in outer.named_parameters()]
+        assert set(names) <= set(outer.state_dict())
+
+    run_ranks("dp2", rank)
+
+
+def test_the_parameters_of_a_block_that_one_rank_alone_runs_are_named() -> None:
+    def rank(comm: Comm) -> None:
+        net = FullyShardedDataParallel(Optional(), comm)
+        net(torch.ones(2, 3), skips=comm.rank == 1).sum().backward()
+        net.finish_gradient_synchronization()
+
+    with pytest.raises(WeftError) as caught:
+        run_ranks("dp2", rank)
+    (note,) = (note for note in caught.value.__notes__ if "all-gathered" in note)
+    assert re.search(r"this rank all-gathered (trunk|adapter).weight, (trunk|adapter).bias", note)
+
+
+class Optional(nn.Module):
+    """A block that a forward may skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(3, 3)
+        self.adapter = nn.Linear(3, 5)
+
+    def forward(self, x: Tensor, skips: bool) -> Tensor:
+        x = self.trunk(x)
+        return x if skips else self.adapter(x)
 
 
 @pytest.mark.parametrize("zero", [1, 3])

@@ -79,7 +79,7 @@ class BlockAttention:
         source: int,
         device: torch.device,
     ) -> Tensor | None:
-        """True where a query sees a key, [B or 1, 1, Sq, Sk]."""
+        """True where a query attends to a key, [B or 1, 1, Sq, Sk]."""
         queries, keys = self._columns(block, source, device)
         allowed = visible_keys(self.spec.mask, queries, keys)
         if allowed is not None:

@@ -32,8 +32,8 @@ class Scores:
 
     Attributes:
         scale: factor of q k^T.
-        causal: query i sees keys 0..i of the block.
-        mask: [B or 1, 1, Sq, Sk] or None, True where a query sees a key; excludes `causal`.
+        causal: query i attends to keys 0..i of the block.
+        mask: [B or 1, 1, Sq, Sk] or None, True where a query attends to a key; excludes `causal`.
         softcap: scores s become softcap * tanh(s / softcap).
         head_bias: slopes [H]: scores get -slope * distance.
         distance: query column - key column, [Sq, Sk]; given with `head_bias`.
@@ -82,7 +82,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """q_BHSK, k_BGTK, v_BGTW (T keys, G divides H) -> out_BHSW and lse_BHS, float32 at least.
 
-    A query that sees no key has output 0 and lse -inf.
+    A query that attends to no key has output 0 and lse -inf.
     """
     kernel = _choose_kernel(q, scores)
     size = _padded_head_size(kernel, q, v)
@@ -96,9 +96,9 @@ def attend(
     if (
         scores.mask is not None
     ):  # kernels disagree on rows without a key: 0 and lse 0, or not a number
-        sees_nothing = ~scores.mask.any(-1)
-        out = out.masked_fill(sees_nothing.unsqueeze(-1), 0.0)
-        lse = lse.masked_fill(sees_nothing, NO_WEIGHT)
+        attends_to_nothing = ~scores.mask.any(-1)
+        out = out.masked_fill(attends_to_nothing.unsqueeze(-1), 0.0)
+        lse = lse.masked_fill(attends_to_nothing, NO_WEIGHT)
     return out, lse
 
 

@@ -83,7 +83,7 @@ class KVGradAccumulator(Protocol):
 
 
 class KVExchange(Protocol):
-    """How keys and values travel between the ranks that share a sequence."""
+    """How keys and values are sent between the ranks that share a sequence."""
 
     @property
     def index(self) -> int:
@@ -96,7 +96,7 @@ class KVExchange(Protocol):
         ...
 
     def receive(self, own: KeyValue, turns: Sequence[int]) -> Iterator[tuple[int, KeyValue]]:
-        """(source, its keys and values), this rank's own first; the next ones travel while these
+        """(source, its keys and values), this rank's own first; the next ones are sent while these
         are used.
 
         `turns` are those of the ring in which any rank computes, see
@@ -137,7 +137,7 @@ class AllGatherExchange:
         return self.comm.degree(self.axis)
 
     def receive(self, own: KeyValue, turns: Sequence[int]) -> Iterator[tuple[int, KeyValue]]:
-        """Own keys and values while the others' travel."""
+        """Own keys and values while the others' are sent."""
         if len(turns) == 1:
             yield self.index, own
             return

@@ -1,4 +1,4 @@
-"""Check that a block mixes tokens through `Attend` alone: anything else would stay within a rank's columns under cp.
+"""Check that a block mixes tokens through `Attend` alone: under cp, other token mixing would use only a rank's own positions.
 
 Each block computes a small random batch twice: whole sequences, and the columns of one
 context-parallel rank. While it does, its `Attend` seams return each token's own values. A block

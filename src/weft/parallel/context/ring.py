@@ -30,8 +30,8 @@ from weft.parallel.cp import AXIS as CP
 #     gradients             s  -> . ->  . -> s            c - 1 hops: they start one turn late, at the first rank that is
 #                                                         not the source, and are added there to what it computed itself
 #
-# So a forward sends (c-1) x 2(s/c) b kv entries a rank and a backward twice that (gradients of 16-bit types travel in
-# float32: their sums are made on the way). Where a mask leaves turns out (Note [Skipped blocks] in core/sequence.py), one
+# So a forward sends (c-1) x 2(s/c) b kv entries a rank and a backward twice that (gradients of 16-bit types are sent
+# in float32: their sums are made on the way). Where a mask leaves turns out (Note [Skipped blocks] in core/sequence.py), one
 # hop goes over several ranks at once, and there are as many hops as turns with work besides turn 0.
 
 
@@ -194,9 +194,9 @@ def ring_attention(
     """Attention over sequences that are sharded over `axis`, exact; every rank of the axis calls
     it, and its backward.
 
-    Keys and values travel around the ring while each rank attends to those that it holds; only they
-    travel, H / G times less than queries would. With c ranks, causal, rank i holds chunks i and
-    2c-1-i of the 2c equal chunks of each sequence (`weft.core.sequence.zigzag`), so that all have
+    Keys and values are sent around the ring while each rank attends to those that it holds; only
+    they are sent, H / G times less than queries would. With c ranks, causal, rank i holds chunks i
+    and 2c-1-i of the 2c equal chunks of each sequence (`weft.core.sequence.zigzag`), so that all have
     as much to do; bidirectional without window and documents, any cut into equal parts will do.
     Blocks that window or documents hide are skipped.
 
@@ -205,10 +205,10 @@ def ring_attention(
         k_BSGK: this rank's keys, G heads that divide H.
         v_BSGW: this rank's values, G heads; W may differ from K.
         comm: this rank's collectives.
-        causal: a token sees itself and those before it; else all.
-        window: a token sees those at a distance below this; None: any.
-        documents: documents_BS, whole numbers for this rank's columns: tokens see those of their
-            own document only.
+        causal: a token attends to itself and those before it; else all.
+        window: a token attends to those at a distance below this; None: any.
+        documents: documents_BS, whole numbers for this rank's columns: tokens attend to those of
+            their own document only.
         scale: factor of q k^T; 1 / sqrt(K) where it is None.
 
     Returns:

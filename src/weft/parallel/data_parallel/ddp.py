@@ -24,7 +24,9 @@ class DistributedDataParallel(nn.Module):
     Starts from the first rank's parameters and buffers. After `loss.backward()` call
     `finish_gradient_synchronization()`, then step the optimizer. Gradients are views into flat
     buckets; setting them to None between steps is allowed. A parameter that no rank has used since
-    the last step keeps the `.grad` it had: None, if it was set to None.
+    the last step keeps the `.grad` it had, as under torch's DistributedDataParallel with
+    `find_unused_parameters`: None at first and after `zero_grad()`, so that optimizers leave it as
+    it is; zeros after `zero_grad(set_to_none=False)` of a gradient, so that weight decay shrinks it.
 
     Args:
         module: any module; its forward is called as it is.
@@ -65,6 +67,8 @@ class DistributedDataParallel(nn.Module):
             reduce_axes=dict.fromkeys(self._params, axes),
             bucket_bytes=bucket_bytes,
         )
+        for param in self._params.values():
+            param.grad = None  # until some rank has used the parameter
         self._requires_gradient_sync = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ class RecomputedBlock(nn.Module):
 
 
 class RecomputedSlot:
-    """What autograd saves in place of a tensor of a recomputed call; it dies with the node that
+    """What autograd saves in place of a tensor of a recomputed call; it is freed with the node that
     needs the tensor.
     """
 

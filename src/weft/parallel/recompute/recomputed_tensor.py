@@ -1,4 +1,4 @@
-"""Calls that are repeated when autograd needs what it would have saved of them. See Note [Selective recomputation].
+"""Saved tensors that are recomputed by repeating a call. See Note [Selective recomputation].
 
 autograd saves             it holds            when the backward needs it
 the result, a view of it   SavedTensorSlot ──> RecomputedTensor.result(): repeats func(*args, **kwargs), fills all slots
@@ -22,7 +22,7 @@ from weft.parallel.autograd.tree import map_leaves, tensors_in
 
 
 class SavedTensorSlot:
-    """What autograd saves in place of a tensor; it dies with the node that needs the tensor."""
+    """What autograd saves in place of a tensor; it is freed with the node that needs the tensor."""
 
     __slots__ = ("__weakref__", "source", "value")
 

@@ -10,7 +10,7 @@ Note [Region order]
 
     so that the backward of every linear yields only its input gradient; `enter` starts the
     reduction of their sum; the weight gradients are computed by the `weight` nodes meanwhile;
-    `wait` waits. Between the nodes travel placeholders without memory. Weight gradients still reach
+    `wait` waits. The nodes pass placeholders without memory. Weight gradients still reach
     `.grad` through autograd's own accumulation, so hooks on parameters work.
 
     Under a split backward (Note [Split backward]) weight gradients come later still: there are no

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
@@ -44,8 +45,16 @@ class FullyShardedDataParallel(nn.Module):
     updates each entry by itself (SGD, Adam and their like) updates them. Inside the forward
     `module.weight` is the unsharded parameter. Gradients may be set to None or to zero between
     steps; frozen, unused and tied parameters, uneven shapes and several backwards a step are
-    allowed. A parameter that no rank has used since the last step keeps the `.grad` it had: None,
-    if it was set to None.
+    allowed. A parameter that no rank has used since the last step keeps the `.grad` it had: None
+    at first and after `zero_grad()`, zeros after `zero_grad(set_to_none=False)` of a gradient, as
+    in one process.
+
+    Every rank runs the same blocks in the same order, since each is all-gathered by all ranks: a
+    block that only some ranks run is a MismatchError, which names the collectives and the
+    parameters that were being gathered. Run it on the other ranks too, with a result of weight 0,
+    or let ranks differ within a block.
+    `state_dict()` has this rank's shards under the names of `named_parameters()`;
+    `full_state_dict()` has the unsharded values.
 
     Args:
         module: any module. One on the meta device gets its values block by block, by
@@ -62,6 +71,9 @@ class FullyShardedDataParallel(nn.Module):
             cast to it. Default: that of the parameters.
         reduce: dtype in which gradients are accumulated and reduced. Default: that of the
             parameters.
+
+    Raises:
+        PlanError: an optimizer steps after a backward whose gradients were not synchronised.
 
     Source: Zhao et al. 2023, PyTorch FSDP; Rajbhandari et al. 2020, ZeRO.
     """
@@ -101,6 +113,8 @@ class FullyShardedDataParallel(nn.Module):
         self._shard_of = _shards_by_name(groups)
         shard_of_param = {key: self._shard_of[name] for key, name in self._name_of.items()}
         _register_shards(module, shard_of_param)
+        for shard in self._shard_of.values():
+            setattr(shard, REDUCER_OF_SHARD, self._reducer)
         self._is_stale = False
         self._requires_gradient_sync = True
 
@@ -161,14 +175,55 @@ class FullyShardedDataParallel(nn.Module):
         """This rank's shards under the names that the module's parameters had unwrapped."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
+    def named_buffers(
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers under the names that they had unwrapped."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:
+        """This rank's shards, and the buffers, under the names of `named_parameters()`.
+
+        As a part of another module's state dict the keys have `module.`, as that module's
+        `named_parameters()` do.
+        """
+        state: dict[str, Any]
+        if args or prefix:
+            state = super().state_dict(*args, prefix=prefix, **kwargs)
+        else:
+            state = self.module.state_dict(**kwargs)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what `state_dict` returned on this rank.
+
+        Raises:
+            PlanError: `assign`, since the shards are views into flat memory.
+        """
+        if assign:
+            raise PlanError(
+                Fault(
+                    "FullyShardedDataParallel",
+                    "its shards are views into flat memory, so they cannot be assigned",
+                    fix="load_state_dict(state) copies the values",
+                )
+            )
+        keys = self.module.load_state_dict(state_dict, strict)
+        self._is_stale = True
+        return keys
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         if self._is_stale:
             self._reducer.after_optimizer_step()
         if torch.is_grad_enabled():
-            self._is_stale = (
-                False  # after a forward without gradients, the optimizer may still step
-            )
+            # After a forward without gradients, the optimizer may still step.
+            self._is_stale = False
             self._reducer.set_requires_gradient_sync(0, self._requires_gradient_sync)
         args, kwargs = self._cast((args, kwargs))
         return self.module(*args, **kwargs)
@@ -286,6 +341,36 @@ class FullyShardedDataParallel(nn.Module):
                 )
             )
         return self
+
+
+REDUCER_OF_SHARD = "_weft_gradient_reducer"
+"""Attribute of a shard: the reducer of its gradient."""
+
+
+def _check_gradients_are_synchronized(
+    optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+) -> None:
+    """Called before each optimizer step: reject one whose gradients are not reduced yet.
+
+    Raises:
+        PlanError: gradients have arrived since the last `finish_gradient_synchronization`.
+    """
+    for param_group in optimizer.param_groups:
+        for param in param_group["params"]:
+            reducer: GradientReducer | None = getattr(param, REDUCER_OF_SHARD, None)
+            if reducer is not None and reducer.has_unfinished_gradients:
+                raise PlanError(
+                    Fault(
+                        "FullyShardedDataParallel",
+                        "the gradients of the last backward were not synchronised before this "
+                        "optimizer step",
+                        fix="call finish_gradient_synchronization() after the last backward of a "
+                        "step",
+                    )
+                )
+
+
+register_optimizer_step_pre_hook(_check_gradients_are_synchronized)
 
 
 def default_blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,4 +1,4 @@
-"""Between backward and update: sum the gradients of tied parameters, compute the global norm, clip."""
+"""Gradient norm and clipping, and the sum of tied parameters' gradients."""
 
 from __future__ import annotations
 

@@ -125,6 +125,11 @@ class GradientReducer:
         """Whether a reduction has started since the last `finish`."""
         return any(group.is_reduced for group in self.groups)
 
+    @property
+    def has_unfinished_gradients(self) -> bool:
+        """Whether gradients have arrived, or a reduction has started, since the last `finish`."""
+        return bool(self.arrived) or self.has_unfinished_reduction
+
     def zero_grad(self) -> None:
         """Set every gradient to 0, before the first backward of a step."""
         for group in self.groups:

@@ -12,7 +12,8 @@ nor `sharded_param`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -361,7 +362,8 @@ class ParamGroup:
             own_entries = unsharded[self.layout.shard_slice(self.index)]
             own_entries.copy_(self.sharded_param)
         if self.is_sharded:
-            self._gathering = self.comm.start_all_gather_(unsharded, self.axes)
+            with self._names_in_errors():
+                self._gathering = self.comm.start_all_gather_(unsharded, self.axes)
         else:
             self._gathering = Work.done(unsharded)
 
@@ -378,5 +380,18 @@ class ParamGroup:
 
     def _wait_all_gather(self) -> None:
         if self._gathering is not None:
-            self._gathering.wait()
+            with self._names_in_errors():
+                self._gathering.wait()
             self._gathering = None
+
+    @contextmanager
+    def _names_in_errors(self) -> Iterator[None]:
+        """Add to errors of an all-gather which parameters it was of."""
+        try:
+            yield
+        except CommError as error:
+            names = ", ".join(self.params)
+            error.add_note(
+                f"while this rank all-gathered {names}: every rank must run the same blocks in the same order"
+            )
+            raise

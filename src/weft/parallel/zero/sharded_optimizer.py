@@ -17,7 +17,7 @@ from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 
 State = dict[str, Any]
-"""What an optimizer remembers of one parameter: tensors of its shape, numbers."""
+"""State that an optimizer keeps for one parameter: tensors of its shape, numbers."""
 
 
 class ShardedOptimizer(Optimizer):
