@@ -15,11 +15,13 @@ from tests.parallel.test_user_models import (
     ATTENTION,
     ENDS,
     FFN,
+    HEADS,
     MLP,
     SHAPES,
     TOLERANCE,
     D,
     InlineMLP,
+    K,
     ParallelBlock,
     Shape,
     compare,
@@ -168,6 +170,64 @@ def test_sequence_parallelism_rejects_what_mixes_positions_outside_regions(
     block: Callable[[], nn.Module], word: str
 ) -> None:
     assert word in rejection(block, "tp2, sequence parallel")
+
+
+class PositionsOnDefaultDevice(InlineMLP):
+    """Positions made without the device of an input."""
+
+    def attention(self, y: Tensor, batch: Batch) -> Tensor:
+        q = heads(self.q(y))
+        angles = torch.arange(q.shape[1], dtype=q.dtype)[:, None, None]
+        out = self.attend(q * angles.cos(), heads(self.k(y)), heads(self.v(y)), batch)
+        return self.o(out.flatten(2))
+
+
+class InterleavedQKV(InlineMLP):
+    """q, k and v of each head side by side in one weight, reshaped with the sizes of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.q, self.k, self.v
+        self.qkv = linear(D, 3 * HEADS * K)
+
+    def attention(self, y: Tensor, batch: Batch) -> Tensor:
+        batch_size, length, _ = y.shape
+        qkv = self.qkv(y).view(batch_size, length, -1, 3 * K)
+        q, k, v = qkv.chunk(3, dim=-1)
+        return self.o(self.attend(q, k, v, batch).flatten(2))
+
+
+class InterleavedQKVOfFixedHeads(InterleavedQKV):
+    """The same with the length of the input in a size that torch itself rejects."""
+
+    def attention(self, y: Tensor, batch: Batch) -> Tensor:
+        qkv = self.qkv(y)
+        q, k, v = qkv.view(*y.shape[:2], qkv.shape[-1] // (3 * K), 3 * K).chunk(3, dim=-1)
+        return self.o(self.attend(q, k, v, batch).flatten(2))
+
+
+INTERLEAVED: AxisTable = {
+    "layer*.qkv.weight": ("heads", "embed"),
+    "layer*.o.weight": ("embed", "heads"),
+    **MLP,
+}
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2, sequence parallel"])
+def test_a_tensor_on_another_device_is_rejected_with_the_call_to_change(layout: str) -> None:
+    message = rejection(PositionsOnDefaultDevice, layout)
+    assert "device meta. Fix: create tensors on the device of an input" in message
+    assert "torch.arange(n, device=x.device)" in message
+
+
+@pytest.mark.parametrize("block", [InterleavedQKV, InterleavedQKVOfFixedHeads])
+def test_sizes_of_the_input_of_a_region_are_rejected_under_sequence_parallelism(
+    block: Callable[[], nn.Module],
+) -> None:
+    assert compare(Shape(block, INTERLEAVED), "tp2") < TOLERANCE
+    message = rejection(block, "tp2, sequence parallel", INTERLEAVED)
+    assert "take sizes from tensors inside the region" in message
+    assert "Stacked" not in message
 
 
 class SmoothedLoss(Loss):

@@ -20,9 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DECLARE_AXES = (
+    "declare the axes of its parameters (Stacked for fused ones), or name axes that are not sharded"
+)
+
 
 class ShardingError(Exception):
-    """An operation does not compute on shards what it computes on whole tensors."""
+    """An operation does not compute on shards what it computes on whole tensors.
+
+    Attributes:
+        fix: what the author of the module may change.
+    """
+
+    def __init__(self, message: str, *, fix: str = DECLARE_AXES) -> None:
+        super().__init__(message)
+        self.fix = fix
 
 
 @dataclass(frozen=True)

@@ -296,14 +296,23 @@ class TracedRow(nn.Module):
                 "a row-parallel linear reads a tensor that is not sharded along its last dim"
             )
         if x.shape[-1] != self.linear.weight.shape[1]:
-            raise ShardingError(
-                f"a row-parallel linear of {self.linear.weight.shape[1]} local inputs reads {x.shape[-1]}"
-            )
+            raise self._wrong_length(x.shape[-1])
         for name, param in self.linear.named_parameters():
             if name != "bias":
                 trace.use(trace.value(param).params, partial=True)
         y = trace.leave((*x.shape[:-1], self.linear.weight.shape[0]), x)
         return y if self.linear.bias is None else y + self.linear.bias
+
+    def _wrong_length(self, length: int) -> ShardingError:
+        local_length = self.linear.weight.shape[1]
+        what = f"a row-parallel linear of {local_length} local inputs reads {length}"
+        trace = self.trace
+        if trace.sequence_parallel and length == local_length * trace.degree:
+            return ShardingError(
+                f"{what}: a reshape took this rank's number of positions for that of the sequence",
+                fix=SIZES_IN_REGION,
+            )
+        return ShardingError(what)
 
 
 class TracedEmbedding(nn.Module):
@@ -496,16 +505,15 @@ def _run(name: str, block: nn.Module, x: Tensor, batch: Batch, trace: ShardingTr
     try:
         out = block(x, batch)
     except ShardingError as error:
-        fix = "declare the axes of its parameters (Stacked for fused ones), or name axes that are not sharded"
-        raise PlanError(
-            Fault(trace.module, f"cannot be sharded over tp: {error}", fix=fix)
-        ) from None
+        what = f"cannot be sharded over tp: {error}"
+        raise PlanError(Fault(trace.module, what, fix=error.fix)) from None
     except PlanError:
         raise
     except Exception as error:
-        reason = str(error).partition("\n")[0]
+        first_line = str(error).partition("\n")[0]
+        reason = first_line.rstrip(".!")
         what = f"cannot be sharded over tp: its forward fails on a rank's shards: {reason}"
-        fix = "take sizes from tensors, not from the config; check the axes of its parameters"
+        fix = _fix_of_failure(reason, sequence_parallel=trace.sequence_parallel)
         raise PlanError(Fault(trace.module, what, fix=fix)) from error
     x = out.x if isinstance(out, Extra) else out
     value = trace.value(x)
@@ -514,6 +522,21 @@ def _run(name: str, block: nn.Module, x: Tensor, batch: Batch, trace: ShardingTr
     if not value.inside:
         trace.set(x, Value(value.dims, activation=x.is_floating_point()))
     return x
+
+
+SIZES_IN_REGION = (
+    "take sizes from tensors inside the region, such as the output of the column-parallel linear: "
+    "under sequence parallelism its input holds only this rank's positions"
+)
+
+
+def _fix_of_failure(reason: str, *, sequence_parallel: bool) -> str:
+    """What may be changed where torch rejects an operation on shards, by its message."""
+    if "on device" in reason or "same device" in reason:
+        return "create tensors on the device of an input: torch.arange(n, device=x.device)"
+    if sequence_parallel:
+        return f"{SIZES_IN_REGION}; check the axes of its parameters"
+    return "take sizes from tensors, not from the config; check the axes of its parameters"
 
 
 def _copied(

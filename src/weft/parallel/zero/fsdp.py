@@ -184,7 +184,9 @@ class FullyShardedDataParallel(nn.Module):
         """The buffers under the names that they had unwrapped."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, prefix: str = "", **kwargs: Any
+    ) -> dict[str, Any]:
         """This rank's shards, and the buffers, under the names of `named_parameters()`.
 
         As a part of another module's state dict the keys have `module.`, as that module's
