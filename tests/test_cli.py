@@ -39,6 +39,19 @@ def test_every_command_has_help(name, capsys):
     assert f"weft {name}" in shown
 
 
+HELP_COMMANDS = (*([name] for name in COMMANDS), ["data", "prepare"], ["data", "show"])
+
+
+@pytest.mark.parametrize("words", HELP_COMMANDS, ids=" ".join)
+def test_help_fits_80_columns_and_names_empty_defaults(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*words, "--help"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for empty in ("(default: )", "(default: '')", "{None}|"):
+        assert empty not in shown
+
+
 @pytest.mark.parametrize("model", FAMILIES)
 def test_the_help_of_train_shows_every_key_of_the_model_at_hand(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
@@ -59,6 +72,20 @@ def test_an_unknown_command_gets_the_list_and_the_nearest(capsys):
     assert (
         found == f"error: unknown command 'trian'; commands: {names}. Fix: did you mean 'train'?\n"
     )
+
+
+def test_flags_without_a_command_get_the_command_line_of_train(capsys):
+    assert main(["--steps", "5"]) == EXIT_USER
+    assert "Fix: weft train --steps 5\n" in capsys.readouterr().err
+    assert main(["foo"]) == EXIT_USER
+    assert "Fix: see weft --help\n" in capsys.readouterr().err
+
+
+def test_explain_counts_one_block_and_one_rank(capsys):
+    assert main(["explain", "--mesh", "pp4"]) == EXIT_OK
+    assert "stage 1 on pp1: layer1 (1 block, " in capsys.readouterr().out
+    assert main(["explain"]) == EXIT_OK
+    assert capsys.readouterr().out.startswith("mesh: 1 rank\n")
 
 
 def test_explain_prints_the_plan_without_torch(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     name, *words = given or ["--help"]
     try:
-        code = _command(name)(words)
+        code = _command(name, words)(words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `weft train --help | head` closes the pipe early
@@ -83,16 +84,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _command(name: str) -> Callable[[Sequence[str]], int]:
+def _command(name: str, words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if name in HELP:
         return lambda _words: print_result(overview())
     if name == "--version":
         return lambda _words: print_result(f"weft {__version__}")
     if name in COMMANDS:
         return COMMANDS[name].run
+    if name.startswith("-") or name.endswith(".toml"):
+        fix = f"weft train {shlex.join([name, *words])}"
+        raise UserError(Fault("weft", "no command is named", repr(name), "a command first", fix))
     hint = did_you_mean(name, COMMANDS)
     what = f"unknown command {name!r}; commands: {', '.join(COMMANDS)}"
-    raise UserError(Fault("", what, fix=hint if hint.startswith("did") else ""))
+    raise UserError(Fault("", what, fix=hint if hint.startswith("did") else "see weft --help"))
 
 
 def overview() -> str:

@@ -48,7 +48,36 @@ def test_schedule_writes_svg_and_json(tmp_path, capsys):
 
 def test_schedule_names_the_option_whose_file_cannot_be_written(tmp_path, capsys):
     assert cli.main(["schedule", "--svg", str(tmp_path / "missing" / "x.svg")]) == EXIT_USER
-    assert "error: svg: cannot write the file" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "error: svg: cannot write the file" in error
+    assert f"Fix: create the folder: mkdir -p {tmp_path / 'missing'}" in error
+
+
+def test_schedule_reads_the_table_of_its_json_file(tmp_path, capsys):
+    file = tmp_path / "zbv.json"
+    assert cli.main(["schedule", "zbv", "--json", str(file)]) == EXIT_OK
+    assert make_table(str(file), ranks=4, microbatches=8) == make_table(
+        "zbv", ranks=4, microbatches=8
+    )
+    file.write_text('{"bubble": 1}', encoding="utf-8")
+    capsys.readouterr()
+    assert cli.main(["schedule", str(file)]) == EXIT_USER
+    assert f"the JSON in {file} is not a table" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["1f1b", "extra"], "schedule: takes one name (got 1f1b extra). Fix: weft schedule 1f1b"),
+        (
+            ["zbv", "--json"],
+            "json: has no value (got nothing after the flag; need a file name). Fix: --json x.json",
+        ),
+    ],
+)
+def test_schedule_reports_wrong_words_in_one_line(words, error, capsys):
+    assert cli.main(["schedule", *words]) == EXIT_USER
+    assert capsys.readouterr().err == f"error: {error}\n"
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])

@@ -261,7 +261,7 @@ def test_a_wrong_model_does_not_hide_other_faults_or_invent_any():
         (["--device", "gpu"], "did you mean 'cuda'?"),
         (
             ["--batch_size", "8"],
-            "did you mean 'batch.global_size'? or did you mean 'batch.micro_size'?",
+            "did you mean 'batch.global_size' or 'batch.micro_size'?",
         ),
         (["-n", "4"], "did you mean 'nproc'?"),
         (["--steps", "3", "-n", "4"], "did you mean 'nproc'?"),
@@ -277,6 +277,25 @@ def test_a_wrong_model_does_not_hide_other_faults_or_invent_any():
 def test_words_of_other_programs_get_a_suggestion(words, fix):
     (found,) = try_load(words, FAMILIES).faults
     assert found.fix == fix
+
+
+def test_presets_of_the_nearest_size_are_suggested_first():
+    (found,) = try_load(["--model.preset", "llama-7b"], FAMILIES).faults
+    assert found.fix.startswith("did you mean llama3-8b or ")
+    (found,) = try_load(["--model.preset", "llama-80b"], FAMILIES).faults
+    assert found.fix.startswith("did you mean llama3-70b or ")
+
+
+def test_allowed_values_are_listed_once():
+    for words in (["--parallel.zero", "4"], ["--precision.compute", "int8"]):
+        (found,) = try_load(words, FAMILIES).faults
+        assert found.need.startswith("one of ")
+        assert found.fix.startswith(f"for example {words[0]} ")
+
+
+def test_a_folder_name_without_an_organisation_gets_the_download_command_too():
+    (found,) = try_load(["--model.from_hf", "gpt2"], FAMILIES).faults
+    assert "hf download gpt2 --local-dir gpt2" in found.fix
 
 
 def test_a_name_near_several_presets_gets_all_of_them():

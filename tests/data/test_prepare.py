@@ -297,8 +297,8 @@ def refused(words, capsys):
 
 
 PREPARE = {
-    "no input": (["--out", "{tmp}/x"], "input: names no file"),
-    "no out": (["{tmp}/a.jsonl"], "out: names no folder"),
+    "no input": (["--out", "{tmp}/x"], "input: is missing (need files or folders)"),
+    "no out": (["{tmp}/a.jsonl"], "out: is missing (need a folder to write)"),
     "out is there": (
         ["{tmp}/a.jsonl", "--out", "{tmp}"],
         "out: exists already (got '{tmp}'; need a new folder)",

@@ -19,11 +19,11 @@ RUN = "{tmp}/llama3"
 ASK = (RUN, "--prompt", "x")
 TABLE = {
     "nothing named": ((), "error: weft generate: no model is named (need a run, a checkpoint or a folder first)"),
-    "no such run": (("{tmp}/none",), "error: {tmp}/none: no such folder. Fix: give a run's folder such as runs/first"),
-    "a file": (("{tmp}/bad.jsonl",), "error: {tmp}/bad.jsonl: is no folder. Fix: give a run's folder"),
+    "no such run": (("{tmp}/none",), "error: model: no such folder (got '{tmp}/none'). Fix: give a run's folder"),
+    "a file": (("{tmp}/bad.jsonl",), "error: model: is no folder (got '{tmp}/bad.jsonl'). Fix: give a run's folder"),
     "no model there": (
         ("{tmp}",),
-        "error: {tmp}: holds no model (need run.toml (a run), manifest.json (a checkpoint) or config.json (Hugging Face)",
+        "error: model: the folder holds no model (got '{tmp}'; need run.toml (a run), manifest.json (a checkpoint) or",
     ),
     "no checkpoint": (
         ("{tmp}/unsaved",),
@@ -50,7 +50,7 @@ TABLE = {
         "error: prompt: leaves no position for another token (got 16 tokens; need fewer than the model's 16 positions)",
     ),
     "no prompt file": ((RUN, "--prompt_file", "{tmp}/no.txt"), "error: prompt_file: cannot be read (got '{tmp}/no.txt'"),
-    "two prompts": ((RUN, "--prompt_file", "x", "--prompt", "y"), "error: prompt_file: beside a prompt. Fix: give one"),
+    "two prompts": ((RUN, "--prompt_file", "x", "--prompt", "y"), "error: prompt_file: is given together with --prompt"),
     "no prompt on a line": ((RUN, "--prompt_file", "{tmp}/bad.jsonl"), "error: prompt_file: line 2 of {tmp}/bad.jsonl is"),
     "no tokenizer": ((RUN, "--tokenizer", "{tmp}/no.json"), "error: tokenizer: cannot read the tokenizer (got '{tmp}/no"),
     "tokenizer unknown": (("{tmp}/numbers", "--prompt", "a"), "error: tokenizer: nothing says which tokenizer belongs to"),

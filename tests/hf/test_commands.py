@@ -212,12 +212,12 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "export of nothing": (
         nothing,
         ("export", "{base}/no", "{base}/x"),
-        "error: {base}/no: no such folder",
+        "error: model: no such folder (got '{base}/no')",
     ),
     "export of a Hugging Face folder": (
         nothing,
         ("export", "{hf}", "{base}/x"),
-        "error: {hf}: is a Hugging Face folder already",
+        "error: model: is a Hugging Face folder already (got '{hf}'",
     ),
     "export to a type that is none": (
         nothing,

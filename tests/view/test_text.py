@@ -68,6 +68,13 @@ def test_pictures_of_all_three_schedules_were_reviewed():
     }
 
 
+def test_equal_numbers_of_activations_are_one_and_long_lists_are_clipped():
+    equal = draw(simulate(make_table("gpipe", ranks=4, microbatches=4)))
+    assert equal.endswith("activations held at once: 4 (all ranks)\n")
+    many = draw(simulate(make_table("1f1b", ranks=16, microbatches=16)), width=10_000)
+    assert many.endswith("activations held at once, by rank: 16 15 14 13 12 11 10 9 ...\n")
+
+
 def test_a_narrow_picture_keeps_its_columns():
     table = make_table("interleaved", ranks=4, microbatches=16, chunks=2)
     lines = draw(simulate(table), width=60).splitlines()[:4]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 
 import tyro
@@ -44,20 +49,45 @@ def show_help(
     usage: str,
     description: str,
 ) -> int:
-    """Print the keys of a section with descriptions and defaults."""
-    try:
+    """Print usage, description, and the keys of a section with descriptions and defaults."""
+    columns = shutil.get_terminal_size().columns
+    usage_lines = textwrap.wrap(f"usage: {usage}", columns, subsequent_indent=" " * 7)
+    lines = [*usage_lines, "", *textwrap.wrap(description, columns), "", _options_text(defaults)]
+    return print_result("\n".join(lines))
+
+
+def _options_text(defaults: BaseModel) -> str:
+    """The boxes of options as tyro draws them, without its usage and description."""
+    encoded = io.BytesIO()
+    drawn = io.TextIOWrapper(encoded, encoding=sys.stdout.encoding or "utf-8")
+    with contextlib.redirect_stdout(drawn), contextlib.suppress(SystemExit):
         tyro.cli(
             type(defaults),
             default=defaults,
             args=["--help"],
-            prog=usage,
-            description=description,
+            prog="weft",
+            description="",
             config=(tyro.conf.FlagConversionOff,),
             use_underscores=True,
         )
-    except SystemExit:
-        return EXIT_OK
-    raise AssertionError("tyro exits after --help")
+    drawn.flush()
+    text = encoded.getvalue().decode(drawn.encoding)
+    _, _, options = text.partition("\n\n")
+    return _without_empty_defaults(options)
+
+
+def _without_empty_defaults(text: str) -> str:
+    """`(default: )` as `(none)` and `{None}|INT` as `INT|None`, in as many columns as before."""
+    for empty in ("(default: )", "(default: '')"):
+        text = text.replace(empty, "(none)".ljust(len(empty)))
+    text = re.sub(r"\(default:([ │]*\n[ │]*)(?:\)|''\))", _none_on_first_line, text)
+    return re.sub(r"\{None\}\|(\S+)", r"\1|None  ", text)
+
+
+def _none_on_first_line(found: re.Match[str]) -> str:
+    """A default that is cut by the end of a line, as `(none)` before the cut."""
+    last = found[0].removeprefix("(default:" + found[1])
+    return "(none)   " + found[1] + " " * len(last)
 
 
 def take_flag(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:

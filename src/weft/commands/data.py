@@ -136,9 +136,9 @@ def _with_flag(flag: str, words: Sequence[str]) -> list[str]:
 def _missing_arguments(arguments: PrepareArguments) -> Iterator[Fault]:
     usage = f"weft data prepare {USAGE['prepare']}"
     if not arguments.inputs:
-        yield Fault("input", "names no file", fix=usage)
+        yield Fault("input", "is missing", need="files or folders", fix=usage)
     if not arguments.out:
-        yield Fault("out", "names no folder", fix=usage)
+        yield Fault("out", "is missing", need="a folder to write", fix=usage)
 
 
 def _summary(folder: str, meta: PreparedMeta) -> str:
@@ -177,8 +177,8 @@ def _first_document(prepared: Prepared, *, max_tokens: int) -> str:
 
 
 USAGE: Mapping[str, str] = {
-    "prepare": "INPUT... --out FOLDER [--tokenizer bytes|tokenizer.json|train] [--vocab 8192] [--valid 0.01] ...",
-    "show": "FOLDER [--tokens 100] [--verify True]",
+    "prepare": "INPUT... --out FOLDER [--key value ...]",
+    "show": "FOLDER [--key value ...]",
 }
 ACTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {"prepare": prepare_data, "show": show}
 ARGUMENT_OF_KEY = {

@@ -19,7 +19,7 @@ from weft.commands.console import (
 from weft.config import flags
 from weft.config.hf.write_config import unwritable
 from weft.config.schema import ConfigSection
-from weft.data.tokenizer import BYTES
+from weft.data.tokenizer import BYTES, FILE
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, Fault, UserError
 from weft.generate.model_source import ModelSource, find_model
 from weft.hf.sidecar import SIDECAR_FOLDER, refuse_existing
@@ -53,7 +53,7 @@ def export(words: Sequence[str]) -> int:
     source = find_exportable(places[0])
     folder = Path(places[1])
     refuse_existing(folder)
-    print_messages(f"note: {note}" for note in source.notes)
+    print_messages(f"note: {note}" for note in (*source.notes, *_tokenizer_notes(source, folder)))
     set_openmp_policy()
     from weft.hf.export_hf import (
         export_adapters,
@@ -96,12 +96,23 @@ def find_exportable(word: str) -> ModelSource:
     source = find_model(word)
     if source.kind == "hf":
         raise CheckpointError(
-            Fault(word, "is a Hugging Face folder already", need="a run or one of its checkpoints")
+            Fault(
+                "model",
+                "is a Hugging Face folder already",
+                got=repr(word),
+                need="a run or one of its checkpoints",
+            )
         )
     faults = tuple(unwritable(source.run.model, FAMILIES))
     if faults:
         raise CheckpointError(*faults)
     return source
+
+
+def _tokenizer_notes(source: ModelSource, folder: Path) -> Iterator[str]:
+    """The exported folder gets no tokenizer.json, as none of the model's folders has one."""
+    if not any((place / FILE).is_file() for place in sidecar_folders(source)):
+        yield f"{folder} gets no {FILE}: weft generate needs --tokenizer {source.run.data.tokenizer}"
 
 
 def sidecar_folders(source: ModelSource) -> Iterator[Path]:

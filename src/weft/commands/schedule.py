@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import warnings
@@ -52,13 +53,28 @@ with warnings.catch_warnings():
         width: int | None = Field(
             None, ge=40, description="columns of the text picture; None: the screen's"
         )
-        svg: str | None = Field(None, description="write the picture to this SVG file")
-        json: str | None = Field(None, description="write table and timeline to this JSON file")  # type: ignore[assignment]
+        svg: str | None = Field(
+            None,
+            title="a file name",
+            examples=["x.svg"],
+            description="write the picture to this SVG file",
+        )
+        json: str | None = Field(  # type: ignore[assignment]
+            None,
+            title="a file name",
+            examples=["x.json"],
+            description="write table and timeline to this JSON file",
+        )
 
 
 def schedule(words: Sequence[str]) -> int:
     """Draw a schedule at unit costs: a forward takes 1 unit, a backward 2."""
-    named = ["--schedule", *words] if words and not words[0].startswith("--") else words
+    names = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
+    if len(names) > 1:
+        raise ConfigError(
+            Fault("schedule", "takes one name", " ".join(names), fix=f"weft schedule {names[0]}")
+        )
+    named = ["--schedule", *words] if names else words
     options = flags.read_config(named, ScheduleOptions)
     table = make_table(
         options.schedule,
@@ -135,7 +151,13 @@ def _write(key: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
+        folder = Path(path).parent
+        fix = (
+            f"choose another --{key}"
+            if folder.is_dir()
+            else f"create the folder: mkdir -p {folder}"
+        )
         raise ConfigError(
-            Fault(key, f"cannot write the file: {error.strerror}", got=repr(path))
+            Fault(key, f"cannot write the file: {error.strerror}", got=repr(path), fix=fix)
         ) from None
     print_result(f"wrote {path}")

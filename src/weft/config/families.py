@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -110,14 +112,33 @@ def _nearest_model(name: str, families: Families) -> str:
 
 
 def _nearest_presets(text: str, presets: Iterable[str]) -> str:
-    """Up to three presets of similar names, `llama3-70b or llama3-8b`; empty where none is similar."""
+    """Up to three presets of similar names, those of the nearest size first: `llama3-8b or
+    llama3-3b`; empty where none is similar.
+    """
+    names = sorted(presets)
     near = difflib.get_close_matches(
         text,
-        sorted(presets),
-        n=MAX_PRESETS,
+        names,
+        n=len(names),
         cutoff=0.6,
     )
-    return " or ".join(near)
+    asked = _billions(text)
+    if asked:
+        near.sort(key=lambda name: abs(math.log((_billions(name) or math.inf) / asked)))
+    return " or ".join(near[:MAX_PRESETS])
+
+
+def _billions(preset: str) -> float | None:
+    """Billions of parameters in the name of a preset; None where it has none.
+
+    >>> _billions("llama3-8b"), _billions("llama3-tiny")
+    (8.0, None)
+    """
+    found = re.search(r"(\d+(?:\.\d+)?)([bm])\b", preset)
+    if found is None:
+        return None
+    number, unit = found.groups()
+    return float(number) if unit == "b" else float(number) / 1000
 
 
 def _family_of(preset: Any, families: Families) -> str:

@@ -117,8 +117,8 @@ def whole_number(value: Any, annotation: Any) -> Any:
 
 
 def need(field: FieldInfo) -> str:
-    """What a value of this field must be, in words: `a whole number, at least 1`."""
-    return _need(field.annotation, tuple(field.metadata))
+    """What a value of this field must be, in words: its title, or `a whole number, at least 1`."""
+    return field.title or _need(field.annotation, tuple(field.metadata))
 
 
 def _need(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
@@ -188,7 +188,7 @@ def _nearest_key(key: str, keys: list[str]) -> str:
     if not meant:
         meant = [other for other in keys if other.rpartition(".")[2] == name]
     if meant:
-        return " or ".join(f"did you mean {other!r}?" for other in meant)
+        return f"did you mean {' or '.join(map(repr, meant))}?"
     siblings = [other for other in keys if other.rpartition(".")[0] == section]
     hint = did_you_mean(key, siblings or keys)
     is_list_of_all_keys = not siblings and not hint.startswith("did")
@@ -230,7 +230,7 @@ def _fault_of(
             "unknown value",
             got=repr(value),
             need=need(field),
-            fix=_nearest_value(str(value), choices(field.annotation)),
+            fix=_nearest_value(str(value), choices(field.annotation)) or example(key, field),
         )
     is_out_of_range = kind.startswith(("greater", "less", "finite"))
     return Fault(
@@ -243,12 +243,18 @@ def _fault_of(
 
 
 def _nearest_value(value: str, allowed: list[str]) -> str:
+    """The value that may be meant; empty where none is similar, as the need lists all."""
     synonym = VALUE_SYNONYMS.get(value)
-    return f"did you mean {synonym!r}?" if synonym in allowed else did_you_mean(value, allowed)
+    if synonym in allowed:
+        return f"did you mean {synonym!r}?"
+    hint = did_you_mean(value, allowed)
+    return hint if hint.startswith("did") else ""
 
 
 def example(key: str, field: FieldInfo) -> str:
-    """A way to set the key that works: its default."""
+    """A way to set the key that works: the field's example, or its default."""
+    if field.examples:
+        return f"--{key} {field.examples[0]}"
     default = field.get_default(call_default_factory=True)
     words = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
     if default is None or not words:

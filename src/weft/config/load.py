@@ -29,8 +29,8 @@ MAX_LAYERS = 10_000
 MAX_SIZE = 2**31
 """Largest value of any other whole number of a model."""
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""A name on the Hugging Face hub: organisation/model."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+"""A name on the Hugging Face hub: organisation/model, or the model alone."""
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,8 @@ class Mesh:
     def overview(self) -> str:
         """The groups of every axis and what the axis shards, clipped to 80 columns."""
         ranks = "rank" if self.size == 1 else "ranks"
-        lines = [f"mesh {self}: {self.size} {ranks}"]
+        name = f"mesh {self}" if self.axes else "mesh"
+        lines = [f"{name}: {self.size} {ranks}"]
         for name, degree in self.axes:
             num_groups = self.size // degree
             groups = "group" if num_groups == 1 else "groups"

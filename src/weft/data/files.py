@@ -77,7 +77,7 @@ def _matching_files(source: str) -> tuple[Path, ...]:
     if path.exists():
         return (path,)
     if not glob.has_magic(source):
-        fix = "check the path, or leave it out: stdlib"
+        fix = "check the path, or name stdlib: Python's own sources"
         raise DataError(Fault(KEY, "no such file or folder", repr(source), fix=fix))
     found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
     files = tuple(file for file in found if file.is_file())

@@ -20,6 +20,7 @@ END_NAMES = (
 """Names of the token that ends a document; the first that a tokenizer has is used."""
 NUM_BYTES = 256
 MAX_ERROR_CHARS = 160
+FIX = f"name a {FILE} that exists, or bytes"
 
 
 class Tokenizer(Protocol):
@@ -140,7 +141,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise DataError(
-            Fault(KEY, "cannot read the tokenizer", f"{name!r}: {why}", f"bytes or a {FILE}")
+            Fault(KEY, "cannot read the tokenizer", f"{name!r}: {why}", f"bytes or a {FILE}", FIX)
         ) from None
     import tokenizers  # 40 ms to import
 
@@ -151,7 +152,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     except Exception as error:  # noqa: BLE001 - the library raises Exception itself, and only about the file
         why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]
         need = f"bytes, or the {FILE} of the library tokenizers"
-        raise DataError(Fault(KEY, f"{path} is not a tokenizer", why, need)) from None
+        raise DataError(Fault(KEY, f"{path} is not a tokenizer", why, need, FIX)) from None
     return FileTokenizer(path, inner, content)
 
 

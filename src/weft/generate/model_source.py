@@ -64,6 +64,8 @@ class ModelSource:
         found = None if self.kind == "hf" else tokenizer_of(self.run.data)
         if found is None or self._is_guess(found):
             what = f"nothing says which tokenizer belongs to {self.path}"
+            if self.kind == "hf":
+                what = f"{self.path} has no {FILE}"
             raise DataError(
                 Fault(
                     KEY,
@@ -95,12 +97,13 @@ def find_model(word: str) -> ModelSource:
     if not path.is_dir():
         what = "is no folder" if path.exists() else "no such folder"
         fix = "give a run's folder such as runs/first, one of its checkpoints, or a Hugging Face folder"
-        raise CheckpointError(Fault(word or "weft generate", what, fix=fix))
+        raise CheckpointError(Fault("model", what, repr(word), fix=fix))
     need = f"{RUN} (a run), {MANIFEST} (a checkpoint) or {CONFIG} (Hugging Face)"
     raise CheckpointError(
         Fault(
-            str(path),
-            "holds no model",
+            "model",
+            "the folder holds no model",
+            got=repr(str(path)),
             need=need,
             fix=_suggest_run(path),
         )

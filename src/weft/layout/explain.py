@@ -45,7 +45,7 @@ def _batch_lines(plan: Plan) -> list[str]:
     microbatches = _count(plan.microbatches, "micro-batch", "micro-batches")
     when = EVERY_MICROBATCH if plan.zero > 1 else ONCE
     return [
-        f"batch: {plan.global_size} sequences of {plan.seq_len} a step",
+        f"batch: {_count(plan.global_size, 'sequence')} of {plan.seq_len} a step",
         f"  {data_ranks} x {microbatches} of {_count(plan.micro_size, 'sequence')}",
         f"  gradients are reduced {when}",
     ]
@@ -56,14 +56,15 @@ def _stage_lines(plan: Plan) -> list[str]:
         return ["pipeline: none"]
     total = sum(stage.flops for stage in plan.stages) or 1.0
     lines = [
-        f"pipeline: {plan.schedule}, {len(plan.stages)} stages, bubble {100 * plan.bubble:.1f}% (predicted)",
+        f"pipeline: {plan.schedule}, {_count(len(plan.stages), 'stage')}, bubble {100 * plan.bubble:.1f}% (predicted)",
         "  balanced by FLOPs (minimises the slowest stage)",
     ]
     for index, stage in enumerate(plan.stages):
         rank = f"{pipeline_axis()}{plan.table.stage_to_rank[index]}"
-        blocks = f"{stage.blocks[0]} ... {stage.blocks[-1]}"
+        blocks = " ... ".join(dict.fromkeys((stage.blocks[0], stage.blocks[-1])))
+        num_blocks = _count(len(stage.blocks), "block")
         share = f"{100 * stage.flops / total:.0f}% of the FLOPs"
-        lines.append(f"  stage {index} on {rank}: {blocks} ({len(stage.blocks)} blocks, {share})")
+        lines.append(f"  stage {index} on {rank}: {blocks} ({num_blocks}, {share})")
     return lines
 
 

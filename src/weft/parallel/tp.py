@@ -11,7 +11,7 @@ def traffic(options: LayoutOptions) -> str:
     """What each layer sends along tp."""
     if options.sequence_parallel:
         return "all-gathers and reduce-scatters in each layer: keep it inside a node"
-    return "two all-reduces per layer in forward and in backward: keep it inside a node"
+    return "two all-reduces per layer in forward and in backward: keep in one node"
 
 
 DIMENSION = Dimension(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -119,8 +120,21 @@ def find(name: str) -> Schedule:
     return _from_file(Path(name))
 
 
+def _read_table(path: Path) -> Table:
+    """The table of a text file, or of a JSON file of `weft schedule --json`."""
+    text = path.read_text(encoding="utf-8")
+    if not text.lstrip().startswith("{"):
+        return Table.parse(text)
+    try:
+        fields = json.loads(text)
+        return Table.from_json(json.dumps(fields.get("table", fields)))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        need = "a file of weft schedule --json, or a table as text"
+        raise ScheduleError(Fault(KEY, f"the JSON in {path} is not a table", need=need)) from None
+
+
 def _from_file(path: Path) -> Schedule:
-    table = Table.parse(path.read_text(encoding="utf-8"))
+    table = _read_table(path)
     validate(table)
 
     def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:

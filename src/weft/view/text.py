@@ -23,6 +23,8 @@ LEGEND: dict[Kind, str] = {
 CHUNK_LEGEND = "a b ... first, second ... chunk of a rank"
 IDLE = "·"
 CONTINUED = "…"
+MAX_RANKS_SHOWN = 8
+"""Ranks whose number of activations is listed."""
 ROUNDING = 1e-6
 """Tolerance in columns for rounding errors of times: a span that should start a column must not
 fall before it.
@@ -144,7 +146,16 @@ def figures(timeline: Timeline) -> str:
     held = [peak_activations(timeline.actions(rank)) for rank in range(timeline.num_ranks)]
     percent = 100 * float(bubble(timeline))
     length = f"{float(makespan(timeline)):.4g} {timeline.unit} ({timeline.origin})"
-    return f"{percent:.1f}% bubble, {length}; activations held at once, by rank: {' '.join(map(str, held))}"
+    return f"{percent:.1f}% bubble, {length}; activations held at once{_by_rank(held)}"
+
+
+def _by_rank(numbers: Sequence[int]) -> str:
+    """`: 4 (all ranks)` where all are equal, else `, by rank: 4 3 2 1`; longer lists end in `...`."""
+    if len(numbers) > 1 and len(set(numbers)) == 1:
+        return f": {numbers[0]} (all ranks)"
+    shown = " ".join(map(str, numbers[:MAX_RANKS_SHOWN]))
+    more = " ..." if len(numbers) > MAX_RANKS_SHOWN else ""
+    return f", by rank: {shown}{more}"
 
 
 def _stages(row: Sequence[Act]) -> list[int]:

@@ -52,7 +52,12 @@ def describe_folder(folder: Path, families: Families) -> DescribedModel:
     path = folder / CONFIG
     if not folder.is_dir():
         raise CheckpointError(
-            Fault(str(folder), "no such folder", need=f"a folder with {CONFIG} and safetensors")
+            Fault(
+                str(folder),
+                "no such folder",
+                need=f"a folder with {CONFIG} and safetensors",
+                fix="check the path",
+            )
         )
     config = read_json(path)
     family, mapping = find_family(config, families, key=str(path))
