@@ -133,8 +133,8 @@ class WindowAttend(Attend):
         ),
         (
             WindowAttend(),
-            "layer1.attn.attend: WindowAttend overrides Attend.forward without declaring its requirements (need a "
-            "declaration that cached attention can compute). Fix: use Attend(mask=AttentionMask(...), scale=..., ",
+            "layer1.attn.attend: WindowAttend overrides Attend.forward without declaring its requirements (need "
+            "`requirements` that cached attention can compute). Fix: use Attend(mask=AttentionMask(...), scale=..., ",
         ),
     ],
     ids=["bidirectional", "prefix", "undeclared"],

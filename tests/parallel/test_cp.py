@@ -125,7 +125,7 @@ def test_a_subclass_of_attend_without_a_declaration_is_rejected(context: Context
         run_ranks("cp2", rank)
     assert (
         "layer0.attn.attend: WindowAttend overrides Attend.forward without declaring its requirements "
-        f"(need a declaration that {name} attention can compute). "
+        f"(need `requirements` that {name} attention can compute). "
         "Fix: use Attend(mask=AttentionMask(...), scale=..., softcap=...) or define `requirements`"
     ) in str(caught.value)
 

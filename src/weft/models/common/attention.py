@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.attention_mask import ALL_FEATURES, CAUSAL, AttentionMask, Feature
-from weft.errors import Fault, PlanError
 from weft.models.common.batch import Batch
+from weft.models.common.seam import check_declared, check_supported
 
 
 @dataclass(frozen=True)
@@ -275,6 +275,11 @@ def _softmax(scores_BHST: Tensor, sinks_H: Tensor | None) -> Tensor:
     return weights[..., :-1]
 
 
+DECLARE_ATTENTION = (
+    "use Attend(mask=AttentionMask(...), scale=..., softcap=...) or define `requirements`"
+)
+
+
 def set_implementations(
     block: nn.Module, make: Callable[[], Implementation], *, name: str
 ) -> list[Implementation]:
@@ -294,8 +299,15 @@ def set_implementations(
             continue
         implementation = make()
         key = f"{name}.{path}" if path else name
-        _check_declared(attend, implementation, key=key)
-        _check_supported(attend.requirements, implementation, key=key)
+        name_of_kind = f"{implementation.name} attention"
+        check_declared(attend, Attend, name=name_of_kind, key=key, fix=DECLARE_ATTENTION)
+        check_supported(
+            attend.requirements.features,
+            implementation.supports,
+            name=name_of_kind,
+            key=key,
+            fix=implementation.alternative,
+        )
         if overrides_forward(attend):
             attend = _plain_attend(attend.requirements)
             block.set_submodule(path, attend)
@@ -307,38 +319,6 @@ def set_implementations(
 def overrides_forward(attend: Attend) -> bool:
     """Whether this instance computes something else than `Attend.forward`."""
     return type(attend).forward is not Attend.forward or "forward" in vars(attend)
-
-
-def declares_requirements(attend: Attend) -> bool:
-    """Whether the class that defines `forward`, or a subclass of it, defines `requirements`, too."""
-    if "forward" in vars(attend):
-        return False
-    for cls in type(attend).__mro__:
-        if "requirements" in vars(cls):
-            return True
-        if "forward" in vars(cls):
-            return False
-    return False
-
-
-def _check_declared(attend: Attend, implementation: AttentionImplementation, *, key: str) -> None:
-    if not declares_requirements(attend):
-        what = (
-            f"{type(attend).__name__} overrides Attend.forward without declaring its requirements"
-        )
-        need = f"a declaration that {implementation.name} attention can compute"
-        fix = "use Attend(mask=AttentionMask(...), scale=..., softcap=...) or define `requirements`"
-        raise PlanError(Fault(key, what, need=need, fix=fix))
-
-
-def _check_supported(
-    spec: AttentionSpec, implementation: AttentionImplementation, *, key: str
-) -> None:
-    missing = sorted(spec.features - implementation.supports)
-    if missing:
-        what = f"{implementation.name} attention does not support {', '.join(missing)}"
-        need = f"one of {', '.join(sorted(implementation.supports))}"
-        raise PlanError(Fault(key, what, need=need, fix=implementation.alternative))
 
 
 def _plain_attend(spec: AttentionSpec) -> Attend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Protocol
 
 from torch import nn
@@ -32,21 +33,38 @@ def check_replaceable(
         PlanError: a subclass that overrides `forward` without declaring `requirements`, or one that
             requires more.
     """
+    check_declared(module, base, name=name, key=key, fix=f"use {base.__name__}")
+    requirements: frozenset[str] = module.requirements  # type: ignore[assignment]
+    check_supported(requirements, supports, name=name, key=key)
+
+
+def check_declared(
+    module: nn.Module, base: type[nn.Module], *, name: str, key: str, fix: str
+) -> None:
+    """Reject a seam whose `forward` computes what no `requirements` declare.
+
+    Raises:
+        PlanError: a subclass of `base` that overrides `forward` without declaring `requirements`.
+    """
     if not _declares(module, base):
         what = f"{type(module).__name__} overrides {base.__name__}.forward without declaring its requirements"
-        raise PlanError(
-            Fault(
-                key,
-                what,
-                need=f"`requirements` that {name} can compute",
-                fix=f"use {base.__name__}",
-            )
-        )
-    requirements: frozenset[str] = module.requirements  # type: ignore[assignment]
+        need = f"`requirements` that {name} can compute"
+        raise PlanError(Fault(key, what, need=need, fix=fix))
+
+
+def check_supported(
+    requirements: Set[str], supports: Set[str], *, name: str, key: str, fix: str = ""
+) -> None:
+    """Reject requirements that the implementation `name` does not compute.
+
+    Raises:
+        PlanError: `requirements` are not all in `supports`.
+    """
     missing = sorted(requirements - supports)
     if missing:
         what = f"{name} does not support {', '.join(missing)}"
-        raise PlanError(Fault(key, what, need=f"of {', '.join(sorted(supports))}"))
+        need = f"one of {', '.join(sorted(supports))}"
+        raise PlanError(Fault(key, what, need=need, fix=fix))
 
 
 def _declares(module: nn.Module, base: type[nn.Module]) -> bool:
