@@ -137,3 +137,15 @@ def test_no_file_is_written(tmp: Path, capsys: pytest.CaptureFixture[str], monke
         == 0
     )
     assert capsys.readouterr().out.startswith("x")
+
+
+def test_an_export_without_tokenizer_is_noted_and_named_on_generation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path / "run", write_run(tmp_path / "run"))
+    exported = tmp_path / "exported"
+    assert main(["export", str(tmp_path / "run"), str(exported), "--compare", "False"]) == 0
+    note = f"note: {exported} gets no tokenizer.json: weft generate needs --tokenizer bytes\n"
+    assert note in capsys.readouterr().err
+    assert main(["generate", str(exported), "--prompt", "a"]) == EXIT_USER
+    assert f"tokenizer: {exported} has no tokenizer.json. Fix: " in capsys.readouterr().err

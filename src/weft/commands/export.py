@@ -53,7 +53,8 @@ def export(words: Sequence[str]) -> int:
     source = find_exportable(places[0])
     folder = Path(places[1])
     refuse_existing(folder)
-    print_messages(f"note: {note}" for note in (*source.notes, *_tokenizer_notes(source, folder)))
+    tokenizer_notes = () if options.adapters else _tokenizer_notes(source, folder)
+    print_messages(f"note: {note}" for note in (*source.notes, *tokenizer_notes))
     set_openmp_policy()
     from weft.hf.export_hf import (
         export_adapters,
