@@ -323,12 +323,13 @@ def _known_axes(plan: Plan, params: Mapping[str, nn.Parameter]) -> AxisTable:
 
 def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dict[str, int]:
     """Length of each logical axis, as the parameters have it."""
-    return {
-        axis: n
-        for name, shape in shapes.items()
-        for axis, n in zip(logical_axes(name, axes), shape, strict=True)
-        if isinstance(axis, str)
-    }
+    lengths = {}
+    for name, shape in shapes.items():
+        logical = logical_axes(name, axes)
+        for axis, length in zip(logical, shape, strict=True):
+            if isinstance(axis, str):
+                lengths[axis] = length
+    return lengths
 
 
 def _shard(
@@ -359,14 +360,15 @@ def _shard(
 def _completing_stages(
     stages: Mapping[int, nn.ModuleDict], params: Mapping[str, nn.Parameter], row: Sequence[Act]
 ) -> dict[str, int]:
-    """For each parameter the stage of those which use it that `row` is done with last; tied ones
-    may stand in two.
+    """For each parameter, of the stages that use it the one whose last action in `row` is latest;
+    several stages may use a tied one.
     """
-    done = {act.stage: place for place, act in enumerate(row)}
-    by_param: dict[int, int] = {}
-    for stage in sorted(stages, key=lambda stage: done[stage]):
-        by_param |= dict.fromkeys(map(id, stages[stage].parameters()), stage)
-    return {name: by_param[id(param)] for name, param in params.items()}
+    last_action = {act.stage: place for place, act in enumerate(row)}
+    stage_of: dict[int, int] = {}
+    for stage in sorted(stages, key=lambda stage: last_action[stage]):
+        for param in stages[stage].parameters():
+            stage_of[id(param)] = stage
+    return {name: stage_of[id(param)] for name, param in params.items()}
 
 
 def _cross_stage_ties(

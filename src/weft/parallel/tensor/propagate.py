@@ -343,9 +343,11 @@ def _cat(op: TracedOp) -> list[Dims]:
 def _stack(op: TracedOp) -> list[Dims]:
     place = op.args.get("dim", 0) % len(op.shape)
     inner_shape = (*op.shape[:place], *op.shape[place + 1 :])
-    inner = _broadcast(op.name, [operand.dims for operand in op.operands], inner_shape)
+    operands = [operand.dims for operand in op.operands]
+    inner = _broadcast(op.name, operands, inner_shape)
     new: Dim = (DimFactor(op.shape[place]),)
-    return [(*inner[:place], new, *inner[place:])]
+    stacked = (*inner[:place], new, *inner[place:])
+    return [stacked]
 
 
 def _linear(op: TracedOp) -> list[Dims]:

@@ -48,6 +48,7 @@ from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.model.chain import META, replace_module
 from weft.parallel.tensor.propagate import (
+    Dim,
     DimFactor,
     Dims,
     Operand,
@@ -186,7 +187,7 @@ class ShardingTrace(TorchDispatchMode):
     def _note(self, out: Any, dims: list[Dims], values: list[Value]) -> Any:
         value = self._combined(values)
         for tensor, its_dims in zip(tensors_in(out), dims, strict=True):
-            self.set(tensor, Value(its_dims, value.inside, value.activation, value.params))
+            self.set(tensor, replace(value, dims=its_dims))
         return out
 
     def _combined(self, values: list[Value]) -> Value:
@@ -411,28 +412,32 @@ class TracedAttention:
         per_head = [tensor for tensor in (spec.sinks, spec.head_bias) if tensor is not None]
         values = [trace.value(x) for x in (q_BSHK, k_BSGK, v_BSGW, *per_head)]
         combined = trace._combined(values)
-        heads = [value.dims[2] for value in values[:3]] + [value.dims[0] for value in values[3:]]
-        if k_BSGK.shape[2] == 1 and not is_sharded(heads[1]):
+        q_dims, k_dims, v_dims = (value.dims for value in values[:3])
+        heads = [q_dims[2], k_dims[2], v_dims[2]]
+        heads.extend(value.dims[0] for value in values[3:])
+        if k_BSGK.shape[2] == 1 and not is_sharded(k_dims[2]):
             del heads[1:3]  # one key/value head serves all queries
-        others = [
-            dim
-            for x in (q_BSHK, k_BSGK, v_BSGW)
-            for i, dim in enumerate(trace.value(x).dims)
-            if i != 2
-        ]
-        if any(map(is_sharded, others)):
+        others: list[Dim] = []
+        for dims in (q_dims, k_dims, v_dims):
+            others.extend(dims[:2])
+            others.extend(dims[3:])
+        if any(is_sharded(dim) for dim in others):
             raise ShardingError(
                 "attention over a dim that is sharded, but is not that of the heads"
             )
-        if len(set(map(is_sharded, heads))) > 1:
+        num_sharded = sum(is_sharded(dim) for dim in heads)
+        if num_sharded not in (0, len(heads)):
             raise ShardingError("attention of sharded heads with whole ones")
-        if q_BSHK.shape[2] % k_BSGK.shape[2]:
+        num_heads = q_BSHK.shape[2]
+        num_kv_heads = k_BSGK.shape[2]
+        if num_heads % num_kv_heads:
             raise ShardingError(
-                f"attention of {q_BSHK.shape[2]} local heads with {k_BSGK.shape[2]} key/value heads"
+                f"attention of {num_heads} local heads with {num_kv_heads} key/value heads"
             )
-        out = q_BSHK.new_empty((*q_BSHK.shape[:-1], v_BSGW.shape[-1]))
-        dims = (*values[0].dims[:-1], values[2].dims[-1])
-        return trace.set(out, Value(dims, combined.inside, combined.activation, combined.params))
+        out_shape = (*q_BSHK.shape[:-1], v_BSGW.shape[-1])
+        out = q_BSHK.new_empty(out_shape)
+        out_dims = (*q_dims[:-1], v_dims[-1])
+        return trace.set(out, replace(combined, dims=out_dims))
 
 
 @dataclass(frozen=True)
@@ -615,7 +620,11 @@ def _locator(path: str, trace: ShardingTrace) -> Callable[[nn.Module, tuple[Any,
 
 
 def _local_positions(batch: Batch, trace: ShardingTrace, index: int) -> Batch:
-    """The batch with this rank's part of the positions, as the block that embeds tokens sees it."""
-    own = batch.positions.chunk(trace.degree, SEQ_DIM)[index]
-    dims = ((DimFactor(own.shape[0]),), (DimFactor(own.shape[1], sharded=True),))
-    return replace(batch, positions=trace.set(own, Value(dims)))
+    """The batch with this rank's part of the positions, for the block that embeds tokens."""
+    parts = batch.positions.chunk(trace.degree, SEQ_DIM)
+    own = parts[index]
+    batch_size, length = own.shape
+    batch_dim = (DimFactor(batch_size),)
+    sequence_dim = (DimFactor(length, sharded=True),)
+    trace.set(own, Value((batch_dim, sequence_dim)))
+    return replace(batch, positions=own)

@@ -317,12 +317,13 @@ def _share_entries(
 
 
 def _local_positions(comm: Comm) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """A hook for the block that embeds tokens: it sees all tokens (their embeddings are
+    """A hook for the block that embeds tokens: it gets all tokens (their embeddings are
     reduce-scattered), but only this rank's positions."""
 
     def narrow(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, batch = args
-        own = batch.positions.chunk(comm.degree(AXIS), SEQ_DIM)[comm.index(AXIS)]
+        parts = batch.positions.chunk(comm.degree(AXIS), SEQ_DIM)
+        own = parts[comm.index(AXIS)]
         return x, replace(batch, positions=own)
 
     return narrow
