@@ -80,6 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WeftError as error:
         print_messages([f"error: {error}"])
         return EXIT_FAILED
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fault = Fault("torch", "is not installed", fix="pip install torch (see weft doctor)")
+        print_messages([f"error: {fault}"])
+        return EXIT_USER
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

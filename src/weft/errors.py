@@ -117,10 +117,14 @@ class CommTimeout(CommError):  # noqa: N818 - the field says time-out
     """Some ranks did not arrive at a collective in time; the message names them."""
 
 
+RankErrorKind = Literal["user", "all ranks", "failure"]
+
+
 class RankError(WeftError):
     """The first failing rank's error, carried to the parent with the rank's coordinates.
 
-    `kind` is "user" when that error was a UserError, so that the exit code can follow.
+    `kind` is "user" when that error was a UserError, so that the exit code can follow, and
+    "all ranks" when every rank raised it, so that the message names no rank. `where` may be empty.
     """
 
     def __init__(
@@ -129,10 +133,11 @@ class RankError(WeftError):
         where: str,
         message: str,
         *,
-        kind: Literal["user", "failure"] = "failure",
+        kind: RankErrorKind = "failure",
     ) -> None:
         self.rank, self.where, self.message, self.kind = rank, where, message, kind
-        super().__init__(f"rank {rank} ({where}): {message}")
+        place = f"rank {rank} ({where})" if where else f"rank {rank}"
+        super().__init__(message if kind == "all ranks" else f"{place}: {message}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rank_error, (self.rank, self.where, self.message, self.kind)
@@ -142,7 +147,7 @@ def _rank_error(
     rank: int,
     where: str,
     message: str,
-    kind: Literal["user", "failure"],
+    kind: RankErrorKind,
 ) -> RankError:
     return RankError(
         rank,

@@ -56,6 +56,22 @@ def test_doctor_works_without_torch_and_says_how_to_install_it():
     assert "Fix: pip install torch" in " ".join(done.stdout.split())
 
 
+@pytest.mark.parametrize("words", [["train", "--out", "run"], ["prove"]], ids=["train", "prove"])
+def test_a_command_without_torch_says_how_to_install_it(words, tmp_path):
+    program = WITHOUT_TORCH.replace('["doctor"]', repr(words))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == EXIT_USER
+    assert last == "error: torch: is not installed. Fix: pip install torch (see weft doctor)"
+    assert "Traceback" not in done.stderr
+
+
 def test_a_missing_required_package_is_a_problem_with_a_fix(monkeypatch):
     monkeypatch.setattr(doctor, "REQUIRED", (*doctor.REQUIRED, "no-such-package"))
     assert [str(finding) for finding in doctor._missing_packages()] == [

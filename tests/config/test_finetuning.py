@@ -111,5 +111,5 @@ def test_adapters_of_a_random_model_are_a_warning(tmp_path, capsys):
         "2",
     )
     shown = train(tmp_path, capsys, *sizes, "--model.ffn", "32", "--lora.rank", "2")
-    assert "note: warning: the base model of the LoRA adapters has random weights" in shown
+    assert "note: the base model of the LoRA adapters has random weights" in shown
     assert "--model.from_hf or --lora.base" in shown

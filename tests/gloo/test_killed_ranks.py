@@ -100,6 +100,8 @@ def test_a_killed_rank_leaves_an_end_event_and_the_command_to_resume(source, tmp
     assert (end["event"], end["status"]) == ("end", "failed")
     num_steps = max(event["step"] for event in steps if event["event"] == "step")
     assert end["steps"] == num_steps
+    assert end["seconds"] > 0
+    assert end["error"] == err.removeprefix("error: ").rstrip("\n")
     assert [event["event"] for event in steps].count("end") == 0
 
     resume = shlex.split(last.removeprefix("  resume: weft "))
@@ -111,15 +113,21 @@ def test_a_killed_rank_leaves_an_end_event_and_the_command_to_resume(source, tmp
     assert list(read_events(out / EVENTS))[-1]["status"] == "finished"
 
 
-def test_without_a_checkpoint_the_error_has_no_command_to_resume(source, tmp_path):
+def test_without_a_checkpoint_the_error_has_the_command_to_start_again(source, tmp_path):
     out = tmp_path / "run"
     with training(source, out) as process:
         wait_for_event(out, "step")
         kill_rank(process, 0)
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == EXIT_FAILED
-    assert err == "error: rank 0 (dp0): process was killed by SIGKILL (out of memory?)\n"
-    assert list(read_events(out / EVENTS))[-1]["status"] == "failed"
+    message = (
+        "rank 0 (dp0): process was killed by SIGKILL (out of memory?)\n"
+        f"  no checkpoint; start again: weft train {out}/run.toml --resume auto"
+    )
+    assert err == f"error: {message}\n"
+    end = list(read_events(out / EVENTS))[-1]
+    assert (end["status"], end["error"]) == ("failed", message)
+    assert end["seconds"] > 0
 
 
 def test_ctrl_c_leaves_an_end_event(source, tmp_path):

@@ -103,10 +103,31 @@ def test_the_end_of_a_killed_run_is_appended_behind_the_last_complete_line(tmp_p
     (tmp_path / EVENTS).write_text(
         '{"event":"end","status":"stopped"}\n{"event":"step","step":7}\n{"event":"st'
     )
-    assert append_end_event(tmp_path, "failed", error="rank 1 was killed")
+    assert append_end_event(tmp_path, "failed", error="rank 1 was killed", seconds=2.5)
     assert events_of(tmp_path)[1:] == [
         {"event": "step", "step": 7},
-        {"event": "end", "status": "failed", "steps": 7, "error": "rank 1 was killed"},
+        {
+            "event": "end",
+            "status": "failed",
+            "steps": 7,
+            "seconds": 2.5,
+            "error": "rank 1 was killed",
+        },
     ]
     assert not append_end_event(tmp_path, "failed")
     assert not append_end_event(tmp_path / "nowhere", "failed")
+
+
+def test_the_root_cause_replaces_the_error_of_a_failed_rank_0(tmp_path):
+    def fail():
+        with EventLog(tmp_path) as log:
+            log.emit({"event": "step", "step": 2})
+            raise ConnectionResetError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    with pytest.raises(ConnectionResetError):
+        fail()
+    append_end_event(tmp_path, "failed", error="rank 1 was killed", seconds=9.0)
+    step, end = events_of(tmp_path)
+    assert step == {"event": "step", "step": 2}
+    assert (end["status"], end["steps"], end["error"]) == ("failed", 2, "rank 1 was killed")
+    assert end["seconds"] < 9.0

@@ -23,6 +23,7 @@ from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model
 from weft.train.event_log import EVENTS, read_events
+from weft.train.loop import non_finite_advice
 from weft.train.optim import matrices
 from weft.train.step import TrainStep
 
@@ -227,3 +228,32 @@ def test_parameters_that_are_not_finite_are_never_saved_and_push_out_no_older_ch
     assert "holds values that are not finite" in failure["why"]
     assert [step for step, _ in checkpoints(out)] == [1]
     assert events[-1]["status"] == "failed"
+
+
+def checkpoint_folders(run_folder: Path, *steps: int) -> None:
+    for step in steps:
+        checkpoint_path(run_folder, step).mkdir(parents=True)
+
+
+def test_the_advice_names_an_older_checkpoint_than_that_of_the_failed_step(tmp_path: Path) -> None:
+    checkpoint_folders(tmp_path, 2, 4)
+    older, newest = checkpoint_path(tmp_path, 2), checkpoint_path(tmp_path, 4)
+    command = f"weft train {tmp_path}/run.toml --resume"
+    assert non_finite_advice(tmp_path, 4, peak_lr=1e-3) == (
+        f"The newest checkpoint is {newest}, whose parameters already give this non-finite result. "
+        f"Resume from {older} with a lower --optim.lr: {command} {older} --optim.lr 0.0001"
+    )
+    assert non_finite_advice(tmp_path, 5, peak_lr=1e30).endswith(
+        f"{command} {newest} --optim.lr 0.001"
+    )
+
+
+@pytest.mark.parametrize("steps", [(), (1,)])
+def test_without_an_older_checkpoint_the_advice_is_to_start_again(
+    tmp_path: Path, steps: tuple[int, ...]
+) -> None:
+    checkpoint_folders(tmp_path, *steps)
+    assert non_finite_advice(tmp_path, 1, peak_lr=1e-3).endswith(
+        "Start again with a lower --optim.lr: "
+        f"weft train {tmp_path}/run.toml --out {tmp_path}-2 --optim.lr 0.0001"
+    )

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from weft.view.live import LiveView, open_view
 from weft.view.plain import PlainView, round_up
-from weft.view.progress import Progress, event_text
+from weft.view.progress import Progress, event_text, run_summary
 from weft.view.quantity import clock, count, memory, short_time, sparkline
 
 RUN = {
@@ -368,3 +368,12 @@ def test_the_step_distance_of_plain_lines_is_a_round_number(steps):
     nice = round_up(steps)
     assert steps <= nice < max(10 * steps, 2)
     assert str(nice).rstrip("0") in ("1", "2", "5")
+
+
+def test_a_step_on_images_counts_images_instead_of_tokens():
+    run = {"batch_size": 16, "seq_len": 128}
+    images = {"source": "digits", "bytes": 9, "samples": 1797}
+    tokens = {"source": "a.txt", "bytes": 9, "tokens": 9, "samples": 2}
+    assert run_summary({**run, "data": images})[-1] == ("a step", "16 images")
+    text = "16 sequences x 128 tokens = 2,048 tokens"
+    assert run_summary({**run, "data": tokens})[-1] == ("a step", text)

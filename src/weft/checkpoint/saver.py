@@ -5,7 +5,7 @@
     step 12    no status says so: every rank knows, and rank 0 commits in the background and removes old checkpoints
     step 13    rank 0 emits the `save` event
 
-Statuses travel with the numbers that every step gathers, so agreement costs no collective of its
+Statuses are sent with the numbers that every step gathers, so agreement costs no collective of its
 own. Only when a write failed, and at the end of training, the ranks exchange messages about it.
 """
 

@@ -274,7 +274,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
         return tuple(found)
     if run.lora.rank and run.model.from_hf is None and run.lora.base is None:
         found.append(
-            "warning: the base model of the LoRA adapters has random weights; "
+            "the base model of the LoRA adapters has random weights; "
             "set --model.from_hf or --lora.base to a trained model"
         )
     defaults = defaults_note(run)

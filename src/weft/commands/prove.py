@@ -58,7 +58,7 @@ class Proof:
         """Compare the first steps of the run in `out` with one process."""
         run = load([str(first_config_path(out))], FAMILIES)
         size = run.device_mesh.size
-        yield f"{out} ({run.device_mesh}, {_ranks(size)}) again on one process:"
+        yield f"{out} ({run.device_mesh}, {_ranks(size)}) repeated on one process:"
         pairs: list[StepPair] = []
         for pair in step_pairs(
             recorded_steps(out),
@@ -87,11 +87,11 @@ class Proof:
         norm = max(pair.norm_difference for pair in pairs)
         wrong = [pair for pair in pairs if not pair.largest_difference <= bound]
         self.holds = not wrong
-        yield f"largest relative difference in {len(pairs)} steps: loss {loss:.1e}, gradient norm {norm:.1e}"
+        yield f"largest relative difference in {_steps(len(pairs))}: loss {loss:.1e}, gradient norm {norm:.1e}"
         if self.holds:
-            yield f"equal: {dtype} rounding explains up to {bound:.0e}"
+            yield f"equal within {bound:.0e} ({dtype} rounding)"
         else:
-            yield f"NOT equal from step {wrong[0].step} on ({dtype} rounding explains up to {bound:.0e});"
+            yield f"NOT equal from step {wrong[0].step} on within {bound:.0e} ({dtype} rounding);"
             yield f"to see the first tensor that differs: weft prove {out / 'run.toml'}"
 
     def of_config(self, run: Run, *, first: int) -> Iterator[str]:
@@ -100,7 +100,7 @@ class Proof:
         """
         start = time.perf_counter()
         mesh = run.device_mesh
-        yield f"{mesh}, {_ranks(mesh.size)} as threads, float64, {first} steps, compared with one device:"
+        yield f"{mesh}, {_ranks(mesh.size)} as threads, float64, {_steps(first)}, compared with one device:"
         verdict = prove_config(run, steps=first)
         seconds = time.perf_counter() - start
         self.holds = verdict.holds
@@ -155,6 +155,10 @@ def train_on_one_process(run: Run) -> Iterator[Event]:
 
 def _ranks(size: int) -> str:
     return "1 rank" if size == 1 else f"{size} ranks"
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps"
 
 
 def _is_shown(step: int, last: int) -> bool:

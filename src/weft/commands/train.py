@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -59,34 +60,46 @@ def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
 
 @contextmanager
 def _end_event(out: Path | None) -> Iterator[None]:
-    """After the ranks have ended, append the `end` event that a killed rank 0 could not write.
+    """After the ranks have ended, append the `end` event that a killed rank 0 could not write, or put the
+    root cause into that of a rank 0 that failed because another rank did.
 
     Raises:
-        RankError: the error of the ranks, with the command to resume if there is a checkpoint.
+        RankError: the error of the ranks, with the command to resume or to start again.
     """
     if out is None:
         yield
         return
+    start_s = time.perf_counter()
     try:
         yield
     except KeyboardInterrupt:
-        append_end_event(out, "interrupted")
+        append_end_event(out, "interrupted", seconds=time.perf_counter() - start_s)
         raise
     except RankError as error:
-        append_end_event(out, "failed", error=str(error))
-        command = resume_command(out)
-        if error.kind == "user" or command in error.message or next(checkpoints(out), None) is None:
-            raise
-        message = f"{error.message}\n  resume: {command}"
-        raise RankError(
-            error.rank,
-            error.where,
-            message,
-            kind=error.kind,
-        ) from error
-    append_end_event(
-        out, "interrupted"
-    )  # ended by SIGTERM without an error; no effect after a normal end
+        advised = _with_next_command(error, out)
+        append_end_event(
+            out,
+            "failed",
+            error=str(advised),
+            seconds=time.perf_counter() - start_s,
+        )
+        raise advised from error.__cause__
+    # Ended by SIGTERM without an error; no effect after a normal end.
+    append_end_event(out, "interrupted", seconds=time.perf_counter() - start_s)
+
+
+def _with_next_command(error: RankError, out: Path) -> RankError:
+    """The error with the command that resumes the run, or starts it again without a checkpoint."""
+    if error.kind != "failure" or not (out / "run.toml").is_file():
+        return error
+    has_checkpoint = next(checkpoints(out), None) is not None
+    label = "resume" if has_checkpoint else "no checkpoint; start again"
+    return RankError(
+        error.rank,
+        error.where,
+        f"{error.message}\n  {label}: {resume_command(out)}",
+        kind=error.kind,
+    )
 
 
 def train_rank(

@@ -24,7 +24,7 @@ other.
 # represent every number of `compute`. A narrower `params` would drop digits that are computed; a narrower `reduce`
 # would round every term and every partial sum over micro-batches and ranks, which differ from layout to layout. Sums in
 # the type of compute are allowed: that is what pure bfloat16 is.
-# float16 has 5 bits of exponent. Gradients are computed at a scale that keeps them in its range (train/precision.py);
+# float16 has 5 bits of exponent. Gradients are computed at a scale that keeps them in its range (train/loss_scale.py);
 # the numbers of an optimizer cannot be scaled so, hence `params` is never float16.
 
 

@@ -19,6 +19,7 @@ from weft.errors import WeftError
 from weft.models import FAMILIES
 from weft.models.common.batch import forward, token_batch, with_later_targets
 from weft.models.common.init import named_parameters, tie
+from weft.view.quantity import memory
 
 NUM_SEQUENCES, SEQ_LEN, SEED = 2, 32, 0
 TOLERANCE = 1e-3
@@ -76,7 +77,7 @@ def compare_logits(
     need = 2 * 4 * sum(Box.whole(shape).size for shape in source.shapes.values())
     free = psutil.virtual_memory().available
     if need > MEMORY_SHARE * free:
-        sizes = f"{need / 1e9:.1f} GB in float32, {free / 1e9:.1f} GB are free"
+        sizes = f"{memory(need)} in float32, {memory(free)} are free"
         return LogitsComparison(reason=f"both models take {sizes}")
     seq_len = min(SEQ_LEN, getattr(cfg, "max_seq_len", SEQ_LEN))
     generator = torch.Generator().manual_seed(SEED)

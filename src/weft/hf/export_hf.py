@@ -25,6 +25,7 @@ from weft.hf.placement import hf_tensors
 from weft.hf.sidecar import read_sidecars, refuse_existing
 from weft.hf.write import choose_dtypes, main_dtype, write_folder
 from weft.models import FAMILIES
+from weft.view.quantity import memory
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def export_hf(
         }
         comparison = compare_logits(folder, source, cfg, dtypes=dtypes)
     num_bytes = sum(each.num_bytes for each in typed)
-    size = f"{num_bytes / 1e9:.3g} GB, {len(typed)} tensors"
+    size = f"{memory(num_bytes)}, {len(typed)} tensors"
     line = f"{folder}: {count_params(source)}, {config['torch_dtype']}, {size}"
     return TransferResult((line, str(comparison)), comparison.is_equal)
 

@@ -17,7 +17,7 @@ from weft.core.model_config import ModelConfig
 from weft.hf.check_logits import NOT_COMPARED, compare_logits
 from weft.hf.folder import HfFolder, slabs
 from weft.hf.sidecar import read_sidecars, write_sidecars
-from weft.view.quantity import count
+from weft.view.quantity import count, memory
 
 CHUNK_BYTES = 2**30
 """Bytes in memory at a time, and the size of one file of the checkpoint."""
@@ -63,7 +63,7 @@ def import_hf(
     write_sidecars(out, read_sidecars([folder]))
     (out / "run.toml").write_text(run_toml, encoding="utf-8")
     comparison = compare_logits(folder, source, cfg) if compares else NOT_COMPARED
-    size = f"{manifest.num_bytes / 1e9:.3g} GB"
+    size = f"{memory(manifest.num_bytes)}"
     lines = (
         f"{folder}: {count_params(source)}, {size}, now {out / FOLDER / 'step-000000'}",
         str(comparison),

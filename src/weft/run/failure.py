@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 from weft.core.mesh import Mesh
-from weft.errors import CommError, MismatchError, RankError, UserError
+from weft.errors import (
+    CommError,
+    MismatchError,
+    NonFiniteError,
+    RankError,
+    RankErrorKind,
+    UserError,
+)
 
 # Note [Root cause of a failed run]
 # The connections of a rank that dies are closed, and its peers fail within milliseconds: "connection closed by peer".
@@ -21,7 +28,10 @@ from weft.errors import CommError, MismatchError, RankError, UserError
 # of one kind the earliest is the cause; all processes of a machine share one monotonic clock. A rank that is killed sends
 # no report: its parent records when it found the process dead.
 
-Kind = Literal["user", "error", "secondary"]
+Kind = Literal["user", "all ranks", "error", "secondary"]
+
+NO_LOCATION_KINDS = ("user", "all ranks")
+"""Failures whose message suffices: no exception name, source line or traceback."""
 
 TRACE_VARIABLE = "WEFT_TRACEBACK"
 """Environment variable: print tracebacks below errors."""
@@ -69,14 +79,23 @@ class ErrorContext:
         lines = [failure.text]
         if failure.trace and os.environ.get(TRACE_VARIABLE):
             lines.append(failure.trace.rstrip())
-        elif failure.trace and failure.kind != "user":
+        elif failure.trace and failure.kind not in NO_LOCATION_KINDS:
             lines.append(f"  traceback: {self._save_trace(failure)}")
+        kind: RankErrorKind = "failure"
+        if failure.kind == "user" or failure.kind == "all ranks":
+            kind = failure.kind
         return RankError(
             failure.rank,
-            self.mesh.coord_text(failure.rank) if self.mesh else "no mesh",
+            self._coordinates(failure.rank),
             "\n".join(lines),
-            kind="user" if failure.kind == "user" else "failure",
+            kind=kind,
         )
+
+    def _coordinates(self, rank: int) -> str:
+        """The rank's mesh coordinates; "" on a single rank."""
+        if self.mesh is None:
+            return "no mesh"
+        return self.mesh.coord_text(rank) if self.mesh.size > 1 else ""
 
     def _save_trace(self, failure: RankFailure) -> str:
         """Write the traceback to the run folder; its path, or how to see the traceback."""
@@ -91,11 +110,11 @@ def describe_error(error: BaseException, *, rank: int, at_s: float) -> RankFailu
     """The record of an exception that `rank` raised."""
     kind = _kind_of(error)
     text = str(error)
-    if kind != "user":
+    if kind not in NO_LOCATION_KINDS:
         name = type(error).__name__
         text = f"{name}: {text}" if text else name
     text = text[:MAX_TEXT]
-    if kind != "user":
+    if kind not in NO_LOCATION_KINDS:
         text += _location(error)
     trace = "".join(traceback.format_exception(error))
     return RankFailure(rank, kind, at_s, text, trace[-MAX_TRACE:])
@@ -104,6 +123,8 @@ def describe_error(error: BaseException, *, rank: int, at_s: float) -> RankFailu
 def _kind_of(error: BaseException) -> Kind:
     if isinstance(error, UserError):
         return "user"
+    if isinstance(error, NonFiniteError):
+        return "all ranks"
     if isinstance(error, MismatchError):
         return "error"
     if isinstance(error, (CommError, ConnectionError)):

@@ -86,7 +86,7 @@ def join(main: RankMain, world: World, *, mesh: Mesh | None = None, out: Path | 
         _run_main(main, world)
     except Exception as error:
         failure = describe_error(error, rank=world.rank, at_s=time.monotonic())
-        is_repeated = failure.kind == "user" and world.rank > 0
+        is_repeated = failure.kind in ("user", "all ranks") and world.rank > 0
         if failure.kind == "secondary" or is_repeated:
             time.sleep(SECONDARY_DELAY_S)
         raise ErrorContext(mesh, out).to_error(failure) from error

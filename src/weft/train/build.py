@@ -247,6 +247,7 @@ def build_training(run: Run, comm: Comm, *, stop_requested: Callable[[], bool]) 
         evaluator=Evaluator(evaluation, run.eval.every, run.steps) if evaluation else None,
         save_at_end=run.save.at_end,
         run_folder=run_folder,
+        peak_lr=run.optim.lr,
         files={"run.toml": dump(run), "plan.json": step.model.plan.to_json() + "\n"},
         opening_events=tuple(
             _opening_events(

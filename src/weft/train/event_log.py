@@ -182,22 +182,42 @@ def create_run_folder(out: Path) -> Path:
         ) from error
 
 
-def append_end_event(out: Path, status: str, *, error: str = "") -> bool:
+def append_end_event(
+    out: Path,
+    status: str,
+    *,
+    error: str = "",
+    seconds: float = 0.0,
+) -> bool:
     """Append an `end` event, behind the last complete line, for a run that was killed; False if it
     has one already.
+
+    A failed rank 0 knows its own error alone, so the `error` of its `end` event is replaced.
     """
     path = out / EVENTS
     if not path.is_file():
         return False
     events = list(read_events(path))
-    if events and events[-1]["event"] == "end":
+    last = events[-1] if events else {}
+    if last.get("event") == "end":
+        if status == "failed" and last["status"] == "failed":
+            lines = path.read_bytes().split(b"\n")[: len(events) - 1]
+            kept = "".join(line.decode() + "\n" for line in lines)
+            _write_atomic(path, kept + to_line({**last, "error": error}))
         return False
     num_steps = 0
     for event in events:
         if event["event"] in STEP_COUNTING:
             num_steps = int(event.get("step", num_steps))
+    end = {
+        "event": "end",
+        "status": status,
+        "steps": num_steps,
+        "seconds": seconds,
+        "error": error,
+    }
     file = LineFile(path)
-    file.write(to_line({"event": "end", "status": status, "steps": num_steps, "error": error}))
+    file.write(to_line(end))
     file.close()
     return True
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.saver import RankStatus, Saver, any_rank_has, newest_path
 from weft.errors import NonFiniteError, WeftError
 from weft.train.data_loader import DataLoader, prefetch
@@ -23,6 +24,10 @@ CHECKED_STEPS = 2
 """First steps in which members of every group compare the signatures of collectives; later steps
 repeat the same ones.
 """
+
+
+MAX_ADVISED_LR = 1e-3
+"""Largest learning rate that the advice after a non-finite step names."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Training:
         save_at_end: whether the last step is saved.
         files: name -> text of the files that describe the run in its folder.
         opening_events: events before the first step.
+        peak_lr: the configured learning rate, for the advice after a non-finite step.
     """
 
     step: TrainStep
@@ -74,6 +80,7 @@ class Training:
     run_folder: Path
     files: Mapping[str, str]
     opening_events: tuple[Event, ...]
+    peak_lr: float = MAX_ADVISED_LR
 
 
 def run_training(
@@ -107,7 +114,10 @@ def run_training(
     except NonFiniteError as error:
         for event in saver.finish(num_done, save=False):
             log.emit(event)
-        raise _non_finite_error(error, training.run_folder) from None
+        raise NonFiniteError(
+            f"{error}. Stopped before the update. "
+            f"{non_finite_advice(training.run_folder, num_done, peak_lr=training.peak_lr)}"
+        ) from None
     outcome: Outcome = "finished" if num_done >= step_range.total else "stopped"
     is_saved = training.save_at_end or outcome == "stopped"
     for event in saver.finish(num_done, save=is_saved):
@@ -205,11 +215,27 @@ def _stop_note(num_done: int, run_folder: Path) -> str:
     return f"stopped after step {num_done} and saved. Resume: {resume_command(run_folder)}"
 
 
-def _non_finite_error(error: NonFiniteError, run_folder: Path) -> NonFiniteError:
-    """The error with what is kept and what to try."""
-    newest = newest_path(run_folder)
-    kept = f"The newest checkpoint is {newest}" if newest else "There is no checkpoint"
-    advice = "Lower --optim.lr, or set --optim.clip"
-    if newest:
-        advice += f", and resume: {resume_command(run_folder)}"
-    return NonFiniteError(f"{error}. Stopped before the update. {kept}. {advice}")
+def non_finite_advice(run_folder: Path, num_done: int, *, peak_lr: float) -> str:
+    """How to go on after the step that follows `num_done` steps had a non-finite loss or norm.
+
+    A checkpoint of exactly `num_done` steps holds the parameters of the failed step, so the step
+    fails again whatever the learning rate: an older checkpoint is named, or a new run.
+    """
+    found = list(checkpoints(run_folder))
+    usable = [path for step, path in found if step < num_done]
+    lr = f"--optim.lr {min(peak_lr / 10, MAX_ADVISED_LR):g}"
+    config = shlex.quote(f"{run_folder}/run.toml")
+    reason = "There is no checkpoint"
+    if found:
+        step, newest = found[0]
+        reason = f"The newest checkpoint is {newest}"
+        if step >= num_done:
+            reason += ", whose parameters already give this non-finite result"
+    if usable:
+        source = shlex.quote(str(usable[0]))
+        return (
+            f"{reason}. Resume from {usable[0]} with a lower --optim.lr: "
+            f"weft train {config} --resume {source} {lr}"
+        )
+    out = shlex.quote(f"{run_folder}-2")
+    return f"{reason}. Start again with a lower --optim.lr: weft train {config} --out {out} {lr}"

@@ -129,11 +129,16 @@ def _data_text(run: Event) -> str:
     return ", ".join(parts)
 
 
+def _has_images(run: Event) -> bool:
+    data = run.get("data")
+    return isinstance(data, Mapping) and "samples" in data and "tokens" not in data
+
+
 def _step_text(run: Event) -> str:
     batch = run["batch_size"]
-    length = run.get("seq_len")
+    length = None if _has_images(run) else run.get("seq_len")
     if not length:
-        return f"{batch} samples"
+        return f"{batch} images" if _has_images(run) else f"{batch} samples"
     return f"{batch} sequences x {length} tokens = {count(batch * length)} tokens"
 
 
