@@ -49,7 +49,7 @@ def cut_short(path: Path) -> None:
         file.truncate(path.stat().st_size - 1)
 
 
-def test_broken_ones_are_passed_over_and_told_newest_first(tmp_path):
+def test_broken_ones_are_skipped_and_reported_newest_first(tmp_path):
     whole, short, missing, flipped = saved(tmp_path, 1, 2, 3, 4)
     cut_short(short / "rank-00001.safetensors")
     (missing / "rank-00000.safetensors").unlink()

@@ -75,7 +75,7 @@ def test_a_newer_format_says_which_weft_wrote_it(path):
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b'{"format": 1,}'])
-def test_a_manifest_that_is_no_json_is_told_so(path, text):
+def test_a_manifest_that_is_no_json_is_reported(path, text):
     (path / MANIFEST).write_bytes(text)
     (path / DIGEST).write_text(digest_text(text))
     assert f"{path}/manifest.json: is not JSON: " in refused(lambda: open_checkpoint(path))
@@ -102,7 +102,7 @@ def test_a_file_name_cannot_lead_out_of_the_folder(path):
     assert "manifest.json: files." in refused(lambda: open_checkpoint(path))
 
 
-def test_a_missing_checksum_and_a_checksum_of_something_else_are_told(path):
+def test_a_missing_checksum_and_a_checksum_of_something_else_are_reported(path):
     (path / DIGEST).write_text(f"{hashlib.sha256(b'x').hexdigest()}  {MANIFEST}\n")
     assert "manifest.json and its checksum do not agree" in refused(lambda: open_checkpoint(path))
     (path / DIGEST).unlink()
@@ -128,7 +128,7 @@ def test_a_file_that_is_cut_short_says_by_how_much(path, cut):
     assert f"got {left} bytes; need {length}" in refused(lambda: open_checkpoint(path))
 
 
-def test_a_file_that_has_grown_is_told(path):
+def test_a_file_that_has_grown_is_reported(path):
     with (path / "rank-00000.safetensors").open("ab") as handle:
         handle.write(b"\0")
     assert "longer than it was written" in refused(lambda: open_checkpoint(path))
@@ -210,7 +210,7 @@ def test_the_shares_of_all_ranks_are_every_byte_once(tmp_path, monkeypatch):
             assert max(shares) - min(shares) <= 2 * 4 * 190, "within a piece on each side"
 
 
-def test_one_damaged_rank_file_is_found_by_one_of_the_shares_only_and_told_once(path):
+def test_one_damaged_rank_file_is_found_by_one_of_the_shares_only_and_reported_once(path):
     piece = open_checkpoint(path).manifest.tensors["model/embed.weight"].pieces[0]
     flip(path / piece.file, 8 * piece.at)
     found = 0
@@ -251,7 +251,7 @@ def test_a_hole_is_named_with_tensor_and_entries(path):
     assert "are in no piece" in text
 
 
-def test_pieces_that_the_manifest_places_wrongly_are_refused_at_the_door(path):
+def test_pieces_that_the_manifest_places_wrongly_are_rejected_at_the_start(path):
     data = json.loads((path / MANIFEST).read_bytes())
     data["tensors"]["model/embed.weight"]["pieces"][0]["at"] += 4
     rewritten(path, tensors=data["tensors"])
@@ -267,7 +267,7 @@ def test_pieces_that_the_manifest_places_wrongly_are_refused_at_the_door(path):
         ("file", "rank-00009.safetensors", "the manifest does not list this file"),
     ],
 )
-def test_a_piece_that_cannot_be_is_refused_at_the_door(path, key, value, what):
+def test_a_piece_that_cannot_be_is_rejected_at_the_start(path, key, value, what):
     data = json.loads((path / MANIFEST).read_bytes())
     data["tensors"]["model/embed.weight"]["pieces"][0][key] = value
     rewritten(path, tensors=data["tensors"])
@@ -276,7 +276,7 @@ def test_a_piece_that_cannot_be_is_refused_at_the_door(path, key, value, what):
     assert what in text
 
 
-def test_a_tensor_or_box_that_is_not_there_is_told(path):
+def test_a_tensor_or_box_that_is_not_there_is_reported(path):
     source = open_checkpoint(path).section("model")
     assert "no tensor 'tail.weight' in 'model'" in refused(
         lambda: source.read("tail.weight", Box((), ()))
@@ -293,7 +293,7 @@ def test_empty_boxes_are_read_as_nothing(path):
     assert source.read("none.weight", Box((0, 0), (0, 4))).shape == (0, 4)
 
 
-def test_another_model_is_refused_by_family_and_by_field():
+def test_another_model_is_rejected_by_family_and_by_field():
     facts = facts_of(1, architecture={"width": 8, "split": [2, 3]})
     where = Path("/run/ckpt/step-000001")
     check_model(where, facts, family="gpt2", architecture={"width": 8, "split": (2, 3)})

@@ -166,13 +166,13 @@ def refusal(case: Case, saved: Run, other: Run, folder: Path) -> str:
     return told[0]
 
 
-def test_another_optimizer_is_refused_by_what_it_remembers(tmp_path):
+def test_another_optimizer_is_rejected_by_its_state(tmp_path):
     case = Case("dp2", family="gpt2")
     told = refusal(case, run_of(case), run_of(case, optim=OptimConfig(name="sgd")), tmp_path)
     assert re.search(r"other state \(got exp_avg, exp_avg_sq, step; need momentum_buffer\)", told)
 
 
-def test_another_type_of_parameters_is_refused(tmp_path):
+def test_another_type_of_parameters_is_rejected(tmp_path):
     case = Case("pp2", family="gpt2")
     told = refusal(case, run_of(case), run_of(case, precision=PrecisionConfig()), tmp_path)
     assert (

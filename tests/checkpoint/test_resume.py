@@ -102,7 +102,7 @@ def test_ten_steps_are_five_and_five_to_the_last_bit(name, tmp_path):
             assert torch.equal(right.values, found.values), right.name
 
 
-def test_another_layout_goes_on_within_rounding(tmp_path):
+def test_another_layout_continues_within_rounding(tmp_path):
     legs = (
         Case("dp4", grouped=True, layers=2, microbatches=1, micro_size=2),
         Case("pp2 tp2", grouped=True, layers=2, microbatches=4, micro_size=2),
@@ -177,7 +177,7 @@ def play(step: TrainStep, case: Case, saver: Saver, steps: Sequence[int]) -> lis
     return events
 
 
-def test_checkpoints_come_while_training_goes_on_and_the_oldest_go(tmp_path):
+def test_checkpoints_come_during_training_and_the_oldest_are_removed(tmp_path):
     case = Case("pp2 dp2", family="gpt2")
 
     def rank(comm: Comm) -> list[dict[str, Any]]:
@@ -592,7 +592,7 @@ def spoilt(place):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_resumed_is_one_line_at_the_door(case, spoilt, capsys, monkeypatch):
+def test_what_cannot_be_resumed_is_one_line_before_the_start(case, spoilt, capsys, monkeypatch):
     def nothing_starts(*args: object) -> None:
         raise AssertionError("a rank was started")
 
@@ -610,7 +610,7 @@ def test_what_cannot_be_resumed_is_one_line_at_the_door(case, spoilt, capsys, mo
     assert len(told) == 1 or case == "another family"
 
 
-def test_it_is_told_before_torch_is_imported(spoilt):
+def test_it_is_reported_before_torch_is_imported(spoilt):
     words = ["train", *TINY, *spoilt[1], "--resume", f"{spoilt[0]}/short/ckpt/step-000005"]
     program = f"import sys; from weft.cli import main; code = main({words}); sys.exit(99 if 'torch' in sys.modules else code)"
     ran = subprocess.run(
@@ -619,7 +619,7 @@ def test_it_is_told_before_torch_is_imported(spoilt):
     assert (ran.returncode, len(ran.stderr.splitlines())) == (EXIT_USER, 1), ran.stderr
 
 
-def test_other_data_is_refused(place, capsys):
+def test_other_data_is_rejected(place, capsys):
     other = place[0] / "other.txt"
     other.write_text("another text altogether, and of another length. " * 40)
     words = (
@@ -655,7 +655,7 @@ def test_a_full_disk_delays_the_lines_of_events_and_loses_none(tmp_path, monkeyp
     assert [event["step"] for event in events_of(tmp_path)] == [0, 1, 2, 3, 4]
 
 
-def test_lost_lines_are_told(tmp_path, monkeypatch):
+def test_lost_lines_are_reported(tmp_path, monkeypatch):
     class Seen:
         def __init__(self) -> None:
             self.told: list[Any] = []

@@ -204,7 +204,7 @@ def test_pieces_are_written_from_where_they_lie_and_let_go_of_one_by_one(tmp_pat
     ]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     import threading
 
     gate = threading.Event()
@@ -338,7 +338,7 @@ def test_what_a_dead_run_left_does_not_become_part_of_a_checkpoint(tmp_path):
     assert sorted(os.listdir(final)) == [MANIFEST, DIGEST, "rank-00000.safetensors"]
 
 
-def test_an_error_in_the_background_is_kept_until_somebody_asks(tmp_path, monkeypatch):
+def test_an_error_in_the_background_is_kept_until_it_is_asked_for(tmp_path, monkeypatch):
     def broken(*_):
         raise MemoryError("no more")
 

@@ -88,7 +88,7 @@ def test_a_vocabulary_that_tp_does_not_divide_is_padded_and_no_fault():
 
 
 @given(ranks=st.integers(1, 9), micro=st.integers(1, 9), size=st.integers(1, 99))
-def test_a_batch_is_refused_exactly_where_it_does_not_divide(ranks, micro, size):
+def test_a_batch_is_rejected_exactly_where_it_does_not_divide(ranks, micro, size):
     words = [
         "--mesh",
         f"dp{ranks}",

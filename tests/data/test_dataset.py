@@ -252,7 +252,7 @@ def test_the_standard_library_stops_at_its_limit(monkeypatch):
         ),
     ],
 )
-def test_text_that_cannot_be_trained_on_is_refused(tmp_path, content, line):
+def test_text_that_cannot_be_trained_on_is_rejected(tmp_path, content, line):
     path = tmp_path / "a.txt"
     if content is not None:
         path.write_bytes(content)
@@ -267,21 +267,21 @@ def test_text_that_cannot_be_trained_on_is_refused(tmp_path, content, line):
         (["a.txt", "b.bin"], "holds text and token files (got 1 .bin and 1 others; need one kind)"),
     ],
 )
-def test_a_folder_without_files_of_one_kind_is_refused(tmp_path, names, line):
+def test_a_folder_without_files_of_one_kind_is_rejected(tmp_path, names, line):
     for name in names:
         (tmp_path / name).write_bytes(b"0123456789")
     assert line in complaint(tmp_path)
 
 
-def test_a_pattern_that_nothing_matches_is_refused(tmp_path):
+def test_a_pattern_that_nothing_matches_is_rejected(tmp_path):
     assert f"no file matches (got '{tmp_path}/*.c')" in complaint(f"{tmp_path}/*.c")
 
 
-def test_what_is_no_regular_file_is_refused(tmp_path):
+def test_what_is_no_regular_file_is_rejected(tmp_path):
     assert "is no regular file (got '/dev/zero'" in complaint("/dev/zero")
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_read_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes(b"0123456789")
 
     def refuse(_path):
@@ -321,7 +321,7 @@ def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read_at_the_latest(
         data.read(np.array([1]))
 
 
-def test_a_token_file_that_ends_inside_a_token_is_refused(tmp_path):
+def test_a_token_file_that_ends_inside_a_token_is_rejected(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"123456789")
     assert (
         "ends inside a token (got 9 bytes; need a multiple of 2 bytes for uint16 (data.token_dtype))"
@@ -420,14 +420,14 @@ def test_the_digits_need_scikit_learn(monkeypatch):
         ),
     ],
 )
-def test_a_broken_idx_file_is_refused(tmp_path, damage, line):
+def test_a_broken_idx_file_is_rejected(tmp_path, damage, line):
     write_pair(tmp_path)
     path = tmp_path / "train-images-idx3-ubyte"
     path.write_bytes(damage(path.read_bytes()))
     assert line in complaint(tmp_path, IMAGES_MODEL)
 
 
-def test_images_and_labels_of_other_counts_sizes_or_classes_are_refused(tmp_path):
+def test_images_and_labels_of_other_counts_sizes_or_classes_are_rejected(tmp_path):
     write_pair(tmp_path, labels=np.zeros(6, np.uint8))
     assert "images and labels differ in number (got 7 in" in complaint(tmp_path, IMAGES_MODEL)
     write_pair(tmp_path, labels=np.array([0, 9, 10, 3, 11, 0, 0], np.uint8))
@@ -440,7 +440,7 @@ def test_images_and_labels_of_other_counts_sizes_or_classes_are_refused(tmp_path
     )
 
 
-def test_a_folder_without_a_pair_is_refused(tmp_path):
+def test_a_folder_without_a_pair_is_rejected(tmp_path):
     write_pair(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte").unlink()
     assert "no pair of IDX files" in complaint(tmp_path, IMAGES_MODEL)

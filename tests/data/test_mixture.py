@@ -85,14 +85,14 @@ def test_every_layout_reads_the_same_mixture(mixed):
         assert sorted(np.concatenate([part.ravel() for part in parts])) == sorted(chosen)
 
 
-def test_exact_shares_are_told(mixed):
+def test_exact_shares_are_reported(mixed):
     facts = mixed.facts()
     assert list(facts["shares"].values()) == [0.75, 0.25]
     assert (facts["samples"], facts["tokens"]) == (39, 158)
     assert "75.0%" in facts["source"]
 
 
-def test_a_run_that_is_resumed_goes_on_with_the_same_mixture(tmp_path):
+def test_a_run_that_is_resumed_continues_with_the_same_mixture(tmp_path):
     """Packed documents of two sources, read ahead: four steps at once, and two and two."""
     for name in "ab":
         (tmp_path / name).mkdir()

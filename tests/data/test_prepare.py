@@ -240,7 +240,7 @@ def test_as_many_documents_as_asked_for_are_kept_for_validation():
 # ---- training on it
 
 
-def test_a_prepared_folder_brings_its_tokenizer_and_its_facts(tmp_path, bpe):
+def test_a_prepared_folder_has_its_tokenizer_and_its_facts(tmp_path, bpe):
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
     data = DataConfig(source=str(folder), seq_len=8)
     facts = open_data(data, gpt2.Config(vocab=VOCAB)).facts()
@@ -384,7 +384,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", PREPARE)
-def test_what_cannot_be_prepared_is_told_in_one_line_and_leaves_nothing(case, place, capsys):
+def test_what_cannot_be_prepared_is_reported_in_one_line_and_leaves_nothing(case, place, capsys):
     words, line = (
         [word.format(tmp=place) for word in PREPARE[case][0]],
         PREPARE[case][1].format(tmp=place),
@@ -416,7 +416,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("case", DAMAGE)
-def test_a_folder_that_is_not_whole_is_refused(case, tmp_path, bpe, capsys):
+def test_a_folder_that_is_not_whole_is_rejected(case, tmp_path, bpe, capsys):
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe))
     damage, line = DAMAGE[case]
     damage(folder)
@@ -428,7 +428,7 @@ def test_a_folder_that_is_not_whole_is_refused(case, tmp_path, bpe, capsys):
         assert line in refused(["data", "show", str(folder)], capsys)
 
 
-def test_show_tells_what_is_in_a_folder_and_finds_a_flipped_bit(tmp_path, bpe, capsys):
+def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(tmp_path, bpe, capsys):
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
     assert main(["data", "show", str(folder), "--verify", "True", "--tokens", "5"]) == EXIT_OK
     told = capsys.readouterr().out
@@ -561,7 +561,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_what_cannot_be_trained_on_is_told_in_one_line(case, tmp_path, bpe, capsys):
+def test_what_cannot_be_trained_on_is_reported_in_one_line(case, tmp_path, bpe, capsys):
     names = {
         "tmp": tmp_path,
         "folder": made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe)),

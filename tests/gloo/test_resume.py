@@ -134,7 +134,7 @@ def test_asked_to_leave_then_killed_then_started_again_it_ends_with_the_same_num
     assert [step for step, _, _ in numbers(out)] == list(range(1, newest + 3))
 
 
-def test_sigterm_in_threads_saves_without_being_told_to_beforehand(folder):
+def test_sigterm_in_threads_saves_without_save_every(folder):
     out = folder / "threads"
     with running(folder, "--out", str(out), "--transport", "threads", *FOREVER) as process:
         wait_until(out, lambda events: count(events, "step") > 1)

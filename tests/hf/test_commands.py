@@ -280,7 +280,7 @@ def test_a_head_that_differs_from_its_tied_embedding_is_reported(
         assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_does_not_look_at_its_folder(
+def test_a_run_that_continues_from_a_checkpoint_does_not_look_at_its_folder(
     life: Path, tmp_path: Path
 ):
     write(tmp_path / "hf", LLAMA, small(LLAMA))

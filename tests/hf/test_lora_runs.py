@@ -63,7 +63,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[float
 
 
 @pytest.mark.parametrize("case", READERS, ids=str)
-def test_it_goes_on_under_any_layout(case: Case, written: tuple[Path, tuple[float, float]]) -> None:
+def test_it_continues_on_any_layout(case: Case, written: tuple[Path, tuple[float, float]]) -> None:
     path, right = written
 
     def rank(comm: Comm) -> tuple[float, float]:
@@ -266,7 +266,7 @@ def test_bad_input_is_reported_in_one_line(
         ),
     ],
 )
-def test_models_without_such_linears_are_refused(
+def test_models_without_such_linears_are_rejected(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert message in refused(

@@ -78,7 +78,7 @@ def test_a_layout_that_failed_is_named() -> None:
     assert "| zero 1 | 0 | 1 |  |" in text
 
 
-def test_features_tell_cases_apart() -> None:
+def test_features_distinguish_cases() -> None:
     case = Case(
         "tp2 cp2", context="ulysses", documents=True, schedule="zbv", chunks=2, recompute="full"
     )

@@ -243,7 +243,7 @@ def test_the_main_loss_is_the_same_with_and_without_the_side_block():
     assert torch.equal(chain(blocks, batch.inputs, batch).x, forward(main, batch))
 
 
-def test_a_batch_without_later_targets_is_refused_with_what_to_do():
+def test_a_batch_without_later_targets_is_rejected_with_what_to_do():
     _, blocks, batch = model_and_batch()
     with pytest.raises(AssertionError, match="with_later_targets"):
         forward(blocks, token_batch(batch.inputs, batch.targets))

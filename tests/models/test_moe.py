@@ -359,7 +359,7 @@ def make_moe(**choice) -> MoE:
     )
 
 
-def test_layer_adds_the_shared_expert_and_tells_loss_and_load():
+def test_layer_adds_the_shared_expert_and_returns_loss_and_load():
     moe, x = make_moe(), torch.randn(2, 7, DIM)
     batch = flat_batch(x)
     out, routing = moe(x, batch), moe.router(x)

@@ -75,7 +75,7 @@ def test_sent_bytes_equal_the_formula(variant: Context, degree: int) -> None:
         assert {axis for axis, _ in (*forward.traffic, *backward.traffic)} == {"cp"}
 
 
-def test_gradients_of_16_bit_keys_travel_in_float32() -> None:
+def test_gradients_of_16_bit_keys_are_sent_in_float32() -> None:
     for forward, backward in run_ranks("cp4", lambda comm: traffic(comm, "ring", torch.bfloat16)):
         entries = FORMULAS["ring"][0](4)
         assert (forward.total().sent_bytes, backward.total().sent_bytes) == (

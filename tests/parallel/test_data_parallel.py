@@ -140,7 +140,7 @@ def test_the_error_of_a_replica_reaches_the_caller_and_names_the_device() -> Non
     assert caught.value.__notes__ == ["raised by the replica on cpu"]
 
 
-def test_inputs_that_differ_in_samples_and_no_devices_are_refused() -> None:
+def test_inputs_that_differ_in_samples_and_no_devices_are_rejected() -> None:
     with pytest.raises(PlanError, match="differ in their number of samples"):
         DataParallel(nn.Bilinear(2, 2, 2), CPUS)(torch.ones(3, 2), torch.ones(4, 2))
     with pytest.raises(PlanError, match="needs a device"):

@@ -303,7 +303,7 @@ def test_on_the_meta_device_tied_weights_stay_tied_and_all_start_as_the_first_ra
     assert first["norm.running_var"].isfinite().all()
 
 
-def test_a_meta_module_without_reset_parameters_is_refused_by_name() -> None:
+def test_a_meta_module_without_reset_parameters_is_rejected_by_name() -> None:
     def rank(comm: Comm) -> None:
         with torch.device("meta"):
             FullyShardedDataParallel(Net(), comm)
@@ -328,7 +328,7 @@ def test_a_full_state_dict_is_loaded_into_shards() -> None:
             assert torch.equal(logits, other(tokens))
 
 
-def test_a_state_dict_with_other_keys_is_refused() -> None:
+def test_a_state_dict_with_other_keys_is_rejected() -> None:
     def rank(comm: Comm) -> None:
         FullyShardedDataParallel(nn.Linear(2, 2), comm).load_full_state_dict(
             {"weight": torch.zeros(2, 2)}
@@ -338,7 +338,7 @@ def test_a_state_dict_with_other_keys_is_refused() -> None:
         run_ranks("dp2", rank)
 
 
-def test_moving_or_casting_a_wrapped_module_is_refused() -> None:
+def test_moving_or_casting_a_wrapped_module_is_rejected() -> None:
     def rank(comm: Comm) -> None:
         net = FullyShardedDataParallel(nn.Linear(2, 2), comm)
         net.to("cpu")
@@ -506,7 +506,7 @@ def test_an_unused_parameter_stays_as_it_is_whatever_loop_zeroes_gradients(
 
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("defer", [False, True])
-def test_an_optimizer_step_before_gradients_are_synchronised_is_refused(
+def test_an_optimizer_step_before_gradients_are_synchronised_is_rejected(
     zero: Any, defer: bool
 ) -> None:
     def rank(comm: Comm) -> None:

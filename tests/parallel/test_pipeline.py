@@ -138,7 +138,7 @@ def test_inputs_may_be_token_ids(mesh: str, schedule: str) -> None:
     assert seen == set(want)
 
 
-def test_a_stage_that_ends_with_integers_is_refused() -> None:
+def test_a_stage_that_ends_with_integers_is_rejected() -> None:
     blocks = [nn.Identity(), nn.Embedding(7, 4), nn.Linear(4, 4)]
 
     def rank(comm: Comm) -> None:

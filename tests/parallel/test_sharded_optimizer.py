@@ -178,7 +178,7 @@ def test_named_parameters_and_closures_are_taken_as_torch_takes_them() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon])
-def test_an_optimizer_that_updates_parameters_as_a_whole_is_refused(
+def test_an_optimizer_that_updates_parameters_as_a_whole_is_rejected(
     kind: Callable[..., torch.optim.Optimizer],
 ) -> None:
     def rank(comm: Comm) -> None:
@@ -188,7 +188,7 @@ def test_an_optimizer_that_updates_parameters_as_a_whole_is_refused(
         run_ranks("dp2", rank)
 
 
-def test_states_of_other_parameters_are_refused() -> None:
+def test_states_of_other_parameters_are_rejected() -> None:
     def rank(comm: Comm) -> None:
         optimizer = ShardedOptimizer(nn.Linear(4, 4).parameters(), torch.optim.AdamW, comm)
         optimizer.load_full_state_dict(

@@ -130,7 +130,7 @@ def test_every_table_that_plays_is_valid_and_is_played_in_an_order_that_respects
 @given(
     st.sampled_from(SMALL) | playable_tables(), st.randoms(use_true_random=False), st.integers(1, 3)
 )
-def test_a_corrupted_table_is_refused_with_an_action_named_or_still_plays(table, dice, times):
+def test_a_corrupted_table_is_rejected_with_an_action_named_or_still_plays(table, dice, times):
     for _ in range(times):
         table = corrupt(table, dice) if all(table.rows) else table
     if plays(table) and set(table.stage_to_rank) == set(range(table.num_ranks)):
@@ -193,7 +193,7 @@ def test_a_deadlock_that_a_check_of_each_rank_alone_misses_is_found_and_both_ran
         (Table((), stage_to_rank=(), microbatches=1), "no ranks"),
     ],
 )
-def test_a_table_of_impossible_shape_is_refused(table, says):
+def test_a_table_of_impossible_shape_is_rejected(table, says):
     with pytest.raises(ScheduleError, match=says):
         validate(table)
 
@@ -229,7 +229,7 @@ def test_text_and_json_read_back_as_the_same_table(table):
         ("microbatches 1 2\nhome 0", "has no header"),
     ],
 )
-def test_a_text_that_is_no_table_is_refused_with_its_line(text, says):
+def test_a_text_that_is_no_table_is_rejected_with_its_line(text, says):
     with pytest.raises(ScheduleError, match=says):
         Table.parse(text)
 

@@ -101,7 +101,7 @@ def test_interleaved_says_which_numbers_of_micro_batches_work(microbatches, work
         validate(make_table("interleaved", ranks=4, microbatches=number, chunks=2))
 
 
-def test_all_impossible_sizes_are_told_at_once():
+def test_all_impossible_sizes_are_reported_together():
     with pytest.raises(ScheduleError) as caught:
         make_table("1f1b", ranks=0, microbatches=0, chunks=2)
     assert [fault.key for fault in caught.value.faults] == ["mesh", "batch", "pipeline.chunks"]
@@ -132,7 +132,7 @@ def test_a_file_that_holds_a_table_is_a_schedule_for_its_own_sizes(tmp_path):
         make_table(str(path), ranks=2, microbatches=8)
 
 
-def test_a_file_whose_table_deadlocks_is_refused_when_it_is_read(tmp_path):
+def test_a_file_whose_table_deadlocks_is_rejected_when_it_is_read(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("microbatches 1\nstage_to_rank 0\nrank 0: B0.0 F0.0\n")
     with pytest.raises(ScheduleError, match="deadlock"):

@@ -266,14 +266,14 @@ def spoiled(rank: int, before: str, after: str) -> Program:
         (1, "recv(F0.1 from 0)", "", r"deadlocks|another tensor|before its tensors"),
     ],
 )
-def test_a_program_whose_transfers_do_not_meet_is_refused_and_the_instructions_are_named(
+def test_a_program_whose_transfers_do_not_meet_is_rejected_and_the_instructions_are_named(
     rank, before, after, says
 ):
     with pytest.raises(ScheduleError, match=says):
         check_rendezvous(spoiled(rank, before, after))
 
 
-def test_two_receives_posted_early_towards_each_other_are_refused():
+def test_two_receives_posted_early_towards_each_other_are_rejected():
     """Each is harmless alone; together both ranks wait before they compute what the other waits
     for.
     """

@@ -95,7 +95,7 @@ def test_a_hop_delays_only_what_comes_from_another_rank():
     )
 
 
-def test_a_hop_may_depend_on_what_travels():
+def test_a_hop_may_depend_on_the_transfer():
     hops = []
 
     def hop(producer, consumer):

@@ -26,7 +26,7 @@ def test_no_class_name_is_defined_in_two_modules() -> None:
     assert not repeated
 
 
-def test_no_file_name_stands_in_three_folders() -> None:
+def test_no_file_name_is_in_three_folders() -> None:
     folders: dict[str, list[str]] = defaultdict(list)
     for path in ROOT.rglob("*.py"):
         is_in_family = path.parent.parent == ROOT / "models"

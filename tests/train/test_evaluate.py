@@ -167,7 +167,7 @@ def test_the_forwards_of_every_schedule_are_all_there(schedule):
     check_rendezvous(lower(table))
 
 
-def test_the_events_of_a_run_tell_it_and_so_do_its_lines(tmp_path, capsys):
+def test_the_events_and_lines_of_a_run_agree(tmp_path, capsys):
     rows = "".join(
         json.dumps({"text": f"{number} bottles of beer on the wall, " * 3}) + "\n"
         for number in range(60)

@@ -55,7 +55,7 @@ def test_types_go_together_where_nothing_is_kept_or_summed_with_fewer_digits_tha
     )
 
 
-def test_a_plan_with_types_that_do_not_go_together_is_refused() -> None:
+def test_a_plan_with_types_that_do_not_go_together_is_rejected() -> None:
     plan = Case("").plan.model_copy(update=vars(Dtypes("bfloat16", "float32", "float32")))
     with pytest.raises(
         PlanError, match=r"precision\.params: does not represent every number of the float32"

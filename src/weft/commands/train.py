@@ -60,8 +60,8 @@ def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
 
 @contextmanager
 def _end_event(out: Path | None) -> Iterator[None]:
-    """After the ranks have ended, append the `end` event that a killed rank 0 could not write, or put the
-    root cause into that of a rank 0 that failed because another rank did.
+    """After the ranks have ended, append the `end` event that a killed rank 0 could not write, or
+    put the root cause into that of a rank 0 that failed because another rank did.
 
     Raises:
         RankError: the error of the ranks, with the command to resume or to start again.

@@ -196,9 +196,9 @@ def ring_attention(
 
     Keys and values are sent around the ring while each rank attends to those that it holds; only
     they are sent, H / G times less than queries would. With c ranks, causal, rank i holds chunks i
-    and 2c-1-i of the 2c equal chunks of each sequence (`weft.core.sequence.zigzag`), so that all have
-    as much to do; bidirectional without window and documents, any cut into equal parts will do.
-    Blocks that window or documents hide are skipped.
+    and 2c-1-i of the 2c equal chunks of each sequence (`weft.core.sequence.zigzag`), so that all
+    have as much to do; bidirectional without window and documents, any cut into equal parts will
+    do. Blocks that window or documents hide are skipped.
 
     Args:
         q_BSHK: this rank's S columns, of B sequences, H heads of size K.

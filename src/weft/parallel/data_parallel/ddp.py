@@ -26,7 +26,8 @@ class DistributedDataParallel(nn.Module):
     buckets; setting them to None between steps is allowed. A parameter that no rank has used since
     the last step keeps the `.grad` it had, as under torch's DistributedDataParallel with
     `find_unused_parameters`: None at first and after `zero_grad()`, so that optimizers leave it as
-    it is; zeros after `zero_grad(set_to_none=False)` of a gradient, so that weight decay shrinks it.
+    it is; zeros after `zero_grad(set_to_none=False)` of a gradient, so that weight decay shrinks
+    it.
 
     Args:
         module: any module; its forward is called as it is.
