@@ -37,8 +37,8 @@ train: $(STAMP)  ## the main job: a small LLaMA 3 on 8 ranks (or MESH="cp2 dp2")
 	@echo "  $(BIN)/weft prove --mesh \"pp2 dp2 tp2\"                      every gradient against one device, in float64"
 	@echo "  $(BIN)/weft train --help                                     every key"
 
-test: $(STAMP)  ## all tests, under 10 minutes on 2 cores
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+test: $(STAMP)  ## all tests, about 7 minutes on 2 idle cores
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 check: $(STAMP)  ## style, types, layers
 	@$(BIN)/ruff format --check src tests examples

@@ -14,6 +14,7 @@ PRELOADED = (
     "weft.commands.train",
     "weft.commands.prove",
     "weft.generate.main",
+    "transformers.models.llama.modeling_llama",
 )
 
 

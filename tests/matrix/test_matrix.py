@@ -30,7 +30,7 @@ def test_layout_computes_what_one_device_computes(case: Case, check: Check) -> N
     check(case)
 
 
-@pytest.mark.parametrize("case", sample(24, seed=2026, most_ranks=12), ids=str)
+@pytest.mark.parametrize("case", sample(14, seed=2026, most_ranks=12), ids=str)
 def test_sampled_layout_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)
 
