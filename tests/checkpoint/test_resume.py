@@ -20,6 +20,7 @@ import torch
 from tests.checkpoint.saving import NoSamples, save
 from tests.checkpoint.test_layouts import Entries, assemble, moments, parameters
 from tests.matrix.layouts import LR, Case, batches
+from tests.tiny_run import TINY
 from weft.checkpoint import write as save_write
 from weft.checkpoint.folder import checkpoints, set_aside
 from weft.checkpoint.read import open_checkpoint
@@ -358,31 +359,6 @@ def test_what_happens_to_checkpoints_is_one_line_each():
 
 
 # the command, in this process
-
-TINY = (
-    *(
-        "--model.layers",
-        "2",
-        "--model.dim",
-        "16",
-        "--model.heads",
-        "2",
-        "--model.kv_heads",
-        "2",
-        "--model.ffn",
-        "32",
-    ),
-    *(
-        "--data.seq_len",
-        "8",
-        "--batch.global_size",
-        "4",
-        "--batch.micro_size",
-        "1",
-        "--transport",
-        "threads",
-    ),
-)
 
 
 def weft(*words: str) -> int:

@@ -7,35 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.cli import main
 from weft.errors import EXIT_OK
 from weft.train.event_log import EVENTS, EventLog, append_end_event, read_events
-
-TINY = (
-    *(
-        "--model.layers",
-        "2",
-        "--model.dim",
-        "16",
-        "--model.heads",
-        "2",
-        "--model.kv_heads",
-        "2",
-        "--model.ffn",
-        "32",
-    ),
-    *(
-        "--data.seq_len",
-        "8",
-        "--batch.global_size",
-        "4",
-        "--batch.micro_size",
-        "1",
-        "--transport",
-        "threads",
-    ),
-)
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.matrix.layouts import CLIP, LR, SEED, Case, adamw, batches
 from tests.matrix.plain import HALF
+from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
@@ -122,29 +123,8 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_the_loss_scale() -> None:
     assert "first in the output of block 'layer0' on rank 0 (dp0)" in messages[0]
 
 
-TINY = (
-    *(
-        "--model.layers",
-        "2",
-        "--model.dim",
-        "16",
-        "--model.heads",
-        "2",
-        "--model.kv_heads",
-        "2",
-        "--model.ffn",
-        "32",
-    ),
-    *(
-        "--data.seq_len",
-        "8",
-        "--batch.global_size",
-        "4",
-        "--batch.micro_size",
-        "1",
-        "--transport",
-        "threads",
-    ),
+TINY_RUN = (
+    *TINY,
     *("--optim.warmup", "0", "--optim.decay", "constant", "--optim.eps", "1e-30"),
 )
 
@@ -170,7 +150,7 @@ def diverge(text: Path, out: Path, *words: str) -> list[dict[str, Any]]:
         "--mesh",
         "dp2",
     )
-    assert main(["train", *TINY, *keys, *words]) == EXIT_FAILED
+    assert main(["train", *TINY_RUN, *keys, *words]) == EXIT_FAILED
     return list(read_events(out / EVENTS))
 
 
@@ -208,7 +188,7 @@ def test_parameters_that_are_not_finite_are_never_saved_and_push_out_no_older_ch
         main(
             [
                 "train",
-                *TINY,
+                *TINY_RUN,
                 "--data.source",
                 str(text),
                 "--out",
