@@ -19,6 +19,7 @@ from tests.matrix.layouts import Case, check
 from weft.comm import ops
 from weft.comm.transport import Work
 from weft.core.axes import Box
+from weft.core.shard import Shard
 from weft.errors import CommError
 from weft.models.common import init
 from weft.models.common.batch import Batch
@@ -116,12 +117,9 @@ def tensor_ranks_start_with_identical_shards(patch: pytest.MonkeyPatch) -> None:
     """Half the capacity; the loss does not show it."""
     right = init.init_params
 
-    def same(params: Any, table: Any, *, shard: Any = None, **rest: Any) -> None:
-        def first(name: str, whole: Tensor) -> Tensor:
-            shape = params[name].shape
-            return whole[Box.whole(shape).slices] if shape != whole.shape else whole
-
-        right(params, table, shard=first, **rest)
+    def same(params: Any, table: Any, *, shards: Any = None, **rest: Any) -> None:
+        first = {name: Shard((Box.whole(param.shape),)) for name, param in params.items()}
+        right(params, table, shards=first, **rest)
 
     patch.setattr(parallelize_module, "init_params", same)
 

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from weft.core.axes import Box
+from weft.core.shard import Shard
 from weft.models import PRESETS, family
-from weft.models.common.init import draw, init_params, name_seed, named_parameters, tie
+from weft.models.common.init import draw, init_params, name_key, named_parameters, tie
 
 SMALL = (
     "gpt2-tiny",
@@ -47,24 +49,31 @@ def test_values_of_another_dtype_are_the_float32_ones_cast(dtype: torch.dtype):
     assert all(torch.equal(whole[name].to(dtype), cast[name]) for name in whole)
 
 
-def test_a_rank_keeps_its_shard_of_the_full_draw():
+def test_a_rank_draws_its_shard_as_the_whole_tensor_has_it():
     cfg = PRESETS["llama3-tiny"]
     module = family("llama3")
     whole = started("llama3-tiny")
     shapes = {name: tuple(value.shape) for name, value in whole.items()}
     for half in (0, 1):
-        cuts = {name: torch.empty_like(value.chunk(2)[half]) for name, value in whole.items()}
-        seen: dict[str, tuple[int, ...]] = {}
+        expected = {name: value.chunk(2)[half] for name, value in whole.items()}
+        local = {name: torch.empty_like(value) for name, value in expected.items()}
+        shards = {}
+        for name, value in expected.items():
+            first = half * value.shape[0]
+            other_dims = tuple(value.shape[1:])
+            box = Box((first, *(0 for _ in other_dims)), (first + value.shape[0], *other_dims))
+            shards[name] = Shard((box,))
+        init_params(local, module.init(cfg), seed=0, shapes=shapes, shards=shards)
+        assert all(torch.equal(local[name], expected[name]) for name in whole)
 
-        def shard(
-            name: str, full: torch.Tensor, half: int = half, seen: dict = seen
-        ) -> torch.Tensor:
-            seen[name] = tuple(full.shape)
-            return full.chunk(2)[half]
 
-        init_params(cuts, module.init(cfg), seed=0, shapes=shapes, shard=shard)
-        assert seen == shapes
-        assert all(torch.equal(cuts[name], whole[name].chunk(2)[half]) for name in whole)
+def test_a_shard_of_several_boxes_is_their_concatenation():
+    table = {"a.w": ("normal", 1.0)}
+    whole, local = {"a.w": torch.empty(6, 5)}, {"a.w": torch.empty(6, 3)}
+    boxes = (Box((0, 0), (6, 1)), Box((0, 3), (6, 5)))
+    init_params(whole, table, seed=0)
+    init_params(local, table, seed=0, shapes={"a.w": (6, 5)}, shards={"a.w": Shard(boxes, dim=1)})
+    assert torch.equal(local["a.w"], whole["a.w"][:, [0, 3, 4]])
 
 
 def test_an_alias_starts_as_its_owner_on_a_stage_that_lacks_the_owner():
@@ -106,10 +115,10 @@ def test_names_and_seeds_give_different_values():
     assert len({tuple(value.tolist()) for value in values}) == len(values)
 
 
-def test_seeds_of_names_stay_what_they_are():
+def test_keys_of_names_stay_what_they_are():
     """Another value here makes every run of the past start differently."""
-    assert name_seed("embed.tok.weight", 0) == 857501894
-    assert name_seed("layer17.attn.q.weight", 3) == 1486042774
+    assert name_key("embed.tok.weight", 0) == 3682942592106308134
+    assert name_key("layer17.attn.q.weight", 3) == 6382505115082749396
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from weft.comm.observe import Counter
 from weft.config.lora import LORA_A, LORA_B, adapted_linear, adapted_linears
 from weft.config.schema import LoraConfig, OptimConfig
 from weft.core.axes import Box
+from weft.core.shard import Shard
 from weft.errors import PlanError
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import chain
@@ -397,15 +398,12 @@ def adapters_are_scaled_twice(patch: pytest.MonkeyPatch) -> None:
 def every_rank_holds_the_same_rows_of_b(patch: pytest.MonkeyPatch) -> None:
     right = parallelize_module.init_params
 
-    def same(params: Any, table: Any, *, shard: Any, **rest: Any) -> None:
-        def first(name: str, whole: Tensor) -> Tensor:
-            return (
-                whole[Box.whole(params[name].shape).slices]
-                if name.endswith(LORA_B)
-                else shard(name, whole)
-            )
-
-        right(params, table, shard=first, **rest)
+    def same(params: Any, table: Any, *, shards: Any, **rest: Any) -> None:
+        first = {
+            name: Shard((Box.whole(params[name].shape),)) if name.endswith(LORA_B) else shard
+            for name, shard in shards.items()
+        }
+        right(params, table, shards=first, **rest)
 
     patch.setattr(parallelize_module, "init_params", same)
 

@@ -1,17 +1,20 @@
 """Starting values of parameters: a function of seed, global name and full shape only, so every layout starts bit-equal.
 
-A rank that holds a shard draws the whole tensor and keeps its shard.
+A rank that holds a shard draws the entries of that shard only: see Note [Counter-based numbers].
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from weft.core.axes import Box
 from weft.core.model_config import Draw, InitTable, match_row
+from weft.core.shard import Shard
+from weft.models.common.counter_normal import normal_entries
 
 Blocks = Mapping[str, nn.Module] | nn.ModuleDict
 
@@ -48,7 +51,7 @@ def init_params(
     seed: int,
     ties: Mapping[str, str] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
-    shard: Callable[[str, Tensor], Tensor] | None = None,
+    shards: Mapping[str, Shard] | None = None,
 ) -> None:
     """Set `params` (by global name, of any dtype, on any device) to their starting values.
 
@@ -56,20 +59,17 @@ def init_params(
         ties: alias -> owner; an alias starts with its owner's values.
         shapes: full shape of each parameter, where `params` holds shards; default: the shapes of
             `params`.
-        shard: (global name, full tensor) -> the shard of this rank; default: the full tensor.
+        shards: the entries that each of `params` holds; default: all.
     """
-    owners = {name: (ties or {}).get(name, name) for name in params}
-    drawn_name = ""
-    drawn = torch.empty(0)
-    for name in sorted(params, key=lambda name: owners[name]):
-        owner = owners[name]
-        if owner != drawn_name:
-            shape = shapes[name] if shapes else tuple(params[name].shape)
-            drawn_name = owner
-            drawn = draw(owner, shape, match_row(owner, table, title="init"), seed=seed)
-        value = shard(name, drawn) if shard else drawn
+    for name, param in params.items():
+        owner = (ties or {}).get(name, name)
+        shape = shapes[name] if shapes else tuple(param.shape)
+        rule = match_row(owner, table, title="init")
+        boxes = shards[name].boxes if shards else (Box.whole(shape),)
+        parts = [draw(owner, shape, rule, seed=seed, box=box, device=param.device) for box in boxes]
+        value = torch.cat(parts, dim=shards[name].dim) if shards and len(parts) > 1 else parts[0]
         with torch.no_grad():
-            params[name].copy_(value)
+            param.copy_(value)
 
 
 def draw(
@@ -78,18 +78,22 @@ def draw(
     rule: Draw,
     *,
     seed: int,
+    box: Box | None = None,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
-    """The full starting value, float32 on the CPU whatever the dtype and device of the model."""
+    """The starting value of one box of a parameter (default: all of it), float32 whatever the dtype
+    of the model.
+    """
+    box = box or Box.whole(shape)
+    device = torch.device(device)
     if rule[0] == "ones":
-        return torch.ones(shape, dtype=torch.float32, device="cpu")
+        return torch.ones(box.shape, dtype=torch.float32, device=device)
     if rule[0] == "zeros":
-        return torch.zeros(shape, dtype=torch.float32, device="cpu")
-    generator = torch.Generator(device="cpu").manual_seed(name_seed(name, seed))
-    value = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return value.normal_(0.0, rule[1], generator=generator)
+        return torch.zeros(box.shape, dtype=torch.float32, device=device)
+    return normal_entries(name_key(name, seed), shape, box, std=rule[1], device=device)
 
 
-def name_seed(name: str, seed: int) -> int:
-    """A stable seed for each name, 32 bits: torch's CPU generator reads no more of a seed."""
+def name_key(name: str, seed: int) -> int:
+    """A stable key for each name, 64 bits."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:4], "big")
+    return int.from_bytes(digest[:8], "big")

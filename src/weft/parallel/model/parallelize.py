@@ -241,7 +241,7 @@ def materialize_params(
         table,
         seed=seed,
         shapes={owner: piece.shape for owner, piece in by_owner.items()},
-        shard=lambda owner, whole: read_shard(lambda box: whole[box.slices], by_owner[owner].shard),
+        shards={owner: piece.shard for owner, piece in by_owner.items()},
     )
 
 

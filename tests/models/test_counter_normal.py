@@ -1,0 +1,70 @@
+"""Counter-based normal numbers: equal for any slice, normally distributed, and unchanged between versions."""
+
+import hashlib
+import math
+import random
+
+import pytest
+import torch
+
+from weft.core.axes import Box
+from weft.models.common.counter_normal import normal_entries
+
+CPU = torch.device("cpu")
+
+
+def whole(shape: tuple[int, ...], key: int = 7) -> torch.Tensor:
+    return normal_entries(key, shape, Box.whole(shape), std=1.0, device=CPU)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (70_001,), (3, 40_000), (5, 4, 6), (9_000, 11)])
+def test_any_box_equals_the_slice_of_the_whole(shape: tuple[int, ...]):
+    values = whole(shape)
+    assert tuple(values.shape) == shape
+    draws = random.Random(str(shape))
+    for _ in range(5):
+        low = [draws.randrange(length + 1) for length in shape]
+        high = [draws.randint(first, length) for first, length in zip(low, shape, strict=True)]
+        box = Box(tuple(low), tuple(high))
+        part = normal_entries(7, shape, box, std=1.0, device=CPU)
+        assert torch.equal(part, values[box.slices])
+
+
+def test_the_standard_deviation_is_one_rounded_multiplication():
+    box = Box.whole((4, 33))
+    scaled = normal_entries(7, (4, 33), box, std=0.02, device=CPU)
+    assert torch.equal(scaled, whole((4, 33)) * torch.tensor(0.02))
+
+
+def test_the_numbers_are_normal_and_independent():
+    """2**22 numbers; each bound is five standard errors of its estimate."""
+    rows, columns = 1024, 4096
+    values = whole((rows, columns)).double()
+    error = 1 / math.sqrt(values.numel())
+    assert abs(values.mean()) < 5 * error
+    assert abs(values.var() - 1) < 5 * math.sqrt(2) * error
+    assert abs((values**3).mean()) < 5 * math.sqrt(15) * error
+    assert abs((values**4).mean() - 3) < 5 * math.sqrt(96) * error
+    for distance in (1, 2, 3, 64):
+        along_rows = (values[:, :-distance] * values[:, distance:]).mean()
+        along_columns = (values[:-distance] * values[distance:]).mean()
+        assert abs(along_rows) < 5.1 * error
+        assert abs(along_columns) < 5.6 * error
+    beyond = [(values.abs() > bound).double().mean() for bound in (1.0, 2.0, 3.0, 4.0)]
+    for bound, share in zip((1.0, 2.0, 3.0, 4.0), beyond, strict=True):
+        expected = math.erfc(bound / math.sqrt(2))
+        assert abs(share - expected) < 5 * math.sqrt(expected) * error + 0.02 * expected
+    means = values.mean(1) * math.sqrt(columns)
+    assert abs(means.var() - 1) < 5 * math.sqrt(2 / rows)
+
+
+def test_keys_give_independent_tensors():
+    first, second = whole((64, 1024), key=1).double(), whole((64, 1024), key=2).double()
+    assert abs((first * second).mean()) < 5 / math.sqrt(first.numel())
+    assert whole((4,), key=2**64 - 1).isfinite().all()
+
+
+def test_the_numbers_stay_what_they_are():
+    """Another digest here makes every run of the past start differently."""
+    bits = whole((37, 1013), key=2**63 + 12345).numpy().tobytes()
+    assert hashlib.sha256(bits).hexdigest()[:16] == "206c17e334222c45"
