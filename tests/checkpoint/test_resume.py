@@ -24,7 +24,7 @@ from tests.tiny_run import TINY
 from weft.checkpoint import write as save_write
 from weft.checkpoint.folder import checkpoints, set_aside
 from weft.checkpoint.read import open_checkpoint
-from weft.checkpoint.saver import RankStatus, Saver, any_rank_has
+from weft.checkpoint.saver import Saver, StatusFlag, any_rank_has
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.config.run import Run
@@ -173,7 +173,7 @@ def play(step: TrainStep, case: Case, saver: Saver, steps: Sequence[int]) -> lis
         batch = micro_batches(every[index % len(every)], step.model.plan, step.model.comm.rank)
         report = step(batch, lr=LR, status=saver.status)
         events += list(saver.after_step(index + 1, report.statuses))
-        if any_rank_has(RankStatus.STOP_REQUESTED, report.statuses):
+        if any_rank_has(StatusFlag.STOP_REQUESTED, report.statuses):
             break
     return events
 
@@ -295,7 +295,7 @@ def test_all_ranks_leave_after_the_step_in_which_one_was_asked_to(tmp_path):
         saver = saver_of(step, tmp_path, case.run, every=0, stop=stop)
         play(step, case, saver, range(2))
         stop.requested = comm.rank == 2
-        assert bool(saver.status() & RankStatus.STOP_REQUESTED) == (comm.rank == 2)
+        assert bool(saver.status() & StatusFlag.STOP_REQUESTED) == (comm.rank == 2)
         events = play(step, case, saver, range(2, 1000)) + list(saver.finish(3, save=True))
         return [(event["event"], event["step"]) for event in events]
 

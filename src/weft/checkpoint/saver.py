@@ -34,7 +34,7 @@ from weft.errors import CheckpointError
 Event = dict[str, Any]
 
 
-class RankStatus(IntFlag):
+class StatusFlag(IntFlag):
     """Status flags of one rank, gathered with the numbers of every step."""
 
     STOP_REQUESTED = 1  # this process was asked to save and exit
@@ -42,7 +42,7 @@ class RankStatus(IntFlag):
     WRITE_FAILED = 4  # its file could not be written
 
 
-def any_rank_has(flag: RankStatus, statuses: Sequence[int]) -> bool:
+def any_rank_has(flag: StatusFlag, statuses: Sequence[int]) -> bool:
     """Whether a flag is set in the status of any rank."""
     return any(status & flag for status in statuses)
 
@@ -113,23 +113,23 @@ class Saver:
             thread_name_prefix="commit",
         )
 
-    def status(self) -> RankStatus:
+    def status(self) -> StatusFlag:
         """This rank's status flags for the next gather."""
-        status = RankStatus(0)
+        status = StatusFlag(0)
         if self._stop_requested():
-            status |= RankStatus.STOP_REQUESTED
+            status |= StatusFlag.STOP_REQUESTED
         if self._writing is not None:
             if not self._writing.write.done():
-                status |= RankStatus.WRITING
+                status |= StatusFlag.WRITING
             elif _write_error(self._writing.write):
-                status |= RankStatus.WRITE_FAILED
+                status |= StatusFlag.WRITE_FAILED
         return status
 
     def after_step(self, step: int, statuses: Sequence[int]) -> Iterator[Event]:
         """Continue or start saves after step `step`, in which the ranks had these statuses."""
         yield from self._poll_commit()
-        if self._writing is not None and not any_rank_has(RankStatus.WRITING, statuses):
-            has_failed = any_rank_has(RankStatus.WRITE_FAILED, statuses)
+        if self._writing is not None and not any_rank_has(StatusFlag.WRITING, statuses):
+            has_failed = any_rank_has(StatusFlag.WRITE_FAILED, statuses)
             yield from self._end_writing(self._writing, exchange_errors=has_failed)
         if self.every and step % self.every == 0:
             yield from self.save(step)

@@ -10,8 +10,15 @@ from torch import Tensor
 
 from weft.comm import collectives
 from weft.comm.collectives import AxisGroup, LoweredOp
-from weft.comm.observe import LateRanks, Observer, operation, print_late_ranks
-from weft.comm.transport import Call, Reduce, Transport, Work
+from weft.comm.observe import (
+    CallMonitor,
+    LateRanks,
+    MonitoredCall,
+    Observer,
+    operation,
+    print_late_ranks,
+)
+from weft.comm.transport import Call, PendingCall, Reduce, Transport, Work
 from weft.core.dimension import all_axes
 from weft.core.mesh import Axis, Mesh, axis_names
 from weft.errors import CommError, Fault, MeshError, did_you_mean
@@ -35,6 +42,7 @@ class Comm:
 
     Args:
         observers: see every operation that goes to the transport.
+        monitor: sees which call this rank waits for.
         on_late: called when a group's members have not joined a call after some seconds (10 for
             `ProcessTransport`), once per call and from any thread, while the call goes on waiting.
             It prints a note on stderr by default.
@@ -51,6 +59,7 @@ class Comm:
         transport: Transport,
         *,
         observers: tuple[Observer, ...] = (),
+        monitor: CallMonitor | None = None,
         on_late: Callable[[LateRanks], None] = print_late_ranks,
     ) -> None:
         is_same_world = mesh.size == transport.size
@@ -62,6 +71,7 @@ class Comm:
         self.rank = rank
         self.transport = transport
         self.observers = observers
+        self.monitor = monitor
         self.on_late = on_late
         self.device = transport.device
         self.checked = True
@@ -295,12 +305,11 @@ class Comm:
         if call is None:
             return Work.done(lowered.finish())
         if not self.observers:
-            pending = self.transport.start(call, self._report_late)
-            return Work(pending, lowered.finish, lambda: self._failure_note(call))
+            return Work(self._start_call(call), lowered.finish, lambda: self._failure_note(call))
         record = operation(call)
         for observer in self.observers:
             observer.started(record)
-        pending = self.transport.start(call, self._report_late)
+        pending = self._start_call(call)
 
         def finish() -> T:
             for observer in self.observers:
@@ -308,6 +317,15 @@ class Comm:
             return lowered.finish()
 
         return Work(pending, finish, lambda: self._failure_note(call))
+
+    def _start_call(self, call: Call) -> PendingCall | None:
+        if self.monitor is None:
+            return self.transport.start(call, self._report_late)
+        position = self.monitor.started(call)
+        pending = self.transport.start(call, self._report_late)
+        if pending is None:
+            return None
+        return MonitoredCall(pending, call, monitor=self.monitor, position=position)
 
     def _failure_note(self, call: Call) -> str:
         """`reported by rank 0 (tp0) of mesh tp2; ranks: 0 = tp0, 1 = tp1`."""

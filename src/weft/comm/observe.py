@@ -1,4 +1,4 @@
-"""Observation of communication: the `Operation` record, the `Observer` protocol, `Counter`, and notes on late ranks."""
+"""Observation of communication: `Observer` of operations, `CallMonitor` of waits, `Counter`, and notes on late ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from weft.comm.transport import Call, Op
+from weft.comm.transport import Call, Op, PendingCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,48 @@ class Observer(Protocol):
 
     def started(self, op: Operation) -> None: ...
     def finished(self, op: Operation) -> None: ...
+
+
+class CallMonitor(Protocol):
+    """Sees which call a rank is in: `started` before the transport gets it, `waiting` and
+    `finished` around the wait for it.
+    """
+
+    def started(self, call: Call) -> int:
+        """The position of `call` among the calls of its group on this rank."""
+        ...
+
+    def waiting(self, call: Call, position: int) -> None: ...
+    def finished(self) -> None: ...
+
+
+class MonitoredCall:
+    """A pending call whose wait is reported to a monitor."""
+
+    def __init__(
+        self,
+        pending: PendingCall,
+        call: Call,
+        *,
+        monitor: CallMonitor,
+        position: int,
+    ) -> None:
+        self._pending = pending
+        self._call = call
+        self._monitor = monitor
+        self._position = position
+
+    def wait(self) -> None:
+        """Block until the call is complete."""
+        self._monitor.waiting(self._call, self._position)
+        try:
+            self._pending.wait()
+        finally:
+            self._monitor.finished()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._pending.is_completed()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,13 @@ from weft.models import FAMILIES, Family
 from weft.models.common.batch import Batch, image_example
 from weft.models.common.lora import adapted
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
+from weft.run.rank_status import RankStatus
 from weft.train.data_loader import DataLoader, samples_of, whole_batch
 from weft.train.evaluate import Evaluation
 from weft.train.init_from import check_hf_folder, initialize_from, lora_base, meta_modules
 from weft.train.loop import Evaluator, Event, StepRange, Training
 from weft.train.optim import Optimizer, learning_rate, make_optimizer, matrices
-from weft.train.step import TrainStep
+from weft.train.step import TrainStep, report_blocks
 
 # Note [There is no random state]
 # Starting values are drawn from (seed, parameter), the order of the data from (seed, step), what a model generates from
@@ -212,9 +213,18 @@ def global_batches(run: Run, num_steps: int) -> list[Batch]:
     return batches
 
 
-def build_training(run: Run, comm: Comm, *, stop_requested: Callable[[], bool]) -> Training:
+def build_training(
+    run: Run,
+    comm: Comm,
+    *,
+    stop_requested: Callable[[], bool],
+    status: RankStatus | None = None,
+) -> Training:
     """The training run of this rank, initialised or restored from the checkpoint that `resume`
     means; every rank calls it.
+
+    Args:
+        status: shows the phases, blocks and waits of this rank.
 
     Raises:
         CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
@@ -227,6 +237,8 @@ def build_training(run: Run, comm: Comm, *, stop_requested: Callable[[], bool]) 
     samples = open_data(run.data, run.model)
     start = _start(run, comm, samples)
     step = start.step
+    if status is not None:
+        report_blocks(step.model.blocks, status.on_block)
     set_aside_paths = _clean_folder(run_folder, comm, above=start.num_done)
     saver = Saver(
         comm,
@@ -248,6 +260,7 @@ def build_training(run: Run, comm: Comm, *, stop_requested: Callable[[], bool]) 
         save_at_end=run.save.at_end,
         run_folder=run_folder,
         peak_lr=run.optim.lr,
+        on_phase=status.on_phase if status else None,
         files={"run.toml": dump(run), "plan.json": step.model.plan.to_json() + "\n"},
         opening_events=tuple(
             _opening_events(

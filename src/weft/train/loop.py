@@ -6,12 +6,14 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from weft.checkpoint.folder import checkpoints
-from weft.checkpoint.saver import RankStatus, Saver, any_rank_has, newest_path
+from weft.checkpoint.saver import Saver, StatusFlag, any_rank_has, newest_path
 from weft.errors import NonFiniteError, WeftError
+from weft.run.rank_status import OnPhase, Phase
 from weft.train.data_loader import DataLoader, prefetch
 from weft.train.evaluate import Evaluation, eval_event
 from weft.train.event_log import EventLog
@@ -69,6 +71,7 @@ class Training:
         files: name -> text of the files that describe the run in its folder.
         opening_events: events before the first step.
         peak_lr: the configured learning rate, for the advice after a non-finite step.
+        on_phase: called with the step and the phase whenever this rank begins a phase.
     """
 
     step: TrainStep
@@ -81,6 +84,7 @@ class Training:
     files: Mapping[str, str]
     opening_events: tuple[Event, ...]
     peak_lr: float = MAX_ADVISED_LR
+    on_phase: OnPhase | None = None
 
 
 def run_training(
@@ -108,6 +112,7 @@ def run_training(
             step_range,
             evaluator=training.evaluator,
             saver=saver,
+            on_phase=training.on_phase,
         ):
             log.emit(event)
             num_done = max(num_done, int(event.get("step", 0)))
@@ -120,8 +125,11 @@ def run_training(
         ) from None
     outcome: Outcome = "finished" if num_done >= step_range.total else "stopped"
     is_saved = training.save_at_end or outcome == "stopped"
+    report_phase = training.on_phase or ignore_phase
+    report_phase(num_done, "save")
     for event in saver.finish(num_done, save=is_saved):
         log.emit(event)
+    report_phase(num_done, "end")
     if is_saved and saver.error:
         raise WeftError(f"{outcome} after step {num_done}, which could not be saved: {saver.error}")
     if at_end is not None and outcome == "finished":
@@ -139,6 +147,7 @@ def step_events(
     *,
     evaluator: Evaluator | None = None,
     saver: Saver | None = None,
+    on_phase: OnPhase | None = None,
 ) -> Iterator[Event]:
     """Train step by step; yields the events of steps, evaluations and saves. Ends early after a
     stop request.
@@ -149,17 +158,25 @@ def step_events(
     comm = step.model.comm
     steps = range(step_range.start, step_range.total)
     status = saver.status if saver else no_status
+    report_phase = on_phase or ignore_phase
     last_time = time.perf_counter()
     with prefetch(loader.batches, steps, most=step_range.prefetch) as batches:
         for index in steps:
             number = index + 1
+            report_phase(number, "data")
             comm.checked = index < step_range.start + CHECKED_STEPS
             lr = step_range.learning_rate(index)
             try:
-                report = step(next(batches), lr=lr, status=status)
+                report = step(
+                    next(batches),
+                    lr=lr,
+                    status=status,
+                    on_phase=partial(on_phase, number) if on_phase else None,
+                )
             except NonFiniteError as error:
                 raise NonFiniteError(f"step {number}: {error}") from None
             now = time.perf_counter()
+            report_phase(number, "end")
             yield step_event(
                 number,
                 report,
@@ -168,12 +185,18 @@ def step_events(
             )
             last_time = now
             if evaluator is not None and evaluator.is_due(number):
+                report_phase(number, "evaluate")
                 yield eval_event(number, evaluator.evaluation())
                 last_time = time.perf_counter()
             if saver is not None:
+                report_phase(number, "save")
                 yield from saver.after_step(number, report.statuses)
-                if any_rank_has(RankStatus.STOP_REQUESTED, report.statuses):
+                if any_rank_has(StatusFlag.STOP_REQUESTED, report.statuses):
                     return
+
+
+def ignore_phase(step: int, phase: Phase) -> None:
+    """Do nothing."""
 
 
 def step_event(

@@ -6,20 +6,23 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.checkpoint import restore
 from weft.checkpoint.state import TrainState
 from weft.core.axes import data_axes
 from weft.core.dimension import replicated_axes
 from weft.errors import CheckpointError, Fault, NonFiniteError
-from weft.models.common.batch import Batch
+from weft.models.common.batch import Batch, Extra
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import ActionCallback, Player
 from weft.parallel.zero import grad_norm
 from weft.parallel.zero.grouping import make_gradient_reducer
+from weft.run.rank_status import OnBlock, Phase
+from weft.schedule.actions import Act
 from weft.train import nonfinite
 from weft.train.expert_load import imbalance, rebalance_routers, sum_loads
 from weft.train.loss_scale import LossScale
@@ -60,6 +63,46 @@ class StepReport:
 def no_status() -> int:
     """No status flags."""
     return 0
+
+
+def report_blocks(blocks: Mapping[str, nn.Module], on_block: OnBlock) -> None:
+    """Call `on_block` with the name of each block when its forward begins, and when its backward
+    does: when the gradient of its output is known. The computation does not change.
+    """
+    for name, block in blocks.items():
+        block.register_forward_pre_hook(partial(_report_forward, on_block, name))
+        block.register_forward_hook(partial(_report_backward, on_block, name))
+
+
+def _report_forward(on_block: OnBlock, name: str, module: nn.Module, args: object) -> None:
+    on_block(name)
+
+
+def _report_backward(
+    on_block: OnBlock, name: str, module: nn.Module, args: object, output: object
+) -> None:
+    x = output.x if isinstance(output, Extra) else output
+    if isinstance(x, Tensor) and x.requires_grad:
+
+        def report(gradient: Tensor) -> None:
+            on_block(name)
+
+        x.register_hook(report)
+
+
+def ignore_phase(phase: Phase) -> None:
+    """Do nothing."""
+
+
+def _action_reporter(on_phase: Callable[[Phase], None] | None) -> Callable[[Act], None] | None:
+    """A callback that reports the phase of an action; None if nothing listens."""
+    if on_phase is None:
+        return None
+
+    def report(act: Act) -> None:
+        on_phase("forward" if act.kind == "F" else "backward")
+
+    return report
 
 
 class TrainStep:
@@ -145,12 +188,15 @@ class TrainStep:
         *,
         lr: float,
         status: Callable[[], int] = no_status,
+        on_phase: Callable[[Phase], None] | None = None,
     ) -> StepReport:
         """Train on this rank's micro-batches of one step.
 
         Args:
             status: called once the gradients are computed; every rank receives the result of every
                 rank.
+            on_phase: called with each phase as it begins: "forward" and "backward" with every
+                action, "reduce", "update".
 
         Raises:
             NonFiniteError: on all ranks, before the update, if the loss or the gradient norm is not
@@ -158,10 +204,17 @@ class TrainStep:
             WeftError: float16 gradients overflow at the smallest loss scale.
         """
         start = time.perf_counter()
+        report_phase = on_phase or ignore_phase
+        report_phase("forward")
         scale = self.loss_scale.value
         targets = self._count_targets(batches)
         self.grads.zero_grad()
-        played = self.player.play(batches, scale / targets)
+        played = self.player.play(
+            batches,
+            scale / targets,
+            before_action=_action_reporter(on_phase),
+        )
+        report_phase("reduce")
         self.grads.finish()
         grad_norm.sum_tied_gradients(self.model, self.grads)
         loads = sum_loads(played.loads, self.model.comm)
@@ -175,6 +228,7 @@ class TrainStep:
         self._check_finite(loss, norm.item(), batches)
         is_finite = math.isfinite(norm.item())
         skipped = self.loss_scale.skips(is_finite=is_finite)
+        report_phase("update")
         if not skipped:
             grad_norm.clip(
                 self.grads,

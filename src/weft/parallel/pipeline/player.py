@@ -151,17 +151,26 @@ class Player:
                 self.last_backward[instruction.stage] = instruction
         self._params = {stage: tuple(blocks.parameters()) for stage, blocks in model.stages.items()}
 
-    def play(self, batches: Sequence[Batch], seed: Tensor) -> PlayResult:
+    def play(
+        self,
+        batches: Sequence[Batch],
+        seed: Tensor,
+        *,
+        before_action: Callable[[Act], None] | None = None,
+    ) -> PlayResult:
         """One step: forwards and backwards of all micro-batches, gradients left in `.grad`.
 
         Args:
             batches: this rank's micro-batches, as many as the plan says.
             seed: gradient of the step's loss by the summed loss, scalar: 1 / global number of
                 target tokens.
+            before_action: called with every action before it runs.
         """
         no_loss = torch.zeros((), dtype=torch.float64, device=self.model.comm.device)
         state = StepState(batches, seed, loss=no_loss)
         for instruction in self.row:
+            if before_action is not None and isinstance(instruction, Act):
+                before_action(instruction)
             self._execute(state, instruction)
         for send in state.sends:
             send.work.wait()
