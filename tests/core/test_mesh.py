@@ -1,4 +1,4 @@
-"""The mesh: text, coordinates, groups and neighbours."""
+"""The mesh: text, coordinates and groups."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.matrix.sweep import all_meshes
 from weft.core.dimension import all_axes
-from weft.core.mesh import Mesh, all_meshes
+from weft.core.mesh import Mesh
 from weft.errors import MeshError
 
 
@@ -53,14 +54,6 @@ def test_tensor_parallel_group_differs_only_in_its_tp_coordinate_and_tp_varies_f
     assert mesh.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
-@given(meshes(), st.sampled_from(all_axes()), st.integers(-7, 7))
-def test_neighbours_form_a_ring(mesh: Mesh, axis: str, step: int) -> None:
-    for rank in range(mesh.size):
-        there = mesh.neighbour(rank, axis, step)
-        assert mesh.neighbour(there, axis, -step) == rank
-        assert there in mesh.group(rank, axis)
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -85,7 +78,7 @@ def test_all_faults_of_a_text_are_reported_together() -> None:
 
 
 def test_every_mesh_lists_each_mesh_once() -> None:
-    found = all_meshes(16, ("pp", "dp", "tp"))
+    found = list(all_meshes(16, ("pp", "dp", "tp")))
     want = sum(
         1 for p in range(1, 17) for d in range(1, 17) for t in range(1, 17) if p * d * t <= 16
     )

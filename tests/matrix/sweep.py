@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
 from tests.matrix.cover import LIST, read_rows
 from tests.matrix.layouts import SEQ_LEN, Case, fits
 from tests.small_models import TEXT_FAMILIES
-from weft.core.mesh import all_meshes
+from weft.core.mesh import Mesh
 from weft.core.sequence import Context
 from weft.schedule.catalog import SCHEDULES
 
@@ -62,6 +63,16 @@ def family_cases() -> Iterator[Case]:
         case = replace(layout, family=family)
         if fits(case):
             yield case
+
+
+def all_meshes(most_ranks: int, axes: Sequence[str]) -> Iterator[Mesh]:
+    """Every mesh of up to `most_ranks` ranks over `axes` in the given nesting, degree-1 axes left
+    out.
+    """
+    for degrees in itertools.product(range(1, most_ranks + 1), repeat=len(axes)):
+        if math.prod(degrees) <= most_ranks:
+            named = zip(axes, degrees, strict=True)
+            yield Mesh(tuple((name, degree) for name, degree in named if degree > 1))
 
 
 def grid(most_ranks: int = 16) -> Iterator[Case]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Feature = Literal[
-    "causal", "bidirectional", "window", "documents", "prefix", "softcap", "sinks", "head_bias"
+    "causal",
+    "bidirectional",
+    "window",
+    "documents",
+    "prefix",
+    "softcap",
+    "sinks",
+    "head_bias",
 ]
 """What a model can require of attention, as messages name it."""
 
-ALL_FEATURES: frozenset[Feature] = frozenset(
-    ("causal", "bidirectional", "window", "documents", "prefix", "softcap", "sinks", "head_bias")
-)
+ALL_FEATURES: frozenset[Feature] = frozenset(get_args(Feature))
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,9 @@ class AttentionMask:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"window {self.window}: a query sees 1 key at least, its own")
-        if self.prefix < 0 or (self.prefix and not self.causal):
+        is_negative = self.prefix < 0
+        needs_causal = self.prefix > 0
+        if is_negative or (needs_causal and not self.causal):
             raise ValueError(f"prefix {self.prefix}: needs 0 or more columns and a causal mask")
 
     @property
@@ -72,7 +79,8 @@ class AttentionMask:
         nearest, farthest = self.distances
         if key < self.prefix:
             nearest = -farthest
-        return nearest <= query - key <= farthest
+        distance = query - key
+        return nearest <= distance <= farthest
 
     def sees_any(self, queries: range, keys: range) -> bool:
         """Whether any of these queries sees any of these keys; both are consecutive columns.
@@ -80,11 +88,12 @@ class AttentionMask:
         >>> AttentionMask(window=2).sees_any(range(8, 12), range(4, 8)), AttentionMask().sees_any(range(4), range(4, 8))
         (True, False)
         """
-        in_prefix = range(keys.start, min(keys.stop, self.prefix))
         nearest, farthest = self.distances
         if _overlap(queries, keys, nearest, farthest):
             return True
-        return _overlap(queries, in_prefix, -farthest, farthest)
+        prefix_stop = min(keys.stop, self.prefix)
+        keys_in_prefix = range(keys.start, prefix_stop)
+        return _overlap(queries, keys_in_prefix, -farthest, farthest)
 
     def sees_all(self, queries: range, keys: range) -> bool:
         """Whether each of these queries surely sees each of these keys.
@@ -95,8 +104,7 @@ class AttentionMask:
         nearest, farthest = self.distances
         if keys.stop <= self.prefix:
             nearest = -farthest
-        smallest = queries[0] - keys[-1]
-        largest = queries[-1] - keys[0]
+        smallest, largest = _distances_between(queries, keys)
         return nearest <= smallest and largest <= farthest
 
     def visible_part(self, queries: range, keys: range) -> tuple[range, range]:
@@ -109,12 +117,16 @@ class AttentionMask:
         nearest, farthest = self.distances
         if self.prefix:
             nearest = -farthest
-        first_query = int(max(queries[0], keys[0] + nearest))
-        last_query = int(min(queries[-1], keys[-1] + farthest))
-        first_key = int(max(keys[0], first_query - farthest))
-        last_key = int(min(keys[-1], last_query - nearest))
-        visible_queries = range(first_query, last_query + 1)
-        visible_keys = range(first_key, last_key + 1)
+        visible_queries = _narrowed(
+            queries,
+            first=keys[0] + nearest,
+            last=keys[-1] + farthest,
+        )
+        visible_keys = _narrowed(
+            keys,
+            first=visible_queries[0] - farthest,
+            last=visible_queries[-1] - nearest,
+        )
         return visible_queries, visible_keys
 
     def is_triangle(self, queries: range, keys: range) -> bool:
@@ -124,8 +136,10 @@ class AttentionMask:
         (True, False)
         """
         nearest, farthest = self.distances
-        is_square = queries == keys and keys.start >= self.prefix
-        return is_square and nearest == 0 and len(queries) - 1 <= farthest
+        if queries != keys or keys.start < self.prefix:
+            return False
+        largest = len(queries) - 1
+        return nearest == 0 and largest <= farthest
 
 
 CAUSAL = AttentionMask()
@@ -141,6 +155,19 @@ def _overlap(
     """Whether a query and a key exist whose distance lies between the two bounds."""
     if not queries or not keys:
         return False
+    smallest, largest = _distances_between(queries, keys)
+    return max(smallest, nearest) <= min(largest, farthest)
+
+
+def _distances_between(queries: range, keys: range) -> tuple[int, int]:
+    """Smallest and largest distance of a query to a key."""
     smallest = queries[0] - keys[-1]
     largest = queries[-1] - keys[0]
-    return max(smallest, nearest) <= min(largest, farthest)
+    return smallest, largest
+
+
+def _narrowed(columns: range, *, first: float, last: float) -> range:
+    """Those columns that lie between two bounds, both included."""
+    start = int(max(columns[0], first))
+    end = int(min(columns[-1], last))
+    return range(start, end + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,14 +42,14 @@ class Box:
     def __and__(self, other: Box) -> Box:
         """Entries in both boxes; an empty box where they do not overlap."""
         lo = tuple(map(max, self.lo, other.lo))
-        hi = tuple(map(min, self.hi, other.hi))
-        return Box(lo, tuple(map(max, lo, hi)))
+        smaller_hi = map(min, self.hi, other.hi)
+        hi = tuple(map(max, lo, smaller_hi))
+        return Box(lo, hi)
 
     @property
     def shape(self) -> Ints:
         """Length of every dim."""
-        bounds = zip(self.lo, self.hi, strict=True)
-        return tuple(hi - lo for lo, hi in bounds)
+        return tuple(map(operator.sub, self.hi, self.lo))
 
     @property
     def size(self) -> int:
@@ -62,8 +63,15 @@ class Box:
 
     def within(self, other: Box) -> tuple[slice, ...]:
         """Index of this box in an array that holds just `other`."""
-        bounds = zip(self.lo, self.hi, other.lo, strict=True)
-        return tuple(slice(lo - origin, hi - origin) for lo, hi, origin in bounds)
+        lo = map(operator.sub, self.lo, other.lo)
+        hi = map(operator.sub, self.hi, other.lo)
+        return tuple(map(slice, lo, hi))
+
+    def shifted(self, offset: Ints) -> Box:
+        """The box of the same shape, moved by this number of entries along each dim."""
+        lo = tuple(map(operator.add, self.lo, offset))
+        hi = tuple(map(operator.add, self.hi, offset))
+        return Box(lo, hi)
 
 
 def boxes_of_range(box: Box, start: int, stop: int) -> tuple[Box, ...]:
@@ -138,8 +146,12 @@ def sharding_axes(axes: Names, rule: Rule, mesh: Mesh) -> Names:
     """Mesh axes (of degree > 1) that shard a tensor with these logical axes, in the tensor's dim
     order.
     """
-    mesh_axes = [rule[axis] for axis in axes if axis in rule]
-    return tuple(axis for axis in mesh_axes if mesh.degree(axis) > 1)
+    found: list[str] = []
+    for axis in axes:
+        mesh_axis = rule.get(axis)
+        if mesh_axis is not None and mesh.degree(mesh_axis) > 1:
+            found.append(mesh_axis)
+    return tuple(found)
 
 
 def box_of(
@@ -155,10 +167,7 @@ def box_of(
     """
     spans: list[tuple[int, int]] = []
     for length, axis in zip(shape, axes, strict=True):
-        if axis not in rule:
-            spans.append((0, length))
-            continue
-        mesh_axis = rule[axis]
+        mesh_axis = rule.get(axis, ())
         degree = mesh.degree(mesh_axis)
         index = mesh.index(rank, mesh_axis)
         spans.append(span(length, degree, index))
@@ -175,8 +184,9 @@ def boxes(
     """All different shards of a tensor: together they cover every entry exactly once."""
     spans_of_dims: list[list[tuple[int, int]]] = []
     for length, axis in zip(shape, axes, strict=True):
-        parts = mesh.degree(rule[axis]) if axis in rule else 1
-        spans = [span(length, parts, index) for index in range(parts)]
+        mesh_axis = rule.get(axis, ())
+        degree = mesh.degree(mesh_axis)
+        spans = [span(length, degree, index) for index in range(degree)]
         spans_of_dims.append(spans)
     combinations = itertools.product(*spans_of_dims)
     return tuple(map(Box.of_spans, combinations))
@@ -199,8 +209,8 @@ def gradient_axes(
         sharded: axes that shard the parameter.
     """
     summed: list[str] = []
-    for name, degree in mesh.axes:
-        if degree > 1 and name in varies and name not in sharded:
+    for name in mesh.wide_axes:
+        if name in varies and name not in sharded:
             summed.append(name)
     return tuple(summed)
 
@@ -209,5 +219,4 @@ def data_axes(mesh: Mesh) -> Names:
     """Axes of this mesh along which the tokens of a micro-batch differ, in mesh order, degree 1
     left out.
     """
-    differing = token_axes()
-    return tuple(name for name, degree in mesh.axes if degree > 1 and name in differing)
+    return tuple(name for name in mesh.wide_axes if name in token_axes())

@@ -147,35 +147,41 @@ def all_axes() -> tuple[str, ...]:
 
 def sequence_axes() -> tuple[str, ...]:
     """Axes along which ranks read different sequences (data parallelism in the wide sense)."""
-    return tuple(name for name, dimension in dimensions().items() if dimension.batch == "sequences")
+    return _axes_where(lambda dimension: dimension.batch == "sequences")
 
 
 def position_axes() -> tuple[str, ...]:
     """Axes along which ranks hold different positions of the same sequences."""
-    return tuple(name for name, dimension in dimensions().items() if dimension.batch == "positions")
+    return _axes_where(lambda dimension: dimension.batch == "positions")
 
 
 def token_axes() -> tuple[str, ...]:
     """Axes along which the tokens of one micro-batch differ between ranks."""
-    return tuple(name for name, dimension in dimensions().items() if dimension.batch is not None)
+    return _axes_where(lambda dimension: dimension.batch is not None)
 
 
 def replicated_axes() -> tuple[str, ...]:
     """Axes along which ranks compute the loss of the same tokens: a sum over all ranks counts it on
     index 0 alone.
     """
-    return tuple(name for name, dimension in dimensions().items() if dimension.is_replicated)
+    return _axes_where(lambda dimension: dimension.is_replicated)
 
 
 def activation_axes() -> tuple[str, ...]:
     """Axes over which sequence parallelism shards activations between tensor-parallel regions."""
-    return tuple(name for name, dimension in dimensions().items() if dimension.shards_activations)
+    return _axes_where(lambda dimension: dimension.shards_activations)
+
+
+def _axes_where(condition: Callable[[Dimension], bool]) -> tuple[str, ...]:
+    """Axes of the dimensions for which the condition holds, outermost first."""
+    found = filter(condition, dimensions().values())
+    return tuple(dimension.name for dimension in found)
 
 
 @cache
 def pipeline_axis() -> str:
     """The axis whose ranks hold different pipeline stages."""
-    (name,) = (name for name, dimension in dimensions().items() if dimension.shards_blocks)
+    (name,) = _axes_where(lambda dimension: dimension.shards_blocks)
     return name
 
 
@@ -184,7 +190,7 @@ def data_axis() -> str:
     """The axis that shards sequences and nothing else: ranks that another axis does not need go
     there.
     """
-    plain = [name for name in sequence_axes() if not dimensions()[name].params]
+    plain = _axes_where(lambda dimension: dimension.batch == "sequences" and not dimension.params)
     return plain[0]
 
 
@@ -193,12 +199,16 @@ def default_sharding_rule() -> dict[str, str]:
     first.
     """
     rule: dict[str, str] = {}
-    for name, dimension in reversed(list(dimensions().items())):
+    innermost_first = reversed(dimensions().values())
+    for dimension in innermost_first:
         for logical_axis in dimension.params:
-            rule[logical_axis] = name
+            rule[logical_axis] = dimension.name
     return rule
 
 
 def uneven_axes() -> frozenset[str]:
     """Logical axes that may be sharded into parts of different length."""
-    return frozenset(axis for dimension in dimensions().values() for axis in dimension.uneven)
+    found: set[str] = set()
+    for dimension in dimensions().values():
+        found.update(dimension.uneven)
+    return frozenset(found)

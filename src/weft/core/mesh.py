@@ -1,11 +1,11 @@
-"""Device mesh: ranks as a grid of named axes; coordinates, groups, neighbours, and an overview of all groups."""
+"""Device mesh: ranks as a grid of named axes; coordinates, groups, and an overview of all groups."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from weft.core.dimension import all_axes, dimensions
@@ -63,6 +63,11 @@ class Mesh:
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(degree for _, degree in self.axes)
+
+    @property
+    def wide_axes(self) -> tuple[str, ...]:
+        """Axes with more than one rank, in mesh order."""
+        return tuple(name for name, degree in self.axes if degree > 1)
 
     def degree(self, axis: Axis) -> int:
         """Number of ranks along `axis`; 1 for an axis that the mesh does not name."""
@@ -123,7 +128,8 @@ class Mesh:
         ranges = [range(self.degree(name)) for name in inner]
         members: list[int] = []
         for indices in itertools.product(*ranges):
-            coord.update(zip(inner, indices, strict=True))
+            own_coord = zip(inner, indices, strict=True)
+            coord.update(own_coord)
             members.append(self.rank(**coord))
         return tuple(members)
 
@@ -140,19 +146,6 @@ class Mesh:
             if is_first:
                 yield self.group(rank, axis)
 
-    def neighbour(
-        self,
-        rank: int,
-        axis: str,
-        step: int = 1,
-    ) -> int:
-        """Rank `step` places further along `axis`, which is a ring."""
-        coord = self.coord(rank)
-        if axis not in coord:
-            return rank
-        coord[axis] = (coord[axis] + step) % self.degree(axis)
-        return self.rank(**coord)
-
     def coord_text(self, rank: int) -> str:
         """Coordinates of `rank` as text: `pp1 dp0 tp1`."""
         words = [f"{name}{index}" for name, index in self.coord(rank).items()]
@@ -164,10 +157,12 @@ class Mesh:
         name = f"mesh {self}" if self.axes else "mesh"
         lines = [f"{name}: {self.size} {ranks}"]
         for name, degree in self.axes:
+            dimension = dimensions()[name]
             num_groups = self.size // degree
             groups = "group" if num_groups == 1 else "groups"
-            lines.append(f"  {name}{degree} {dimensions()[name].summary}")
-            lines.append(f"    {num_groups} {groups}: {self._groups_text(name, num_groups)}")
+            members = self._groups_text(name, num_groups)
+            lines.append(f"  {name}{degree} {dimension.summary}")
+            lines.append(f"    {num_groups} {groups}: {members}")
         return "\n".join(lines)
 
     def _groups_text(self, axis: str, num_groups: int) -> str:
@@ -175,9 +170,11 @@ class Mesh:
         room = WIDTH - 40  # for the indented number of groups before, and "... N more" after
         shown = ""
         for num_shown, group in enumerate(self.iter_groups(axis)):
-            longer = f"{shown} {_group_text(group)}".lstrip()
+            text = _group_text(group)
+            longer = f"{shown} {text}" if shown else text
             if shown and len(longer) > room:
-                return f"{shown} ... {num_groups - num_shown} more"
+                num_left = num_groups - num_shown
+                return f"{shown} ... {num_left} more"
             shown = longer
         return shown
 
@@ -233,25 +230,12 @@ def _group_text(group: Ranks) -> str:
         members = " ".join(map(str, group))
         return f"[{members}]"
     first, second, *_, last = group
-    return f"[{first} {second} ... {last} (step {second - first})]"
+    step = second - first
+    return f"[{first} {second} ... {last} (step {step})]"
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
     """Axis names as a tuple, whether one or several were given."""
-    return (axis,) if isinstance(axis, str) else tuple(axis)
-
-
-def all_meshes(most_ranks: int, axes: Iterable[str]) -> tuple[Mesh, ...]:
-    """Every mesh of up to `most_ranks` ranks over `axes` in the given nesting, degree-1 axes left
-    out.
-    """
-    names = tuple(axes)
-    found: list[Mesh] = []
-    for degrees in itertools.product(range(1, most_ranks + 1), repeat=len(names)):
-        if math.prod(degrees) > most_ranks:
-            continue
-        sharing = [
-            (name, degree) for name, degree in zip(names, degrees, strict=True) if degree > 1
-        ]
-        found.append(Mesh(tuple(sharing)))
-    return tuple(found)
+    if isinstance(axis, str):
+        return (axis,)
+    return tuple(axis)

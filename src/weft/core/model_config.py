@@ -113,7 +113,11 @@ def gated_linears(
     inside: str = "mlp",
 ) -> LinearShapes:
     """The projections of a gated feed-forward part, by their name in a layer."""
-    return {f"{inside}.gate": (ffn, dim), f"{inside}.up": (ffn, dim), f"{inside}.down": (dim, ffn)}
+    return {
+        f"{inside}.gate": (ffn, dim),
+        f"{inside}.up": (ffn, dim),
+        f"{inside}.down": (dim, ffn),
+    }
 
 
 def in_layers(names: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
@@ -182,16 +186,10 @@ def check_divides(
 
 def nearest_divisors(value: int, parts: int) -> tuple[int, ...]:
     """The largest divisor of `value` below `parts` and the smallest above, as far as they exist."""
-    below = _first_divisor(value, range(min(parts, value), 0, -1))
-    above = _first_divisor(value, range(parts + 1, value + 1))
-    return tuple(divisor for divisor in (below, above) if divisor is not None)
-
-
-def _first_divisor(value: int, candidates: Iterable[int]) -> int | None:
-    for candidate in candidates:
-        if value % candidate == 0:
-            return candidate
-    return None
+    divisors = [number for number in range(1, value + 1) if value % number == 0]
+    below = [divisor for divisor in divisors if divisor <= parts]
+    above = [divisor for divisor in divisors if divisor > parts]
+    return (*below[-1:], *above[:1])
 
 
 def linear_flops(num_tokens: int, *num_weights: int) -> float:

@@ -73,7 +73,8 @@ def dtype_faults(
 
 def parameter_types(compute: Dtype) -> tuple[Dtype, ...]:
     """Types that parameters can have for this type of computation, narrowest first."""
-    narrowest_first = reversed(REPRESENTS.items())
-    return tuple(
-        dtype for dtype, exact in narrowest_first if compute in exact and dtype != "float16"
-    )
+    found: list[Dtype] = []
+    for dtype, exact in reversed(REPRESENTS.items()):
+        if compute in exact and dtype != "float16":
+            found.append(dtype)
+    return tuple(found)

@@ -53,6 +53,9 @@ DocumentRange = tuple[int, int]
 """Smallest and largest document number in a chunk of a sequence."""
 
 
+BlockKind = Literal["full", "triangle", "partial"]
+
+
 @dataclass(frozen=True)
 class BlockMask:
     """Some of a rank's queries against some keys of one rank, as slices of the columns that each
@@ -65,7 +68,7 @@ class BlockMask:
 
     queries: slice
     keys: slice
-    kind: Literal["full", "triangle", "partial"]
+    kind: BlockKind
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,10 @@ class SequenceBlocks:
         """Turns of the ring in which any rank computes; at turn t rank i has the keys of rank i -
         t. Turn 0 is always one.
         """
+        turns = range(self.num_ranks)
         if not self._is_by_chunk:
-            return tuple(range(self.num_ranks))
-        return tuple(turn for turn in range(self.num_ranks) if self._has_work(turn))
+            return tuple(turns)
+        return tuple(filter(self._has_work, turns))
 
     def _has_work(self, turn: int) -> bool:
         for index in range(self.num_ranks):
@@ -135,8 +139,9 @@ class SequenceBlocks:
     def _chunks(self, index: int) -> Iterator[_Chunk]:
         offset = 0
         for span in zigzag(self.length, self.num_ranks, index):
-            yield _Chunk(number=span.start // len(span), columns=span, offset=offset)
-            offset += len(span)
+            size = len(span)
+            yield _Chunk(number=span.start // size, columns=span, offset=offset)
+            offset += size
 
     def _merged_block(self, index: int, source: int) -> BlockMask:
         """Of a causal or bidirectional mask: one block a turn, see Note [Zigzag]."""
@@ -156,15 +161,18 @@ class SequenceBlocks:
         shared = self._shared_documents(queries.number, keys.number)
         if shared == "none" or not self.mask.sees_any(queries.columns, keys.columns):
             return None
-        query_columns, key_columns = self.mask.visible_part(queries.columns, keys.columns)
-        query_slice = queries.local(query_columns)
-        key_slice = keys.local(key_columns)
-        if shared == "some":
-            return BlockMask(query_slice, key_slice, "partial")
-        if self.mask.sees_all(query_columns, key_columns):
-            return BlockMask(query_slice, key_slice, "full")
-        is_triangle = self.mask.is_triangle(query_columns, key_columns)
-        return BlockMask(query_slice, key_slice, "triangle" if is_triangle else "partial")
+        visible = self.mask.visible_part(queries.columns, keys.columns)
+        query_columns, key_columns = visible
+        kind: BlockKind = "partial"
+        if shared == "all" and self.mask.sees_all(*visible):
+            kind = "full"
+        elif shared == "all" and self.mask.is_triangle(*visible):
+            kind = "triangle"
+        return BlockMask(
+            queries=queries.local(query_columns),
+            keys=keys.local(key_columns),
+            kind=kind,
+        )
 
     def _shared_documents(self, one: int, other: int) -> Literal["none", "some", "all"]:
         """Which tokens of two chunks may be of the same document."""
@@ -212,11 +220,10 @@ def zigzag(length: int, degree: int, index: int) -> tuple[range, ...]:
     assert length % (2 * degree) == 0, (
         f"{length} columns are validated to be a multiple of 2 x cp{degree}"
     )
-    num_chunks = 2 * degree
-    chunk = length // num_chunks
-    early = range(chunk * index, chunk * (index + 1))
-    late = range(length - early.stop, length - early.start)
-    return early, late
+    chunk = length // (2 * degree)
+    start = chunk * index
+    stop = start + chunk
+    return range(start, stop), range(length - stop, length - start)
 
 
 def length_unit(mesh: Mesh, *, sequence_parallel: bool) -> int:
@@ -227,6 +234,8 @@ def length_unit(mesh: Mesh, *, sequence_parallel: bool) -> int:
     12
     """
     position_ranks = mesh.degree(position_axes())
-    activation_ranks = mesh.degree(activation_axes()) if sequence_parallel else 1
     chunks = 2 if position_ranks > 1 else 1
+    if not sequence_parallel:
+        return position_ranks * chunks
+    activation_ranks = mesh.degree(activation_axes())
     return position_ranks * math.lcm(chunks, activation_ranks)

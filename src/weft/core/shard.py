@@ -41,7 +41,8 @@ class Stacked:
         total = sum(units for _, units in self.parts)
         if length % total:
             return None
-        return tuple(units * (length // total) for _, units in self.parts)
+        entries_per_unit = length // total
+        return tuple(units * entries_per_unit for _, units in self.parts)
 
 
 DimAxis = str | Stacked
@@ -62,11 +63,11 @@ class Shard:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the local tensor."""
-        first = self.boxes[0].shape
-        if len(self.boxes) == 1:
-            return first
-        length = sum(box.shape[self.dim] for box in self.boxes)
-        return (*first[: self.dim], length, *first[self.dim + 1 :])
+        shapes = [box.shape for box in self.boxes]
+        if len(shapes) == 1:
+            return shapes[0]
+        length = sum(shape[self.dim] for shape in shapes)
+        return _with(shapes[0], self.dim, length)
 
     @property
     def size(self) -> int:
@@ -84,47 +85,49 @@ class Shard:
         """
         if len(self.boxes) == 1:
             return boxes_of_range(self.boxes[0], start, stop)
-        local_boxes = boxes_of_range(Box.whole(self.shape), start, stop)
-        return tuple(box for local in local_boxes for box in self._to_whole(local))
+        local_tensor = Box.whole(self.shape)
+        found: list[Box] = []
+        for local in boxes_of_range(local_tensor, start, stop):
+            found.extend(self._to_whole(local))
+        return tuple(found)
 
     def _to_whole(self, local: Box) -> Iterator[Box]:
         """A run of local entries as boxes of the whole tensor: split where one part ends and the
         next begins.
         """
         dim = self.dim
-        leading = [range(lo, hi) for lo, hi in zip(local.lo[:dim], local.hi[:dim], strict=True)]
+        leading = map(range, local.lo[:dim], local.hi[:dim])
         for index in itertools.product(*leading):
-            next_index = tuple(i + 1 for i in index)
+            row_lo = (*index, *local.lo[dim:])
+            row_hi = (*(i + 1 for i in index), *local.hi[dim:])
             part_start = 0
             for part in self.boxes:
-                part_stop = part_start + part.shape[dim]
-                first = max(local.lo[dim], part_start)
-                last = min(local.hi[dim], part_stop)
-                if first < last:
-                    lo = (*index, first - part_start, *local.lo[dim + 1 :])
-                    hi = (*next_index, last - part_start, *local.hi[dim + 1 :])
-                    yield _shifted(Box(lo, hi), part.lo)
-                part_start = part_stop
-
-
-def _shifted(box: Box, by: tuple[int, ...]) -> Box:
-    lo = tuple(index + offset for index, offset in zip(box.lo, by, strict=True))
-    hi = tuple(index + offset for index, offset in zip(box.hi, by, strict=True))
-    return Box(lo, hi)
+                in_part = Box(
+                    _with(row_lo, dim, max(row_lo[dim] - part_start, 0)),
+                    _with(row_hi, dim, min(row_hi[dim] - part_start, part.shape[dim])),
+                )
+                if in_part.lo[dim] < in_part.hi[dim]:
+                    yield in_part.shifted(part.lo)
+                part_start += part.shape[dim]
 
 
 def sharded_over(axis: DimAxis, rule: Rule) -> str | None:
     """Mesh axis over which a dim with this logical axis is sharded, if any."""
-    if isinstance(axis, Stacked):
-        axis = axis.parts[0][0]
-    return rule.get(axis)
+    return rule.get(_first_axis(axis))
 
 
 def first_axes(axes: tuple[DimAxis, ...]) -> tuple[str, ...]:
     """The axes with each `Stacked` one replaced by that of its first part: all parts are sharded
     over one mesh axis.
     """
-    return tuple(axis.parts[0][0] if isinstance(axis, Stacked) else axis for axis in axes)
+    return tuple(map(_first_axis, axes))
+
+
+def _first_axis(axis: DimAxis) -> str:
+    if isinstance(axis, Stacked):
+        first_part, _ = axis.parts[0]
+        return first_part
+    return axis
 
 
 def shard_of(
@@ -149,31 +152,48 @@ def shard_of(
         return Shard((box,))
     stacked = axes[stacked_dim]
     assert isinstance(stacked, Stacked), f"dim {stacked_dim} was found to be Stacked"
-    sizes = _part_sizes(name, stacked, shape[stacked_dim], rule=rule, mesh=mesh)
+    sizes = _part_sizes(
+        name,
+        stacked,
+        shape[stacked_dim],
+        rule=rule,
+        mesh=mesh,
+    )
     boxes: list[Box] = []
+    origin = (0,) * len(shape)
     offset = 0
     for (axis, _), size in zip(stacked.parts, sizes, strict=True):
-        part_shape = _with(shape, stacked_dim, size)
-        part_axes = _with(plain_axes, stacked_dim, axis)
-        box = box_of(part_shape, part_axes, rule=rule, mesh=mesh, rank=rank)
-        start = _with((0,) * len(shape), stacked_dim, offset)
-        boxes.append(_shifted(box, start))
+        box = box_of(
+            _with(shape, stacked_dim, size),
+            _with(plain_axes, stacked_dim, axis),
+            rule=rule,
+            mesh=mesh,
+            rank=rank,
+        )
+        start = _with(origin, stacked_dim, offset)
+        boxes.append(box.shifted(start))
         offset += size
     return Shard(tuple(boxes), stacked_dim)
 
 
 def _sharded_stacked_dim(
-    name: str, axes: tuple[DimAxis, ...], rule: Rule, mesh: Mesh
+    name: str,
+    axes: tuple[DimAxis, ...],
+    rule: Rule,
+    mesh: Mesh,
 ) -> int | None:
     """The `Stacked` dim that the mesh shards, if any; errors as in `shard_of`."""
     found: list[int] = []
     for dim, axis in enumerate(axes):
-        mesh_axis = sharded_over(axis, rule)
-        if isinstance(axis, Stacked) and mesh_axis is not None and mesh.degree(mesh_axis) > 1:
+        mesh_axis = sharded_over(axis, rule) or ()
+        is_sharded = mesh.degree(mesh_axis) > 1
+        if isinstance(axis, Stacked) and is_sharded:
             found.append(dim)
+    if not found:
+        return None
     if len(found) > 1:
         raise PlanError(Fault(name, "two Stacked dims are sharded", need="one at most"))
-    return found[0] if found else None
+    return found[0]
 
 
 def _with(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
@@ -182,18 +202,20 @@ def _with(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
 
 
 def _part_sizes(
-    name: str, stacked: Stacked, length: int, *, rule: Rule, mesh: Mesh
+    name: str,
+    stacked: Stacked,
+    length: int,
+    *,
+    rule: Rule,
+    mesh: Mesh,
 ) -> tuple[int, ...]:
     """Entries of each part; errors as in `shard_of`."""
     sizes = stacked.sizes(length)
     if sizes is None:
         total = sum(units for _, units in stacked.parts)
+        what = f"Stacked units of {stacked} do not fit the dim"
         need = f"a multiple of {total}, the units of all parts"
-        raise PlanError(
-            Fault(
-                name, f"Stacked units of {stacked} do not fit the dim", got=str(length), need=need
-            )
-        )
+        raise PlanError(Fault(name, what, got=str(length), need=need))
     mesh_axes = {rule.get(axis) for axis, _ in stacked.parts}
     if len(mesh_axes) > 1:
         raise PlanError(Fault(name, f"parts of {stacked} are sharded over different mesh axes"))

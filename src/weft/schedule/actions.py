@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, cast
@@ -49,7 +49,10 @@ class Act(NamedTuple):
 
 
 def needs(
-    act: Act, *, num_stages: int, splits: Container[StageAndMicrobatch] = ()
+    act: Act,
+    *,
+    num_stages: int,
+    splits: Container[StageAndMicrobatch] = (),
 ) -> tuple[Act, ...]:
     """Actions whose results `act` uses: it can start when all of them are done.
 
@@ -58,16 +61,19 @@ def needs(
             A table may mix both.
     """
     kind, stage, mb = act
+    if kind == "F" and stage == 0:
+        return ()
     if kind == "F":
-        return (Act("F", stage - 1, mb),) if stage > 0 else ()
+        return (Act("F", stage - 1, mb),)
     if kind == "W":
         return (Act("I", stage, mb),)
     own_forward = Act("F", stage, mb)
     next_stage = stage + 1
     if next_stage == num_stages:
         return (own_forward,)
-    next_kind: Kind = "I" if (next_stage, mb) in splits else "B"
-    return own_forward, Act(next_kind, next_stage, mb)
+    next_is_split = (next_stage, mb) in splits
+    next_backward = Act("I" if next_is_split else "B", next_stage, mb)
+    return own_forward, next_backward
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,20 @@ class Table:
     rows: tuple[tuple[Act, ...], ...]
     stage_to_rank: tuple[int, ...]
     microbatches: int
+
+    @staticmethod
+    def of_rows(
+        rows: Iterable[Iterable[Act]],
+        *,
+        stage_to_rank: Iterable[int],
+        microbatches: int,
+    ) -> Table:
+        """The table of these rows, in rank order."""
+        return Table(
+            rows=tuple(map(tuple, rows)),
+            stage_to_rank=tuple(stage_to_rank),
+            microbatches=microbatches,
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -103,16 +123,31 @@ class Table:
     @cached_property
     def splits(self) -> frozenset[StageAndMicrobatch]:
         """(stage, micro-batch) pairs whose backward is split into I and W."""
-        split_actions = (act for act in self.actions if act.kind in ("I", "W"))
-        return frozenset((act.stage, act.mb) for act in split_actions)
+        found: set[StageAndMicrobatch] = set()
+        for act in self.actions:
+            if act.kind in ("I", "W"):
+                found.add((act.stage, act.mb))
+        return frozenset(found)
+
+    def rank_of(self, act: Act) -> int:
+        """The pp coordinate that runs `act`."""
+        return self.stage_to_rank[act.stage]
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """Stages that `rank` owns, ascending."""
-        return tuple(stage for stage, owner in enumerate(self.stage_to_rank) if owner == rank)
+        owned: list[int] = []
+        for stage, owner in enumerate(self.stage_to_rank):
+            if owner == rank:
+                owned.append(stage)
+        return tuple(owned)
 
     def needs(self, act: Act) -> tuple[Act, ...]:
         """`needs` with this table's number of stages and splits."""
-        return needs(act, num_stages=self.num_stages, splits=self.splits)
+        return needs(
+            act,
+            num_stages=self.num_stages,
+            splits=self.splits,
+        )
 
     def source(self, act: Act) -> Act | None:
         """The action of a neighbouring stage whose tensor is the input of `act`, if there is one."""
@@ -125,10 +160,14 @@ class Table:
     def text(self) -> str:
         """The text that `parse` reads back."""
         owners = " ".join(map(str, self.stage_to_rank))
-        lines = [f"microbatches {self.microbatches}", f"stage_to_rank {owners}"]
+        lines = [
+            f"microbatches {self.microbatches}",
+            f"stage_to_rank {owners}",
+        ]
         for rank, row in enumerate(self.rows):
             lines.append(f"rank {rank}: {row_text(row)}")
-        return "\n".join(lines) + "\n"
+        text = "\n".join(lines)
+        return f"{text}\n"
 
     @staticmethod
     def parse(text: str) -> Table:
@@ -148,33 +187,38 @@ class Table:
             row_match = re.fullmatch(r"rank\s+(\d+)\s*:(.*)", content)
             if header_match:
                 key = header_match[1].replace("home", "stage_to_rank")
-                header[key] = tuple(map(int, header_match[2].split()))
+                numbers = header_match[2].split()
+                header[key] = tuple(map(int, numbers))
             elif row_match and int(row_match[1]) == len(rows):
                 rows.append(parse_row(row_match[2]))
             elif content:
+                what = f"cannot read line {number} of the table"
                 need = f"'microbatches N', 'stage_to_rank 0 1 ...' or 'rank {len(rows)}: F0.0 ...'"
-                raise ScheduleError(
-                    Fault(KEY, f"cannot read line {number} of the table", got=repr(line), need=need)
-                )
-        if len(header.get("microbatches", ())) != 1 or "stage_to_rank" not in header:
+                raise ScheduleError(Fault(KEY, what, got=repr(line), need=need))
+        microbatches = header.get("microbatches", ())
+        if len(microbatches) != 1 or "stage_to_rank" not in header:
             need = "lines 'microbatches N' and 'stage_to_rank 0 1 ...'"
             raise ScheduleError(Fault(KEY, "the table has no header", need=need))
-        (microbatches,) = header["microbatches"]
-        return Table(tuple(rows), header["stage_to_rank"], microbatches)
+        return Table(tuple(rows), header["stage_to_rank"], microbatches[0])
 
     def to_json(self) -> str:
         """The JSON that `from_json` reads back; rows are written as text."""
-        rows = [row_text(row) for row in self.rows]
-        return json.dumps(
-            {"microbatches": self.microbatches, "stage_to_rank": self.stage_to_rank, "rows": rows}
-        )
+        fields = {
+            "microbatches": self.microbatches,
+            "stage_to_rank": self.stage_to_rank,
+            "rows": [row_text(row) for row in self.rows],
+        }
+        return json.dumps(fields)
 
     @staticmethod
     def from_json(text: str) -> Table:
         """Read what `to_json` wrote."""
-        data = json.loads(text)
-        rows = tuple(parse_row(row) for row in data["rows"])
-        return Table(rows, tuple(data["stage_to_rank"]), data["microbatches"])
+        fields = json.loads(text)
+        return Table.of_rows(
+            map(parse_row, fields["rows"]),
+            stage_to_rank=fields["stage_to_rank"],
+            microbatches=fields["microbatches"],
+        )
 
 
 def row_text(row: tuple[Act, ...]) -> str:

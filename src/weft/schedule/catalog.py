@@ -11,6 +11,7 @@ import importlib
 import itertools
 import json
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,37 +47,45 @@ class Schedule:
 
     def faults(self, *, ranks: int, chunks: int, microbatches: int) -> tuple[Fault, ...]:
         """Why these sizes do not work; empty when `table` can be made."""
-        range_faults = tuple(
-            self._range_faults(ranks=ranks, chunks=chunks, microbatches=microbatches)
-        )
-        if range_faults:
-            return range_faults
-        fault = self.check(ranks, chunks, microbatches)
-        return () if fault is None else (fault,)
+        found = list(self._range_faults(ranks, chunks, microbatches))
+        if not found:
+            fault = self.check(ranks, chunks, microbatches)
+            if fault is not None:
+                found.append(fault)
+        return tuple(found)
 
     def sizes(
-        self, *, ranks: int, chunks: int, microbatches: int
+        self,
+        *,
+        ranks: int,
+        chunks: int,
+        microbatches: int,
     ) -> Iterator[tuple[int, int, int]]:
         """Every (ranks, chunks, microbatches) up to these that it accepts, for tests and sweeps."""
         candidates = itertools.product(
-            range(1, ranks + 1), self.chunks[:chunks], range(1, microbatches + 1)
+            range(1, ranks + 1),
+            range(1, chunks + 1),
+            range(1, microbatches + 1),
         )
         for p, v, m in candidates:
-            if v <= chunks and not self.faults(ranks=p, chunks=v, microbatches=m):
+            if not self.faults(ranks=p, chunks=v, microbatches=m):
                 yield p, v, m
 
-    def _range_faults(self, *, ranks: int, chunks: int, microbatches: int) -> Iterator[Fault]:
+    def _range_faults(self, ranks: int, chunks: int, microbatches: int) -> Iterator[Fault]:
         if ranks < 1:
             yield Fault("mesh", f"a pipeline of {ranks} ranks", need="pp at least 1")
         if microbatches < 1:
-            yield Fault(
-                "batch", f"a pipeline step of {microbatches} micro-batches", need="at least 1"
-            )
+            what = f"a pipeline step of {microbatches} micro-batches"
+            yield Fault("batch", what, need="at least 1")
         if chunks not in self.chunks:
-            low, high = self.chunks[0], self.chunks[-1]
-            need = str(low) if low == high else f"{low} to {high}"
-            what = f"{self.name} does not work with {chunks} chunks a rank"
-            yield Fault("pipeline.chunks", what, need=need, fix=f"--pipeline.chunks {low}")
+            low = self.chunks[0]
+            high = self.chunks[-1]
+            yield Fault(
+                "pipeline.chunks",
+                f"{self.name} does not work with {chunks} chunks a rank",
+                need=str(low) if low == high else f"{low} to {high}",
+                fix=f"--pipeline.chunks {low}",
+            )
 
 
 def _accept_any_size(ranks: int, chunks: int, microbatches: int) -> None:
@@ -84,15 +93,20 @@ def _accept_any_size(ranks: int, chunks: int, microbatches: int) -> None:
 
 
 def _from_module(module: ModuleType) -> Schedule:
-    check = getattr(module, "check", _accept_any_size)
-    return Schedule(module.NAME, module.__doc__ or "", module.CHUNKS, module.table, check)
+    return Schedule(
+        name=module.NAME,
+        doc=module.__doc__ or "",
+        chunks=module.CHUNKS,
+        table=module.table,
+        check=getattr(module, "check", _accept_any_size),
+    )
 
 
 def _discover() -> Iterator[Schedule]:
-    package = __name__.rpartition(".")[0]
-    folder = Path(__file__).parent
-    for file in pkgutil.iter_modules([str(folder)]):
-        if f"{package}.{file.name}" == __name__:
+    package, _, this_module = __name__.rpartition(".")
+    folder = str(Path(__file__).parent)
+    for file in pkgutil.iter_modules([folder]):
+        if file.name == this_module:
             continue
         module = importlib.import_module(f"{package}.{file.name}")
         if hasattr(module, "NAME") and hasattr(module, "table"):
@@ -113,11 +127,11 @@ def find(name: str) -> Schedule:
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
-    if not Path(name).is_file():
-        raise ScheduleError(
-            Fault(KEY, f"no schedule or table file {name!r}", fix=did_you_mean(name, SCHEDULES))
-        )
-    return _from_file(Path(name))
+    path = Path(name)
+    if not path.is_file():
+        fix = did_you_mean(name, SCHEDULES)
+        raise ScheduleError(Fault(KEY, f"no schedule or table file {name!r}", fix=fix))
+    return _from_file(path)
 
 
 def _read_table(path: Path) -> Table:
@@ -140,11 +154,14 @@ def _from_file(path: Path) -> Schedule:
     def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
         if (ranks, microbatches) == (table.num_ranks, table.microbatches):
             return None
-        need = f"{table.num_ranks} ranks and {table.microbatches} micro-batches"
-        got = f"{ranks} ranks and {microbatches} micro-batches"
-        return Fault(KEY, f"the table in {path} has other sizes", got=got, need=need)
+        return Fault(
+            KEY,
+            f"the table in {path} has other sizes",
+            got=f"{ranks} ranks and {microbatches} micro-batches",
+            need=f"{table.num_ranks} ranks and {table.microbatches} micro-batches",
+        )
 
-    num_chunks = max(len(table.stages(rank)) for rank in range(table.num_ranks))
+    num_chunks = max(Counter(table.stage_to_rank).values())
     return Schedule(
         name=path.name,
         doc=f"The table in {path}.",
@@ -154,14 +171,26 @@ def _from_file(path: Path) -> Schedule:
     )
 
 
-def make_table(name: str, *, ranks: int, microbatches: int, chunks: int | None = None) -> Table:
+def make_table(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+) -> Table:
     """The table of schedule `name` (or of a file) for these sizes.
 
     Raises:
         ScheduleError: for an unknown name, or with every fault of the sizes.
     """
     schedule = find(name)
-    chunks = schedule.default_chunks if chunks is None else chunks
-    if faults := schedule.faults(ranks=ranks, chunks=chunks, microbatches=microbatches):
+    if chunks is None:
+        chunks = schedule.default_chunks
+    faults = schedule.faults(
+        ranks=ranks,
+        chunks=chunks,
+        microbatches=microbatches,
+    )
+    if faults:
         raise ScheduleError(*faults)
     return schedule.table(ranks, chunks, microbatches)

@@ -28,7 +28,9 @@ def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """
     total = max(microbatches, 2 * ranks)
     return v_shaped_table(
-        lambda rank: _row(rank, ranks, total), ranks=ranks, microbatches=microbatches
+        lambda rank: _row(rank, ranks, total),
+        ranks=ranks,
+        microbatches=microbatches,
     )
 
 

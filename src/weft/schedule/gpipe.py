@@ -23,10 +23,15 @@ def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; backwards run last in, first out, so that the newest activation is freed
     first.
     """
-    rows = tuple(tuple(_row(rank, microbatches)) for rank in range(ranks))
-    return Table(rows, stage_to_rank=tuple(range(ranks)), microbatches=microbatches)
+    return Table.of_rows(
+        [_row(rank, microbatches) for rank in range(ranks)],
+        stage_to_rank=range(ranks),
+        microbatches=microbatches,
+    )
 
 
 def _row(rank: int, microbatches: int) -> Iterator[Act]:
-    yield from (Act("F", rank, mb) for mb in range(microbatches))
-    yield from (Act("B", rank, mb) for mb in reversed(range(microbatches)))
+    for mb in range(microbatches):
+        yield Act("F", rank, mb)
+    for mb in reversed(range(microbatches)):
+        yield Act("B", rank, mb)

@@ -13,7 +13,6 @@ Stage s is chunk s // p of rank s % p; `a` marks a rank's first chunk, `b` its s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from weft.errors import Fault
 from weft.schedule.actions import KEY, Act, Table
@@ -40,41 +39,30 @@ def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
 
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """`chunks` stages a rank: stage s is on rank s % ranks. `check` must have passed."""
-    rows = tuple(tuple(_row(rank, ranks, chunks, microbatches)) for rank in range(ranks))
-    stage_to_rank = tuple(stage % ranks for stage in range(ranks * chunks))
-    return Table(rows, stage_to_rank=stage_to_rank, microbatches=microbatches)
+    return Table.of_rows(
+        [_row(rank, ranks, chunks, microbatches) for rank in range(ranks)],
+        stage_to_rank=tuple(range(ranks)) * chunks,
+        microbatches=microbatches,
+    )
 
 
 def _row(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Act]:
-    """Forwards and backwards of a rank: `ranks` micro-batches through each chunk in turn."""
-
-    def forward(k: int) -> Act:
-        place = _kth_action(k, ranks, chunks)
-        return Act("F", place.chunk * ranks + rank, place.mb)
-
-    def backward(k: int) -> Act:
-        place = _kth_action(k, ranks, chunks)
-        chunk = chunks - 1 - place.chunk
-        return Act("B", chunk * ranks + rank, place.mb)
+    """1F1B over the rank's forwards and backwards, which are listed in their order first."""
+    forwards: list[Act] = []
+    backwards: list[Act] = []
+    for first_mb in range(0, microbatches, ranks):
+        for chunk in range(chunks):
+            for mb in range(first_mb, first_mb + ranks):
+                stage = chunk * ranks + rank
+                mirrored_stage = (chunks - 1 - chunk) * ranks + rank
+                forwards.append(Act("F", stage, mb))
+                backwards.append(Act("B", mirrored_stage, mb))
 
     total = microbatches * chunks
-    warmup = min((ranks - 1 - rank) * 2 + (chunks - 1) * ranks, total)
-    yield from (forward(k) for k in range(warmup))
+    ranks_behind = ranks - 1 - rank
+    warmup = min(2 * ranks_behind + (chunks - 1) * ranks, total)
+    yield from forwards[:warmup]
     for k in range(warmup, total):
-        yield forward(k)
-        yield backward(k - warmup)
-    yield from (backward(k) for k in range(total - warmup, total))
-
-
-class _Place(NamedTuple):
-    chunk: int
-    mb: int
-
-
-def _kth_action(k: int, ranks: int, chunks: int) -> _Place:
-    """Chunk and micro-batch of a rank's k-th forward; a group is `ranks` micro-batches through all
-    chunks.
-    """
-    group, index_in_group = divmod(k, ranks * chunks)
-    chunk, mb_in_group = divmod(index_in_group, ranks)
-    return _Place(chunk, group * ranks + mb_in_group)
+        yield forwards[k]
+        yield backwards[k - warmup]
+    yield from backwards[total - warmup :]

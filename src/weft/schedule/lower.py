@@ -83,10 +83,11 @@ class Program:
     @property
     def text(self) -> str:
         """One line a rank."""
-        lines = []
+        text = ""
         for rank, row in enumerate(self.rows):
-            lines.append(f"rank {rank}: {' '.join(map(str, row))}")
-        return "\n".join(lines) + "\n"
+            words = " ".join(map(str, row))
+            text += f"rank {rank}: {words}\n"
+        return text
 
 
 ORDERING_HOP = 0.0625
@@ -106,19 +107,21 @@ def lower(table: Table) -> Program:
     times = action_times(table, unit_cost, hop=ORDERING_HOP)
 
     def place_in_line(act: Act) -> tuple[float, int]:
-        return times[act].end, table.stage_to_rank[act.stage]
+        return times[act].end, table.rank_of(act)
 
     rows: list[list[Instruction]] = [[] for _ in table.rows]
     for act in sorted(times, key=place_in_line):
-        rank = table.stage_to_rank[act.stage]
+        rank = table.rank_of(act)
         rows[rank].append(act)
-        if act not in consumers:
+        consumer = consumers.get(act)
+        if consumer is None:
             continue
-        consumer_rank = table.stage_to_rank[consumers[act].stage]
+        consumer_rank = table.rank_of(consumer)
         if consumer_rank != rank:
             rows[rank].append(Send(act, consumer_rank))
             rows[consumer_rank].append(Recv(act, rank))
-    return Program(table, tuple(map(tuple, rows)))
+    frozen_rows = tuple(map(tuple, rows))
+    return Program(table, frozen_rows)
 
 
 def check_rendezvous(program: Program) -> None:
@@ -133,12 +136,15 @@ def check_rendezvous(program: Program) -> None:
             when an action runs before its inputs are there.
     """
     run = _RendezvousRun(program)
-    runnable = deque(range(len(program.rows)))
+    ranks = range(len(program.rows))
+    runnable = deque(ranks)
     while runnable:
-        runnable.extend(run.advance(runnable.popleft()))
-    blocked = run.unfinished_ranks()
+        rank = runnable.popleft()
+        unblocked = run.advance(rank)
+        runnable.extend(unblocked)
+    blocked = [rank for rank in ranks if run.current(rank) is not None]
     if blocked:
-        positions = [run.position(rank) for rank in blocked[:MAX_STUCK_SHOWN]]
+        positions = map(run.position, blocked[:MAX_STUCK_SHOWN])
         raise _program_error("the program deadlocks", "; ".join(positions))
 
 
@@ -147,16 +153,15 @@ class _RendezvousRun:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.next_index = [0] * len(program.rows)
+        self.next_index = [0 for _ in program.rows]
         self.held: list[set[Act]] = [set() for _ in program.rows]
-
-    def unfinished_ranks(self) -> list[int]:
-        return [rank for rank in range(len(self.program.rows)) if self.current(rank) is not None]
 
     def current(self, rank: int) -> Instruction | None:
         row = self.program.rows[rank]
         index = self.next_index[rank]
-        return row[index] if index < len(row) else None
+        if index == len(row):
+            return None
+        return row[index]
 
     def position(self, rank: int) -> str:
         return f"rank {rank} is at {self.current(rank)}"
@@ -179,15 +184,14 @@ class _RendezvousRun:
             self.next_index[rank] += 1
 
     def _run(self, act: Act, rank: int) -> None:
-        missing = [
-            str(need) for need in self.program.table.needs(act) if need not in self.held[rank]
-        ]
+        held = self.held[rank]
+        needed = self.program.table.needs(act)
+        missing = [str(need) for need in needed if need not in held]
         if missing:
-            raise _program_error(
-                "an action runs before its inputs are there",
-                f"{self.position(rank)} without {missing}",
-            )
-        self.held[rank].add(act)
+            what = "an action runs before its inputs are there"
+            got = f"{self.position(rank)} without {missing}"
+            raise _program_error(what, got)
+        held.add(act)
 
     def _partner_is_ready(self, transfer: Send | Recv, rank: int) -> bool:
         """Whether the peer is at the other end of a transfer with `rank`; without tags it takes
@@ -199,9 +203,15 @@ class _RendezvousRun:
         if partner.peer != rank or type(partner) is type(transfer):
             return False
         sender = rank if isinstance(transfer, Send) else transfer.peer
-        if transfer.act != partner.act or transfer.act not in self.held[sender]:
-            positions = f"{self.position(rank)}; {self.position(transfer.peer)}"
-            raise _program_error("a receive would get another tensor", positions)
+        is_same_tensor = transfer.act == partner.act
+        is_ready = transfer.act in self.held[sender]
+        if not (is_same_tensor and is_ready):
+            position = self.position(rank)
+            partner_position = self.position(transfer.peer)
+            raise _program_error(
+                "a receive would get another tensor",
+                f"{position}; {partner_position}",
+            )
         return True
 
 

@@ -21,14 +21,19 @@ CHUNKS = range(1, 2)
 
 def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; rank r holds at most `ranks - r` micro-batches."""
-    rows = tuple(tuple(_row(rank, ranks - 1 - rank, microbatches)) for rank in range(ranks))
-    return Table(rows, stage_to_rank=tuple(range(ranks)), microbatches=microbatches)
+    return Table.of_rows(
+        [_row(rank, ranks - 1 - rank, microbatches) for rank in range(ranks)],
+        stage_to_rank=range(ranks),
+        microbatches=microbatches,
+    )
 
 
 def _row(rank: int, ranks_behind: int, microbatches: int) -> Iterator[Act]:
     warmup = min(ranks_behind, microbatches)
-    yield from (Act("F", rank, mb) for mb in range(warmup))
+    for mb in range(warmup):
+        yield Act("F", rank, mb)
     for mb in range(warmup, microbatches):
         yield Act("F", rank, mb)
         yield Act("B", rank, mb - warmup)
-    yield from (Act("B", rank, mb) for mb in range(microbatches - warmup, microbatches))
+    for mb in range(microbatches - warmup, microbatches):
+        yield Act("B", rank, mb)

@@ -35,7 +35,12 @@ def unit_cost(act: Act) -> float:
     return UNIT_COSTS[act.kind]
 
 
-def action_times(table: Table, cost: Cost, *, hop: Hop | float = 0) -> dict[Act, Interval]:
+def action_times(
+    table: Table,
+    cost: Cost,
+    *,
+    hop: Hop | float = 0,
+) -> dict[Act, Interval]:
     """When each action runs: it starts when its rank is free and everything it needs has arrived.
 
     A hop delays and never queues: links have unlimited bandwidth. Only +, - and max are used, so
@@ -47,13 +52,14 @@ def action_times(table: Table, cost: Cost, *, hop: Hop | float = 0) -> dict[Act,
     times: dict[Act, Interval] = {}
     free_at: list[float] = [0] * table.num_ranks
     for act in linearize(table):
-        rank = table.stage_to_rank[act.stage]
+        rank = table.rank_of(act)
         start = free_at[rank]
         for need in table.needs(act):
             arrival = times[need].end
-            crosses_ranks = table.stage_to_rank[need.stage] != rank
+            crosses_ranks = table.rank_of(need) != rank
             if crosses_ranks:
-                arrival += hop(need, act) if callable(hop) else hop
+                delay = hop(need, act) if callable(hop) else hop
+                arrival += delay
             start = max(start, arrival)
         end = start + cost(act)
         free_at[rank] = end
@@ -62,7 +68,11 @@ def action_times(table: Table, cost: Cost, *, hop: Hop | float = 0) -> dict[Act,
 
 
 def simulate(
-    table: Table, cost: Cost = unit_cost, *, hop: Hop | float = 0, unit: TimeUnit = "units"
+    table: Table,
+    cost: Cost = unit_cost,
+    *,
+    hop: Hop | float = 0,
+    unit: TimeUnit = "units",
 ) -> Timeline:
     """The predicted timeline of `table`; spans are ordered by start.
 
@@ -74,17 +84,30 @@ def simulate(
     Raises:
         ScheduleError: when the table deadlocks.
     """
-    spans = []
-    for act, interval in action_times(table, cost, hop=hop).items():
-        rank = table.stage_to_rank[act.stage]
-        spans.append(Span(rank, str(act), act.kind, interval.start, interval.end))
+    times = action_times(table, cost, hop=hop)
+    spans: list[Span] = []
+    for act, interval in times.items():
+        span = Span(
+            rank=table.rank_of(act),
+            name=str(act),
+            kind=act.kind,
+            start=interval.start,
+            end=interval.end,
+        )
+        spans.append(span)
     spans.sort(key=lambda span: (span.start, span.rank))
-    return Timeline(tuple(spans), table.num_ranks, "predicted", unit)
+    return Timeline(
+        tuple(spans),
+        num_ranks=table.num_ranks,
+        origin="predicted",
+        unit=unit,
+    )
 
 
 def peak_activations(row: Iterable[Act]) -> int:
     """Most activations that a row of actions holds at once: F stores one, B or W frees it."""
-    held = peak = 0
+    held = 0
+    peak = 0
     for act in row:
         held += ACTIVATION_CHANGE[act.kind]
         peak = max(peak, held)
@@ -100,8 +123,8 @@ def peak_microbatches(table: Table) -> tuple[Fraction, ...]:
     """`peak_live` in micro-batches through all stages of the rank: with v chunks a rank, a chunk
     counts 1/v.
     """
-    peaks = []
-    for rank, row in enumerate(table.rows):
-        num_chunks = len(table.stages(rank))
-        peaks.append(Fraction(peak_activations(row), num_chunks))
+    peaks: list[Fraction] = []
+    for rank, peak in enumerate(peak_live(table)):
+        stages = table.stages(rank)
+        peaks.append(Fraction(peak, len(stages)))
     return tuple(peaks)

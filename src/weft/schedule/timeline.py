@@ -61,33 +61,44 @@ class Timeline:
     ) -> Timeline:
         """The spans of these ranks and kinds that overlap the window; ranks keep their numbers."""
 
-        def is_kept(span: Span) -> bool:
-            right_rank = ranks is None or span.rank in ranks
-            right_kind = kinds is None or span.kind in kinds
-            ends_late_enough = start is None or span.end > start
-            starts_early_enough = end is None or span.start < end
-            return right_rank and right_kind and ends_late_enough and starts_early_enough
-
-        return replace(self, spans=tuple(filter(is_kept, self.spans)))
+        spans: Iterable[Span] = self.spans
+        if ranks is not None:
+            spans = [span for span in spans if span.rank in ranks]
+        if kinds is not None:
+            spans = [span for span in spans if span.kind in kinds]
+        if start is not None:
+            spans = [span for span in spans if span.end > start]
+        if end is not None:
+            spans = [span for span in spans if span.start < end]
+        return replace(self, spans=tuple(spans))
 
     @cached_property
     def by_rank(self) -> tuple[tuple[Span, ...], ...]:
         """The spans of each rank, by their start."""
+
+        def by_start(span: Span) -> tuple[float, float]:
+            return span.start, span.end
+
         rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
-        for span in sorted(self.spans, key=lambda span: (span.start, span.end)):
+        for span in sorted(self.spans, key=by_start):
             rows[span.rank].append(span)
         return tuple(map(tuple, rows))
 
     def actions(self, rank: int) -> tuple[Act, ...]:
         """What `rank` computed, in order: its row of the table."""
-        computed = (span for span in self.by_rank[rank] if span.kind in COMPUTE)
-        return tuple(Act.parse(span.name) for span in computed)
+        found: list[Act] = []
+        for span in self.by_rank[rank]:
+            if span.kind in COMPUTE:
+                found.append(Act.parse(span.name))
+        return tuple(found)
 
     def to_json(self) -> str:
         """The JSON that `from_json` reads back; exact times become floats."""
-        spans = []
+        spans: list[Span] = []
         for span in self.spans:
-            spans.append((span.rank, span.name, span.kind, float(span.start), float(span.end)))
+            start = float(span.start)
+            end = float(span.end)
+            spans.append(span._replace(start=start, end=end))
         fields = {
             "origin": self.origin,
             "unit": self.unit,
@@ -100,8 +111,12 @@ class Timeline:
     def from_json(text: str) -> Timeline:
         """Read what `to_json` wrote."""
         fields = json.loads(text)
-        spans = tuple(Span(*span) for span in fields["spans"])
-        return Timeline(spans, fields["num_ranks"], fields["origin"], fields["unit"])
+        return Timeline(
+            spans=tuple(Span(*span) for span in fields["spans"]),
+            num_ranks=fields["num_ranks"],
+            origin=fields["origin"],
+            unit=fields["unit"],
+        )
 
 
 def makespan(timeline: Timeline) -> float:
@@ -123,9 +138,11 @@ def _union_length(spans: Iterable[Span]) -> float:
     total: float = 0
     covered_until: float | None = None
     for span in spans:
-        start = span.start if covered_until is None else max(span.start, covered_until)
-        total += max(span.end - start, 0)
+        start = span.start
+        if covered_until is not None:
+            start = max(start, covered_until)
         covered_until = max(span.end, start)
+        total += covered_until - start
     return total
 
 
@@ -143,4 +160,6 @@ def bubble(timeline: Timeline) -> float:
     - b).
     """
     rank_time = makespan(timeline) * timeline.num_ranks
-    return sum(idle(timeline)) / rank_time if rank_time else 0.0
+    if not rank_time:
+        return 0.0
+    return sum(idle(timeline)) / rank_time

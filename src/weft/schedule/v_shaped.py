@@ -8,7 +8,7 @@ chunk b    7 ← 6 ← 5 ← 4
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from weft.schedule.actions import Act, Kind, Table
@@ -25,12 +25,17 @@ Phases = Iterable[tuple[str, int]]
 def v_shaped_table(row_words: RowWords, *, ranks: int, microbatches: int) -> Table:
     """The V-shaped table with these rows; actions of micro-batches that do not exist are left out."""
     stage_to_rank = (*range(ranks), *reversed(range(ranks)))
-    rows = []
+    rows: list[list[Act]] = []
     for rank in range(ranks):
         stages = {"a": rank, "b": 2 * ranks - 1 - rank}
-        actions = _actions(row_words(rank), stages)
-        rows.append(tuple(act for act in actions if act.mb < microbatches))
-    return Table(tuple(rows), stage_to_rank=stage_to_rank, microbatches=microbatches)
+        words = row_words(rank)
+        row = [act for act in _actions(words, stages) if act.mb < microbatches]
+        rows.append(row)
+    return Table.of_rows(
+        rows,
+        stage_to_rank=stage_to_rank,
+        microbatches=microbatches,
+    )
 
 
 def repeat_phases(phases: Phases) -> Iterator[str]:
@@ -45,23 +50,24 @@ def _actions(words: Iterable[str], stages: dict[str, int]) -> Iterator[Act]:
     num_backwards: Counter[str] = Counter()
     pending_wgrads: list[Act] = []
     for word in words:
-        kind, chunk = cast(Kind, word[0]), word[1]
+        kind = cast(Kind, word[0])
+        chunk = word[1]
         if kind == "W":
-            wgrad = _oldest(pending_wgrads, stages, chunk)
-            pending_wgrads.remove(wgrad)
-            yield wgrad
+            stage_or_any = stages.get(chunk)
+            yield _take_oldest(pending_wgrads, stage_or_any)
             continue
         counter = num_forwards if kind == "F" else num_backwards
         mb = counter[chunk]
         counter[chunk] += 1
-        yield Act(kind, stages[chunk], mb)
+        stage = stages[chunk]
+        yield Act(kind, stage, mb)
         if kind == "I":
-            pending_wgrads.append(Act("W", stages[chunk], mb))
+            pending_wgrads.append(Act("W", stage, mb))
 
 
-def _oldest(pending_wgrads: Sequence[Act], stages: dict[str, int], chunk: str) -> Act:
-    """The oldest pending weight gradient of this chunk, or of any for `*`."""
-    for act in pending_wgrads:
-        if chunk == "*" or act.stage == stages[chunk]:
-            return act
-    raise AssertionError(f"the row asks for a weight gradient of chunk {chunk} and none is pending")
+def _take_oldest(pending_wgrads: list[Act], stage: int | None) -> Act:
+    """Remove the oldest pending weight gradient of this stage, or of any for None."""
+    for index, act in enumerate(pending_wgrads):
+        if stage is None or act.stage == stage:
+            return pending_wgrads.pop(index)
+    raise AssertionError(f"the row asks for a weight gradient of stage {stage} and none is pending")

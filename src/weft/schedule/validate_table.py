@@ -33,11 +33,13 @@ def linearize(table: Table) -> tuple[Act, ...]:
             act = row[next_index[rank]]
             missing = _first_missing(table.needs(act), done)
             if missing is not None:
-                blocked_on.setdefault(missing, []).append(rank)
+                waiting_ranks = blocked_on.setdefault(missing, [])
+                waiting_ranks.append(rank)
                 break
             done[act] = None
             next_index[rank] += 1
-            runnable.extend(blocked_on.pop(act, ()))
+            unblocked = blocked_on.pop(act, ())
+            runnable.extend(unblocked)
     if blocked_on:
         raise ScheduleError(_deadlock_fault(table, blocked_on, next_index))
     return tuple(done)
@@ -50,7 +52,9 @@ def validate(table: Table) -> None:
     Raises:
         ScheduleError: with every fault; each names the actions.
     """
-    faults = tuple(_shape_faults(table)) or tuple(_action_faults(table))
+    faults = list(_shape_faults(table))
+    if not faults:
+        faults.extend(_action_faults(table))
     if faults:
         raise ScheduleError(*faults)
     linearize(table)
@@ -67,16 +71,26 @@ def _shape_faults(table: Table) -> Iterator[Fault]:
     if not table.rows:
         yield Fault(KEY, "the table has no ranks", need="at least 1")
     if table.microbatches < 1:
-        yield Fault(KEY, f"the table has {table.microbatches} micro-batches", need="at least 1")
-    owners = f"stage_to_rank {table.stage_to_rank}"
+        what = f"the table has {table.microbatches} micro-batches"
+        yield Fault(KEY, what, need="at least 1")
+    owners = table.stage_to_rank
     ranks = range(table.num_ranks)
-    orphans = [stage for stage, rank in enumerate(table.stage_to_rank) if rank not in ranks]
+    orphans = [stage for stage, rank in enumerate(owners) if rank not in ranks]
     if orphans:
-        need = f"ranks 0 to {table.num_ranks - 1}"
-        yield Fault(KEY, f"stages {_shown(orphans)} are on no rank", got=owners, need=need)
-    idle = [rank for rank in ranks if rank not in table.stage_to_rank]
+        yield Fault(
+            KEY,
+            f"stages {_shown(orphans)} are on no rank",
+            got=f"stage_to_rank {owners}",
+            need=f"ranks 0 to {table.num_ranks - 1}",
+        )
+    idle = [rank for rank in ranks if rank not in owners]
     if idle:
-        yield Fault(KEY, f"ranks {_shown(idle)} own no stage", got=owners, fix="use fewer pp ranks")
+        yield Fault(
+            KEY,
+            f"ranks {_shown(idle)} own no stage",
+            got=f"stage_to_rank {owners}",
+            fix="use fewer pp ranks",
+        )
 
 
 def _action_faults(table: Table) -> Iterator[Fault]:
@@ -112,35 +126,52 @@ def _expected_actions(table: Table) -> list[Act]:
     expected: list[Act] = []
     for stage in range(table.num_stages):
         for mb in range(table.microbatches):
-            kinds = SPLIT_BACKWARD if (stage, mb) in table.splits else WHOLE_BACKWARD
-            expected.extend(Act(kind, stage, mb) for kind in kinds)
+            is_split = (stage, mb) in table.splits
+            kinds = SPLIT_BACKWARD if is_split else WHOLE_BACKWARD
+            for kind in kinds:
+                expected.append(Act(kind, stage, mb))
     return expected
 
 
 def _deadlock_fault(
-    table: Table, blocked_on: dict[Act, list[int]], next_index: Sequence[int]
+    table: Table,
+    blocked_on: dict[Act, list[int]],
+    next_index: Sequence[int],
 ) -> Fault:
     """For each blocked rank: the action it is at, what that waits for, and where the rank is that
     would run it.
     """
+    needs_of_rank: dict[int, Act] = {}
+    for need, ranks in blocked_on.items():
+        for rank in ranks:
+            needs_of_rank[rank] = need
+    positions: dict[int, str] = {}
     rank_to_run: dict[Act, int] = {}
-    for rank, row in enumerate(table.rows):
-        for act in row[next_index[rank] :]:
+    for rank in needs_of_rank:
+        left = table.rows[rank][next_index[rank] :]
+        positions[rank] = f"rank {rank} is at {left[0]}"
+        for act in left:
             rank_to_run[act] = rank
-
-    def position(rank: int) -> str:
-        return f"rank {rank} is at {table.rows[rank][next_index[rank]]}"
-
-    blocked = sorted((rank, need) for need, ranks in blocked_on.items() for rank in ranks)
-    lines = []
-    for rank, need in blocked[:MAX_STUCK_SHOWN]:
-        other = position(rank_to_run[need]) if need in rank_to_run else "no rank runs it"
-        lines.append(f"{position(rank)} and waits for {need} ({other})")
-    return Fault(KEY, "the table deadlocks", got="; ".join(lines), fix="reorder these rows")
+    lines: list[str] = []
+    for rank, need in sorted(needs_of_rank.items()):
+        other = "no rank runs it"
+        if need in rank_to_run:
+            other_rank = rank_to_run[need]
+            other = positions[other_rank]
+        lines.append(f"{positions[rank]} and waits for {need} ({other})")
+    return Fault(
+        KEY,
+        "the table deadlocks",
+        got="; ".join(lines[:MAX_STUCK_SHOWN]),
+        fix="reorder these rows",
+    )
 
 
 def _shown(items: Collection[object]) -> str:
     """The first items, and how many more there are."""
-    text = ", ".join(map(str, list(items)[:MAX_SHOWN]))
-    hidden = len(items) - MAX_SHOWN
-    return f"{text} and {hidden} more" if hidden > 0 else text
+    words = [str(item) for item in items]
+    text = ", ".join(words[:MAX_SHOWN])
+    num_hidden = len(words) - MAX_SHOWN
+    if num_hidden > 0:
+        text += f" and {num_hidden} more"
+    return text

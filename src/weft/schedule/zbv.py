@@ -27,7 +27,9 @@ def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """
     total = max(microbatches, 2 * ranks - 1)
     return v_shaped_table(
-        lambda rank: _row(rank, ranks, total), ranks=ranks, microbatches=microbatches
+        lambda rank: _row(rank, ranks, total),
+        ranks=ranks,
+        microbatches=microbatches,
     )
 
 

@@ -25,20 +25,33 @@ def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; rank r runs `ranks - r` forwards before its first backward and delays r
     weight gradients.
     """
-    rows = (delayed_row(rank, microbatches, warmup=ranks - rank, lag=rank) for rank in range(ranks))
-    return Table(
-        tuple(map(tuple, rows)), stage_to_rank=tuple(range(ranks)), microbatches=microbatches
+    rows: list[Iterator[Act]] = []
+    for rank in range(ranks):
+        rows.append(delayed_row(rank, microbatches, warmup=ranks - rank, lag=rank))
+    return Table.of_rows(
+        rows,
+        stage_to_rank=range(ranks),
+        microbatches=microbatches,
     )
 
 
-def delayed_row(stage: int, microbatches: int, *, warmup: int, lag: int) -> Iterator[Act]:
+def delayed_row(
+    stage: int,
+    microbatches: int,
+    *,
+    warmup: int,
+    lag: int,
+) -> Iterator[Act]:
     """`warmup` forwards; then input gradients, each followed by the weight gradient of `lag`
     micro-batches before and by the next forward. At most `warmup + lag` micro-batches are held."""
-    yield from (Act("F", stage, mb) for mb in range(min(warmup, microbatches)))
+    for mb in range(min(warmup, microbatches)):
+        yield Act("F", stage, mb)
     for mb in range(microbatches):
         yield Act("I", stage, mb)
         if mb >= lag:
             yield Act("W", stage, mb - lag)
         if mb + warmup < microbatches:
             yield Act("F", stage, mb + warmup)
-    yield from (Act("W", stage, mb) for mb in range(max(microbatches - lag, 0), microbatches))
+    first_pending = max(microbatches - lag, 0)
+    for mb in range(first_pending, microbatches):
+        yield Act("W", stage, mb)

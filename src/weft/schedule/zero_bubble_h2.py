@@ -14,7 +14,9 @@ slant: rank r starts and ends r forwards later than rank 0.
 
 from __future__ import annotations
 
-from weft.schedule.actions import Table
+from collections.abc import Iterator
+
+from weft.schedule.actions import Act, Table
 from weft.schedule.zero_bubble import delayed_row
 
 NAME = "zero_bubble_h2"
@@ -25,10 +27,12 @@ def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; rank r runs 2 (ranks - r) - 1 forwards before its first backward, 2r weight
     gradients are delayed.
     """
-    rows = (
-        delayed_row(rank, microbatches, warmup=2 * (ranks - rank) - 1, lag=2 * rank)
-        for rank in range(ranks)
-    )
-    return Table(
-        tuple(map(tuple, rows)), stage_to_rank=tuple(range(ranks)), microbatches=microbatches
+    rows: list[Iterator[Act]] = []
+    for rank in range(ranks):
+        warmup = 2 * (ranks - rank) - 1
+        rows.append(delayed_row(rank, microbatches, warmup=warmup, lag=2 * rank))
+    return Table.of_rows(
+        rows,
+        stage_to_rank=range(ranks),
+        microbatches=microbatches,
     )
