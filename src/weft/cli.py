@@ -125,14 +125,13 @@ def train(words: Sequence[str]) -> int:
     if wants_help(words):
         return _help_of_run("train", words)
     run = load_checked_run(words, (*data_checks.CHECKS, *preflight.CHECKS, *resume.CHECKS))
-    if not run.out:
-        run = run.model_copy(update={"out": str(preflight.new_run_folder(run, datetime.now()))})
-    print_messages(f"note: {note}" for note in preflight.training_notes(run))
-    set_openmp_policy()
-    from weft.commands.train import train as train_run
-    from weft.generate.main import sample_trained  # late: they import torch, after all checks
+    with preflight.locked_run(run, datetime.now()) as locked:
+        print_messages(f"note: {note}" for note in preflight.training_notes(locked))
+        set_openmp_policy()
+        from weft.commands.train import train as train_run
+        from weft.generate.main import sample_trained  # late: they import torch, after all checks
 
-    return train_run(run, generate_text=sample_trained)
+        return train_run(locked, generate_text=sample_trained)
 
 
 def explain(words: Sequence[str]) -> int:

@@ -108,3 +108,21 @@ def test_a_user_error_has_no_traceback(monkeypatch):
     failure = describe_error(raised(DataError(Fault("data.source", "empty"))), rank=0, at_s=0.0)
     error = ErrorContext(Mesh.parse("dp2")).to_error(failure)
     assert (str(error), error.kind) == ("rank 0 (dp0): data.source: empty", "user")
+
+
+def test_a_traceback_file_replaces_a_planted_link_and_needs_no_disk(tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("keep")
+    path = tmp_path / "traceback-rank1.txt"
+    path.symlink_to(victim)
+    failure = describe_error(raised(ValueError("bad")), rank=1, at_s=0.0)
+    context = ErrorContext(Mesh.parse("pp2"), tmp_path)
+    assert str(path) in str(context.to_error(failure))
+    assert "ValueError: bad" in path.read_text()
+    assert (path.is_symlink(), victim.read_text()) == (False, "keep")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("weft.run.failure.replace_file", full)
+    assert "No space left on device" in str(context.to_error(failure))

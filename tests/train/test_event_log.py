@@ -175,3 +175,26 @@ def test_an_event_is_written_by_one_call(tmp_path, monkeypatch):
     with EventLog(tmp_path) as journal:
         journal.emit({"event": "step", "text": "y" * 100_000})
     assert calls == [(tmp_path / EVENTS).read_bytes()]
+
+
+def test_planted_symbolic_links_are_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("keep")
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / EVENTS).symlink_to(victim)
+    with pytest.raises(LaunchError, match=r"events\.jsonl: a symbolic link"):
+        EventLog(run_folder)
+    (run_folder / EVENTS).unlink()
+    (run_folder / "plan.json").symlink_to(victim)
+    with EventLog(run_folder) as log:
+        log.write("plan.json", "{}")
+    assert (run_folder / "plan.json").read_text() == "{}"
+    assert not (run_folder / "plan.json").is_symlink()
+    assert victim.read_text() == "keep"
+
+
+def test_a_fifo_as_event_log_is_rejected(tmp_path):
+    os.mkfifo(tmp_path / EVENTS)
+    with pytest.raises(LaunchError, match="not a regular file"):
+        EventLog(tmp_path)

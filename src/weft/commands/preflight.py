@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,9 +18,10 @@ from weft.checkpoint.resume import AUTO, check_model, find_checkpoint, starts_ne
 from weft.config.checks import Check
 from weft.config.finetuning import defaults_note
 from weft.config.run import Run
-from weft.errors import CheckpointError, Fault, LaunchError
+from weft.errors import CheckpointError, Fault, LaunchError, UserError
 from weft.hf.match import match_folder
-from weft.run.world import detect, num_cores
+from weft.run.folder_lock import acquire, acquire_new, held_fault
+from weft.run.world import detect, job_name, num_cores
 
 RUNS = Path("runs")
 EVENTS = "events.jsonl"
@@ -56,6 +57,34 @@ def new_run_folder(run: Run, now: datetime) -> Path:
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
     return folder
+
+
+@contextlib.contextmanager
+def locked_run(run: Run, now: datetime) -> Iterator[Run]:
+    """The run with its folder, which is locked while open by the process that starts or is the
+    first rank.
+
+    Raises:
+        UserError: another process writes into the folder.
+    """
+    if not is_first(os.environ):
+        yield run if run.out else _with_out(run, new_run_folder(run, now))
+        return
+    job = job_name(os.environ)
+    if not run.out:
+        folder, held = acquire_new(new_run_folder(run, now), job=job)
+        run = _with_out(run, folder)
+    else:
+        held = acquire(Path(run.out), job=job)
+    with held:
+        faults = tuple(_holds_run(run))  # another run may have ended since the checks
+        if faults:
+            raise UserError(*faults)
+        yield run
+
+
+def _with_out(run: Run, folder: Path) -> Run:
+    return run.model_copy(update={"out": str(folder)})
 
 
 def world_faults(run: Run) -> Iterable[Fault]:
@@ -94,16 +123,10 @@ def out_faults(run: Run) -> Iterable[Fault]:
     if not is_first(os.environ):
         return
     out = Path(run.out) if run.out else RUNS
-    holds_run = any(os.path.exists(out / name) for name in (EVENTS, FOLDER))
-    if run.out and holds_run and not resumes_in(run, out):
-        fix = "--resume auto to resume it, another --out, or none for a new folder under runs/"
-        yield Fault(
-            "out",
-            "holds a run already",
-            got=repr(str(out)),
-            need=f"a folder without {EVENTS}",
-            fix=fix,
-        )
+    in_use = held_fault(out, job=job_name(os.environ)) if run.out and "\0" not in run.out else None
+    faults = (in_use,) if in_use else tuple(_holds_run(run))
+    if faults:
+        yield from faults
         return
     problem = _write_problem(out)
     if problem is not None:
@@ -113,6 +136,23 @@ def out_faults(run: Run) -> Iterable[Fault]:
             got=f"{str(out)!r}: {problem}",
             need="a folder",
             fix="choose another --out",
+        )
+
+
+def _holds_run(run: Run) -> Iterable[Fault]:
+    """A fresh start needs a folder without a run."""
+    if not run.out:
+        return
+    out = Path(run.out)
+    holds_run = any(os.path.exists(out / name) for name in (EVENTS, FOLDER))
+    if holds_run and not resumes_in(run, out):
+        fix = "--resume auto to resume it, another --out, or none for a new folder under runs/"
+        yield Fault(
+            "out",
+            "holds a run already",
+            got=repr(str(out)),
+            need=f"a folder without {EVENTS}",
+            fix=fix,
         )
 
 

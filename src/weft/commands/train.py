@@ -13,6 +13,7 @@ from weft.checkpoint.folder import checkpoints
 from weft.config.run import Run
 from weft.errors import EXIT_PREEMPTED, RankError
 from weft.parallel.model.parallelize import ParallelModel
+from weft.run.folder_lock import heartbeat
 from weft.run.launch import join, launch
 from weft.run.rank_setup import choose_device, open_comm
 from weft.run.signals import StopRequest
@@ -122,6 +123,7 @@ def train_rank(
         stop_request,
         open_comm(world, run.device_mesh, device) as comm,
         open_event_log(run, world) as log,
+        heartbeat(log.out),
     ):
         training = build_training(run, comm, stop_requested=lambda: stop_request.requested)
         outcome = run_training(

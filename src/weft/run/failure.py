@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from weft.checkpoint.disk import replace_file
 from weft.core.mesh import Mesh
 from weft.errors import (
     CommError,
@@ -98,11 +99,17 @@ class ErrorContext:
         return self.mesh.coord_text(rank) if self.mesh.size > 1 else ""
 
     def _save_trace(self, failure: RankFailure) -> str:
-        """Write the traceback to the run folder; its path, or how to see the traceback."""
+        """Write the traceback to the run folder; its path, or how to see the traceback where the
+        folder is missing or the disk is full.
+        """
+        see_again = f"set {TRACE_VARIABLE}=1 and run again"
         if self.out is None or not self.out.is_dir():
-            return f"set {TRACE_VARIABLE}=1 and run again"
+            return see_again
         path = self.out / f"traceback-rank{failure.rank}.txt"
-        path.write_text(failure.trace, encoding="utf-8")
+        try:
+            replace_file(path, failure.trace)
+        except OSError as error:
+            return f"not written ({error.strerror}); {see_again}"
         return str(path)
 
 

@@ -67,6 +67,19 @@ def detect(env: Env) -> World | None:
     return world
 
 
+def job_name(env: Env) -> str:
+    """Name of the torchrun or Slurm job that started this process; "" where nothing names it.
+
+    It stays the same when the job is restarted.
+    """
+    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none":
+        return f"torchrun {run_id}"
+    if "SLURM_PROCID" in env and env.get("SLURM_JOB_ID"):
+        return f"slurm {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
+    return ""
+
+
 def _torchrun_world(env: Env) -> World | None:
     """The world in torchrun's variables, which may also be set by hand."""
     if "RANK" not in env or "WORLD_SIZE" not in env:

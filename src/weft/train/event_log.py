@@ -25,9 +25,11 @@ cannot express NaN and infinity: they are the strings "NaN", "Infinity" and "-In
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +37,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weft.checkpoint.disk import DISK_FULL_ERRNOS
+from weft.checkpoint.disk import DISK_FULL_ERRNOS, replace_file
 from weft.errors import Fault, LaunchError
 from weft.view.progress import Event, View
 
@@ -91,13 +93,13 @@ class EventLog:
     def write(self, name: str, text: str) -> None:
         """Write the file `name` into the run folder, atomically."""
         if self.out is not None:
-            _write_atomic(self.out / name, text)
+            replace_file(self.out / name, text)
 
     def write_versioned(self, name: str, text: str) -> None:
         """As `write`, but an existing file with another text is kept: run.toml as run-1.toml."""
         if self.out is not None:
             _rename_older(self.out / name, text)
-            _write_atomic(self.out / name, text)
+            replace_file(self.out / name, text)
 
     def close(self) -> None:
         """Close the file and the views; may be called twice."""
@@ -203,7 +205,7 @@ def append_end_event(
         if status == "failed" and last["status"] == "failed":
             lines = path.read_bytes().split(b"\n")[: len(events) - 1]
             kept = "".join(line.decode() + "\n" for line in lines)
-            _write_atomic(path, kept + to_line({**last, "error": error}))
+            replace_file(path, kept + to_line({**last, "error": error}))
         return False
     num_steps = 0
     for event in events:
@@ -261,10 +263,35 @@ def step_history(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _open_for_append(path: Path) -> int:
-    """Open for appending, after removing an incomplete last line."""
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    """Open for appending, after removing an incomplete last line; never through a symbolic link.
+
+    Raises:
+        LaunchError: it is no regular file, or cannot be written.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = os.open(path, flags, 0o666)
+    except OSError as error:
+        is_link = error.errno == errno.ELOOP
+        reason = "a symbolic link" if is_link else error.strerror
+        raise _not_writable(path, str(reason)) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _not_writable(path, "not a regular file")
     os.ftruncate(file, _end_of_complete_lines(file))
     return file
+
+
+def _not_writable(path: Path, reason: str) -> LaunchError:
+    return LaunchError(
+        Fault(
+            "out",
+            "cannot append events",
+            got=f"{path}: {reason}",
+            need="a regular file",
+            fix="remove it, or choose another out",
+        )
+    )
 
 
 def _end_of_complete_lines(file: int, block: int = 1 << 16) -> int:
@@ -290,16 +317,6 @@ def _rename_older(path: Path, text: str) -> None:
             path.rename(target)
             return
         number += 1
-
-
-def _write_atomic(path: Path, text: str) -> None:
-    """Write to a temporary file, flush to the disk, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _to_json(value: Any) -> Any:
