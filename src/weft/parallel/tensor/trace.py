@@ -31,7 +31,7 @@ Note [Sharding trace]
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,6 +47,7 @@ from weft.models.common.batch import Batch, Extra
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.model.chain import META, replace_module
+from weft.parallel.tensor.fingerprint import fingerprint
 from weft.parallel.tensor.propagate import (
     Dim,
     DimFactor,
@@ -121,6 +122,44 @@ class Findings:
     def partial(self) -> frozenset[str]:
         """Whole parameters whose gradients are partial sums over the axis."""
         return frozenset(name for name, sides in self.uses.items() if True in sides)
+
+    def of_block(self, block: str) -> Findings:
+        """Those about one block, no parameter of which is another block's."""
+
+        def is_below(path: str) -> bool:
+            return path == block or path.startswith(f"{block}.")
+
+        return Findings(
+            entries={path: list(all_) for path, all_ in self.entries.items() if is_below(path)},
+            inside_columns={path for path in self.inside_columns if is_below(path)},
+            uses={name: set(sides) for name, sides in self.uses.items() if is_below(name)},
+            sharded_losses={
+                path: size for path, size in self.sharded_losses.items() if is_below(path)
+            },
+        )
+
+    def renamed(self, old: str, new: str) -> Findings:
+        """The same about another block; `old` and `new` are names of blocks."""
+
+        def name(path: str) -> str:
+            return new + path.removeprefix(old)
+
+        return Findings(
+            entries={
+                name(path): [name(reader) for reader in readers]
+                for path, readers in self.entries.items()
+            },
+            inside_columns={name(path) for path in self.inside_columns},
+            uses={name(path): set(sides) for path, sides in self.uses.items()},
+            sharded_losses={name(path): size for path, size in self.sharded_losses.items()},
+        )
+
+    def add(self, other: Findings) -> None:
+        """Add what was found about another block."""
+        self.entries.update(other.entries)
+        self.inside_columns.update(other.inside_columns)
+        self.uses.update(other.uses)
+        self.sharded_losses.update(other.sharded_losses)
 
 
 class ShardingTrace(TorchDispatchMode):
@@ -268,6 +307,10 @@ class ShardingTrace(TorchDispatchMode):
         self._values.setdefault(id(x), (x, self.value(x)))  # keeps x, so that its id stays its own
         return self.enter(x)
 
+    def forget_readers(self) -> None:
+        """Linears share entries only with those of their own block."""
+        self._readers.clear()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Operations inside are not followed."""
@@ -370,14 +413,18 @@ class TracedRegion(nn.Module):
     def forward(self, x: Tensor, *args: Any) -> Any:
         trace = self.trace
         calls: list[nn.Module] = []
+        hooks = []
         for module in self.module.modules():
             if isinstance(module, (RegionInput, RegionOutput)):
-                module.register_forward_hook(lambda module, *_: calls.append(module))
+                hook = module.register_forward_hook(lambda module, *_: calls.append(module))
+                hooks.append(hook)
         entered = trace.enter(x)
         for param in self.module.parameters():
             trace.use(trace.value(param).params, partial=True)
         with trace.paused():
             out = self.module(entered, *args)
+        for hook in hooks:
+            hook.remove()
         kinds = sorted(type(module).__name__ for module in calls)
         if kinds != [RegionInput.__name__, RegionOutput.__name__]:
             name = type(self.module).__name__
@@ -467,6 +514,7 @@ def trace_blocks(
     degree: int,
     index: int,
     sequence_parallel: bool,
+    records: dict[Hashable, BlockRecord] | None = None,
 ) -> Findings:
     """Run the chain of plain blocks on shards of one rank; see Note [Sharding trace].
 
@@ -476,26 +524,175 @@ def trace_blocks(
         params: global name -> what the rank holds.
         batch: an example, on the meta device.
         index: place of the rank along the axis.
+        records: those of a trace of the same blocks for another index, to which this one adds.
 
     Raises:
         PlanError: a block that does not compute on shards what it computes on whole tensors.
     """
-    trace = ShardingTrace(degree=degree, sequence_parallel=sequence_parallel)
-    embeds_positions = {
-        name for name, block in model.items() if _embeds_positions(block, kinds[name])
-    }
-    blocks = _copied(model, params, trace)
-    instrumented: dict[int, nn.Module] = {}
-    for name, block in blocks.items():
-        if id(block) not in instrumented:  # a block may be used twice
-            instrumented[id(block)] = _instrumented(name, block, kinds[name], trace)
+    chain = ChainTrace(
+        model,
+        kinds,
+        params,
+        ShardingTrace(degree=degree, sequence_parallel=sequence_parallel),
+        {} if records is None else records,
+    )
     x = batch.inputs
-    with torch.inference_mode(), trace:
-        for name, block in blocks.items():
-            narrows = sequence_parallel and name in embeds_positions
-            local = _local_positions(batch, trace, index) if narrows else batch
-            x = _run(name, instrumented[id(block)], x, local, trace)
-    return trace.findings
+    with torch.inference_mode():
+        for name, block in model.items():
+            narrows = sequence_parallel and _embeds_positions(block, kinds[name])
+            local = _local_positions(batch, chain.trace, index) if narrows else batch
+            x = chain.run(name, x, local)
+    return chain.trace.findings
+
+
+@dataclass(frozen=True)
+class BlockRecord:
+    """What the trace of a block yielded, for blocks that equal it; see Note [Equal blocks].
+
+    Attributes:
+        name: of the block that was traced.
+        findings: those of this block.
+        shape, stride, dtype: of its result.
+        value: of its result.
+    """
+
+    name: str
+    findings: Findings
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    value: Value
+
+    def result(self) -> Tensor:
+        """A result like the one that was recorded."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+
+
+class ChainTrace:
+    """Trace of a chain of blocks, one after the other; equal blocks once.
+
+    Note [Equal blocks]
+        A block is not traced where an equal one was: the record of that one is repeated under its
+        own name. Equal are blocks with the same fingerprint (fingerprint.py), the same sharded
+        modules, local parameters and input. Only blocks whose forwards depend on nothing else are
+        recorded:
+
+            a parameter of another block, too     what is found depends on that block
+            a forward that changes its module     the next one may depend on the change, through an
+                                                  object that both hold: nothing is repeated after it
+    """
+
+    def __init__(
+        self,
+        model: Mapping[str, nn.Module],
+        kinds: Mapping[str, ShardedModules],
+        params: Mapping[str, LocalParam],
+        trace: ShardingTrace,
+        records: dict[Hashable, BlockRecord],
+    ) -> None:
+        self.model = model
+        self.kinds = kinds
+        self.params = params
+        self.trace = trace
+        self._copies: dict[int, Any] = {}
+        self._instrumented: dict[int, nn.Module] = {}
+        self._tied_blocks = _blocks_with_tied_params(model)
+        self._records = records
+        self._is_stateless = True
+
+    def run(self, name: str, x: Tensor, batch: Batch) -> Tensor:
+        """What a block hands on."""
+        key = self._key(name, x, batch)
+        record = self._records.get(key) if key is not None else None
+        if record is not None and self._is_stateless:
+            return self._repeat(record, name)
+        block = self._instrument(name)
+        before = self._state(block, batch)
+        with self.trace:
+            x = _run(name, block, x, batch, self.trace)
+        if before is None or self._state(block, batch) != before:
+            self._is_stateless = False
+        if key is not None and self._is_stateless and type(x) is Tensor:
+            self._records[key] = BlockRecord(
+                name=name,
+                findings=self.trace.findings.of_block(name),
+                shape=x.shape,
+                stride=x.stride(),
+                dtype=x.dtype,
+                value=self.trace.value(x),
+            )
+        return x
+
+    def _repeat(self, record: BlockRecord, name: str) -> Tensor:
+        self.trace.findings.add(record.findings.renamed(record.name, name))
+        return self.trace.set(record.result(), record.value)
+
+    def _key(self, name: str, x: Tensor, batch: Batch) -> Hashable | None:
+        """Equal for blocks whose traces are equal; None where that cannot be said."""
+        if name in self._tied_blocks or type(x) is not Tensor:
+            return None
+        block = self.model[name]
+        structure = fingerprint(block, _description)
+        if structure is None:
+            return None
+        params = []
+        for path, _ in block.named_parameters(remove_duplicate=False):
+            params.append((path, self.params[f"{name}.{path}"]))
+        x_facts = (_description(x), self.trace.value(x))
+        return structure, self.kinds[name], tuple(params), x_facts, self._batch_facts(batch)
+
+    def _batch_facts(self, batch: Batch) -> Hashable:
+        facts: list[Hashable] = []
+        for field_name, tensor in vars(batch).items():
+            if tensor is not None:
+                value = self.trace.value(tensor)
+                facts.append((field_name, id(tensor), _description(tensor), value))
+        return tuple(facts)
+
+    def _state(self, block: nn.Module, batch: Batch) -> Hashable | None:
+        """Equal before and after a forward that leaves its module and the batch as they were."""
+        trace = self.trace
+
+        def describe(tensor: Tensor) -> Hashable:
+            return id(tensor), _description(tensor), trace.value(tensor)
+
+        structure = fingerprint(block, describe, opaque=(trace,))
+        return None if structure is None else (structure, self._batch_facts(batch))
+
+    def _instrument(self, name: str) -> nn.Module:
+        """A copy of the block on local parameters, with stand-ins for its sharded modules."""
+        block = self.model[name]
+        if id(block) not in self._instrumented:  # a block may be used twice
+            copied = _copied(name, block, self.params, self.trace, self._copies)
+            self._instrumented[id(block)] = _instrumented(
+                name, copied, self.kinds[name], self.trace
+            )
+        return self._instrumented[id(block)]
+
+
+def _blocks_with_tied_params(model: Mapping[str, nn.Module]) -> frozenset[str]:
+    """Blocks that hold a parameter of another block, too."""
+    holders: dict[int, set[str]] = {}
+    for name, block in model.items():
+        for param in block.parameters():
+            holders.setdefault(id(param), set()).add(name)
+    tied: set[str] = set()
+    for names in holders.values():
+        if len(names) > 1:
+            tied.update(names)
+    return frozenset(tied)
+
+
+def _description(tensor: Tensor) -> Hashable:
+    """What a forward may know of a tensor on the meta device."""
+    return (
+        type(tensor),
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+        tensor.stride(),
+        tensor.requires_grad,
+    )
 
 
 def _embeds_positions(block: nn.Module, kinds: ShardedModules) -> bool:
@@ -507,6 +704,7 @@ def _embeds_positions(block: nn.Module, kinds: ShardedModules) -> bool:
 def _run(name: str, block: nn.Module, x: Tensor, batch: Batch, trace: ShardingTrace) -> Tensor:
     """What a block hands on."""
     trace.module = name
+    trace.forget_readers()
     try:
         out = block(x, batch)
     except ShardingError as error:
@@ -545,28 +743,35 @@ def _fix_of_failure(reason: str, *, sequence_parallel: bool) -> str:
 
 
 def _copied(
-    model: Mapping[str, nn.Module], params: Mapping[str, LocalParam], trace: ShardingTrace
-) -> dict[str, nn.Module]:
-    """A copy of the blocks with local parameters in place of whole ones."""
-    memo: dict[int, Any] = {}
-    for block_name, block in model.items():
-        for path, param in block.named_parameters(remove_duplicate=False):
-            name = f"{block_name}.{path}"
-            if id(param) in memo:
-                continue
-            local = params[name]
-            meta = nn.Parameter(
-                torch.empty(local.shape, dtype=param.dtype, device=META), requires_grad=False
-            )
-            memo[id(param)] = meta
-            sharded = any(map(is_sharded, local.dims))
-            trace.set(
-                meta,
-                Value(
-                    local.dims, inside=sharded, params=frozenset() if sharded else frozenset({name})
-                ),
-            )
-    return {name: copy.deepcopy(block, memo) for name, block in model.items()}
+    name: str,
+    block: nn.Module,
+    params: Mapping[str, LocalParam],
+    trace: ShardingTrace,
+    copies: dict[int, Any],
+) -> nn.Module:
+    """A copy of a block with local parameters in place of whole ones.
+
+    Args:
+        copies: the copies of objects that blocks before this one hold, too, by id.
+    """
+    for path, param in block.named_parameters(remove_duplicate=False):
+        if id(param) not in copies:
+            param_name = f"{name}.{path}"
+            copies[id(param)] = _local_copy(param_name, param, params[param_name], trace)
+    return copy.deepcopy(block, copies)
+
+
+def _local_copy(
+    name: str, param: nn.Parameter, local: LocalParam, trace: ShardingTrace
+) -> nn.Parameter:
+    data = torch.empty(local.shape, dtype=param.dtype, device=META)
+    copied = nn.Parameter(data, requires_grad=False)
+    if any(map(is_sharded, local.dims)):
+        value = Value(local.dims, inside=True)
+    else:
+        value = Value(local.dims, params=frozenset({name}))
+    trace.set(copied, value)
+    return copied
 
 
 def _instrumented(

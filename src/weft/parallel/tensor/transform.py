@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,13 @@ from weft.parallel.model.chain import PlainChain, replace_module
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensor.propagate import DimFactor, Dims
 from weft.parallel.tensor.region import SEQ_DIM, Region, SharedEntries
-from weft.parallel.tensor.trace import Findings, LocalParam, ShardedModules, trace_blocks
+from weft.parallel.tensor.trace import (
+    BlockRecord,
+    Findings,
+    LocalParam,
+    ShardedModules,
+    trace_blocks,
+)
 from weft.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelLoss
 from weft.parallel.tp import AXIS
 
@@ -84,22 +90,26 @@ def _trace(
     differ, of both.
     """
     degree = plan.mesh.degree(AXIS)
-    params = [_local_params(chain, plan, axes=axes, index=index) for index in (0, degree - 1)]
-    indices = (0,) if params[0] == params[1] else (0, degree - 1)
-    found = []
-    for index in indices:
-        found.append(
-            trace_blocks(
-                chain.blocks,
-                modules,
-                params[0 if index == 0 else 1],
-                chain.batch,
-                degree=degree,
-                index=index,
-                sequence_parallel=plan.sequence_parallel,
-            )
+    of_first = _local_params(chain, plan, axes=axes, index=0)
+    of_last = _local_params(chain, plan, axes=axes, index=degree - 1)
+    records: dict[Hashable, BlockRecord] = {}
+
+    def trace(params: Mapping[str, LocalParam], index: int) -> Findings:
+        return trace_blocks(
+            chain.blocks,
+            modules,
+            params,
+            chain.batch,
+            degree=degree,
+            index=index,
+            sequence_parallel=plan.sequence_parallel,
+            records=records,
         )
-    return found[0]
+
+    findings = trace(of_first, 0)
+    if of_last != of_first:
+        trace(of_last, degree - 1)
+    return findings
 
 
 def _local_params(

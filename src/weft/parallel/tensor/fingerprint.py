@@ -1,0 +1,106 @@
+"""Fingerprints of modules: equal only for modules that no forward can tell apart.
+
+Note [Fingerprints]
+    A fingerprint is what pickle writes of a module: all that `copy.deepcopy` copies (types,
+    attributes, hooks, which objects are one object), in the same order. Three kinds of objects are
+    not written, but numbered in order of their first occurrence and compared aside:
+
+        tensors                by what the caller describes them with; their values are not read
+        functions, classes     by identity, as are members of enums
+        the given `opaque`     by identity
+
+    A module that holds an object with a `__deepcopy__` of its own, or one that cannot be pickled,
+    has no fingerprint. State outside the module is not seen: globals, class attributes, closures.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+_VALUE_TYPES = frozenset({str, int, float, bool, type(None), dict, tuple, list})
+_IDENTITY_TYPES = (FunctionType, type, Enum)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What two modules must have in common to compute the same; see Note [Fingerprints].
+
+    Attributes:
+        structure: as pickle writes it.
+        tensors: descriptions, in order of first occurrence.
+        identities: functions, classes, members of enums and opaque objects, in order of first occurrence.
+    """
+
+    structure: bytes
+    tensors: tuple[Hashable, ...]
+    identities: tuple[Hashable, ...]
+
+
+def fingerprint(
+    module: nn.Module,
+    describe: Callable[[Tensor], Hashable],
+    *,
+    opaque: tuple[Hashable, ...] = (),
+) -> Fingerprint | None:
+    """The fingerprint of a module; None where nothing can be said.
+
+    Args:
+        describe: what a forward may know of a tensor.
+        opaque: objects that are compared by identity.
+    """
+    stream = io.BytesIO()
+    writer = _Writer(stream, describe, opaque)
+    try:
+        writer.dump(module)
+    except Exception:  # noqa: BLE001 - any object may refuse to be pickled, in its own way
+        return None
+    return Fingerprint(stream.getvalue(), tuple(writer.tensors), tuple(writer.identities))
+
+
+class _Writer(pickle.Pickler):
+    """Writes structure; keeps what is compared aside."""
+
+    def __init__(
+        self,
+        stream: io.BytesIO,
+        describe: Callable[[Tensor], Hashable],
+        opaque: tuple[Hashable, ...],
+    ) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Hashable] = []
+        self.identities: list[Hashable] = []
+        self._describe = describe
+        self._opaque_ids = frozenset(map(id, opaque))
+        self._numbers: dict[int, tuple[str, int]] = {}
+        self._kept: list[Any] = []
+
+    def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+        """The number of an object that is compared aside; called by pickle for every object."""
+        kind = type(obj)
+        if kind in _VALUE_TYPES:
+            return None
+        if id(obj) in self._numbers:
+            return self._numbers[id(obj)]
+        if issubclass(kind, Tensor):
+            self.tensors.append(self._describe(obj))
+            return self._number(obj, "tensor", len(self.tensors))
+        is_identity = issubclass(kind, _IDENTITY_TYPES) or id(obj) in self._opaque_ids
+        if is_identity:
+            self.identities.append(obj)
+            return self._number(obj, "identity", len(self.identities))
+        if hasattr(kind, "__deepcopy__"):
+            raise pickle.PicklingError(f"{kind.__name__} has a __deepcopy__ of its own")
+        return None
+
+    def _number(self, obj: Any, kind: str, place: int) -> tuple[str, int]:
+        self._kept.append(obj)  # so that its id stays its own
+        self._numbers[id(obj)] = (kind, place)
+        return kind, place
