@@ -75,13 +75,19 @@ def all_meshes(most_ranks: int, axes: Sequence[str]) -> Iterator[Mesh]:
             yield Mesh(tuple((name, degree) for name, degree in named if degree > 1))
 
 
-def grid(most_ranks: int = 16) -> Iterator[Case]:
-    """Every mesh of up to `most_ranks` ranks over pp, dp, cp and tp, with and without sequence
-    parallelism, by every schedule.
+MOST_RANKS = 16
+"""Of the grid's meshes."""
+
+
+@cache
+def candidates() -> tuple[Case, ...]:
+    """Every mesh of up to `MOST_RANKS` ranks over pp, dp, cp and tp, with and without sequence
+    parallelism, by every schedule; config validation may reject some.
 
     The ways across cp take turns, and so do sequences of one document and of several.
     """
-    meshes = all_meshes(most_ranks, ("pp", "dp", "cp", "tp"))
+    found: list[Case] = []
+    meshes = all_meshes(MOST_RANKS, ("pp", "dp", "cp", "tp"))
     turns = itertools.count()
     schedules = [(name, schedule.default_chunks) for name, schedule in SCHEDULES.items()]
     for mesh, family, (schedule, chunks), sequence in itertools.product(
@@ -100,7 +106,8 @@ def grid(most_ranks: int = 16) -> Iterator[Case]:
             seq_len=12 if cp == 3 else SEQ_LEN,
         )
         grouped = replace(case, grouped=True)
-        yield from (each for each in (case, grouped) if acts(each) and fits(each))
+        found.extend(each for each in (case, grouped) if acts(each))
+    return tuple(found)
 
 
 def acts(case: Case) -> bool:
@@ -111,6 +118,12 @@ def acts(case: Case) -> bool:
         and (not case.sequence or tp > 1)
         and (pp > 1 or case.schedule in ("gpipe", "1f1b", "zero_bubble"))
     )
+
+
+@cache
+def grid() -> tuple[Case, ...]:
+    """The layouts among the candidates that config validation accepts."""
+    return tuple(case for case in candidates() if fits(case))
 
 
 @cache
@@ -125,7 +138,9 @@ def sample(number: int, *, seed: int, most_ranks: int = 32) -> tuple[Case, ...]:
     """
     dice = random.Random(seed)
     chosen: dict[Case, None] = {}
-    for cases in (read_rows(LIST), grid()):
-        small = [case for case in sorted(cases, key=str) if case.grid.size <= most_ranks]
-        chosen.update(dict.fromkeys(dice.sample(small, number // 2)))
+    for cases in (read_rows(LIST), candidates()):
+        small = [case for case in cases if case.grid.size <= most_ranks]
+        dice.shuffle(small)
+        fitting = (case for case in small if fits(case))  # few are checked, which costs
+        chosen.update(dict.fromkeys(itertools.islice(fitting, number // 2)))
     return tuple(chosen)

@@ -19,7 +19,7 @@ from tests.matrix.cover import (
     read_rows,
 )
 from tests.matrix.layouts import Case, fits
-from tests.matrix.sweep import every_case
+from tests.matrix.sweep import every_case, sample
 from tests.small_models import TEXT_FAMILIES
 from weft.schedule.catalog import SCHEDULES
 
@@ -64,6 +64,7 @@ def test_every_combination_of_choices_that_can_meet_meets_in_some_row(strength: 
 
 def test_the_sweep_has_every_schedule_model_and_mesh_of_five_axes() -> None:
     cases = every_case()
+    assert set(sample(120, seed=21)) <= set(cases)
     assert {case.schedule for case in cases} == set(SCHEDULES)
     assert {case.family for case in cases} == set(TEXT_FAMILIES)
     assert any(len(case.grid.axes) == 5 for case in cases)

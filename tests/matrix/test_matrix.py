@@ -35,7 +35,15 @@ def test_sampled_layout_computes_what_one_device_computes(case: Case, check: Che
     check(case)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Parametrise the whole sweep. Enumerating it takes seconds, so it is left out where `-m`
+    deselects its tests.
+    """
+    if metafunc.function is test_every_layout_computes_what_one_device_computes:
+        is_deselected = "not slow" in metafunc.config.getoption("markexpr")
+        metafunc.parametrize("case", () if is_deselected else every_case(), ids=str)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", every_case(), ids=str)
 def test_every_layout_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -35,6 +36,7 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
 
     @staticmethod
+    @functools.cache
     def parse(text: str) -> Mesh:
         """Read `"dp2 pp2 tp2"`: axis names with their degrees, outermost first; `""` is one rank.
 
