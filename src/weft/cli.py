@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from pydantic import Field
 
 from weft import __version__
 from weft.checkpoint import resume
+from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.commands import data_checks, preflight
 from weft.commands import doctor as commands_doctor
 from weft.commands import schedule as commands_schedule
@@ -48,6 +50,9 @@ from weft.layout.explain import explain as explain_plan
 from weft.models import FAMILIES
 
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
+MAX_FAULTS_SHOWN = 50
+INPUT_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+"""Errors of the file system that a name or the rights of the input cause."""
 PATIENCE_S = 1.0
 """Time that other ranks wait after a fault, so that torchrun does not end the first one before it
 has printed the faults.
@@ -68,14 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except UserError as error:
-        print_messages(f"error: {fault}" for fault in error.faults)
+        print_messages(_fault_lines(error.faults))
         if not preflight.is_first(os.environ, preflight.LOCAL_RANK_VARIABLES):
             time.sleep(PATIENCE_S)
         return EXIT_USER
     except RankError as error:
-        print(
-            f"error: {error}", file=sys.stderr
-        )  # on every rank: the others do not have this error
+        # on every rank: the others do not have this error
+        print(_rank_error_text(error), file=sys.stderr)
         return EXIT_USER if error.kind == "user" else EXIT_FAILED
     except WeftError as error:
         print_messages([f"error: {error}"])
@@ -86,8 +90,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         fault = Fault("torch", "is not installed", fix="pip install torch (see weft doctor)")
         print_messages([f"error: {fault}"])
         return EXIT_USER
+    except OSError as error:
+        if error.errno not in INPUT_ERRNOS and error.errno not in DISK_FULL_ERRNOS:
+            raise
+        fault = Fault(str(error.filename or "weft"), f"cannot be used: {error.strerror}")
+        print_messages([f"error: {fault}"])
+        return EXIT_USER if error.errno in INPUT_ERRNOS else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _fault_lines(faults: Sequence[Fault]) -> Iterator[str]:
+    """A line for each fault, and the number of those that are too many to read."""
+    for fault in faults[:MAX_FAULTS_SHOWN]:
+        yield f"error: {fault}"
+    num_hidden = len(faults) - MAX_FAULTS_SHOWN
+    if num_hidden > 0:
+        yield f"error: and {num_hidden} more faults"
+
+
+def _rank_error_text(error: RankError) -> str:
+    """The message of a failed rank; every fault of a user error gets a line of its own."""
+    text = f"error: {error}"
+    return text.replace("\n", "\nerror: ") if error.kind == "user" else text
 
 
 def _command(name: str, words: Sequence[str]) -> Callable[[Sequence[str]], int]:

@@ -23,6 +23,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_LINE_CHARS = 4000
+"""Length of the line of a fault: names and values of the input may have any length."""
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
@@ -51,7 +54,21 @@ class Fault:
             line += f" ({'; '.join(details)})"
         if self.fix:
             line += f". Fix: {self.fix}"
-        return " ".join(line.split())
+        return _printable(" ".join(line.split()))
+
+
+def _printable(line: str) -> str:
+    """The line with control characters (terminal escapes, text direction) written out, and shortened
+    in the middle where it is too long.
+    """
+    if len(line) > MAX_LINE_CHARS:
+        half = MAX_LINE_CHARS // 2
+        line = f"{line[:half]} ... {line[-half:]}"
+    if line.isprintable():
+        return line
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in line
+    )
 
 
 class WeftError(Exception):

@@ -19,6 +19,7 @@ from weft.checkpoint.format import DTYPES, DataFile, Piece, Stored, StoredDtype
 from weft.checkpoint.manifest import FIX_USE_ANOTHER
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
+from weft.small_files import UnreadableFile, open_regular
 
 ALIGNMENT = 64
 BLOCK_BYTES = 16 * 2**20
@@ -111,9 +112,9 @@ class MappedFile:
         self._block_bytes = block_bytes
         self._verified: set[tuple[int, int]] = set()
         try:
-            with path.open("rb") as file:
+            with open_regular(path, within=path.parent) as file:
                 self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, UnreadableFile) as error:
             raise CheckpointError(
                 Fault(
                     str(path),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
+import stat
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,11 @@ from pydantic import ValidationError
 
 from weft.checkpoint.format import DIGEST, FORMAT, MANIFEST, Manifest, Piece, Stored, digest_text
 from weft.errors import CheckpointError, Fault
+from weft.small_files import MIB, UnreadableFile, parse_json, read_bytes
 
 FIX_USE_ANOTHER = "take an older checkpoint, or resume = auto"
+MAX_MANIFEST_BYTES = 256 * MIB
+MAX_DIGEST_BYTES = 4096
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -35,18 +39,17 @@ def _verified_bytes(path: Path) -> bytes:
     """The bytes of the manifest, if they match its checksum file."""
     manifest_path, digest_path = path / MANIFEST, path / DIGEST
     try:
-        text = manifest_path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(_not_a_checkpoint(path)) from None
-    except OSError as error:
-        raise CheckpointError(
-            Fault(str(manifest_path), f"cannot be read: {error.strerror}")
-        ) from None
+        text = read_bytes(manifest_path, max_bytes=MAX_MANIFEST_BYTES, within=path)
+    except UnreadableFile as error:
+        fault = _not_a_checkpoint(path) if error.is_missing else error.fault()
+        raise CheckpointError(fault) from None
     try:
-        digest = digest_path.read_bytes()
-    except OSError as error:
-        what = f"the manifest's checksum cannot be read: {error.strerror}"
-        raise CheckpointError(Fault(str(digest_path), what, fix=FIX_USE_ANOTHER)) from None
+        digest = read_bytes(digest_path, max_bytes=MAX_DIGEST_BYTES, within=path)
+    except UnreadableFile as error:
+        what = f"the manifest's checksum cannot be read: {error.what}"
+        raise CheckpointError(
+            Fault(str(digest_path), what, error.got, fix=FIX_USE_ANOTHER)
+        ) from None
     need = digest_text(text).encode()
     if digest != need:
         what = f"{MANIFEST} and its checksum do not agree: one of the two is damaged"
@@ -90,7 +93,7 @@ def _not_a_checkpoint(path: Path) -> Fault:
 def _parse(path: Path, text: bytes) -> Manifest:
     where = str(path / MANIFEST)
     try:
-        data: Any = json.loads(text)
+        data: Any = parse_json(text)
     except ValueError as error:
         raise CheckpointError(Fault(where, f"is not JSON: {error}", fix=FIX_USE_ANOTHER)) from None
     found = data.get("format") if isinstance(data, dict) else None
@@ -184,12 +187,15 @@ def _length_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
     """Data files that are missing or have another length than the manifest says."""
     for name, file in sorted(manifest.files.items()):
         try:
-            length = (path / name).stat().st_size
+            status = (path / name).stat()
+            length = status.st_size
         except OSError as error:
             what = f"missing: {error.strerror}; it holds {_content(manifest, name)}"
             yield Fault(str(path / name), what, fix=FIX_USE_ANOTHER)
             continue
-        if length != file.num_bytes:
+        if os.path.islink(path / name) or not stat.S_ISREG(status.st_mode):
+            yield Fault(str(path / name), "is no regular file", fix=FIX_USE_ANOTHER)
+        elif length != file.num_bytes:
             difference = "cut short" if length < file.num_bytes else "longer than it was written"
             what = f"{difference}; it holds {_content(manifest, name)}"
             yield Fault(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from weft.config.checks import Check
@@ -10,6 +10,9 @@ from weft.config.run import Run
 from weft.data import images
 from weft.data.dataset import open_data, open_validation
 from weft.data.files import KEY
+from weft.data.prepared import Split, prepared_of, sources_of
+from weft.data.token_sources import split_of
+from weft.data.verify import content_faults
 from weft.errors import DataError, Fault
 
 
@@ -23,6 +26,7 @@ def source_faults(run: Run) -> Iterable[Fault]:
             images.check_digits()
         else:
             open_data(run.data, run.model)
+            return tuple(_content_faults(sources_of(run.data)))
     except DataError as error:
         return tuple(_with_possible_fix(fault, from_hf=run.model.from_hf) for fault in error.faults)
     return ()
@@ -39,12 +43,22 @@ def _with_possible_fix(fault: Fault, *, from_hf: str | None) -> Fault:
     )
 
 
+def _content_faults(sources: Iterable[str], split: Split = "train") -> Iterator[Fault]:
+    """Damage of the prepared folders among these sources."""
+    for source in sources:
+        prepared = prepared_of(source)
+        if prepared is not None:
+            yield from content_faults(prepared, split_of(source, split))
+
+
 def validation_faults(run: Run) -> Iterable[Fault]:
     """Faults of the validation data, where the run has evaluations."""
     if not run.eval.every:
         return ()
     try:
         open_validation(run.data, run.model, source=run.eval.source)
+        sources = (run.eval.source,) if run.eval.source else sources_of(run.data)
+        return tuple(_content_faults(sources, split="valid"))
     except DataError as error:
         return error.faults
     return ()

@@ -12,10 +12,13 @@ from pydantic import BaseModel
 
 from weft.config.keys import Flat, flatten, section_of
 from weft.errors import ConfigError, Fault
+from weft.small_files import MIB, UnreadableFile, parse_toml, read_bytes
 
 HEADER = "# The whole run: every key that decides it. Repeat it with `weft train` and this file.\n"
-MAX_BYTES = 2**20
+MAX_BYTES = MIB
 """Size of the largest file that is read as a config."""
+MAX_KEYS = 1000
+"""Keys of a config file: more are no config."""
 
 
 def read(path: str) -> Flat:
@@ -25,24 +28,18 @@ def read(path: str) -> Flat:
         ConfigError: there is no such file, or it is not TOML; with line and column.
     """
     try:
-        content = _read_bytes(path)
-        return flatten(tomllib.loads(content.decode()))
-    except FileNotFoundError:
-        fix = "check the path; keys are set with two dashes: --optim.lr 0.001"
+        content = read_bytes(Path(path), max_bytes=MAX_BYTES)
+        keys = flatten(parse_toml(content.decode()))
+        if len(keys) <= MAX_KEYS:
+            return keys
         fault = Fault(
             "config",
-            "no such file",
-            got=repr(path),
-            need="a TOML file",
-            fix=fix,
+            f"{path} is not a config",
+            got=f"{len(keys)} keys",
+            need=f"at most {MAX_KEYS}",
         )
-    except OSError as error:
-        fault = Fault(
-            "config",
-            "cannot read the file",
-            got=repr(path),
-            need=str(error.strerror),
-        )
+    except UnreadableFile as error:
+        fault = _file_fault(path, error)
     except UnicodeDecodeError as error:
         what = f"{path} is not UTF-8 text at byte {error.start}"
         fault = Fault(
@@ -58,22 +55,28 @@ def read(path: str) -> Flat:
             got=str(error),
             fix=_syntax_hint(str(error)),
         )
+    except ValueError as error:
+        fault = Fault("config", f"{path} is not a config", got=str(error), need="a TOML file")
     raise ConfigError(fault)
 
 
-def _read_bytes(path: str) -> bytes:
-    with Path(path).open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ConfigError(
-            Fault(
-                "config",
-                f"{path} is not a config",
-                got=f"over {MAX_BYTES} bytes",
-                need="a TOML file",
-            )
+def _file_fault(path: str, error: UnreadableFile) -> Fault:
+    if error.is_missing:
+        fix = "check the path; keys are set with two dashes: --optim.lr 0.001"
+        return Fault(
+            "config",
+            "no such file",
+            got=repr(path),
+            need="a TOML file",
+            fix=fix,
         )
-    return content
+    got = f"{path!r}: {error.got}" if error.got else repr(path)
+    return Fault(
+        "config",
+        error.what,
+        got=got,
+        need="a TOML file",
+    )
 
 
 def _syntax_hint(message: str) -> str:

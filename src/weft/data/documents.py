@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 from weft.data.files import GZIP_SUFFIX, KEY, LINES_SUFFIX, TABLE_SUFFIX, kind_of
 from weft.errors import DataError, Fault, did_you_mean
+from weft.small_files import MIB, UnreadableFile, capped_lines, open_regular, parse_json
 
 FIELD_KEY = "data.text_field"
 CHUNK_CHARS = 2**16
 """Characters of a chunk at most."""
 READ_BYTES = 2**18
+MAX_LINE_BYTES = 64 * MIB
+"""Length of a JSONL line, decompressed."""
 PARQUET_ROWS = 256
 """Rows of a parquet file that are read at once."""
 MAX_ERROR_CHARS = 160
@@ -74,6 +76,11 @@ def read_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
             Fault(KEY, f"{file} is a broken gzip file", str(error), fix="fetch the file again")
+        ) from None
+    except UnreadableFile as error:
+        why = f"{error.what}: {error.got}" if error.got else error.what
+        raise DataError(
+            Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
         ) from None
     except OSError as error:
         why = error.strerror or str(error)
@@ -134,13 +141,22 @@ def _text_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
 
 
 def _paragraphs(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
-    """The texts between blank lines, a document each; lines and documents may have any length."""
-    paragraph, incomplete_line = "", ""
+    """The texts between blank lines, a document each; lines and documents may have any length.
+
+    A line longer than a chunk counts as text, blank or not, and is not kept until its end.
+    """
+    paragraph, incomplete_line, is_long = "", "", False
     for block in _decoded_blocks(file, options):
         *lines, incomplete_line = (incomplete_line + block.text).split("\n")
-        for line in lines:
-            if line.strip():
-                paragraph += line + "\n"
+        is_rest = is_long and bool(lines)
+        is_long = len(incomplete_line) > CHUNK_CHARS or (is_long and not lines)
+        if is_long:
+            lines.append(incomplete_line)
+            incomplete_line = ""
+        for index, line in enumerate(lines):
+            is_open = is_long and index == len(lines) - 1
+            if line.strip() or is_open or (is_rest and index == 0):
+                paragraph += line if is_open else line + "\n"
                 if len(paragraph) > 2 * CHUNK_CHARS:
                     *parts, paragraph = split_text(paragraph)
                     for part in parts:
@@ -165,7 +181,7 @@ def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_DecodedBlock]
     errors = "surrogateescape" if options.allow_any_bytes else "strict"
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     num_decoded = 0
-    with file.open("rb") as raw, _decompressed(raw, file) as source:
+    with open_regular(file) as raw, _decompressed(raw, file) as source:
         while True:
             data = source.read(READ_BYTES)
             try:
@@ -182,24 +198,30 @@ def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_DecodedBlock]
                 return
 
 
-def _decompressed(raw: IO[bytes], file: Path) -> IO[bytes] | gzip.GzipFile:
-    return gzip.open(raw) if file.suffix == GZIP_SUFFIX else raw
+def _decompressed(raw: IO[bytes], file: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(raw)) if file.suffix == GZIP_SUFFIX else raw
 
 
 def _jsonl_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     """A JSONL file: the text field of every line."""
-    with file.open("rb") as raw, _decompressed(raw, file) as source:
-        for number, line in enumerate(source, start=1):
-            if not line.strip():
-                continue
-            text = _text_of_line(line, options.text_field, f"{file}:{number}")
-            if text:
-                yield from document_chunks(text, raw.tell())
+    with open_regular(file) as raw, _decompressed(raw, file) as source:
+        number = 0
+        try:
+            for number, line in enumerate(capped_lines(source, max_bytes=MAX_LINE_BYTES), start=1):
+                if not line.strip():
+                    continue
+                text = _text_of_line(line, options.text_field, f"{file}:{number}")
+                if text:
+                    yield from document_chunks(text, raw.tell())
+        except ValueError as error:
+            what = f"{file}:{number + 1} is too long"
+            fix = "one document a line, or plain text, which may have lines of any length"
+            raise DataError(Fault(KEY, what, str(error), fix=fix)) from None
 
 
 def _text_of_line(line: bytes, field: str, where: str) -> str:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise DataError(
             Fault(KEY, f"{where} is not JSON", str(error), "one JSON object a line")
@@ -235,7 +257,7 @@ def _parquet_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     """A parquet file: the text column of every row, some rows at a time."""
     parquet = _import_pyarrow()
     field = options.text_field
-    with file.open("rb") as raw:
+    with open_regular(file) as raw:
         try:
             table = parquet.ParquetFile(raw)
         except Exception as error:  # noqa: BLE001 - the library's own errors, about the file alone

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.errors import DataError, Fault
+from weft.small_files import UnreadableFile, open_regular
 
 KEY = "data.source"
 STDLIB_MAX_BYTES = 20 * 2**20
@@ -95,6 +96,8 @@ def _matching_files(source: str) -> tuple[Path, ...]:
 
 def _in_folder(folder: Path) -> tuple[Path, ...]:
     files = tuple(sorted(file for file in _below(folder) if file.name.endswith(READ_SUFFIXES)))
+    for file in files:
+        _check_in_folder(file, folder)
     if not files:
         need = f"{' '.join(READ_SUFFIXES)} files"
         fix = f"name others: '{folder}/*.c'"
@@ -107,6 +110,15 @@ def _below(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Pat
     for here, folders, names in os.walk(folder, onerror=_unreadable_folder):
         folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
         yield from (Path(here, name) for name in names if not name.startswith("."))
+
+
+def _check_in_folder(file: Path, folder: Path) -> None:
+    """Check that a file found in a folder is a regular one, or a link to one inside the folder."""
+    try:
+        open_regular(file, within=folder).close()
+    except UnreadableFile as error:
+        fix = f"remove it, copy its target, or name the files: '{folder}/*{file.suffix}'"
+        raise DataError(error.fault(KEY, fix=fix)) from None
 
 
 def _unreadable_folder(error: OSError) -> None:

@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 
 from weft.data.files import KEY
 from weft.errors import DataError, Fault
+from weft.small_files import UnreadableFile, open_regular
 
 Bytes = NDArray[np.uint8]
 
 DIGITS_SIZE = 28
 """Height and width to which the 8 x 8 digits are enlarged: MNIST's."""
 GZIP_MAGIC = b"\x1f\x8b"
+MAX_IDX_BYTES = 2**30
+"""Size of an IDX file, decompressed: it is read into memory."""
 IDX_UINT8 = 0x08
 IDX_IMAGES, IDX_LABELS = "idx3", "idx1"
 
@@ -167,6 +170,9 @@ def read_idx(file: Path, *, num_dims: int) -> Bytes:
         DataError: another format, or a truncated file.
     """
     data = _read_decompressed(file)
+    if len(data) > MAX_IDX_BYTES:
+        need = f"at most {MAX_IDX_BYTES} bytes, decompressed"
+        raise DataError(Fault(KEY, f"{file} is too large", need=need))
     magic = struct.pack(">HBB", 0, IDX_UINT8, num_dims)
     if data[:4] != magic:
         got = f"magic {data[:4].hex()}"
@@ -190,9 +196,19 @@ def read_idx(file: Path, *, num_dims: int) -> Bytes:
 
 
 def _read_decompressed(file: Path) -> bytes:
+    """The bytes of a file, and one more than `MAX_IDX_BYTES` of a larger one."""
     try:
-        data = file.read_bytes()
-        return gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data
+        with open_regular(file) as raw:
+            is_compressed = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+            raw.seek(0)
+            if not is_compressed:
+                return raw.read(MAX_IDX_BYTES + 1)
+            with gzip.open(raw) as source:
+                return source.read(MAX_IDX_BYTES + 1)
+    except UnreadableFile as error:
+        raise DataError(
+            Fault(KEY, "cannot read the file", error.what, fix=repr(str(file)))
+        ) from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
             Fault(KEY, f"{file} is a broken gzip file", str(error), fix="fetch the file again")

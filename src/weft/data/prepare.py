@@ -25,6 +25,7 @@ from weft.data.order import uniform_draws
 from weft.data.prepared import FORMAT, META, SPLITS, PreparedMeta, Split, TokenDtype
 from weft.data.token_writer import TokenWriter
 from weft.data.tokenizer import BYTES, FILE, ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
+from weft.data.verify import block_checksums
 from weft.errors import DataError, Fault
 
 TRAIN = "train"
@@ -174,9 +175,15 @@ def _write_folder(
         valid=options.valid,
         seed=options.seed,
         splits={split: writer.info() for split, writer in writers.items()},
+        blocks=_all_block_checksums(folder),
     )
     _write_synced(folder / META, (meta.model_dump_json(indent=1) + "\n").encode())
     return meta
+
+
+def _all_block_checksums(folder: Path) -> dict[str, tuple[int, ...]]:
+    names = [f"{split}{suffix}" for split in SPLITS for suffix in (".bin", ".idx")]
+    return {name: block_checksums(folder / name) for name in names}
 
 
 def _encode(

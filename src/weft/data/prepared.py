@@ -10,24 +10,27 @@ DIR/tokenizer.json   unless tokens are bytes
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from weft.config.schema import ConfigSection, DataConfig
 from weft.data.document_bounds import BOUND, BoundsFile
 from weft.data.files import KEY, TOKEN_SUFFIX
-from weft.data.tokenizer import BYTES, FILE, Tokenizer, open_tokenizer
+from weft.data.tokenizer import BYTES, FILE, MAX_ID, Tokenizer, open_tokenizer
 from weft.data.tokenizer import KEY as TOKENIZER_KEY
 from weft.data.tokens import BLOCK_TOKENS, TokenStream, open_tokens
 from weft.errors import DataError, Fault
+from weft.small_files import MIB, UnreadableFile, is_regular_within, read_bytes
 
 META = "meta.json"
 FORMAT = 1
+MAX_META_BYTES = 4 * MIB
 Split = Literal["train", "valid"]
 TokenDtype = Literal["uint16", "uint32"]
 SPLITS: tuple[Split, Split] = ("train", "valid")
@@ -37,9 +40,9 @@ PREPARE_AGAIN = "weft data prepare it again"
 class SplitInfo(ConfigSection):
     """Sizes of one split (`longest` in tokens), and hashes of its .bin and .idx."""
 
-    documents: int
-    tokens: int
-    longest: int
+    documents: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(ge=0)]
+    longest: Annotated[int, Field(ge=0)]
     sha256: str
     bounds_sha256: str
 
@@ -53,8 +56,8 @@ class PreparedMeta(ConfigSection):
     dtype: TokenDtype
     tokenizer: str
     tokenizer_sha256: str
-    vocab: int
-    end: int | None
+    vocab: Annotated[int, Field(ge=1, le=MAX_ID)]
+    end: Annotated[int, Field(ge=0)] | None
     inputs: tuple[str, ...]
     files: int
     input_bytes: int
@@ -63,6 +66,8 @@ class PreparedMeta(ConfigSection):
     valid: float
     seed: int
     splits: dict[str, SplitInfo]
+    blocks: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    """CRC-32 of sampled blocks of each file (`data/verify.py`); folders of an older weft have none."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Prepared:
             DataError: it is missing, or it has another hash.
         """
         name = BYTES if self.meta.tokenizer == BYTES else str(self.folder / FILE)
-        tokenizer = open_tokenizer(name)
+        tokenizer = open_tokenizer(name, within=self.folder)
         if tokenizer.sha256 != self.meta.tokenizer_sha256:
             got = f"sha256 {tokenizer.sha256[:12]}"
             need = f"{self.meta.tokenizer_sha256[:12]} as in {META}"
@@ -118,7 +123,7 @@ class Prepared:
 
 def is_prepared(path: Path) -> bool:
     """Whether a folder was written by `weft data prepare`, complete or not."""
-    return (path / META).is_file() or (path / f"{SPLITS[0]}.idx").is_file()
+    return os.path.lexists(path / META) or os.path.lexists(path / f"{SPLITS[0]}.idx")
 
 
 def open_prepared(folder: Path) -> Prepared:
@@ -194,11 +199,11 @@ def hash_file(file: Path) -> str:
 
 def _read_meta(file: Path) -> PreparedMeta:
     try:
-        text = file.read_bytes()
-    except OSError as error:
-        raise DataError(
-            Fault(KEY, f"{file.parent} lacks {META}", error.strerror or "", fix=PREPARE_AGAIN)
-        ) from None
+        text = read_bytes(file, max_bytes=MAX_META_BYTES, within=file.parent)
+    except UnreadableFile as error:
+        missing = Fault(KEY, f"{file.parent} lacks {META}", error.what, fix=PREPARE_AGAIN)
+        fault = missing if error.is_missing else error.fault(KEY, fix=PREPARE_AGAIN)
+        raise DataError(fault) from None
     try:
         meta = PreparedMeta.model_validate_json(text)
     except ValidationError as error:
@@ -218,6 +223,12 @@ def _read_meta(file: Path) -> PreparedMeta:
                 PREPARE_AGAIN,
             )
         )
+    max_vocab = 2 ** (8 * np.dtype(meta.dtype).itemsize)
+    if meta.vocab > max_vocab or (meta.end or 0) >= meta.vocab:
+        got, need = f"vocab {meta.vocab}, end {meta.end}", f"end < vocab <= {max_vocab}"
+        raise DataError(
+            Fault(KEY, f"{file} contradicts itself: {meta.dtype}", got, need, PREPARE_AGAIN)
+        )
     return meta
 
 
@@ -229,6 +240,9 @@ def _file_faults(folder: Path, meta: PreparedMeta, split: Split) -> Iterator[Fau
         file = folder / f"{split}{suffix}"
         if not file.is_file():
             yield Fault(KEY, f"{folder} lacks {file.name}", fix=PREPARE_AGAIN)
+            continue
+        if not is_regular_within(file, folder):
+            yield Fault(KEY, f"{file} cannot be read, or lies elsewhere", fix=PREPARE_AGAIN)
             continue
         found = file.stat().st_size
         if found != size:

@@ -14,7 +14,7 @@ from weft.data.images import LabelledImages
 from weft.data.mixture import MixtureSampler
 from weft.data.order import Ints, epoch_order, hash_numbers
 from weft.data.packing import pack
-from weft.data.tokens import TokenStream
+from weft.data.tokens import TokenStream, verified_part
 
 HASH_DIGITS = 12
 IGNORE = -100
@@ -98,7 +98,10 @@ class SequenceSamples:
         )
 
     def facts(self) -> dict[str, object]:
-        """Source, files, bytes, tokens, documents where they are known, sequences, hash."""
+        """Source, files, bytes, tokens, documents where they are known, sequences, hash; of a
+        prepared folder, whose metadata state the hash, whether the start has verified it
+        (`whole`) or checksums of samples.
+        """
         stream = self.stream
         facts: dict[str, object] = {
             "source": self.source,
@@ -110,6 +113,8 @@ class SequenceSamples:
             facts["documents"] = len(stream.documents) - 1
         facts["samples"] = self.num_samples
         facts["sha256"] = stream.sha256[:HASH_DIGITS]
+        if stream.known_sha256 is not None:
+            facts["verified"] = verified_part(stream.num_bytes)
         return facts
 
 

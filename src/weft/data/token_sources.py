@@ -57,14 +57,19 @@ def _open_prepared_source(
     source: str, prepared: Prepared, data: DataConfig, *, vocab: int, split: Split
 ) -> TokenStream:
     _check_vocab(agreed_tokenizer(prepared, data), vocab)
-    if source.endswith(TOKEN_SUFFIX):
-        for name in SPLITS:
-            if name == Path(source).stem:
-                split = name
-    stream = prepared.stream(split, vocab=vocab)
+    stream = prepared.stream(split_of(source, split), vocab=vocab)
     if not len(stream):
         raise DataError(Fault(KEY, "is empty", f"0 tokens in {stream.files[0]}", "some documents"))
     return stream
+
+
+def split_of(source: str, default: Split) -> Split:
+    """The split that a source names by its file, train.bin or valid.bin; else the default."""
+    if source.endswith(TOKEN_SUFFIX):
+        for name in SPLITS:
+            if name == Path(source).stem:
+                return name
+    return default
 
 
 def _check_vocab(tokenizer: Tokenizer, vocab: int) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from weft.errors import DataError, Fault
+from weft.small_files import MIB, UnreadableFile, parse_json, read_bytes
 
 KEY = "data.tokenizer"
 BYTES = "bytes"
@@ -20,6 +20,10 @@ END_NAMES = (
 """Names of the token that ends a document; the first that a tokenizer has is used."""
 NUM_BYTES = 256
 MAX_ERROR_CHARS = 160
+MAX_BYTES = 128 * MIB
+"""Size of the largest tokenizer.json that is read."""
+MAX_ID = 2**31
+"""Ids of tokens are below this."""
 FIX = f"name a {FILE} that exists, or bytes"
 
 
@@ -126,8 +130,11 @@ class FileTokenizer:
         return str(self._inner.decode(list(tokens), skip_special_tokens=False))
 
 
-def open_tokenizer(name: str) -> Tokenizer:
+def open_tokenizer(name: str, *, within: Path | None = None) -> Tokenizer:
     """The tokenizer of this name: `bytes`, a tokenizer.json, or a folder with one.
+
+    Args:
+        within: the folder that a tokenizer.json must lie in, where a folder names it, not the user.
 
     Raises:
         DataError: no such file, or no tokenizer in it.
@@ -137,9 +144,9 @@ def open_tokenizer(name: str) -> Tokenizer:
     path = Path(name).expanduser()
     path = path / FILE if path.is_dir() else path
     try:
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        content = read_bytes(path, max_bytes=MAX_BYTES, within=within)
+    except UnreadableFile as error:
+        why = f"{error.what}: {error.got}" if error.got else error.what
         raise DataError(
             Fault(KEY, "cannot read the tokenizer", f"{name!r}: {why}", f"bytes or a {FILE}", FIX)
         ) from None
@@ -147,7 +154,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
     try:
         text = content.decode()
-        json.loads(text)
+        parse_json(text)
         inner = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001 - the library raises Exception itself, and only about the file
         why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,15 @@ BLOCK_TOKENS = 2**20
 """Tokens that are checked or hashed at once."""
 HASHED_BYTES = 2**28
 """Bytes at the start of a stream that its hash covers."""
+
+
+VERIFIED_BYTES = 2**25
+"""Tokens of a prepared folder of up to this size are verified whole at the start of a run."""
+
+
+def verified_part(num_bytes: int) -> Literal["whole", "sampled"]:
+    """How much of the tokens of a prepared folder the start of a run verifies."""
+    return "whole" if num_bytes <= VERIFIED_BYTES else "sampled"
 
 
 class Tokens(Protocol):
@@ -86,7 +95,7 @@ class TokenStream:
         vocab: ids are below this.
         documents: index of every document's first token, and the total length; None: a file is a
             document.
-        known_sha256: of the tokens, where it is known already.
+        known_sha256: of the tokens, as the metadata of a prepared folder states it.
     """
 
     files: tuple[Path, ...]

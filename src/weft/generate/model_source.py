@@ -16,7 +16,7 @@ from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
 from weft.config.families import run_type
 from weft.config.hf.read_config import CONFIG, describe_folder
-from weft.config.hf.safetensors_files import DTYPES, list_tensors
+from weft.config.hf.safetensors_files import DTYPES, MAX_CONFIG_BYTES, list_tensors
 from weft.config.keys import nest
 from weft.config.load import load
 from weft.config.run import Run
@@ -26,6 +26,7 @@ from weft.data.prepared import sources_of, tokenizer_of
 from weft.data.tokenizer import BYTES, FILE, KEY, Tokenizer, open_tokenizer
 from weft.errors import CheckpointError, DataError, Fault
 from weft.models import FAMILIES
+from weft.small_files import UnreadableFile, open_regular, read_json_object
 
 RUN = "run.toml"
 END_TOKEN_FILES = ("generation_config.json", CONFIG)
@@ -59,8 +60,8 @@ class ModelSource:
             UserError: it is unknown, or is not where it was.
         """
         file = self.path / FILE
-        if self.kind == "hf" and file.is_file():
-            return open_tokenizer(str(file))
+        if self.kind == "hf" and file.exists():
+            return open_tokenizer(str(file), within=self.path)
         found = None if self.kind == "hf" else tokenizer_of(self.run.data)
         if found is None or self._is_guess(found):
             what = f"nothing says which tokenizer belongs to {self.path}"
@@ -110,12 +111,25 @@ def find_model(word: str) -> ModelSource:
     )
 
 
+def check_file(folder: Path, name: str) -> None:
+    """Check that a file of a run folder is a regular file of this folder.
+
+    Raises:
+        CheckpointError: it is not, or cannot be read.
+    """
+    try:
+        open_regular(folder / name, within=folder).close()
+    except UnreadableFile as error:
+        raise CheckpointError(error.fault()) from None
+
+
 def _suggest_run(path: Path) -> str:
     runs = sorted(path.glob(f"*/{RUN}"))
     return f"give a run in it, such as {runs[-1].parent}" if runs else "give the folder of a run"
 
 
 def _read_run(path: Path) -> ModelSource:
+    check_file(path, RUN)
     run = load([str(path / RUN)], FAMILIES)
     _check_is_language_model(path, run.model.name)
     found = find_newest(path)
@@ -193,13 +207,21 @@ def _most_stored_dtype(path: Path) -> Dtype:
 def _end_tokens(path: Path) -> frozenset[int]:
     for name in END_TOKEN_FILES:
         try:
-            value = json.loads((path / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
+            file = read_json_object(path / name, max_bytes=MAX_CONFIG_BYTES, within=path)
+        except UnreadableFile as error:
+            if error.is_missing:
+                continue
+            raise CheckpointError(error.fault()) from None
+        value = file.get("eos_token_id")
+        if value is None:
             continue
-        if isinstance(value, int):
-            return frozenset([value])
-        if value is not None:
-            return frozenset(value)
+        tokens = value if isinstance(value, list) else [value]
+        if not all(type(token) is int and token >= 0 for token in tokens):
+            need = "a token, or a list of tokens"
+            raise CheckpointError(
+                Fault(str(path / name), "eos_token_id is wrong", repr(value), need)
+            )
+        return frozenset(tokens)
     return frozenset()
 
 

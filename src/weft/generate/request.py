@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,8 +31,11 @@ from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
+from weft.small_files import MIB, UnreadableFile, parse_json, read_text
 
 LINES = ".jsonl"
+MAX_PROMPT_BYTES = 16 * MIB
+"""Size of the largest file of prompts."""
 
 SUPPORTED_AXES = (PP, EP, TP)
 UNSUPPORTED_AXES = {
@@ -120,9 +122,9 @@ def read_prompts(request: Request) -> tuple[str, ...]:
         )
     path = Path(request.prompt_file)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        text = read_text(path, max_bytes=MAX_PROMPT_BYTES)
+    except UnreadableFile as error:
+        why = error.got or error.what
         raise ConfigError(
             Fault(
                 "prompt_file",
@@ -167,7 +169,7 @@ def _parse_lines(path: Path, text: str) -> Iterator[str]:
 
 def _json_or_none(line: str) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:
         return None
 

@@ -17,6 +17,7 @@ from weft.errors import CheckpointError, Fault
 from weft.hf.match import match_folder
 from weft.hf.placement import Copy, ParamSource
 from weft.models import FAMILIES
+from weft.small_files import UnreadableFile, open_regular
 
 SLAB_ENTRIES = 2**22
 """Entries of a tensor that are read, compared or written at a time."""
@@ -176,8 +177,10 @@ def slabs(shape: tuple[int, ...]) -> Iterator[Box]:
 
 def _map_file(file: Path) -> mmap.mmap:
     try:
-        with file.open("rb") as opened:
+        with open_regular(file, within=file.parent) as opened:
             # ACCESS_COPY: torch wants memory that could be written; nothing is, and nothing would reach the file
             return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    except UnreadableFile as error:
+        raise CheckpointError(error.fault()) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(Fault(str(file), "cannot be read", str(error))) from error

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from weft.errors import CheckpointError, Fault
+from weft.small_files import MIB, UnreadableFile, read_text
 
 SIDECAR_FOLDER = "hf"
 SIDECAR_NAMES = (
@@ -22,17 +23,33 @@ SIDECAR_NAMES = (
     "merges.txt",
     "chat_template.jinja",
 )
-MAX_SIDECAR_BYTES = 2**28
+MAX_SIDECAR_BYTES = 128 * MIB
 
 
 def read_sidecars(folders: Iterable[Path]) -> dict[str, str]:
-    """Content of the small files of these folders by name; the first folder that has one counts."""
+    """Content of the small files of these folders by name; the first folder that has one counts.
+
+    Raises:
+        CheckpointError: with each that is no UTF-8 text of `MAX_SIDECAR_BYTES`, no regular file, or
+            a link that leads out of its folder.
+    """
     found: dict[str, str] = {}
+    faults: list[Fault] = []
     for folder in folders:
         for name in SIDECAR_NAMES:
-            path = folder / name
-            if name not in found and path.is_file() and path.stat().st_size <= MAX_SIDECAR_BYTES:
-                found[name] = path.read_text(encoding="utf-8")
+            if name in found:
+                continue
+            try:
+                found[name] = read_text(
+                    folder / name,
+                    max_bytes=MAX_SIDECAR_BYTES,
+                    within=folder,
+                )
+            except UnreadableFile as error:
+                if not error.is_missing:
+                    faults.append(error.fault(fix="remove it, or replace it by a copy"))
+    if faults:
+        raise CheckpointError(*faults)
     return found
 
 

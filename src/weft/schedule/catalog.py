@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,10 @@ from types import MappingProxyType, ModuleType
 from weft.errors import Fault, ScheduleError, did_you_mean
 from weft.schedule.actions import KEY, Table
 from weft.schedule.validate_table import validate
+from weft.small_files import MIB, UnreadableFile, parse_json, read_text
+
+MAX_TABLE_BYTES = 4 * MIB
+"""Size of the largest file of a table."""
 
 
 @dataclass(frozen=True)
@@ -127,20 +132,23 @@ def find(name: str) -> Schedule:
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
-    path = Path(name)
-    if not path.is_file():
-        fix = did_you_mean(name, SCHEDULES)
-        raise ScheduleError(Fault(KEY, f"no schedule or table file {name!r}", fix=fix))
-    return _from_file(path)
+    if not os.path.exists(name):
+        raise ScheduleError(
+            Fault(KEY, f"no schedule or table file {name!r}", fix=did_you_mean(name, SCHEDULES))
+        )
+    return _from_file(Path(name))
 
 
 def _read_table(path: Path) -> Table:
     """The table of a text file, or of a JSON file of `weft schedule --json`."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = read_text(path, max_bytes=MAX_TABLE_BYTES)
+    except UnreadableFile as error:
+        raise ScheduleError(error.fault(KEY)) from None
     if not text.lstrip().startswith("{"):
         return Table.parse(text)
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
         return Table.from_json(json.dumps(fields.get("table", fields)))
     except (ValueError, KeyError, TypeError, AttributeError):
         need = "a file of weft schedule --json, or a table as text"

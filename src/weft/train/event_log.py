@@ -26,6 +26,7 @@ cannot express NaN and infinity: they are the strings "NaN", "Infinity" and "-In
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -39,6 +40,7 @@ from typing import Any
 
 from weft.checkpoint.disk import DISK_FULL_ERRNOS, replace_file
 from weft.errors import Fault, LaunchError
+from weft.small_files import MIB, UnreadableFile, capped_lines, open_regular, parse_json, read_text
 from weft.view.progress import Event, View
 
 EVENTS = "events.jsonl"
@@ -46,6 +48,10 @@ STEP_COUNTING = ("step", "resume")
 """Events whose `step` is the number of steps done; that of a save, which is asynchronous, may be an
 earlier one.
 """
+MAX_LINE_BYTES = MIB
+"""Length of an event that is read."""
+MAX_TEXT_BYTES = 16 * MIB
+"""Size of a text file of the run folder that is compared with a new one."""
 NON_FINITE_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -199,7 +205,10 @@ def append_end_event(
     path = out / EVENTS
     if not path.is_file():
         return False
-    events = list(read_events(path))
+    try:
+        events = list(read_run_events(path))
+    except (UnreadableFile, ValueError):  # damaged by others: the error of the run comes first
+        return False
     last = events[-1] if events else {}
     if last.get("event") == "end":
         if status == "failed" and last["status"] == "failed":
@@ -241,14 +250,50 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a file in order, without an incomplete last line.
 
     Raises:
-        ValueError: a line before the last is damaged.
+        ValueError: a line before the last is damaged, or no event.
+        UnreadableFile: there is no such file, or it cannot be read.
     """
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            yield _from_json(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: damaged line {line[:80]!r}: {error}") from error
+    with open_regular(path, within=path.parent) as file:
+        lines = capped_lines(file, max_bytes=MAX_LINE_BYTES)
+        for number in itertools.count(1):
+            try:
+                line = next(lines, b"")
+                if not line.endswith(b"\n"):
+                    return
+                event = _parse_event(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: damaged line: {error}") from error
+            yield event
+
+
+def _parse_event(line: bytes) -> dict[str, Any]:
+    """The event of a line.
+
+    Raises:
+        ValueError: it is no JSON object.
+    """
+    event = _from_json(parse_json(line))
+    if not isinstance(event, dict):
+        raise ValueError(f"no JSON object: {line[:80]!r}")
+    return event
+
+
+def read_run_events(path: Path) -> Iterator[dict[str, Any]]:
+    """As `read_events`; all of them are events of a run, with the numbers that readers count on.
+
+    Raises:
+        ValueError: a line is damaged, or no event of a run.
+        UnreadableFile: there is no such file, or it cannot be read.
+    """
+    for event in read_events(path):
+        kind, step = event.get("event"), event.get("step", 0)
+        is_event = isinstance(kind, str) and type(step) is int and step >= 0
+        if is_event and kind == "step":
+            numbers = (event.get("loss"), event.get("grad_norm"))
+            is_event = all(type(number) in (int, float) for number in numbers)
+        if not is_event:
+            raise ValueError(f"{path}: no event of a run: {str(event)[:80]}")
+        yield event
 
 
 def step_history(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -308,15 +353,23 @@ def _end_of_complete_lines(file: int, block: int = 1 << 16) -> int:
 
 def _rename_older(path: Path, text: str) -> None:
     """Rename an existing file with another text: run.toml -> run-1.toml, the next one run-2.toml."""
-    if not path.exists() or path.read_text(encoding="utf-8") == text:
+    if not os.path.lexists(path) or _holds(path, text):
         return
     number = 1
     while True:
         target = path.with_name(f"{path.stem}-{number}{path.suffix}")
-        if not target.exists():
+        if not os.path.lexists(target):
             path.rename(target)
             return
         number += 1
+
+
+def _holds(path: Path, text: str) -> bool:
+    """Whether an existing file holds this text."""
+    try:
+        return read_text(path, max_bytes=MAX_TEXT_BYTES, within=path.parent) == text
+    except UnreadableFile:
+        return False
 
 
 def _to_json(value: Any) -> Any:

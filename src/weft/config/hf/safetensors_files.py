@@ -6,14 +6,22 @@ tensor its dtype, shape and the bytes of the data where it lies.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from weft.errors import CheckpointError, Fault
+from weft.small_files import (
+    MIB,
+    UnreadableFile,
+    open_regular,
+    parse_json,
+    read_json_object,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -24,8 +32,12 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "F16": ("float16", 2),
 }
 """safetensors' name of a type that parameters may have -> torch's, bytes of one entry."""
-MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors' own reader."""
+MAX_HEADER_BYTES = 25_000_000
+"""The limit of the Hugging Face hub's reader; safetensors' own is 100 MB."""
+MAX_INDEX_BYTES = 32 * MIB
+MAX_CONFIG_BYTES = 4 * MIB
+MAX_DIMS = 16
+"""Dims of a stored tensor."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ def list_tensors(folder: Path) -> dict[str, TensorEntry]:
     files = dict.fromkeys(file_of.values()) or [SINGLE_FILE]
     found: dict[str, TensorEntry] = {}
     for file in files:
-        for name, entry in read_header(folder / file).items():
+        for name, entry in read_header(folder / file, within=folder).items():
             if name in found:
                 raise CheckpointError(
                     Fault(str(entry.file), f"{name} stands in {found[name].file.name} too")
@@ -70,14 +82,14 @@ def _read_index(folder: Path) -> dict[str, str]:
             Fault(str(folder), "no such folder", need="a folder with config.json and safetensors")
         )
     index = folder / INDEX
-    if not index.is_file():
+    if not index.exists():
         _check_single_file(folder)
         return {}
-    file_of = read_json(index).get("weight_map")
+    file_of = read_json(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not _is_weight_map(file_of):
         raise CheckpointError(Fault(str(index), "has no weight_map of tensor names and file names"))
     files = set(file_of.values())
-    missing = sorted(file for file in files if not (folder / file).is_file())
+    missing = sorted(file for file in files if not (folder / file).exists())
     if missing:
         got = f"{len(missing)} of {len(files)} files are missing"
         fix = "download the folder again, with all files"
@@ -86,7 +98,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _check_single_file(folder: Path) -> None:
-    if (folder / SINGLE_FILE).is_file():
+    if (folder / SINGLE_FILE).exists():
         return
     is_pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
     fix = (
@@ -102,25 +114,34 @@ def _is_weight_map(value: Any) -> TypeGuard[dict[str, str]]:
     """Whether it maps names to files of the same folder."""
     if not isinstance(value, dict) or not value:
         return False
-    return all(isinstance(file, str) and "/" not in file for file in value.values())
+    return all(isinstance(file, str) and _is_file_name(file) for file in value.values())
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
+def _is_file_name(text: str) -> bool:
+    return text not in ("", ".", "..") and "/" not in text and "\0" not in text
+
+
+def read_header(path: Path, *, within: Path | None = None) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file.
 
+    Args:
+        within: the folder that the file must lie in; None: its own.
+
     Raises:
-        CheckpointError: it is none, or is cut short.
+        CheckpointError: it is none, or is cut short, or tensors share bytes.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path, within=within or path.parent) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
                     Fault(str(path), "is no safetensors file, or cut short", f"{size} bytes")
                 )
-            header = json.loads(file.read(length))
+            header = parse_json(file.read(length))
         entries = _parse_header(path, header, data_start=8 + length)
+    except UnreadableFile as error:
+        raise CheckpointError(error.fault()) from None
     except OSError as error:
         raise CheckpointError(
             Fault(str(path), "cannot be read", error.strerror or str(error))
@@ -131,28 +152,20 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         ) from error
     for name, entry in entries.items():
         _check_entry(name, entry, size)
+    _check_overlap(entries)
     return entries
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
+def read_json(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """A JSON file of a folder that holds an object; a link must stay in the folder.
 
     Raises:
         CheckpointError: it is missing or no such file.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(Fault(str(path), "no such file")) from None
-    except OSError as error:
-        raise CheckpointError(
-            Fault(str(path), "cannot be read", error.strerror or str(error))
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(Fault(str(path), "is no JSON", str(error))) from None
-    if not isinstance(content, dict):
-        raise CheckpointError(Fault(str(path), "is no JSON object", type(content).__name__))
-    return content
+        return read_json_object(path, max_bytes=max_bytes, within=path.parent)
+    except UnreadableFile as error:
+        raise CheckpointError(error.fault()) from None
 
 
 def _parse_header(path: Path, header: Any, *, data_start: int) -> dict[str, TensorEntry]:
@@ -160,15 +173,41 @@ def _parse_header(path: Path, header: Any, *, data_start: int) -> dict[str, Tens
     for name, fields in header.items():
         if name == "__metadata__":
             continue
-        start, stop = fields["data_offsets"]
+        start, stop = _whole_numbers(fields["data_offsets"])
+        shape = _whole_numbers(fields["shape"])
+        if len(shape) > MAX_DIMS or not isinstance(fields["dtype"], str):
+            raise ValueError(f"{name}: {len(shape)} dims of {fields['dtype']!r}")
         entries[name] = TensorEntry(
             file=path,
-            dtype=str(fields["dtype"]),
-            shape=tuple(int(length) for length in fields["shape"]),
-            start=data_start + int(start),
-            stop=data_start + int(stop),
+            dtype=fields["dtype"],
+            shape=shape,
+            start=data_start + start,
+            stop=data_start + stop,
         )
     return entries
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    """A list of numbers that are whole and not negative.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(values, list):
+        raise ValueError("no list")
+    for value in values:
+        if type(value) is not int or value < 0:
+            raise ValueError(f"no length or offset: {value!r}")
+    return tuple(values)
+
+
+def _check_overlap(entries: Mapping[str, TensorEntry]) -> None:
+    """Check that no byte of a file belongs to two tensors."""
+    in_order = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
+    for (name, entry), (next_name, next_entry) in pairwise(in_order):
+        if next_entry.start < entry.stop:
+            what = f"{name} and {next_name} lie over the same bytes"
+            raise CheckpointError(Fault(str(entry.file), what, fix="download the file again"))
 
 
 def _check_entry(name: str, entry: TensorEntry, size: int) -> None:
