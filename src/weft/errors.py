@@ -12,7 +12,8 @@ WeftError
 ├── CommError            a failure of communication between ranks
 │   ├── MismatchError    ranks disagree about a collective: operation, shape or dtype
 │   └── CommTimeout      ranks that did not arrive
-├── NonFiniteError       the loss or the gradient norm of a training step is NaN or infinite
+├── GuardError           a guard stopped the run, on all ranks
+│   └── NonFiniteError   the loss or the gradient norm of a training step is NaN or infinite
 └── RankError            the first failing rank's error, with its coordinates
 """
 
@@ -116,7 +117,11 @@ class LaunchError(UserError):
     """Ranks cannot be started: world size, port, folder or device."""
 
 
-class NonFiniteError(WeftError):
+class GuardError(WeftError):
+    """A guard of the training run stopped it, on all ranks."""
+
+
+class NonFiniteError(GuardError):
     """The loss or the gradient norm of a training step is NaN or infinite; the message names where
     it appeared first.
     """

@@ -18,6 +18,7 @@ PAGES = [
     "README.md",
     "docs/checkpoints.md",
     "docs/data.md",
+    "docs/faults.md",
     "docs/generate.md",
     "docs/huggingface.md",
     "docs/lora.md",

@@ -91,7 +91,7 @@ class Facts(Record):
     data: dict[str, Any] = {}
     """Facts about the data source."""
     position: dict[str, Any] = {}
-    """Position in the data: steps and samples."""
+    """Position in the data: steps and samples, and what guards have recorded (`weft.train.guard`)."""
     loss_scale: dict[str, Any] | None = None
 
 

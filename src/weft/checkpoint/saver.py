@@ -137,7 +137,7 @@ class Saver:
     def save(self, step: int) -> Iterator[Event]:
         """Start to save; waits first for an earlier save that is not committed yet."""
         start = time.perf_counter()
-        yield from self._wait()
+        yield from self.wait()
         final = checkpoint_path(self.run_folder, step)
         items = snapshot(write_items(self._state()))
         write = start_write(
@@ -163,11 +163,11 @@ class Saver:
         """
         if save and self.last_saved != step:
             yield from self.save(step)
-        yield from self._wait()
+        yield from self.wait()
         self.error = broadcast_text(self.comm, self.error)
         self._commit_thread.shutdown()
 
-    def _wait(self) -> Iterator[Event]:
+    def wait(self) -> Iterator[Event]:
         """Wait until no save is pending."""
         if self._writing is not None:
             yield from self._end_writing(self._writing, exchange_errors=True)

@@ -11,6 +11,7 @@ from weft.config.schema import (
     ConfigSection,
     DataConfig,
     EvalConfig,
+    GuardConfig,
     LoraConfig,
     ModelSection,
     OptimConfig,
@@ -76,6 +77,9 @@ class Run(ConfigSection):
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="number types")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="low-rank adapters")
     save: SaveConfig = Field(default_factory=SaveConfig, description="checkpoints")
+    guard: GuardConfig = Field(
+        default_factory=GuardConfig, description="guards against steps that would destroy a run"
+    )
     eval: EvalConfig = Field(
         default_factory=EvalConfig, description="loss on text that is not trained on"
     )

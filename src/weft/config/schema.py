@@ -234,6 +234,28 @@ class LoraConfig(ConfigSection):
     )
 
 
+class GuardConfig(ConfigSection):
+    """Guards against steps that would destroy a run."""
+
+    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="loss, norm or gradient not finite: stop, skip the update, or go back to the newest checkpoint",
+    )
+    max_failures: int = Field(
+        8,
+        ge=1,
+        description="failed steps in a row after which skip and rollback stop",
+    )
+    spike: float = Field(
+        0.0,
+        ge=0,
+        description="a loss above spike x the median of the last 32 is a spike; 0: not looked for",
+    )
+    on_spike: Literal["report", "rollback"] = Field(
+        "report", description="a spike: report it, or go back to the newest checkpoint"
+    )
+
+
 class SaveConfig(ConfigSection):
     """Checkpoints."""
 

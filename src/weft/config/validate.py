@@ -253,6 +253,19 @@ def number_types_fit(run: Run) -> Iterable[Fault]:
     )
 
 
+def spike_is_above_the_median(run: Run) -> Iterable[Fault]:
+    """A spike is larger than the losses before it."""
+    factor = run.guard.spike
+    if 0 < factor <= 1:
+        yield Fault(
+            "guard.spike",
+            "every loss would be a spike",
+            got=f"{factor:g}",
+            need="above 1, or 0",
+            fix="--guard.spike 3",
+        )
+
+
 def divisors(*numbers: int) -> tuple[int, ...]:
     """Common divisors of all `numbers`, ascending."""
     candidates = range(1, min(numbers) + 1)
@@ -321,5 +334,6 @@ CHECKS = (
         ("model.vocab", "data.source", "data.tokenizer"), vocabulary_holds_bytes, _no_suggestions
     ),
     Check(("precision",), number_types_fit, _no_suggestions),
+    Check(("guard.spike",), spike_is_above_the_median, _no_suggestions),
 )
 """Checks that depend on the run alone; a fault keeps its own fix where no suggestion removes it."""

@@ -11,6 +11,8 @@ Note [Order without a table]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +39,17 @@ def places_of_step(step: int, global_size: int) -> Ints:
     """Places of a step's samples in the order of the whole run."""
     start = step * global_size
     return np.arange(start, start + global_size, dtype=np.int64)
+
+
+def batch_of_step(step: int, skipped: Sequence[int] = ()) -> int:
+    """Number of the batch that step `step` (from 0) trains on: the batches in order, without those
+    of the ascending numbers `skipped`.
+    """
+    batch = step
+    for number in skipped:
+        if number <= batch:
+            batch += 1
+    return batch
 
 
 def epoch_order(places: Ints, num_samples: int, *, seed: int) -> Ints:

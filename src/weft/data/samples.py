@@ -55,6 +55,9 @@ class Samples(Protocol):
     def read(self, samples: Ints) -> SampleArrays:
         """The samples with these numbers, flattened to one batch dimension."""
 
+    def place(self, sample: int) -> dict[str, object]:
+        """Where a sample is: its number, its source, and its place in that source."""
+
     def facts(self) -> dict[str, object]:
         """The field `data` of the run event."""
 
@@ -96,6 +99,12 @@ class SequenceSamples:
             positions=np.stack([window.positions for window in packed]),
             documents=np.stack([window.documents for window in packed]),
         )
+
+    def place(self, sample: int) -> dict[str, object]:
+        """Its tokens as [first, last + 1] of the source."""
+        start = sample * self.seq_len
+        tokens = [start, start + self.seq_len + 1]
+        return {"sample": sample, "source": self.source, "tokens": tokens}
 
     def facts(self) -> dict[str, object]:
         """Source, files, bytes, tokens, documents where they are known, sequences, hash; of a
@@ -139,6 +148,10 @@ class ImageSamples:
         numbers = samples.ravel()
         labels = self.pairs.labels[numbers].astype(np.int64)
         return SampleArrays(self.pairs.images[numbers], labels, np.zeros_like(labels))
+
+    def place(self, sample: int) -> dict[str, object]:
+        """Its place among the images of the source."""
+        return {"sample": sample, "source": self.source, "image": sample}
 
     def facts(self) -> dict[str, object]:
         """Source, bytes, images, hash."""
@@ -201,6 +214,12 @@ class MixtureSamples:
             positions=joined("positions"),
             documents=None if arrays[0].documents is None else joined("documents"),
         )
+
+    def place(self, sample: int) -> dict[str, object]:
+        """Its place in the source that it is of."""
+        part = int(np.searchsorted(self.bounds, sample, side="right")) - 1
+        own_place = self.parts[part].place(sample - int(self.bounds[part]))
+        return {**own_place, "sample": sample}
 
     def facts(self) -> dict[str, object]:
         """Sources with their exact shares, sums of their sizes, a hash of their hashes."""

@@ -15,8 +15,8 @@ from weft.checkpoint.disk import replace_file
 from weft.core.mesh import Mesh
 from weft.errors import (
     CommError,
+    GuardError,
     MismatchError,
-    NonFiniteError,
     RankError,
     RankErrorKind,
     UserError,
@@ -130,7 +130,7 @@ def describe_error(error: BaseException, *, rank: int, at_s: float) -> RankFailu
 def _kind_of(error: BaseException) -> Kind:
     if isinstance(error, UserError):
         return "user"
-    if isinstance(error, NonFiniteError):
+    if isinstance(error, GuardError):
         return "all ranks"
     if isinstance(error, MismatchError):
         return "error"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.checkpoint.folder import remove_leftovers, set_aside
+from weft.checkpoint.folder import checkpoints, remove_leftovers, set_aside
 from weft.checkpoint.format import Facts
 from weft.checkpoint.read import Source
 from weft.checkpoint.restore import load_parameters, open_newest_valid
-from weft.checkpoint.resume import data_changes, starts_new
+from weft.checkpoint.resume import AUTO, data_changes, starts_new
 from weft.checkpoint.saver import Saver
 from weft.checkpoint.state import MODEL
 from weft.comm.comm import Comm
@@ -26,8 +27,9 @@ from weft.config.toml import dump
 from weft.core.dimension import position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
 from weft.data.dataset import open_data, open_validation
+from weft.data.order import batch_of_step
 from weft.data.samples import Samples
-from weft.errors import DataError
+from weft.errors import DataError, GuardError
 from weft.hf.folder import HfFolder
 from weft.layout.explain import explain
 from weft.layout.plan import Plan
@@ -38,6 +40,8 @@ from weft.parallel.model.parallelize import ParallelModel, materialize_params, p
 from weft.run.rank_status import RankStatus
 from weft.train.data_loader import DataLoader, samples_of, whole_batch
 from weft.train.evaluate import Evaluation
+from weft.train.guard import FOLDER as GUARD_FOLDER
+from weft.train.guard import GuardState, Restored, StepGuard, left_out_batches, read_records
 from weft.train.init_from import check_hf_folder, initialize_from, lora_base, meta_modules
 from weft.train.loop import Evaluator, Event, StepRange, Training
 from weft.train.optim import Optimizer, learning_rate, make_optimizer, matrices
@@ -240,11 +244,19 @@ def build_training(
     if status is not None:
         report_blocks(step.model.blocks, status.on_block)
     set_aside_paths = _clean_folder(run_folder, comm, above=start.num_done)
+    loader = build_data_loader(run, comm, samples)
+    guard = _build_guard(
+        run,
+        start,
+        loader,
+        comm=comm,
+        run_folder=run_folder,
+    )
     saver = Saver(
         comm,
         run_folder,
         state=step.state,
-        facts=facts_of(run, step, samples),
+        facts=facts_of(run, step, samples, guard=lambda: guard.state),
         every=run.save.every,
         keep=run.save.keep,
         stop_requested=stop_requested,
@@ -253,7 +265,8 @@ def build_training(
     evaluation = build_evaluation(run, step.model)
     return Training(
         step=step,
-        loader=build_data_loader(run, comm, samples),
+        loader=loader,
+        guard=guard,
         step_range=build_step_range(run, start=start.num_done),
         saver=saver,
         evaluator=Evaluator(evaluation, run.eval.every, run.steps) if evaluation else None,
@@ -282,6 +295,7 @@ class _Start:
         path: the checkpoint; None: initial parameters.
         layout: the layout that wrote it, as text.
         passed_over: newer checkpoints that are damaged, and how.
+        guard: what the guards of the run remember.
     """
 
     step: TrainStep
@@ -289,6 +303,7 @@ class _Start:
     path: Path | None = None
     layout: str = ""
     passed_over: tuple[str, ...] = ()
+    guard: GuardState = field(default_factory=GuardState)
 
 
 def _start(run: Run, comm: Comm, samples: Samples) -> _Start:
@@ -317,7 +332,60 @@ def _start(run: Run, comm: Comm, samples: Samples) -> _Start:
         checkpoint.path,
         layout,
         passed_over,
+        GuardState.of_position(facts.position),
     )
+
+
+def _build_guard(
+    run: Run,
+    start: _Start,
+    loader: DataLoader,
+    *,
+    comm: Comm,
+    run_folder: Path,
+) -> StepGuard:
+    """The guard of this run's steps, with what its run folder records; every rank must call it."""
+    next_batch = batch_of_step(start.num_done, start.guard.skipped_batches)
+    local: dict[str, Any] = {}
+    if comm.rank == 0:
+        left_out = left_out_batches(read_records(run_folder), first=next_batch)
+        has_checkpoint = next(checkpoints(run_folder), None) is not None
+        local = {"left_out": left_out, "has_checkpoint": has_checkpoint}
+    found = json.loads(broadcast_text(comm, json.dumps(local)))
+    return StepGuard(
+        run.guard,
+        loader,
+        comm.mesh,
+        state=start.guard.without_batches(found["left_out"]),
+        restore=partial(restore_newest, start.step, run_folder),
+        needs_first_save=not found["has_checkpoint"],
+        record_folder=run_folder / GUARD_FOLDER if comm.rank == 0 else None,
+        start={"start_step": start.num_done, "checkpoint": str(start.path) if start.path else None},
+    )
+
+
+def restore_newest(step: TrainStep, run_folder: Path) -> Restored:
+    """Load the newest valid checkpoint of the run folder into a training step; every rank must call
+    it.
+
+    Raises:
+        CheckpointError: no checkpoint is valid.
+        GuardError: there is none.
+    """
+    checkpoint, faults = open_newest_valid(AUTO, str(run_folder), step.model.comm)
+    if checkpoint is None:
+        raise GuardError(f"there is no checkpoint in {run_folder} to go back to")
+    step.restore(checkpoint)
+    facts = checkpoint.manifest.facts
+    event = {
+        "event": "resume",
+        "step": facts.step,
+        "path": str(checkpoint.path),
+        "layout": str(facts.plan["mesh"]) or "one rank",
+        "passed_over": [str(fault) for fault in faults],
+    }
+    state = GuardState.of_position(facts.position)
+    return Restored(facts.step, str(checkpoint.path), state, event)
 
 
 def _clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ...]:
@@ -332,7 +400,13 @@ def _clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ..
     return renamed
 
 
-def facts_of(run: Run, step: TrainStep, samples: Samples) -> Callable[[int], Facts]:
+def facts_of(
+    run: Run,
+    step: TrainStep,
+    samples: Samples,
+    *,
+    guard: Callable[[], GuardState] = GuardState,
+) -> Callable[[int], Facts]:
     """Returns the facts of a checkpoint's manifest after a number of steps; see Note [There is no
     random state].
     """
@@ -353,7 +427,7 @@ def facts_of(run: Run, step: TrainStep, samples: Samples) -> Callable[[int], Fac
             run=run.model_dump(mode="json"),
             optimizer=run.optim.model_dump(mode="json"),
             data=data,
-            position={"steps": num_steps, "samples": num_steps * run.batch.global_size},
+            position=guard().position(num_steps, global_size=run.batch.global_size),
             loss_scale=loss_scale,
         )
 

@@ -5,7 +5,7 @@ An event is a flat dict with an "event" key:
     run     first, and again at each resume: model, params, layout, why, plan, ranks, device, data, seed, steps, start_step,
             seq_len, batch_size, out
     step    step (the first is 1), loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes, stage_mem_bytes, loss_scale,
-            skipped (float16 gradients overflowed at that scale: no update)
+            skipped (no update: float16 gradients overflowed at that scale, or a guard skipped it)
     eval    step, loss (mean over all targets), perplexity, tokens (targets), seconds: on validation data
     sample  prompt, text: what the model generates
     note    text: a line for the reader
@@ -14,6 +14,8 @@ An event is a flat dict with an "event" key:
     resume  step, path (null: no checkpoint yet, a new run starts), layout (that wrote it), passed_over (newer, damaged):
             steps above `step` before this line are of a run that was killed; `step_history` leaves
             them out
+    guard   kind (nonfinite, spike), step, action (report, skip, rollback, stop), loss, grad_norm, batch (number), samples,
+            text; rank, block, place (output, gradient, sum) of a non-finite value. A resume event follows a rollback
     end     last: status (finished, stopped, failed, interrupted), steps, seconds; checkpoint (the newest) and text (a line for
             the reader), or error if it failed
 

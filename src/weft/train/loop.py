@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.saver import Saver, StatusFlag, any_rank_has, newest_path
-from weft.errors import NonFiniteError, WeftError
+from weft.config.schema import GuardConfig
+from weft.errors import GuardError, NonFiniteError, WeftError
 from weft.run.rank_status import OnPhase, Phase
 from weft.train.data_loader import DataLoader, prefetch
 from weft.train.evaluate import Evaluation, eval_event
-from weft.train.event_log import EventLog
+from weft.train.event_log import STEP_COUNTING, EventLog
+from weft.train.guard import FailedStep, StepGuard
 from weft.train.step import StepReport, TrainStep, no_status
 
 Event = dict[str, Any]
@@ -70,6 +72,7 @@ class Training:
         save_at_end: whether the last step is saved.
         files: name -> text of the files that describe the run in its folder.
         opening_events: events before the first step.
+        guard: judges every step.
         peak_lr: the configured learning rate, for the advice after a non-finite step.
         on_phase: called with the step and the phase whenever this rank begins a phase.
     """
@@ -83,6 +86,7 @@ class Training:
     run_folder: Path
     files: Mapping[str, str]
     opening_events: tuple[Event, ...]
+    guard: StepGuard
     peak_lr: float = MAX_ADVISED_LR
     on_phase: OnPhase | None = None
 
@@ -112,15 +116,20 @@ def run_training(
             step_range,
             evaluator=training.evaluator,
             saver=saver,
+            guard=training.guard,
             on_phase=training.on_phase,
         ):
             log.emit(event)
-            num_done = max(num_done, int(event.get("step", 0)))
-    except NonFiniteError as error:
+            if event["event"] in STEP_COUNTING:
+                num_done = int(event["step"])
+    except GuardError as error:
         for event in saver.finish(num_done, save=False):
             log.emit(event)
+        if not isinstance(error, NonFiniteError):
+            raise
+        replay = f"weft replay {shlex.quote(str(training.run_folder))} --step {num_done + 1}"
         raise NonFiniteError(
-            f"{error}. Stopped before the update. "
+            f"{error}. Stopped before the update. Repeat the step on one device: {replay}. "
             f"{non_finite_advice(training.run_folder, num_done, peak_lr=training.peak_lr)}"
         ) from None
     outcome: Outcome = "finished" if num_done >= step_range.total else "stopped"
@@ -147,52 +156,115 @@ def step_events(
     *,
     evaluator: Evaluator | None = None,
     saver: Saver | None = None,
+    guard: StepGuard | None = None,
     on_phase: OnPhase | None = None,
 ) -> Iterator[Event]:
-    """Train step by step; yields the events of steps, evaluations and saves. Ends early after a
-    stop request.
+    """Train step by step; yields the events of steps, evaluations, saves and guards. Ends early
+    after a stop request.
+
+    Args:
+        guard: judges every step; default: stops at one that is not finite.
 
     Raises:
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
     """
-    comm = step.model.comm
-    steps = range(step_range.start, step_range.total)
-    status = saver.status if saver else no_status
-    report_phase = on_phase or ignore_phase
-    last_time = time.perf_counter()
-    with prefetch(loader.batches, steps, most=step_range.prefetch) as batches:
-        for index in steps:
-            number = index + 1
-            report_phase(number, "data")
-            comm.checked = index < step_range.start + CHECKED_STEPS
-            lr = step_range.learning_rate(index)
-            try:
-                report = step(
+    if guard is None:
+        guard = StepGuard(GuardConfig(), loader, step.model.comm.mesh)
+    steps = _Steps(
+        step,
+        loader,
+        step_range,
+        evaluator,
+        saver,
+        guard,
+        on_phase,
+    )
+    if saver is not None and guard.needs_first_save:
+        yield from saver.save(step_range.start)
+    start: int | None = step_range.start
+    while start is not None:
+        start = yield from steps.train_from(start)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The steps of a run, from any of them on."""
+
+    step: TrainStep
+    loader: DataLoader
+    step_range: StepRange
+    evaluator: Evaluator | None
+    saver: Saver | None
+    guard: StepGuard
+    on_phase: OnPhase | None
+
+    def train_from(self, start: int) -> Generator[Event, None, int | None]:
+        """Train the steps after the first `start`; returns where to go on after a rollback, None at
+        the end.
+        """
+        comm = self.step.model.comm
+        steps = range(start, self.step_range.total)
+        batch_numbers = map(self.guard.batch_of, steps)
+        status = self.saver.status if self.saver else no_status
+        report_phase = self.on_phase or ignore_phase
+        last_time = time.perf_counter()
+        with prefetch(self.loader.batches, batch_numbers, most=self.step_range.prefetch) as batches:
+            for index in steps:
+                number = index + 1
+                report_phase(number, "data")
+                comm.checked = index < start + CHECKED_STEPS
+                lr = self.step_range.learning_rate(index)
+                report = self.step(
                     next(batches),
                     lr=lr,
                     status=status,
-                    on_phase=partial(on_phase, number) if on_phase else None,
+                    on_phase=partial(self.on_phase, number) if self.on_phase else None,
+                    on_nonfinite="skip",
                 )
-            except NonFiniteError as error:
-                raise NonFiniteError(f"step {number}: {error}") from None
-            now = time.perf_counter()
-            report_phase(number, "end")
-            yield step_event(
-                number,
-                report,
-                lr=lr,
-                elapsed_s=now - last_time,
-            )
-            last_time = now
-            if evaluator is not None and evaluator.is_due(number):
-                report_phase(number, "evaluate")
-                yield eval_event(number, evaluator.evaluation())
-                last_time = time.perf_counter()
-            if saver is not None:
-                report_phase(number, "save")
-                yield from saver.after_step(number, report.statuses)
-                if any_rank_has(StatusFlag.STOP_REQUESTED, report.statuses):
-                    return
+                failed = self.guard.judge(number, report)
+                if failed is not None:
+                    yield from self._after_failure(failed)
+                    if failed.action == "rollback":
+                        return (yield from self._roll_back(failed))
+                now = time.perf_counter()
+                report_phase(number, "end")
+                yield step_event(
+                    number,
+                    report,
+                    lr=lr,
+                    elapsed_s=now - last_time,
+                )
+                last_time = now
+                if self.evaluator is not None and self.evaluator.is_due(number):
+                    report_phase(number, "evaluate")
+                    yield eval_event(number, self.evaluator.evaluation())
+                    last_time = time.perf_counter()
+                if self.saver is not None:
+                    report_phase(number, "save")
+                    yield from self.saver.after_step(number, report.statuses)
+                    if any_rank_has(StatusFlag.STOP_REQUESTED, report.statuses):
+                        return None
+        return None
+
+    def _after_failure(self, failed: FailedStep) -> Iterator[Event]:
+        """The event of a failed step.
+
+        Raises:
+            NonFiniteError: the guard stops the run.
+        """
+        yield failed.event()
+        if failed.action == "stop" and failed.kind == "nonfinite":
+            raise NonFiniteError(failed.text)
+        if failed.action == "stop":
+            raise GuardError(f"{failed.text}. Stopped after the update, which is not saved")
+
+    def _roll_back(self, failed: FailedStep) -> Generator[Event, None, int]:
+        """Go back to the newest checkpoint; returns its number of steps."""
+        if self.saver is not None:
+            yield from self.saver.wait()
+        restored = self.guard.roll_back(failed)
+        yield restored.event
+        return restored.num_done
 
 
 def ignore_phase(step: int, phase: Phase) -> None:

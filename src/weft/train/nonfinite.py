@@ -1,11 +1,12 @@
-"""Find where NaN or infinity first appears in a step: the block and the rank, in the order of computation."""
+"""Find where NaN or infinity first appears in a step: block, rank and micro-batches, in the order of computation."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,44 +18,97 @@ from weft.models.common.batch import Batch
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.zero.gradient_reducer import GradientReducer
+from weft.schedule.actions import Act
+
+BlocksFound = dict[str, list[int]]
+"""Block -> micro-batches for which it had a value that is not finite; none listed for gradients."""
 
 
-def locate(model: ParallelModel, grads: GradientReducer, batches: Sequence[Batch]) -> str:
-    """Where the first non-finite value of a step is, for an error message; every rank must call it
-    before the update.
+@dataclass(frozen=True)
+class NonFiniteValue:
+    """The first non-finite value of a step.
+
+    Attributes:
+        place: output or gradient of a block; "sum" if all of them are finite and their sum is not.
+        block: its name; "" for a sum.
+        rank: the first rank that has it; None for a sum.
+        coordinates: of that rank in the mesh; "" in a mesh of one.
+        micro_batches: of that rank, whose output is not finite; () for a gradient, which is a sum
+            over micro-batches.
+    """
+
+    place: Literal["output", "gradient", "sum"]
+    block: str = ""
+    rank: int | None = None
+    coordinates: str = ""
+    micro_batches: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if self.place == "sum":
+            return "all outputs and gradients are finite: their sum overflows"
+        rank = f"rank {self.rank} ({self.coordinates})" if self.coordinates else f"rank {self.rank}"
+        return f"first in the {self.place} of block {self.block!r} on {rank}"
+
+
+def locate(
+    model: ParallelModel,
+    grads: GradientReducer,
+    batches: Sequence[Batch],
+) -> NonFiniteValue:
+    """The first non-finite value of a step; every rank must call it before the update.
 
     Runs the forward again to look at the output of every block, then looks at the gradients, which
     are computed from the last block to the first.
     """
     activation_blocks = _blocks_with_nonfinite_output(model, batches)
     gradient_blocks = _blocks_with_nonfinite_gradient(grads)
-    local = {"activation": sorted(activation_blocks), "gradient": sorted(gradient_blocks)}
+    local = {"activation": activation_blocks, "gradient": gradient_blocks}
     reports = [json.loads(text) for text in all_gather_text(model.comm, json.dumps(local))]
-    return _describe(reports, model.plan, model.comm.mesh)
+    return _first(reports, model.plan, model.comm.mesh)
 
 
-def _describe(reports: Sequence[Mapping[str, Sequence[str]]], plan: Plan, mesh: Mesh) -> str:
+def _first(
+    reports: Sequence[Mapping[str, BlocksFound]],
+    plan: Plan,
+    mesh: Mesh,
+) -> NonFiniteValue:
     forward_order = [name for stage in plan.stages for name in stage.blocks]
-    in_order_of_computation = (
-        ("activation", "output", forward_order),
-        ("gradient", "gradient", list(reversed(forward_order))),
-    )
-    for kind, noun, order in in_order_of_computation:
-        for block in order:
-            for rank, report in enumerate(reports):
-                if block in report[kind]:
-                    return f"first in the {noun} of block {block!r} on {_rank_text(rank, mesh)}"
-    return "all outputs and gradients are finite: their sum overflows"
+    backward_order = list(reversed(forward_order))
+    for block in forward_order:
+        for rank, report in enumerate(reports):
+            micro_batches = report["activation"].get(block)
+            if micro_batches is not None:
+                coordinates = _coordinates(rank, mesh)
+                return NonFiniteValue(
+                    "output",
+                    block,
+                    rank,
+                    coordinates,
+                    tuple(micro_batches),
+                )
+    for block in backward_order:
+        for rank, report in enumerate(reports):
+            if block in report["gradient"]:
+                coordinates = _coordinates(rank, mesh)
+                return NonFiniteValue("gradient", block, rank, coordinates)
+    return NonFiniteValue("sum")
 
 
-def _rank_text(rank: int, mesh: Mesh) -> str:
-    return f"rank {rank} ({mesh.coord_text(rank)})" if mesh.size > 1 else "rank 0"
+def _coordinates(rank: int, mesh: Mesh) -> str:
+    return mesh.coord_text(rank) if mesh.size > 1 else ""
 
 
-def _blocks_with_nonfinite_output(model: ParallelModel, batches: Sequence[Batch]) -> set[str]:
-    found: set[str] = set()
-    with _watching_outputs(model.blocks, found):
-        ForwardPlayer(model).loss(batches)
+def _blocks_with_nonfinite_output(model: ParallelModel, batches: Sequence[Batch]) -> BlocksFound:
+    found_now: set[str] = set()
+    found: BlocksFound = {}
+
+    def after_action(act: Act, _start: float, _end: float) -> None:
+        for name in sorted(found_now):
+            found.setdefault(name, []).append(act.mb)
+        found_now.clear()
+
+    with _watching_outputs(model.blocks, found_now):
+        ForwardPlayer(model, on_action=after_action).loss(batches)
     return found
 
 
@@ -79,12 +133,12 @@ def _watching_outputs(blocks: Mapping[str, nn.Module], found: set[str]) -> Itera
             handle.remove()
 
 
-def _blocks_with_nonfinite_gradient(grads: GradientReducer) -> set[str]:
-    found = set()
+def _blocks_with_nonfinite_gradient(grads: GradientReducer) -> BlocksFound:
+    found: BlocksFound = {}
     for name, param in grads.sharded_params.items():
         if param.grad is not None and not _is_finite(param.grad):
             block, _, _ = name.partition(".")
-            found.add(block)
+            found[block] = []
     return found
 
 

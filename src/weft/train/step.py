@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,9 @@ from weft.parallel.zero import grad_norm
 from weft.parallel.zero.grouping import make_gradient_reducer
 from weft.run.rank_status import OnBlock, Phase
 from weft.schedule.actions import Act
-from weft.train import nonfinite
 from weft.train.expert_load import imbalance, rebalance_routers, sum_loads
 from weft.train.loss_scale import LossScale
+from weft.train.nonfinite import NonFiniteValue, locate
 from weft.train.optim import NamedOptimizer, Optimizer
 from weft.train.step_stats import RankStats, StepTotals, all_gather_stats, memory_bytes
 
@@ -43,7 +44,9 @@ class StepReport:
             allocated on CUDA).
         loss_scale: factor of the loss under which the gradients were computed; 1 except for
             float16.
-        skipped: whether the update was skipped because gradients overflowed at that scale.
+        skipped: whether the update was skipped, because gradients overflowed at that scale or a
+            value was not finite.
+        nonfinite: the first non-finite value, if the update was skipped for that.
         expert_load: largest over mean load of an expert, in the worst block; 1 is balanced, None
             without experts.
         statuses: status flags of every rank, in rank order.
@@ -56,6 +59,7 @@ class StepReport:
     mem_bytes: tuple[int, ...]
     loss_scale: float = 1.0
     skipped: bool = False
+    nonfinite: NonFiniteValue | None = None
     expert_load: float | None = None
     statuses: tuple[int, ...] = ()
 
@@ -103,6 +107,11 @@ def _action_reporter(on_phase: Callable[[Phase], None] | None) -> Callable[[Act]
         on_phase("forward" if act.kind == "F" else "backward")
 
     return report
+
+
+def nonfinite_text(loss: float, norm: float, where: NonFiniteValue) -> str:
+    """The loss, the norm, and where the first non-finite value is."""
+    return f"the loss is {loss:g} and the gradient norm is {norm:g}; {where}"
 
 
 class TrainStep:
@@ -189,6 +198,7 @@ class TrainStep:
         lr: float,
         status: Callable[[], int] = no_status,
         on_phase: Callable[[Phase], None] | None = None,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
     ) -> StepReport:
         """Train on this rank's micro-batches of one step.
 
@@ -197,10 +207,12 @@ class TrainStep:
                 rank.
             on_phase: called with each phase as it begins: "forward" and "backward" with every
                 action, "reduce", "update".
+            on_nonfinite: if the loss or the gradient norm is not finite, raise, or skip the update
+                and change nothing; float16 gradients that overflow under a loss scale always skip.
 
         Raises:
             NonFiniteError: on all ranks, before the update, if the loss or the gradient norm is not
-                finite; float16 gradients that overflow under a loss scale only skip the update.
+                finite.
             WeftError: float16 gradients overflow at the smallest loss scale.
         """
         start = time.perf_counter()
@@ -225,10 +237,14 @@ class TrainStep:
         )
         loss = (totals.loss / targets).item()
         norm = totals.grad_norm / scale
-        self._check_finite(loss, norm.item(), batches)
+        nonfinite = self._find_nonfinite(loss, norm.item(), batches)
+        if nonfinite is not None and on_nonfinite == "raise":
+            raise NonFiniteError(nonfinite_text(loss, norm.item(), nonfinite))
         is_finite = math.isfinite(norm.item())
         skipped = self.loss_scale.skips(is_finite=is_finite)
         report_phase("update")
+        is_overflow = self.loss_scale.skips(is_finite=is_finite)
+        skipped = is_overflow or nonfinite is not None
         if not skipped:
             grad_norm.clip(
                 self.grads,
@@ -238,7 +254,8 @@ class TrainStep:
             )
             self._update(lr)
             rebalance_routers(self.model.blocks, loads)
-        self.loss_scale = self.loss_scale.after(is_finite=is_finite)
+        if nonfinite is None:
+            self.loss_scale = self.loss_scale.after(is_finite=is_finite)
         return StepReport(
             loss=loss,
             grad_norm=norm.item(),
@@ -247,24 +264,24 @@ class TrainStep:
             mem_bytes=totals.mem_bytes,
             loss_scale=scale,
             skipped=skipped,
+            nonfinite=nonfinite,
             expert_load=totals.expert_load,
             statuses=totals.statuses,
         )
 
-    def _check_finite(
+    def _find_nonfinite(
         self,
         loss: float,
         norm: float,
         batches: Sequence[Batch],
-    ) -> None:
-        """Raise on all ranks if the loss is not finite, or the gradient norm without a dynamic loss
-        scale.
+    ) -> NonFiniteValue | None:
+        """Where the step is not finite: its loss, or its gradient norm without a dynamic loss
+        scale; the same on all ranks.
         """
         is_overflow_of_scale = math.isfinite(loss) and self.loss_scale.is_dynamic
         if is_overflow_of_scale or (math.isfinite(loss) and math.isfinite(norm)):
-            return
-        where = nonfinite.locate(self.model, self.grads, batches)
-        raise NonFiniteError(f"the loss is {loss:g} and the gradient norm is {norm:g}; {where}")
+            return None
+        return locate(self.model, self.grads, batches)
 
     def _update(self, lr: float) -> None:
         for group in self.optimizer.param_groups:

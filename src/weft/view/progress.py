@@ -173,7 +173,7 @@ def event_text(event: Event) -> str:
             return str(event.get("why", ""))
         case "eval":
             return _eval_text(event)
-        case "note" | "end":
+        case "note" | "guard" | "end":
             return str(event.get("text", ""))
         case "save":
             return _save_text(event)

@@ -1,0 +1,377 @@
+"""Guards of a training run: what follows a step that failed (stop, skip, rollback), and its record in the run folder.
+
+A step fails if its loss, gradient norm or a gradient is not finite, or if its loss is a spike. Under
+`rollback` the run goes back to its newest checkpoint, and batches are left out from then on:
+
+    nonfinite   the batch of the failed step
+    spike       the batches from the checkpoint to the failed step: the update before the spike may
+                have caused it
+
+Note [Data order after a rollback]
+    Step k (from 0) trains on batch k of the run's order, not counting the left-out ones
+    (`weft.data.order.batch_of_step`). Their numbers are stored in every later checkpoint, and in
+    the record of the failed step, which a resume in the same run folder reads. So the order is a
+    pure function of recorded facts, whatever the layout.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.checkpoint.disk import replace_file
+from weft.config.schema import GuardConfig
+from weft.core.dimension import sequence_axes
+from weft.core.mesh import Mesh
+from weft.data.order import batch_of_step, layout_of
+from weft.train.data_loader import DataLoader, samples_of
+from weft.train.event_log import to_line
+from weft.train.nonfinite import NonFiniteValue
+from weft.train.step import StepReport, nonfinite_text
+
+Kind = Literal["nonfinite", "spike"]
+Action = Literal["report", "skip", "rollback", "stop"]
+
+FOLDER = "guard"
+WINDOW = 32
+"""Losses whose median a loss is compared with."""
+MIN_LOSSES = 8
+"""Losses before the first comparison."""
+MAX_SAMPLES_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class GuardState:
+    """What the guards of a run remember between steps; part of every checkpoint.
+
+    Attributes:
+        skipped_batches: numbers of the batches that no step trains on, ascending.
+        losses: the newest finite ones, at most `WINDOW`; none if spikes are not looked for.
+        failures: failed steps in a row.
+    """
+
+    skipped_batches: tuple[int, ...] = ()
+    losses: tuple[float, ...] = ()
+    failures: int = 0
+
+    def position(self, num_steps: int, *, global_size: int) -> dict[str, Any]:
+        """The field `position` of a checkpoint's facts: the samples before the next batch, and what
+        differs from a run in which nothing failed.
+        """
+        next_batch = batch_of_step(num_steps, self.skipped_batches)
+        position: dict[str, Any] = {"steps": num_steps, "samples": next_batch * global_size}
+        for key, value in asdict(self).items():
+            if value:
+                position[key] = value
+        return position
+
+    @staticmethod
+    def of_position(position: Mapping[str, Any]) -> GuardState:
+        """The state that `position` stored."""
+        return GuardState(
+            skipped_batches=tuple(position.get("skipped_batches", ())),
+            losses=tuple(position.get("losses", ())),
+            failures=int(position.get("failures", 0)),
+        )
+
+    def with_loss(self, loss: float) -> GuardState:
+        """The state after a step with this loss."""
+        losses = (*self.losses, loss)
+        return replace(self, losses=losses[-WINDOW:])
+
+    def without_batches(self, batches: Iterable[int]) -> GuardState:
+        """The state with further batches left out."""
+        merged = sorted({*self.skipped_batches, *batches})
+        return replace(self, skipped_batches=tuple(merged))
+
+
+@dataclass(frozen=True)
+class FailedStep:
+    """A step whose result a guard does not accept.
+
+    Attributes:
+        step: its number (the first is 1).
+        batch: number of the batch that it trained on.
+        value: the first non-finite value; None for a spike.
+        samples: global numbers of all samples of the batch.
+        suspects: those of the micro-batches in which the first non-finite value is; all of them if
+            it is a sum over micro-batches.
+    """
+
+    kind: Kind
+    action: Action
+    step: int
+    batch: int
+    loss: float
+    grad_norm: float
+    value: NonFiniteValue | None
+    samples: tuple[int, ...]
+    suspects: tuple[int, ...]
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """`step 8: the loss is nan ...; first in ...; samples 17 42`."""
+        return f"step {self.step}: {self.reason}; {samples_text(self.suspects)}"
+
+    def event(self) -> dict[str, Any]:
+        """The `guard` event of events.jsonl."""
+        value = self.value
+        event: dict[str, Any] = {
+            "event": "guard",
+            "kind": self.kind,
+            "step": self.step,
+            "action": self.action,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "batch": self.batch,
+            "samples": list(self.suspects),
+        }
+        if value is not None:
+            event |= {"rank": value.rank, "block": value.block, "place": value.place}
+        event["text"] = f"guard: {self.text}. {CONSEQUENCES[self.action]}"
+        return event
+
+
+CONSEQUENCES: Mapping[Action, str] = {
+    "report": "Training continues",
+    "skip": "The update is skipped",
+    "rollback": "Going back to the newest checkpoint, without these samples",
+    "stop": "Stopping",
+}
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The state that a rollback went back to.
+
+    Attributes:
+        num_done: finished steps of the checkpoint.
+        source: its folder.
+        state: of the guards, as it stored them.
+        event: for the event log.
+    """
+
+    num_done: int
+    source: str
+    state: GuardState
+    event: dict[str, Any]
+
+
+def no_restore() -> Restored:
+    """Stands for the restore of a run without a run folder."""
+    raise AssertionError("a run without a run folder has nothing to go back to")
+
+
+class StepGuard:
+    """Judges every step of a run, and keeps the list of left-out batches; the same on every rank.
+
+    Args:
+        config: what follows a failed step.
+        loader: knows the samples of a batch.
+        restore: loads the newest checkpoint; every rank must call it.
+        needs_first_save: whether a rollback needs a checkpoint that does not exist yet.
+        record_folder: where the first rank records failed steps; None on the others.
+
+    Attributes:
+        state: see `GuardState`.
+    """
+
+    def __init__(
+        self,
+        config: GuardConfig,
+        loader: DataLoader,
+        mesh: Mesh,
+        *,
+        state: GuardState | None = None,
+        restore: Callable[[], Restored] = no_restore,
+        needs_first_save: bool = False,
+        record_folder: Path | None = None,
+        start: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.loader = loader
+        self.mesh = mesh
+        self.state = state or GuardState()
+        self.restore = restore
+        self.needs_first_save = needs_first_save and can_roll_back(config)
+        self.record_folder = record_folder
+        self.facts = dict(start or {})
+        self._failed_at = 0
+
+    def batch_of(self, index: int) -> int:
+        """Number of the batch of step `index` (from 0)."""
+        return batch_of_step(index, self.state.skipped_batches)
+
+    def judge(self, step: int, report: StepReport) -> FailedStep | None:
+        """Why step `step` (the first is 1) failed, and what follows; None if it is accepted."""
+        failed = self._failure(step, report)
+        if failed is None or failed.action == "report":
+            self._accept(step, report.loss)
+            return failed
+        self._failed_at = max(step, self._failed_at)
+        self.state = replace(self.state, failures=self.state.failures + 1)
+        if failed.action != "stop" and self.state.failures > self.config.max_failures:
+            count = self.config.max_failures
+            reason = f"{failed.reason}; {count} failed before it in a row"
+            failed = replace(failed, action="stop", reason=reason)
+        if failed.action != "rollback":
+            self._record(failed)
+        return failed
+
+    def roll_back(self, failed: FailedStep) -> Restored:
+        """Restore the newest checkpoint and leave out the batches of the failed step; every rank
+        must call it.
+        """
+        restored = self.restore()
+        self.state = replace(self.state, losses=restored.state.losses)
+        left_out = [failed.batch]
+        if failed.kind == "spike":
+            left_out = [self.batch_of(index) for index in range(restored.num_done, failed.step)]
+        self.facts |= {"start_step": restored.num_done, "checkpoint": restored.source}
+        self.state = self.state.without_batches(left_out)
+        self._record(failed, left_out=left_out)
+        return restored
+
+    def _accept(self, step: int, loss: float) -> None:
+        if step >= self._failed_at:
+            self.state = replace(self.state, failures=0)
+        if self.config.spike:
+            self.state = self.state.with_loss(loss)
+
+    def _failure(self, step: int, report: StepReport) -> FailedStep | None:
+        if report.nonfinite is not None:
+            reason = nonfinite_text(report.loss, report.grad_norm, report.nonfinite)
+            return self._failed_step(
+                "nonfinite",
+                self.config.nonfinite,
+                step,
+                report,
+                reason=reason,
+            )
+        losses = self.state.losses
+        if not self.config.spike or len(losses) < MIN_LOSSES:
+            return None
+        median = statistics.median(losses)
+        if report.loss <= self.config.spike * median:
+            return None
+        reason = (
+            f"the loss is {report.loss:.4g}, {report.loss / median:.3g} times the median "
+            f"{median:.4g} of the last {len(losses)} steps"
+        )
+        return self._failed_step(
+            "spike",
+            self.config.on_spike,
+            step,
+            report,
+            reason=reason,
+        )
+
+    def _failed_step(
+        self,
+        kind: Kind,
+        action: Action,
+        step: int,
+        report: StepReport,
+        *,
+        reason: str,
+    ) -> FailedStep:
+        batch = self.batch_of(step - 1)
+        loader = self.loader
+        chosen = samples_of(
+            loader.samples,
+            batch,
+            global_size=loader.global_size,
+            seed=loader.seed,
+        )
+        samples = tuple(chosen.tolist())
+        suspects = samples
+        value = report.nonfinite
+        if value is not None and value.rank is not None and value.micro_batches:
+            axes = sequence_axes()
+            by_micro_batch = layout_of(
+                chosen,
+                index=self.mesh.index(value.rank, axes),
+                degree=self.mesh.degree(axes),
+                micro_size=loader.micro_size,
+            )
+            suspects = tuple(by_micro_batch[list(value.micro_batches)].ravel().tolist())
+        return FailedStep(
+            kind=kind,
+            action=action,
+            step=step,
+            batch=batch,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            value=value,
+            samples=samples,
+            suspects=suspects,
+            reason=reason,
+        )
+
+    def _record(self, failed: FailedStep, *, left_out: Sequence[int] = ()) -> None:
+        """Write the record of a failed step, on the first rank."""
+        if self.record_folder is None:
+            return
+        places = [self.loader.samples.place(sample) for sample in failed.suspects]
+        record = {
+            **asdict(failed),
+            "left_out": list(left_out),
+            "places": places[:MAX_SAMPLES_SHOWN],
+            "seed": self.loader.seed,
+            "mesh": str(self.mesh),
+            **self.facts,
+        }
+        self.record_folder.mkdir(parents=True, exist_ok=True)
+        replace_file(unused_record_path(self.record_folder, failed.step), to_line(record))
+
+
+def can_roll_back(config: GuardConfig) -> bool:
+    """Whether a guard may go back to a checkpoint."""
+    rolls_back_spikes = config.spike > 0 and config.on_spike == "rollback"
+    return config.nonfinite == "rollback" or rolls_back_spikes
+
+
+def samples_text(samples: Sequence[int]) -> str:
+    """`sample 17`, `samples 17 42`, or the first of many and their number."""
+    shown = " ".join(map(str, samples[:MAX_SAMPLES_SHOWN]))
+    num_hidden = len(samples) - MAX_SAMPLES_SHOWN
+    more = f" and {num_hidden} more" if num_hidden > 0 else ""
+    return f"{'sample' if len(samples) == 1 else 'samples'} {shown}{more}"
+
+
+def unused_record_path(folder: Path, step: int) -> Path:
+    """`step-000008.json`; for a step that failed before `step-000008-2.json`, and so on."""
+    path = folder / f"step-{step:06d}.json"
+    number = 1
+    while path.exists():
+        number += 1
+        path = folder / f"step-{step:06d}-{number}.json"
+    return path
+
+
+def read_records(run_folder: Path) -> tuple[dict[str, Any], ...]:
+    """The records of failed steps in a run folder, by name; those that cannot be read are left out."""
+    records = []
+    for path in sorted((run_folder / FOLDER).glob("step-*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("batch"), int):
+            records.append(record)
+    return tuple(records)
+
+
+def left_out_batches(records: Iterable[Mapping[str, Any]], *, first: int) -> tuple[int, ...]:
+    """Batches from number `first` on that rollbacks have left out."""
+    found: set[int] = set()
+    for record in records:
+        for batch in record.get("left_out", ()):
+            if isinstance(batch, int) and batch >= first:
+                found.add(batch)
+    return tuple(sorted(found))
