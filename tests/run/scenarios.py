@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from weft.core.mesh import Mesh
@@ -43,6 +44,17 @@ def ok(world: World) -> None:
         total = comm.all_reduce(torch.tensor([float(world.rank)]), "pp")
     assert total.item() == 3.0, total
     record(f"ok{world.rank}", os.getpid())
+
+
+def listens(world: World) -> None:
+    """The sockets on which the rank listens are recorded while it is connected."""
+    with open_comm(world, MESH, torch.device("cpu")) as comm:
+        comm.barrier("pp")
+        sockets = psutil.Process().net_connections(kind="inet")
+        listening = [each.laddr for each in sockets if each.status == psutil.CONN_LISTEN]
+        text = json.dumps([[address.ip, address.port] for address in listening])
+        (FOLDER / f"listens{world.rank}.json").write_text(text)
+        comm.barrier("pp")
 
 
 def prepared(world: World) -> None:
@@ -149,6 +161,7 @@ def saves_on_sigterm(world: World) -> None:
 
 SCENARIOS: dict[str, Scenario] = {
     "ok": ok,
+    "listens": listens,
     "prepared": prepared,
     "raises": raises,
     "raises_during_collectives": raises_during_collectives,

@@ -100,7 +100,7 @@ def played(tmp_path_factory):
     """All scenarios, one after the other in one process."""
     folder = tmp_path_factory.mktemp("played")
     port = free_port()
-    with running(folder, f"ok:{port}", *IN_PROCESSES, *IN_THREADS) as process:
+    with running(folder, f"listens:{port}", f"ok:{port}", *IN_PROCESSES, *IN_THREADS) as process:
         out, err = process.communicate("typed by a user", timeout=90)
     assert process.returncode == 0, err
     outcomes = {}
@@ -114,6 +114,14 @@ def played(tmp_path_factory):
 def test_ranks_that_return_give_exit_code_0(played, name):
     outcome = played.outcomes[name]
     assert (outcome["error"], outcome["code"]) == (None, 0)
+
+
+def test_local_ranks_listen_on_loopback_only_with_a_port_too(played):
+    addresses = {}
+    for rank in range(3):
+        addresses[rank] = json.loads((played.folder / f"listens{rank}.json").read_text())
+    assert {ip for found in addresses.values() for ip, _ in found} == {"127.0.0.1"}
+    assert len(addresses[0]) == len(addresses[1]) + 1, "the store, on rank 0 only"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,13 @@ def test_local_rank_and_size_default_to_one_rank_a_machine():
 
 
 def test_slurm_rendezvous_is_the_first_host_and_a_port_of_the_job():
-    assert detect(SLURM) == World(5, 8, 1, 4, "tcp://node07:22345")
+    assert detect(SLURM) == World(5, 8, 1, 4, "tcp://node07:22345", job="slurm 4012345.0")
+
+
+def test_a_job_has_the_name_that_its_launcher_gave_it():
+    assert detect({**TORCHRUN, "TORCHELASTIC_RUN_ID": "abc"}).job == "torchrun abc"
+    assert detect({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).job == ""
+    assert detect({**SLURM, "SLURM_STEP_ID": "3"}).job == "slurm 4012345.3"
 
 
 def test_slurm_job_steps_use_their_own_host_and_port():

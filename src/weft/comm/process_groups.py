@@ -8,6 +8,7 @@ import time
 import weakref
 from datetime import timedelta
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
 from weft.comm.backend import ProcessGroupBackend, TorchProcessGroup
 from weft.comm.group_queue import GroupCall, GroupQueue
+from weft.comm.interfaces import LOOPBACK, address_toward, is_loopback_name, listen
 from weft.comm.presence import PresenceStore, poll_intervals
+from weft.comm.store_namespace import agree_on_namespace
 from weft.comm.transport import Call, GroupKey, OnLate, Reduce
 from weft.errors import CommError, CommTimeout, Fault, LaunchError
 
@@ -58,6 +61,11 @@ class ProcessTransport:
         late_after_s: how long a rank waits before it reports members that have not joined (on CUDA
             devices, where the host does not wait for collectives: only for CPU tensors and for
             signatures).
+        job: name of the torchrun or Slurm job, for the handshake of Note [Job nonce].
+        nonce: name of this world that its ranks have in common already, instead of the handshake.
+        address: the address on which gloo listens; None: what the host name resolves to.
+            GLOO_SOCKET_IFNAME names interfaces instead.
+        listener: on rank 0, file descriptor of the listening socket of "tcp://host:port".
 
     Raises:
         LaunchError: the rendezvous failed: a variable is missing, a port is taken, the host does
@@ -73,6 +81,10 @@ class ProcessTransport:
         device: str | torch.device = "cpu",
         timeout_s: float = 600.0,
         late_after_s: float = LATE_AFTER_S,
+        job: str = "",
+        nonce: str = "",
+        address: str | None = None,
+        listener: int | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -81,9 +93,14 @@ class ProcessTransport:
         self.late_after_s = late_after_s
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self._gloo_devices = _gloo_devices()
-        shared_store = _find_store(rendezvous, rank, size, timeout_s)
-        self._store = _own_namespace(shared_store, rank)
+        self._gloo_devices = _gloo_devices(address)
+        shared_store = _find_store(rendezvous, rank, size, timeout_s=timeout_s, listener=listener)
+        is_private = not isinstance(rendezvous, str) or rendezvous.startswith("file:")
+        if nonce or is_private:
+            self._store = _next_namespace(shared_store, rank, nonce)
+        else:
+            prefix = agree_on_namespace(shared_store, rank, size, job=job, timeout_s=timeout_s)
+            self._store = PrefixStore(prefix, shared_store)
         self._presence = PresenceStore(self._store)
         self._queues: dict[GroupKey, GroupQueue] = {}
         self._closing = threading.Event()
@@ -259,29 +276,40 @@ class _PollingStore(Store):
             time.sleep(interval_s)
 
 
-def _gloo_devices() -> list[Any]:
+def _gloo_devices(address: str | None) -> list[Any]:
+    """Where gloo listens: the interfaces of GLOO_SOCKET_IFNAME, gloo's own variable, else
+    `address`.
+    """
     gloo: Any = dist.ProcessGroupGloo
-    interfaces = os.environ.get(
-        "GLOO_SOCKET_IFNAME", ""
-    )  # gloo's own variable: network interfaces to use
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     devices = []
     for interface in interfaces.split(","):
         if interface:
             devices.append(gloo.create_device(interface=interface))
-    return devices or [gloo.create_default_device()]
+    if devices:
+        return devices
+    if address is not None:
+        return [gloo.create_device(hostname=address)]
+    return [gloo.create_default_device()]
 
 
 def _find_store(
     rendezvous: str | Store,
     rank: int,
     size: int,
+    *,
     timeout_s: float,
+    listener: int | None,
 ) -> Store:
     if isinstance(rendezvous, Store):
         return rendezvous
+    timeout = timedelta(seconds=timeout_s)
     try:
-        found = next(find_rendezvous(rendezvous, rank, size, timeout=timedelta(seconds=timeout_s)))
-    except (ValueError, RuntimeError) as error:
+        url = _without_agent(rendezvous)
+        if url.startswith("tcp:"):
+            return _tcp_store(url, rank, timeout=timeout, listener=listener)
+        found = next(find_rendezvous(url, rank, size, timeout=timeout))
+    except (ValueError, RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         what = f"rank {rank} of {size} cannot meet the others at {rendezvous}"
         raise LaunchError(Fault("rendezvous", what, got=reason)) from error
@@ -289,10 +317,44 @@ def _find_store(
     return cast(Store, store)
 
 
-def _own_namespace(store: Store, rank: int) -> Store:
-    """Keys of this transport alone: a restart by torchrun, or a second transport in this world,
-    starts afresh.
-    """
+def _without_agent(url: str) -> str:
+    """`tcp://host:port` for the variables that were set by hand, where no agent has a store."""
+    env = os.environ
+    has_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if url != "env://" or has_agent or not env.get("MASTER_ADDR") or not env.get("MASTER_PORT"):
+        return url
+    host = env["MASTER_ADDR"]
+    shown = f"[{host}]" if ":" in host else host
+    return f"tcp://{shown}:{env['MASTER_PORT']}"
+
+
+def _tcp_store(url: str, rank: int, *, timeout: timedelta, listener: int | None) -> Store:
+    """The store at `tcp://host:port`: rank 0 listens, on one address; see `weft.comm.interfaces`."""
+    parts = urlsplit(url)
+    host, port = parts.hostname, parts.port
+    if not host or port is None:
+        raise ValueError(f"{url} names no host and port")
+    if rank > 0:
+        return dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+    if listener is None:
+        address = LOOPBACK if is_loopback_name(host) else address_toward(host, port)
+        file = listen(address or "::", port).detach()
+    else:
+        file = os.dup(listener)
+        address = host
+    return dist.TCPStore(
+        address or host,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=file,
+    )
+
+
+def _next_namespace(store: Store, rank: int, nonce: str) -> Store:
+    """Keys of this transport alone in a store of this world: a second transport starts afresh."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    generation = store.add(f"weft/{attempt}/joined/{rank}", 1)
-    return PrefixStore(f"weft/{attempt}/{generation}", store)
+    root = f"weft/{nonce or attempt}"
+    generation = store.add(f"{root}/joined/{rank}", 1)
+    return PrefixStore(f"{root}/{generation}", store)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.resume import AUTO, check_model, find_checkpoint, starts_new
+from weft.comm.interfaces import LOOPBACK
 from weft.config.checks import Check
 from weft.config.finetuning import defaults_note
 from weft.config.run import Run
@@ -191,7 +192,8 @@ def port_faults(run: Run) -> Iterable[Fault]:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("", run.port))
+            listener.bind((LOOPBACK, run.port))
+            listener.listen()
         except OSError as error:
             fix = "choose another --port, or leave it out for a free one"
             yield Fault(

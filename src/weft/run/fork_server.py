@@ -34,6 +34,7 @@ import cloudpickle
 import torch
 
 from weft.comm.comm import Comm
+from weft.comm.interfaces import LOOPBACK
 from weft.comm.process_groups import ProcessTransport
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_OK
@@ -202,6 +203,7 @@ def _call(job: Job, rank: int) -> object:
         job.mesh.size,
         f"file://{job.folder}/store",
         timeout_s=job.comm_timeout_s,
+        address=LOOPBACK,
     )
     comm = Comm(job.mesh, rank, transport)
     fn = cloudpickle.loads(job.fn)

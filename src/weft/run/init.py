@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, RankError
 from weft.run.failure import ErrorContext
-from weft.run.launch import local_world, wait_for_workers
+from weft.run.launch import local_world, open_listener, wait_for_workers
 from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, open_comm, prepare_rank
 from weft.run.signals import SignalQueue
 from weft.run.worker import WorkerProcess, send_failure
@@ -67,15 +68,17 @@ def _create_world(mesh: Mesh, device: DeviceChoice, port: int | None) -> World:
     """Fork the ranks of `mesh`. Returns in the ranks only."""
     choose_device(device, local_rank=0, local_size=mesh.size)
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
+    nonce = secrets.token_hex(16)
     if mesh.size == 1:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return local_world(0, 1, folder=folder, port=port)
-    with SignalQueue() as signals:
+        return local_world(0, 1, folder=folder, nonce=nonce)
+    with SignalQueue() as signals, open_listener(port) as listener:
         forked = fork_workers(mesh.size, folder)
         if isinstance(forked, WorkerGroup):
             _wait_and_exit(forked, signals, folder=folder, context=ErrorContext(mesh))
+        world = local_world(forked.rank, mesh.size, folder=folder, nonce=nonce, listener=listener)
     _report_uncaught_errors(forked)
-    return local_world(forked.rank, mesh.size, folder=folder, port=port)
+    return world
 
 
 def _wait_and_exit(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from weft.comm.interfaces import LOOPBACK, listen
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
-from weft.errors import EXIT_OK
+from weft.errors import EXIT_OK, Fault, LaunchError
 from weft.run.failure import ErrorContext, describe_error, root_cause
 from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, prepare_rank
 from weft.run.rank_threads import run_rank_threads
@@ -21,7 +26,6 @@ from weft.run.worker_group import WorkerGroup, fork_workers, supervise
 from weft.run.world import ThreadRendezvous, World
 
 RankMain = Callable[[World], None]
-LOCALHOST = "127.0.0.1"
 SECONDARY_DELAY_S = 2.0
 
 
@@ -43,7 +47,7 @@ def launch(
 
     Args:
         device: validated before a rank starts, so that a missing GPU is one error.
-        port: TCP port of the rendezvous on this machine; None: a private file.
+        port: TCP port of the rendezvous, on loopback; None: a private file.
         mesh: for the coordinates in an error.
         out: run folder, for the traceback of an error.
 
@@ -63,10 +67,11 @@ def launch(
             main, ThreadWorld(nproc, devices=devices, timeout_s=TIMEOUT_S), context
         )
     folder = Path(tempfile.mkdtemp(prefix="weft-"))
-    with SignalQueue() as signals:
+    nonce = secrets.token_hex(16)
+    with SignalQueue() as signals, open_listener(port) as listener:
         forked = fork_workers(nproc, folder)
         if isinstance(forked, WorkerProcess):
-            world = local_world(forked.rank, nproc, folder=folder, port=port)
+            world = local_world(forked.rank, nproc, folder=folder, nonce=nonce, listener=listener)
             exit_now(run_worker(lambda: _run_main(main, world), rank=forked.rank, pipe=forked.pipe))
         return wait_for_workers(forked, signals, folder=folder, context=context)
 
@@ -93,10 +98,57 @@ def join(main: RankMain, world: World, *, mesh: Mesh | None = None, out: Path | 
     return EXIT_OK
 
 
-def local_world(rank: int, size: int, *, folder: Path, port: int | None) -> World:
-    """The world of one of `size` local ranks."""
-    rendezvous = f"file://{folder}/store" if port is None else f"tcp://{LOCALHOST}:{port}"
-    return World(rank, size, local_rank=rank, local_size=size, rendezvous=rendezvous)
+@contextmanager
+def open_listener(port: int | None) -> Iterator[socket.socket | None]:
+    """The socket on which rank 0's store will listen; opened before ranks start, so that one of two
+    launches on a port starts none.
+
+    Raises:
+        LaunchError: the port is taken.
+    """
+    if port is None:
+        yield None
+        return
+    try:
+        listener = listen(LOOPBACK, port)
+    except OSError as error:
+        got = f"{port}: {error.strerror}"
+        fix = "choose another --port, or leave it out for a private file"
+        raise LaunchError(Fault("port", "cannot be opened", got=got, fix=fix)) from error
+    with listener:
+        yield listener
+
+
+def local_world(
+    rank: int,
+    size: int,
+    *,
+    folder: Path,
+    nonce: str,
+    listener: socket.socket | None = None,
+) -> World:
+    """The world of one of `size` local ranks; called in that rank.
+
+    Args:
+        folder: private, holds the store if there is no `listener`.
+        nonce: random name of the world.
+    """
+    rendezvous = f"file://{folder}/store"
+    file = None
+    if listener is not None:
+        rendezvous = f"tcp://{LOOPBACK}:{listener.getsockname()[1]}"
+        if rank == 0:
+            file = os.dup(listener.fileno())
+        listener.close()
+    return World(
+        rank,
+        size,
+        local_rank=rank,
+        local_size=size,
+        rendezvous=rendezvous,
+        nonce=nonce,
+        listener=file,
+    )
 
 
 def wait_for_workers(

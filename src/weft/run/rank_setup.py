@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
+from urllib.parse import urlsplit
 
 import torch
 
 from weft.comm.comm import Comm
+from weft.comm.interfaces import LOOPBACK, address_toward
 from weft.comm.observe import Observer
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.threads import ThreadWorld
@@ -89,12 +91,30 @@ def open_comm(
         yield Comm(mesh, world.rank, threads.transport(world.rank), observers=tuple(observers))
         return
     transport = ProcessTransport(
-        world.rank, world.size, world.rendezvous, device=device, timeout_s=timeout_s
+        world.rank,
+        world.size,
+        world.rendezvous,
+        device=device,
+        timeout_s=timeout_s,
+        job=world.job,
+        nonce=world.nonce,
+        address=own_address(world),
+        listener=world.listener,
     )
     try:
         yield Comm(mesh, world.rank, transport, observers=tuple(observers))
     finally:
         transport.close()
+
+
+def own_address(world: World) -> str | None:
+    """The address on which the data connections of this rank listen; None: gloo's own choice."""
+    if world.is_on_one_machine:
+        return LOOPBACK
+    url = urlsplit(str(world.rendezvous))
+    host = url.hostname or os.environ.get("MASTER_ADDR", "")
+    port = url.port or int(os.environ.get("MASTER_PORT", "0"))
+    return address_toward(host, port) if host else None
 
 
 def size_fault(world: World, mesh: Mesh) -> Fault:

@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.errors import Fault, LaunchError
 
@@ -43,6 +43,10 @@ class World:
     Attributes:
         rank: 0 to size - 1, over all machines.
         local_rank: 0 to local_size - 1, on this machine: selects the GPU.
+        job: name of the torchrun or Slurm job; "" for local ranks.
+        nonce: random name of a local world, inherited by its ranks; "" in others.
+        listener: file descriptor of the socket on which the store of rank 0 listens; None if it
+            opens one, or needs none.
     """
 
     rank: int
@@ -50,6 +54,14 @@ class World:
     local_rank: int
     local_size: int
     rendezvous: Rendezvous
+    job: str = ""
+    nonce: str = ""
+    listener: int | None = None
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return self.local_size == self.size
 
 
 def detect(env: Env) -> World | None:
@@ -64,7 +76,7 @@ def detect(env: Env) -> World | None:
     if world.rank not in range(world.size):
         fault = Fault("rank", "is outside the world", got=f"rank {world.rank} of {world.size}")
         raise LaunchError(fault)
-    return world
+    return replace(world, job=job_name(env))
 
 
 def job_name(env: Env) -> str:
@@ -72,9 +84,9 @@ def job_name(env: Env) -> str:
 
     It stays the same when the job is restarted.
     """
-    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
-    if run_id != "none":
-        return f"torchrun {run_id}"
+    if "RANK" in env:
+        run_id = env.get("TORCHELASTIC_RUN_ID", "none")
+        return "" if run_id == "none" else f"torchrun {run_id}"
     if "SLURM_PROCID" in env and env.get("SLURM_JOB_ID"):
         return f"slurm {env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
     return ""

@@ -1,0 +1,77 @@
+"""Addresses on which a rank listens: loopback within one machine, else the interface that routes to the master.
+
+    ranks of one machine     127.0.0.1
+    several machines         the address from which this machine reaches the master; never all interfaces
+    GLOO_SOCKET_IFNAME       these interfaces for the data of gloo, whatever else holds
+
+What torch opens by itself is not chosen here: the store of torchrun's agent (rendezvous backends c10d
+and static) listens on all interfaces.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 1024
+DOCUMENTATION_ADDRESS = ("192.0.2.1", 9)
+"""An address that is never assigned (RFC 5737): the way to it is the default route."""
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether `host` means this machine wherever it is resolved: `localhost`, 127.0.0.1, ::1.
+
+    The name of a machine may resolve to loopback on that machine too (127.0.1.1 on Debian), but not
+    on others.
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def address_toward(host: str, port: int) -> str | None:
+    """The address from which this machine reaches `host`; None if no route is known.
+
+    Nothing is sent: connecting a datagram socket only selects the route.
+    """
+    if is_loopback_name(host):
+        return LOOPBACK
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, _, _, _, target in found:
+        address = _source_address(family, target)
+        if address is not None and not ipaddress.ip_address(address).is_loopback:
+            return address
+    return _source_address(socket.AF_INET, DOCUMENTATION_ADDRESS)
+
+
+def _source_address(family: int, target: tuple[object, ...]) -> str | None:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            address: str = probe.getsockname()[0]
+    except OSError:
+        return None
+    return address.partition("%")[0]
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket on one address; for IPv6 too.
+
+    Raises:
+        OSError: the port is taken, or the address is not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,124 @@
+"""The keys of one world in a shared store: a random name from rank 0, agreed on by a handshake that other jobs cannot disturb.
+
+rank 0    sets `leader` to a new nonce            waits until `joined` is size - 1      sets `go`
+rank r    reads `leader`     claims `slot/r`      adds 1 to `joined`                    waits for `go`
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from typing import Protocol
+
+from weft.comm.presence import poll_intervals
+from weft.comm.signature import rank_list
+from weft.errors import Fault, LaunchError
+
+REPLACED_WAIT_S = 60.0
+"""How long a rank whose slot another process holds waits for a new leader."""
+MAX_NAMED_SLOTS = 4096
+"""Largest world in which a time-out looks up which ranks are missing."""
+
+# Note [Job nonce]
+# A store outlives the processes that use it (the agent of torchrun keeps one over all restarts), and a process of another
+# job may reach it (two jobs on one port). So the keys of a world start with a nonce that rank 0 draws; what earlier attempts
+# and other jobs have written is never read. Local ranks inherit the nonce from the process that forks them, and need no
+# handshake. Ranks of torchrun and Slurm find it under the name of their job (its run id, or job and step id):
+#
+#     another job       has another name, and so other keys
+#     an earlier leader is recognised by `go`: a dead rank 0 never sets it; if it had set it, all slots of its nonce are
+#                       taken. A rank that waits sees the new `leader` and claims a slot there
+#     the same name     (ranks started by hand: no name at all.) A slot has one owner, by compare-and-set: the second process
+#                       that claims it is rejected in one line that names the first, and changes nothing
+#
+# Each rank sends a constant number of requests besides polling.
+
+
+class NamespaceStore(Protocol):
+    """The part of torch.distributed.Store that is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+def agree_on_namespace(
+    store: NamespaceStore, rank: int, size: int, *, job: str, timeout_s: float
+) -> str:
+    """The prefix of this world's keys; every rank calls it. See Note [Job nonce].
+
+    Args:
+        job: name of the job, equal on its ranks; "" if nothing names it.
+
+    Raises:
+        LaunchError: some ranks did not arrive, or another process is this rank.
+    """
+    root = f"weft/{job}" if job else "weft"
+    deadline = time.monotonic() + timeout_s
+    if rank == 0:
+        return _lead(store, root, size, deadline=deadline, timeout_s=timeout_s)
+    return _follow(store, root, rank, deadline=deadline, timeout_s=timeout_s)
+
+
+def _lead(store: NamespaceStore, root: str, size: int, *, deadline: float, timeout_s: float) -> str:
+    prefix = f"{root}/{secrets.token_hex(16)}"
+    store.set(f"{root}/leader", prefix)
+    for interval_s in poll_intervals():
+        if store.add(f"{prefix}/joined", 0) >= size - 1:
+            break
+        if time.monotonic() > deadline:
+            raise _late(_missing(store, prefix, size), timeout_s)
+        time.sleep(interval_s)
+    store.set(f"{prefix}/go", "1")
+    return prefix
+
+
+def _missing(store: NamespaceStore, prefix: str, size: int) -> str:
+    if size > MAX_NAMED_SLOTS:
+        return f"{size - 1 - store.add(f'{prefix}/joined', 0)} of {size} ranks"
+    missing: list[int] = []
+    for rank in range(1, size):
+        if not store.check([f"{prefix}/slot/{rank}"]):
+            missing.append(rank)
+    return rank_list(tuple(missing))
+
+
+def _follow(
+    store: NamespaceStore, root: str, rank: int, *, deadline: float, timeout_s: float
+) -> str:
+    process = f"process {os.getpid()} on {os.uname().nodename}"
+    own_name = f"{process} {secrets.token_hex(16)}"
+    prefix = ""
+    owner = ""
+    for interval_s in poll_intervals():
+        if owner == own_name and store.check([f"{prefix}/go"]):
+            return prefix
+        leader = _value(store, f"{root}/leader")
+        if leader != prefix and not (owner == own_name and store.check([f"{prefix}/go"])):
+            prefix = leader
+            owner = store.compare_set(f"{prefix}/slot/{rank}", "", own_name).decode()
+            if owner == own_name:
+                store.add(f"{prefix}/joined", 1)
+            elif not owner.startswith(process):  # this process may be a rank of an earlier world
+                deadline = min(deadline, time.monotonic() + REPLACED_WAIT_S)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(interval_s)
+    if owner in ("", own_name):
+        raise _late("rank 0" if not owner else "some ranks", timeout_s)
+    what = f"another process is rank {rank} of this job"
+    got = owner.rpartition(" ")[0]
+    fix = "use another port, or end that process"
+    raise LaunchError(Fault("rendezvous", what, got=got, need="one process for each rank", fix=fix))
+
+
+def _value(store: NamespaceStore, key: str) -> str:
+    """The value of a key; "" if it is not set."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _late(who: str, timeout_s: float) -> LaunchError:
+    return LaunchError(Fault("rendezvous", f"{who} did not arrive within {timeout_s:g} s"))
