@@ -24,7 +24,7 @@ from tests.tiny_run import TINY
 from weft.checkpoint import write as save_write
 from weft.checkpoint.folder import checkpoints, set_aside
 from weft.checkpoint.read import open_checkpoint
-from weft.checkpoint.saver import Saver, StatusFlag, any_rank_has
+from weft.checkpoint.saver import Saver, StatusFlag
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.config.run import Run
@@ -172,8 +172,8 @@ def play(step: TrainStep, case: Case, saver: Saver, steps: Sequence[int]) -> lis
     for index in steps:
         batch = micro_batches(every[index % len(every)], step.model.plan, step.model.comm.rank)
         report = step(batch, lr=LR, status=saver.status)
-        events += list(saver.after_step(index + 1, report.statuses))
-        if any_rank_has(StatusFlag.STOP_REQUESTED, report.statuses):
+        events += list(saver.after_step(index + 1, report.status))
+        if report.status & StatusFlag.STOP_REQUESTED:
             break
     return events
 

@@ -31,6 +31,26 @@ class DictStore:
         return total
 
 
+class CountingStore(DictStore):
+    """A store that counts requests."""
+
+    num_requests = 0
+
+    def set(self, key, value):
+        self.num_requests += 1
+        super().set(key, value)
+
+    def check(self, keys):
+        self.num_requests += 1
+        return super().check(keys)
+
+    def add(self, key, amount):
+        self.num_requests += 1
+        total = int(self.values.get(key, b"0")) + amount
+        self.values[key] = str(total).encode()
+        return total
+
+
 class LostStore(DictStore):
     """A store whose server is gone."""
 
@@ -73,6 +93,19 @@ def test_waiting_for_members_names_those_that_did_not_arrive():
         CommTimeout, match=r"barrier over dp, ranks 0 2 5: rank 5 did not arrive within 0\.05 s"
     ):
         presence.wait_for_members(GROUP, call, timeout_s=0.05)
+
+
+def test_the_requests_of_a_member_that_finds_its_group_complete_do_not_grow_with_the_group():
+    num_requests = []
+    for num_members in (4, 4096):
+        store = CountingStore()
+        ranks = tuple(range(num_members))
+        store.add(f"{GROUP}/arrived", num_members - 1)  # all others have come
+        before = store.num_requests
+        call = Call("barrier", "dp", ranks, 0, "barrier")
+        PresenceStore(store).wait_for_members(GROUP, call, timeout_s=60.0)
+        num_requests.append(store.num_requests - before)
+    assert num_requests == [4, 4]
 
 
 def test_only_the_first_rank_claims_a_key():

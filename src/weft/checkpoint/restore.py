@@ -154,7 +154,7 @@ def _check_unexpected_names(state: TrainState, manifest: Manifest) -> None:
         dtype=torch.int64,
         device=comm.device,
     )
-    num_users = comm.all_reduce(is_needed, tuple(name for name, _ in comm.mesh.axes)).tolist()
+    num_users = comm.sum_world(is_needed).tolist()
     unexpected = [name for name, count in zip(stored, num_users, strict=True) if not count]
     if unexpected:
         what = "the checkpoint holds tensors that this model and optimizer do not have"

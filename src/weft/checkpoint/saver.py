@@ -1,11 +1,11 @@
 """Save checkpoints in the background of training: snapshot, asynchronous writes, commit once all ranks have written.
 
     step 10    snapshot (training waits), each rank starts to write its file
-    step 11    the gathered statuses of the step say that some rank is still writing
-    step 12    no status says so: every rank knows, and rank 0 commits in the background and removes old checkpoints
+    step 11    the combined status of the step says that some rank is still writing
+    step 12    it does not say so: every rank knows, and rank 0 commits in the background and removes old checkpoints
     step 13    rank 0 emits the `save` event
 
-Statuses are sent with the numbers that every step gathers, so agreement costs no collective of its
+Statuses are sent with the numbers that every step totals, so agreement costs no collective of its
 own. Only when a write failed, and at the end of training, the ranks exchange messages about it.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntFlag
@@ -35,16 +35,11 @@ Event = dict[str, Any]
 
 
 class StatusFlag(IntFlag):
-    """Status flags of one rank, gathered with the numbers of every step."""
+    """Status flags of one rank, combined over the ranks with the numbers of every step."""
 
     STOP_REQUESTED = 1  # this process was asked to save and exit
     WRITING = 2  # its file is not on the disk yet
     WRITE_FAILED = 4  # its file could not be written
-
-
-def any_rank_has(flag: StatusFlag, statuses: Sequence[int]) -> bool:
-    """Whether a flag is set in the status of any rank."""
-    return any(status & flag for status in statuses)
 
 
 @dataclass(frozen=True)
@@ -125,11 +120,11 @@ class Saver:
                 status |= StatusFlag.WRITE_FAILED
         return status
 
-    def after_step(self, step: int, statuses: Sequence[int]) -> Iterator[Event]:
-        """Continue or start saves after step `step`, in which the ranks had these statuses."""
+    def after_step(self, step: int, status: int) -> Iterator[Event]:
+        """Continue or start saves after step `step`, in which some rank had each flag of `status`."""
         yield from self._poll_commit()
-        if self._writing is not None and not any_rank_has(StatusFlag.WRITING, statuses):
-            has_failed = any_rank_has(StatusFlag.WRITE_FAILED, statuses)
+        if self._writing is not None and not status & StatusFlag.WRITING:
+            has_failed = bool(status & StatusFlag.WRITE_FAILED)
             yield from self._end_writing(self._writing, exchange_errors=has_failed)
         if self.every and step % self.every == 0:
             yield from self.save(step)

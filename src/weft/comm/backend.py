@@ -12,7 +12,13 @@ from torch import Tensor
 
 from weft.comm.backend_work import BackendCall, MessageCall, StreamCall, TorchWork
 from weft.comm.in_process import reduce_in_order, reduce_two_
-from weft.comm.signature import check_signatures, decode_signature, encode_signature
+from weft.comm.signature import (
+    check_signatures,
+    decode_signature,
+    digests_agree,
+    encode_signature,
+    signature_digest,
+)
 from weft.comm.transport import Call, Op, Reduce
 
 SMALL_BYTES = 1 << 18
@@ -24,6 +30,10 @@ MAX_TWO_RANK_ALL_REDUCE_BYTES = 1 << 22
 """Up to this size two ranks all-reduce by one exchange; beyond it gloo's own algorithm costs the
 caller less.
 """
+
+MAX_RANKS_COMPARED_BY_TEXT = 8
+"""In larger groups, members compare digests of their signatures first."""
+EXCHANGE_TIMEOUT_S = 60.0
 
 DATA_TAG, SIGNATURE_TAG, ABORT_TAG = 0, 1, 2
 
@@ -97,9 +107,28 @@ class ProcessGroupBackend:
         return _DISPATCH[call.op](self, call)
 
     def exchange_signatures(self, call: Call) -> BackendCall:
-        """Send the signature of `call` to all members; waiting for it compares theirs and raises
+        """Compare the signature of `call` with those of all members; waiting for it raises
         MismatchError.
+
+        In larger groups by digests first: see Note [Digests of signatures].
         """
+        if len(call.ranks) > MAX_RANKS_COMPARED_BY_TEXT:
+            return self._compare_digests(call)
+        return self._exchange_texts(call)
+
+    def _compare_digests(self, call: Call) -> BackendCall:
+        own = signature_digest(call)
+        total = own.clone()
+        work = self.gloo.allreduce([total], self.reduce_ops["sum"])
+
+        def compare() -> None:
+            if not digests_agree(own, total, len(call.ranks)):
+                texts = self._exchange_texts(call)  # every member sees the same total, so all do
+                texts.wait(EXCHANGE_TIMEOUT_S)
+
+        return BackendCall([work], compare)
+
+    def _exchange_texts(self, call: Call) -> BackendCall:
         size = len(call.ranks)
         own = encode_signature(call)
         received = own.new_empty(size, own.numel())

@@ -19,6 +19,7 @@ from weft.comm.observe import (
     print_late_ranks,
 )
 from weft.comm.transport import Call, PendingCall, Reduce, Transport, Work
+from weft.comm.world_stages import world_stages
 from weft.core.dimension import all_axes
 from weft.core.mesh import Axis, Mesh, axis_names
 from weft.errors import CommError, Fault, MeshError, did_you_mean
@@ -291,6 +292,39 @@ class Comm:
     def start_barrier(self, axis: Axis) -> Work[None]:
         lowered = collectives.barrier(self._group(axis))
         return self._start(lowered)
+
+    def all_gather_world(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks of the mesh, concatenated along dim 0 in rank order.
+
+        For small tensors: it goes through stages of few ranks, see Note [World stages].
+        """
+        for group in world_stages(self.rank, self.mesh.size, checked=self.checked):
+            gathered = self._start(collectives.all_gather(rows, group, 0, None))
+            rows = gathered.wait()
+        return rows
+
+    def combine_world(self, row: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
+        """One row for all ranks of the mesh from one row of each; the same bits on every rank.
+
+        For small tensors: it goes through stages of few ranks, see Note [World stages].
+
+        Args:
+            row: of this rank, one dimension.
+            combine: from rows [n, columns] to one row; associative, as it is called once a stage.
+        """
+        for group in world_stages(self.rank, self.mesh.size, checked=self.checked):
+            gathered = self._start(collectives.all_gather(row.unsqueeze(0), group, 0, None))
+            row = combine(gathered.wait())
+        return row
+
+    def sum_world(self, row: Tensor) -> Tensor:
+        """The sum of the rows of all ranks of the mesh; see `combine_world`."""
+        return self.combine_world(row, lambda rows: rows.sum(0))
+
+    def barrier_world(self) -> None:
+        """Return when every rank of the mesh has called it."""
+        for group in world_stages(self.rank, self.mesh.size, checked=self.checked):
+            self._start(collectives.barrier(group)).wait()
 
     def _group(self, axis: Axis) -> AxisGroup:
         key = (axis, self.checked)

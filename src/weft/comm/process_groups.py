@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -39,6 +40,8 @@ MONITOR_INTERVAL_S = 0.25
 """How often the monitor thread looks at the calls of a rank, unless `late_after_s` is short."""
 
 GLOO_THREADS = 2
+MAX_NAME_LENGTH = 40
+"""Characters; longer lists of members are replaced by a hash in the name of a group."""
 
 _REDUCE_OPS: dict[Reduce, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -166,9 +169,7 @@ class ProcessTransport:
             self._monitor.start()
 
     def _make_queue(self, call: Call) -> GroupQueue:
-        kind = "pair" if call.is_p2p else "group"
-        members = "-".join(map(str, call.ranks))
-        name = f"{kind} {members}"
+        name = group_name(call)
 
         def connect() -> ProcessGroupBackend:
             self._presence.wait_for_members(name, call, timeout_s=self.timeout_s)
@@ -212,6 +213,18 @@ class ProcessTransport:
             options._timeout = timeout
             return cast(TorchProcessGroup, nccl(store, index, size, options))
         raise CommError(f"no backend carries tensors on {device_type!r} between processes")
+
+
+def group_name(call: Call) -> str:
+    """Name of the group of a call, the same on all members; of bounded length, since keys of the
+    store begin with it.
+    """
+    kind = "pair" if call.is_p2p else "group"
+    members = "-".join(map(str, call.ranks))
+    if len(members) <= MAX_NAME_LENGTH:
+        return f"{kind} {members}"
+    digest = hashlib.sha256(members.encode()).hexdigest()
+    return f"{kind} of {len(call.ranks)} from {call.ranks[0]}, {digest[:16]}"
 
 
 def _monitor(

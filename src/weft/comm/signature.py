@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import struct
 from collections.abc import Sequence
@@ -104,6 +105,44 @@ def decode_signature(encoded: Tensor, size: int) -> Signature:
     )
 
 
+# Note [Digests of signatures]
+# Exchanging texts costs every member of a group of n ranks 192 + 16 n bytes from each of the others: 8.6 GB for 16,384
+# ranks. Two numbers that are summed over the group say whether all signatures agree. The first is a hash of the text:
+# if all are equal, the sum is n times the own one. The second is the sum of h(i, j, elements) over what this rank i
+# sends to each j, minus the sum of h(j, i, elements) over what it expects from each j: the total is 0 if every rank
+# expects what is sent. The hashes have 40 bits, so that sums over a million ranks are exact in int64. Only if they
+# disagree, the texts are exchanged, for the message.
+
+DIGEST_MODULUS = 2**40
+
+
+def signature_digest(call: Call) -> Tensor:
+    """Two numbers of this member's signature, int64[2]: see Note [Digests of signatures]."""
+    text = _comparable(call.signature).encode()
+    text_hash = int.from_bytes(hashlib.sha256(text).digest()[:5], "big")
+    own = call.index
+    difference = 0
+    for member, num_elements in enumerate(call.input_split_sizes):
+        difference += _hash_of_transfer(own, member, num_elements)
+    for member, num_elements in enumerate(call.output_split_sizes):
+        difference -= _hash_of_transfer(member, own, num_elements)
+    return torch.tensor([text_hash, difference % DIGEST_MODULUS], dtype=torch.int64)
+
+
+def digests_agree(own: Tensor, total: Tensor, size: int) -> bool:
+    """Whether the signatures of all `size` members agree, from this member's digest and the sum of
+    all.
+    """
+    has_equal_texts = int(total[0]) == size * int(own[0])
+    has_matching_sizes = int(total[1]) % DIGEST_MODULUS == 0
+    return has_equal_texts and has_matching_sizes
+
+
+def _hash_of_transfer(source: int, destination: int, num_elements: int) -> int:
+    packed = struct.pack("3q", source, destination, num_elements)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=5).digest(), "big")
+
+
 def _format(size: int) -> str:
     return f"{TEXT_BYTES}s{2 * size}q"
 
@@ -112,11 +151,14 @@ def _texts_match(texts: Sequence[str]) -> bool:
     """Whether the texts are equal but for starred dimensions, and send counting as recv."""
     if len(set(texts)) == 1:
         return True
-    comparable = set()
-    for text in texts:
-        without_lengths = _VARIABLE_LENGTH.sub("*", text)
-        comparable.add(_SEND_OR_RECV.sub("message ", without_lengths))
+    comparable = {_comparable(text) for text in texts}
     return len(comparable) == 1
+
+
+def _comparable(text: str) -> str:
+    """The text without what may differ between members."""
+    without_lengths = _VARIABLE_LENGTH.sub("*", text)
+    return _SEND_OR_RECV.sub("message ", without_lengths)
 
 
 def _split_sizes_match(signatures: Sequence[Signature]) -> bool:

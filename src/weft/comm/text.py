@@ -9,22 +9,22 @@ import torch
 from weft.comm.comm import Comm
 from weft.errors import CheckpointError, Fault
 
+PADDING = 0xFF
+"""A byte that UTF-8 does not use."""
+
 
 def all_gather_text(comm: Comm, text: str) -> tuple[str, ...]:
     """The text of every rank of the mesh, in rank order; every rank must call it."""
-    axes = tuple(name for name, _ in comm.mesh.axes)
     encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
     local_length = torch.tensor([len(encoded)], device=comm.device)
-    lengths = comm.all_gather(local_length, axes).tolist()
-    if not any(lengths):
+    longest = int(comm.combine_world(local_length, lambda lengths: lengths.amax(0)))
+    if not longest:
         return ("",) * comm.mesh.size
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=comm.device)
+    padded = torch.full((longest,), PADDING, dtype=torch.uint8, device=comm.device)
     padded[: len(encoded)] = encoded
-    rows = comm.all_gather(padded.unsqueeze(0), axes).cpu()
-    texts = []
-    for row, length in zip(rows, lengths, strict=True):
-        texts.append(bytes(row[:length].tolist()).decode())
-    return tuple(texts)
+    rows = comm.all_gather_world(padded.unsqueeze(0)).cpu()
+    padding = bytes([PADDING])
+    return tuple(bytes(row.tolist()).rstrip(padding).decode() for row in rows)
 
 
 def broadcast_text(comm: Comm, text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -126,13 +125,18 @@ class Mesh:
     def group(self, rank: int, axis: Axis) -> Ranks:
         """Ranks that differ from `rank` only along `axis`, in mesh order, `rank` included."""
         coord = self.coord(rank)
-        inner = self._in_mesh_order(axis)
-        ranges = [range(self.degree(name)) for name in inner]
-        members: list[int] = []
-        for indices in itertools.product(*ranges):
-            own_coord = zip(inner, indices, strict=True)
-            coord.update(own_coord)
-            members.append(self.rank(**coord))
+        wanted = axis_names(axis)
+        first = rank
+        inner_first: list[tuple[int, int]] = []  # degree and stride
+        stride = 1
+        for name, degree in reversed(self.axes):
+            if name in wanted:
+                first -= coord[name] * stride
+                inner_first.append((degree, stride))
+            stride *= degree
+        members = [first]
+        for degree, stride in reversed(inner_first):
+            members = [member + i * stride for member in members for i in range(degree)]
         return tuple(members)
 
     def groups(self, axis: Axis) -> tuple[Ranks, ...]:

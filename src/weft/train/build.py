@@ -396,7 +396,7 @@ def _clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ..
     if comm.rank == 0:
         remove_leftovers(run_folder)
         renamed = set_aside(run_folder, above=above)
-    comm.barrier(tuple(name for name, _ in comm.mesh.axes))
+    comm.barrier_world()
     return renamed
 
 

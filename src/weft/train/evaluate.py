@@ -79,8 +79,7 @@ class Evaluation:
             targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum()
             if counts_here:
                 local += torch.stack((loss, targets.double()))
-        all_axes = tuple(name for name, _ in comm.mesh.axes)
-        loss_sum, num_targets = comm.all_reduce(local, all_axes).tolist()
+        loss_sum, num_targets = comm.sum_world(local).tolist()
         return EvalReport(
             loss=loss_sum / max(num_targets, 1),
             targets=int(num_targets),

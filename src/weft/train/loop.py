@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.checkpoint.folder import checkpoints
-from weft.checkpoint.saver import Saver, StatusFlag, any_rank_has, newest_path
+from weft.checkpoint.saver import Saver, StatusFlag, newest_path
 from weft.config.schema import GuardConfig
 from weft.errors import GuardError, NonFiniteError, WeftError
 from weft.run.rank_status import OnPhase, Phase
@@ -241,8 +241,8 @@ class _Steps:
                     last_time = time.perf_counter()
                 if self.saver is not None:
                     report_phase(number, "save")
-                    yield from self.saver.after_step(number, report.statuses)
-                    if any_rank_has(StatusFlag.STOP_REQUESTED, report.statuses):
+                    yield from self.saver.after_step(number, report.status)
+                    if report.status & StatusFlag.STOP_REQUESTED:
                         return None
         return None
 

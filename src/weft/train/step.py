@@ -28,7 +28,7 @@ from weft.train.expert_load import imbalance, rebalance_routers, sum_loads
 from weft.train.loss_scale import LossScale
 from weft.train.nonfinite import NonFiniteValue, locate
 from weft.train.optim import NamedOptimizer, Optimizer
-from weft.train.step_stats import RankStats, StepTotals, all_gather_stats, memory_bytes
+from weft.train.step_stats import RankStats, StepTotals, memory_bytes, total_stats
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StepReport:
         nonfinite: the first non-finite value, if the update was skipped for that.
         expert_load: largest over mean load of an expert, in the worst block; 1 is balanced, None
             without experts.
-        statuses: status flags of every rank, in rank order.
+        status: status flags that any rank has set.
     """
 
     loss: float
@@ -61,7 +61,7 @@ class StepReport:
     skipped: bool = False
     nonfinite: NonFiniteValue | None = None
     expert_load: float | None = None
-    statuses: tuple[int, ...] = ()
+    status: int = 0
 
 
 def no_status() -> int:
@@ -154,9 +154,8 @@ class TrainStep:
         for name, param in self.model.shards.items():
             if grad_norm.is_first_holder(self.model, name):
                 num_local += param.shard.size
-        count = torch.tensor(num_local, dtype=torch.int64, device=comm.device)
-        all_axes = tuple(name for name, _ in comm.mesh.axes)
-        return int(comm.all_reduce(count, all_axes).item())
+        count = torch.tensor([num_local], dtype=torch.int64, device=comm.device)
+        return int(comm.sum_world(count).item())
 
     def state(self) -> TrainState:
         """What a checkpoint stores of this step, besides the loss scale.
@@ -266,7 +265,7 @@ class TrainStep:
             skipped=skipped,
             nonfinite=nonfinite,
             expert_load=totals.expert_load,
-            statuses=totals.statuses,
+            status=totals.status,
         )
 
     def _find_nonfinite(
@@ -313,5 +312,4 @@ class TrainStep:
             expert_load=expert_load,
             status=status,
         )
-        stats = all_gather_stats(comm, local)  # one collective, rows in rank order on every rank
-        return StepTotals.from_ranks(stats, comm.mesh)
+        return total_stats(comm, local)

@@ -1,4 +1,4 @@
-"""Statistics of a training step: each rank's numbers, gathered by one collective and totalled alike on every rank."""
+"""Statistics of a training step: each rank's numbers, and their totals over all ranks, equal on every rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.core.mesh import Mesh
 from weft.parallel.pp import AXIS as PP
 
 
@@ -41,43 +40,48 @@ class StepTotals:
         grad_norm: global gradient norm, float64 scalar, scaled like the gradients.
         mem_bytes: per pipeline rank, the largest memory of its ranks.
         expert_load: largest over mean load of an expert, in the worst block; None without experts.
-        statuses: status flags of every rank.
+        status: status flags that any rank has set.
     """
 
     loss: Tensor
     grad_norm: Tensor
     mem_bytes: tuple[int, ...]
     expert_load: float | None
-    statuses: tuple[int, ...]
-
-    @staticmethod
-    def from_ranks(stats: Tensor, mesh: Mesh) -> StepTotals:
-        """Totals of the rows of all ranks: every rank sums the same numbers in the same order."""
-        losses, grad_sq_norms, mem_bytes, expert_loads, statuses = stats.unbind(1)
-        return StepTotals(
-            loss=losses.sum(),
-            grad_norm=grad_sq_norms.sum().sqrt(),
-            mem_bytes=_largest_per_stage(mem_bytes.tolist(), mesh),
-            expert_load=expert_loads.max().item() or None,
-            statuses=tuple(int(status) for status in statuses.tolist()),
-        )
+    status: int
 
 
-def all_gather_stats(comm: Comm, local: RankStats) -> Tensor:
-    """The statistics of all ranks, float64 [ranks, 5], rows in rank order; every rank must call it."""
-    host_numbers = (local.mem_bytes, local.expert_load, local.status)
-    on_device = torch.tensor(host_numbers, dtype=torch.float64, device=comm.device)
-    row = torch.stack((local.loss, local.grad_sq_norm, *on_device.unbind()))
-    all_axes = tuple(name for name, _ in comm.mesh.axes)
-    return comm.all_gather(row.unsqueeze(0), all_axes, dim=0)
+NUM_SUMS = 2
+"""Columns of a row of statistics that are summed over ranks; of the others the largest counts."""
+NUM_FLAGS = 4
+"""Status flags of a rank."""
 
 
-def _largest_per_stage(mem_bytes: list[float], mesh: Mesh) -> tuple[int, ...]:
-    largest = [0] * mesh.degree(PP)
-    for rank, num_bytes in enumerate(mem_bytes):
-        pipeline_rank = mesh.coord(rank).get(PP, 0)
-        largest[pipeline_rank] = max(largest[pipeline_rank], int(num_bytes))
-    return tuple(largest)
+def total_stats(comm: Comm, local: RankStats) -> StepTotals:
+    """Totals over all ranks; every rank must call it, and gets the same bits.
+
+    One row of each rank: loss, squared norm | expert load, a column for each status flag, a column
+    for the memory of each pipeline rank.
+    """
+    flags = [bool(local.status >> bit & 1) for bit in range(NUM_FLAGS)]
+    stage_mem_bytes = [0] * comm.degree(PP)
+    stage_mem_bytes[comm.index(PP)] = local.mem_bytes
+    host_numbers = [local.expert_load, *flags, *stage_mem_bytes]
+    maxima = torch.tensor(host_numbers, dtype=torch.float64, device=comm.device)
+    sums = torch.stack((local.loss, local.grad_sq_norm))
+    row = comm.combine_world(torch.cat((sums, maxima)), _combine_rows)
+    loss, grad_sq_norm = row[:NUM_SUMS].unbind()
+    expert_load, *rest = row[NUM_SUMS:].tolist()
+    return StepTotals(
+        loss=loss,
+        grad_norm=grad_sq_norm.sqrt(),
+        mem_bytes=tuple(int(num_bytes) for num_bytes in rest[NUM_FLAGS:]),
+        expert_load=expert_load or None,
+        status=sum(1 << bit for bit in range(NUM_FLAGS) if rest[bit]),
+    )
+
+
+def _combine_rows(rows: Tensor) -> Tensor:
+    return torch.cat((rows[:, :NUM_SUMS].sum(0), rows[:, NUM_SUMS:].amax(0)))
 
 
 def memory_bytes(device: torch.device) -> int:

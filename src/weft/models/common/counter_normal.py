@@ -24,7 +24,9 @@ import math
 import statistics
 from collections.abc import Iterator
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.axes import Box
@@ -68,7 +70,7 @@ def normal_entries(
     num_columns = box.hi[-1] - first_column
     rows = _row_numbers(shape, box, device)
     values = torch.empty((len(rows), num_columns), dtype=torch.float32, device=device)
-    table = _quantiles(device)
+    table = torch.from_numpy(_quantiles()).to(device)
     scale = torch.tensor(std, dtype=torch.float32, device=device)
     row_keys = _row_keys(rows, key)
     for chosen_rows, columns in _chunks(len(rows), num_columns, device):
@@ -137,13 +139,13 @@ def _sum_of_quantiles(bits: Tensor, table: Tensor) -> Tensor:
     halves = bits.view(torch.int16).to(torch.int32)
     halves += NUM_QUANTILES // 2
     quantiles = torch.index_select(table, 0, halves.flatten()).view(-1, 2)
-    return (quantiles[:, 0] + quantiles[:, 1]).view(bits.shape)
+    values: Tensor = quantiles[:, 0] + quantiles[:, 1]
+    return values.view(bits.shape)
 
 
 @functools.cache
-def _quantiles(device: torch.device) -> Tensor:
-    """Centres of 65,536 equally likely intervals of a normal distribution, scaled to variance 1/2,
-    float32.
+def _quantiles() -> NDArray[np.float32]:
+    """Centres of 65,536 equally likely intervals of a normal distribution, scaled to variance 1/2.
 
     They are rounded to multiples of 2^-24, so that the last bit of a machine's logarithm does not
     show.
@@ -154,4 +156,4 @@ def _quantiles(device: torch.device) -> Tensor:
     scale = 1 / math.sqrt(2 * mean_square)
     rounded = [round(value * scale * 2**24) / 2**24 for value in lower]
     values = rounded + [-value for value in reversed(rounded)]
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    return np.array(values, dtype=np.float32)
