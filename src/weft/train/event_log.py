@@ -208,20 +208,23 @@ def append_end_event(
     if not path.is_file():
         return False
     try:
-        events = list(read_run_events(path))
-    except (UnreadableFile, ValueError):  # damaged by others: the error of the run comes first
+        events = list(read_events(path))
+    except UnreadableFile:
         return False
+    except ValueError:  # a damaged line: the run gets its end event all the same
+        events = []
     last = events[-1] if events else {}
     if last.get("event") == "end":
-        if status == "failed" and last["status"] == "failed":
+        if status == "failed" and last.get("status") == "failed":
             lines = path.read_bytes().split(b"\n")[: len(events) - 1]
             kept = "".join(line.decode() + "\n" for line in lines)
             replace_file(path, kept + to_line({**last, "error": error}))
         return False
     num_steps = 0
     for event in events:
-        if event["event"] in STEP_COUNTING:
-            num_steps = int(event.get("step", num_steps))
+        step = event.get("step")
+        if event.get("event") in STEP_COUNTING and isinstance(step, int):
+            num_steps = step
     end = {
         "event": "end",
         "status": status,
