@@ -20,6 +20,7 @@ from weft.checkpoint import resume
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.commands import data_checks, preflight
 from weft.commands import doctor as commands_doctor
+from weft.commands import replay as commands_replay
 from weft.commands import schedule as commands_schedule
 from weft.commands.console import (
     HELP,
@@ -254,6 +255,7 @@ COMMANDS = {
         "compare a run or a layout with one device, number by number",
         prove,
     ),
+    "replay": Command(commands_replay.USAGE, commands_replay.LINE, commands_replay.replay),
     "generate": Command(
         "MODEL [--prompt TEXT ...]",
         "generate text with a run, checkpoint or Hugging Face folder",

@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
-from tests.tiny_run import TINY
+from tests.spoiled_runs import (
+    MARKER,
+    TOLERANCE,
+    assert_losses,
+    bad_batch,
+    events_of,
+    one_device_losses,
+    run_of,
+    spoil,
+    words_of,
+    write_text,
+)
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.manifest import read_manifest
 from weft.cli import main
-from weft.config.load import load
-from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.data.order import batch_of_step
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
-from weft.models import FAMILIES
-from weft.models.common.batch import Batch
-from weft.prove.oracle import one_device
-from weft.train import build
-from weft.train.data_loader import samples_of, whole_batch
-from weft.train.event_log import EVENTS, read_events, step_history
-from weft.train.guard import (
+from weft.train.event_log import step_history
+from weft.train.guard_records import (
     WINDOW,
     GuardState,
     left_out_batches,
     read_records,
 )
-from weft.train.optim import make_optimizer
 
-MARKER = 7
-"""The byte of one sample that makes a block return NaN, or a loss that is far too large."""
-LR = 3e-3
-TOLERANCE = 1e-9
-KEYS = (
-    *TINY,
-    *("--optim.warmup", "0", "--optim.decay", "constant", "--optim.lr", str(LR)),
-    *("--precision.params", "float64", "--precision.compute", "float64"),
-    *("--precision.reduce", "float64"),
-)
 LAYOUTS = {
     "one rank": (),
     "dp2 tp2, ZeRO 1": ("--mesh", "dp2 tp2", "--parallel.zero", "1"),
@@ -55,77 +45,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    sentences = [f"the quick brown fox jumps over {number} lazy dogs. " for number in range(60)]
-    sentences[31] = chr(MARKER) * 4 + sentences[31]
-    path.write_text("".join(sentences))
-    return path
-
-
-def words_of(text: Path, out: Path, *words: str) -> list[str]:
-    return [*KEYS, "--data.source", str(text), "--out", str(out), *words]
-
-
-def events_of(out: Path) -> list[dict[str, Any]]:
-    return list(read_events(out / EVENTS))
-
-
-def run_of(text: Path, *words: str) -> Run:
-    return load(words_of(text, Path("unused"), *words), FAMILIES)
-
-
-def whole_batches(run: Run, numbers: Sequence[int]) -> list[Batch]:
-    samples = open_data(run.data, run.model)
-    batches = []
-    for number in numbers:
-        chosen = samples_of(samples, number, global_size=run.batch.global_size, seed=run.seed)
-        batches.append(whole_batch(samples, chosen, later=False))
-    return batches
-
-
-def bad_batch(run: Run) -> int:
-    """Number of the first batch with the marker."""
-    for number, batch in enumerate(whole_batches(run, range(200))):
-        if (batch.inputs == MARKER).any():
-            return number
-    raise AssertionError("no batch holds the marker")
-
-
-def one_device_losses(run: Run, numbers: Sequence[int]) -> list[float]:
-    """Losses of one device that trains on these batches."""
-    traces = one_device(
-        FAMILIES[run.model.name],
-        run.model,
-        whole_batches(run, numbers),
-        seed=run.seed,
-        dtype=torch.float64,
-        optimizer=lambda params, names: make_optimizer(params, run.optim, decay_names=names),
-        clip=run.optim.clip,
-        lr=LR,
-    )
-    return [trace.loss for trace in traces]
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, block: str, factor: float, token: int = MARKER) -> None:
-    """Multiply what `block` returns for micro-batches with `token`, in every run from here on."""
-    build_step = build.build_step
-
-    def hook(_module: nn.Module, args: tuple[Tensor, Batch], output: Tensor) -> Tensor:
-        has_token = bool((args[1].inputs == token).any())
-        return output * factor if has_token else output
-
-    def spoiled(*args: Any) -> Any:
-        step = build_step(*args)
-        if block in step.model.blocks:
-            step.model.blocks[block].register_forward_hook(hook)
-        return step
-
-    monkeypatch.setattr(build, "build_step", spoiled)
-
-
-def assert_losses(out: Path, expected: Sequence[float]) -> None:
-    losses = [event["loss"] for event in step_history(events_of(out))]
-    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @given(st.lists(st.integers(0, 60), unique=True, max_size=12), st.integers(0, 40))
@@ -283,5 +203,6 @@ def test_damaged_records_are_left_out(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "step-000001.json").write_text("{")
     (folder / "step-000002.json").write_text("[" * 100_000)
-    (folder / "step-000003.json").write_text('{"batch": 2, "left_out": [2]}')
+    (folder / "step-000003.json").write_text('{"step": 3, "batch": 2, "left_out": [2]}\n')
+    (folder / "step-000004.json").write_text('{"step": 3, "batch": 2, "left_out": 2}\n')
     assert [record["batch"] for record in read_records(tmp_path)] == [2]

@@ -40,8 +40,9 @@ from weft.parallel.model.parallelize import ParallelModel, materialize_params, p
 from weft.run.rank_status import RankStatus
 from weft.train.data_loader import DataLoader, samples_of, whole_batch
 from weft.train.evaluate import Evaluation
-from weft.train.guard import FOLDER as GUARD_FOLDER
-from weft.train.guard import GuardState, Restored, StepGuard, left_out_batches, read_records
+from weft.train.guard import Restored, StepGuard
+from weft.train.guard_records import FOLDER as GUARD_FOLDER
+from weft.train.guard_records import GuardState, left_out_batches, read_records
 from weft.train.init_from import check_hf_folder, initialize_from, lora_base, meta_modules
 from weft.train.loop import Evaluator, Event, StepRange, Training
 from weft.train.optim import Optimizer, learning_rate, make_optimizer, matrices
@@ -239,7 +240,7 @@ def build_training(
     run = run.model_copy(update={"out": out})
     run_folder = Path(out)
     samples = open_data(run.data, run.model)
-    start = _start(run, comm, samples)
+    start = start_of(run, comm, samples)
     step = start.step
     if status is not None:
         report_blocks(step.model.blocks, status.on_block)
@@ -287,7 +288,7 @@ def build_training(
 
 
 @dataclass(frozen=True)
-class _Start:
+class RunStart:
     """Where a run starts.
 
     Attributes:
@@ -306,13 +307,13 @@ class _Start:
     guard: GuardState = field(default_factory=GuardState)
 
 
-def _start(run: Run, comm: Comm, samples: Samples) -> _Start:
+def start_of(run: Run, comm: Comm, samples: Samples) -> RunStart:
     """The training step, restored from the checkpoint that `resume` means, if there is one."""
     if run.resume is None:
-        return _Start(build_step(run, comm))
+        return RunStart(build_step(run, comm))
     checkpoint, faults = open_newest_valid(run.resume, run.out, comm)
     if checkpoint is None:
-        return _Start(build_step(run.model_copy(update={"resume": None}), comm))
+        return RunStart(build_step(run.model_copy(update={"resume": None}), comm))
     facts = checkpoint.manifest.facts
     changes = tuple(data_changes(facts.data, samples.facts()))
     if changes:
@@ -326,7 +327,7 @@ def _start(run: Run, comm: Comm, samples: Samples) -> _Start:
         step.restore(checkpoint)
         layout = str(facts.plan["mesh"]) or "one rank"
     passed_over = tuple(str(fault) for fault in faults)
-    return _Start(
+    return RunStart(
         step,
         facts.step,
         checkpoint.path,
@@ -338,7 +339,7 @@ def _start(run: Run, comm: Comm, samples: Samples) -> _Start:
 
 def _build_guard(
     run: Run,
-    start: _Start,
+    start: RunStart,
     loader: DataLoader,
     *,
     comm: Comm,
@@ -375,13 +376,18 @@ def restore_newest(step: TrainStep, run_folder: Path) -> Restored:
     checkpoint, faults = open_newest_valid(AUTO, str(run_folder), step.model.comm)
     if checkpoint is None:
         raise GuardError(f"there is no checkpoint in {run_folder} to go back to")
-    step.restore(checkpoint)
     facts = checkpoint.manifest.facts
+    is_import = not facts.plan
+    if is_import:
+        load_parameters(step.state(), checkpoint.section(MODEL))
+        step.reset_optimizer()
+    else:
+        step.restore(checkpoint)
     event = {
         "event": "resume",
         "step": facts.step,
         "path": str(checkpoint.path),
-        "layout": str(facts.plan["mesh"]) or "one rank",
+        "layout": "an import" if is_import else str(facts.plan["mesh"]) or "one rank",
         "passed_over": [str(fault) for fault in faults],
     }
     state = GuardState.of_position(facts.position)
@@ -436,7 +442,7 @@ def facts_of(
 
 def _opening_events(
     run: Run,
-    start: _Start,
+    start: RunStart,
     samples: Samples,
     set_aside_paths: Sequence[Path],
 ) -> Iterator[Event]:

@@ -16,12 +16,13 @@ Note [Data order after a rollback]
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from weft.checkpoint.disk import replace_file
 from weft.config.schema import GuardConfig
@@ -30,63 +31,16 @@ from weft.core.mesh import Mesh
 from weft.data.order import batch_of_step, layout_of
 from weft.train.data_loader import DataLoader, samples_of
 from weft.train.event_log import to_line
+from weft.train.guard_records import GuardState, unused_record_path
 from weft.train.nonfinite import NonFiniteValue
 from weft.train.step import StepReport, nonfinite_text
 
 Kind = Literal["nonfinite", "spike"]
 Action = Literal["report", "skip", "rollback", "stop"]
 
-FOLDER = "guard"
-WINDOW = 32
-"""Losses whose median a loss is compared with."""
 MIN_LOSSES = 8
 """Losses before the first comparison."""
 MAX_SAMPLES_SHOWN = 8
-
-
-@dataclass(frozen=True)
-class GuardState:
-    """What the guards of a run remember between steps; part of every checkpoint.
-
-    Attributes:
-        skipped_batches: numbers of the batches that no step trains on, ascending.
-        losses: the newest finite ones, at most `WINDOW`; none if spikes are not looked for.
-        failures: failed steps in a row.
-    """
-
-    skipped_batches: tuple[int, ...] = ()
-    losses: tuple[float, ...] = ()
-    failures: int = 0
-
-    def position(self, num_steps: int, *, global_size: int) -> dict[str, Any]:
-        """The field `position` of a checkpoint's facts: the samples before the next batch, and what
-        differs from a run in which nothing failed.
-        """
-        next_batch = batch_of_step(num_steps, self.skipped_batches)
-        position: dict[str, Any] = {"steps": num_steps, "samples": next_batch * global_size}
-        for key, value in asdict(self).items():
-            if value:
-                position[key] = value
-        return position
-
-    @staticmethod
-    def of_position(position: Mapping[str, Any]) -> GuardState:
-        """The state that `position` stored."""
-        return GuardState(
-            skipped_batches=tuple(position.get("skipped_batches", ())),
-            losses=tuple(position.get("losses", ())),
-            failures=int(position.get("failures", 0)),
-        )
-
-    def with_loss(self, loss: float) -> GuardState:
-        """The state after a step with this loss."""
-        losses = (*self.losses, loss)
-        return replace(self, losses=losses[-WINDOW:])
-
-    def without_batches(self, batches: Iterable[int]) -> GuardState:
-        """The state with further batches left out."""
-        merged = sorted({*self.skipped_batches, *batches})
-        return replace(self, skipped_batches=tuple(merged))
 
 
 @dataclass(frozen=True)
@@ -207,6 +161,17 @@ class StepGuard:
         """Number of the batch of step `index` (from 0)."""
         return batch_of_step(index, self.state.skipped_batches)
 
+    def samples_of(self, step: int) -> tuple[int, ...]:
+        """Numbers of the samples of step `step` (the first is 1)."""
+        loader = self.loader
+        chosen = samples_of(
+            loader.samples,
+            self.batch_of(step - 1),
+            global_size=loader.global_size,
+            seed=loader.seed,
+        )
+        return tuple(chosen.tolist())
+
     def judge(self, step: int, report: StepReport) -> FailedStep | None:
         """Why step `step` (the first is 1) failed, and what follows; None if it is accepted."""
         failed = self._failure(step, report)
@@ -220,7 +185,7 @@ class StepGuard:
             reason = f"{failed.reason}; {count} failed before it in a row"
             failed = replace(failed, action="stop", reason=reason)
         if failed.action != "rollback":
-            self._record(failed)
+            self._record(failed, skipped_before=self.state.skipped_batches)
         return failed
 
     def roll_back(self, failed: FailedStep) -> Restored:
@@ -233,8 +198,9 @@ class StepGuard:
         if failed.kind == "spike":
             left_out = [self.batch_of(index) for index in range(restored.num_done, failed.step)]
         self.facts |= {"start_step": restored.num_done, "checkpoint": restored.source}
+        skipped_before = self.state.skipped_batches
         self.state = self.state.without_batches(left_out)
-        self._record(failed, left_out=left_out)
+        self._record(failed, skipped_before=skipped_before, left_out=left_out)
         return restored
 
     def _accept(self, step: int, loss: float) -> None:
@@ -280,31 +246,23 @@ class StepGuard:
         *,
         reason: str,
     ) -> FailedStep:
-        batch = self.batch_of(step - 1)
-        loader = self.loader
-        chosen = samples_of(
-            loader.samples,
-            batch,
-            global_size=loader.global_size,
-            seed=loader.seed,
-        )
-        samples = tuple(chosen.tolist())
+        samples = self.samples_of(step)
         suspects = samples
         value = report.nonfinite
         if value is not None and value.rank is not None and value.micro_batches:
             axes = sequence_axes()
             by_micro_batch = layout_of(
-                chosen,
+                np.array(samples),
                 index=self.mesh.index(value.rank, axes),
                 degree=self.mesh.degree(axes),
-                micro_size=loader.micro_size,
+                micro_size=self.loader.micro_size,
             )
             suspects = tuple(by_micro_batch[list(value.micro_batches)].ravel().tolist())
         return FailedStep(
             kind=kind,
             action=action,
             step=step,
-            batch=batch,
+            batch=self.batch_of(step - 1),
             loss=report.loss,
             grad_norm=report.grad_norm,
             value=value,
@@ -313,14 +271,26 @@ class StepGuard:
             reason=reason,
         )
 
-    def _record(self, failed: FailedStep, *, left_out: Sequence[int] = ()) -> None:
-        """Write the record of a failed step, on the first rank."""
+    def _record(
+        self,
+        failed: FailedStep,
+        *,
+        skipped_before: Sequence[int],
+        left_out: Sequence[int] = (),
+    ) -> None:
+        """Write the record of a failed step, on the first rank.
+
+        Args:
+            skipped_before: the batches that were left out when it failed.
+            left_out: further ones, from here on.
+        """
         if self.record_folder is None:
             return
         places = [self.loader.samples.place(sample) for sample in failed.suspects]
         record = {
             **asdict(failed),
             "left_out": list(left_out),
+            "skipped_batches": list(skipped_before),
             "places": places[:MAX_SAMPLES_SHOWN],
             "seed": self.loader.seed,
             "mesh": str(self.mesh),
@@ -342,36 +312,3 @@ def samples_text(samples: Sequence[int]) -> str:
     num_hidden = len(samples) - MAX_SAMPLES_SHOWN
     more = f" and {num_hidden} more" if num_hidden > 0 else ""
     return f"{'sample' if len(samples) == 1 else 'samples'} {shown}{more}"
-
-
-def unused_record_path(folder: Path, step: int) -> Path:
-    """`step-000008.json`; for a step that failed before `step-000008-2.json`, and so on."""
-    path = folder / f"step-{step:06d}.json"
-    number = 1
-    while path.exists():
-        number += 1
-        path = folder / f"step-{step:06d}-{number}.json"
-    return path
-
-
-def read_records(run_folder: Path) -> tuple[dict[str, Any], ...]:
-    """The records of failed steps in a run folder, by name; those that cannot be read are left out."""
-    records = []
-    for path in sorted((run_folder / FOLDER).glob("step-*.json")):
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and isinstance(record.get("batch"), int):
-            records.append(record)
-    return tuple(records)
-
-
-def left_out_batches(records: Iterable[Mapping[str, Any]], *, first: int) -> tuple[int, ...]:
-    """Batches from number `first` on that rollbacks have left out."""
-    found: set[int] = set()
-    for record in records:
-        for batch in record.get("left_out", ()):
-            if isinstance(batch, int) and batch >= first:
-                found.add(batch)
-    return tuple(sorted(found))

@@ -190,6 +190,13 @@ class TrainStep:
                 good_steps=stored["good_steps"],
             )
 
+    def reset_optimizer(self) -> None:
+        """Set optimizer state and loss scale to those before the first step."""
+        self.loss_scale = LossScale.of(self.model.plan)
+        for state in self.state().optimizer_state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
     def __call__(
         self,
         batches: Sequence[Batch],

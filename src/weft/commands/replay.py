@@ -1,0 +1,223 @@
+"""`weft replay`: which step of a recorded run to repeat, from which checkpoint, on which batches. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.manifest import read_manifest
+from weft.commands.console import (
+    load_checked_run,
+    print_result,
+    set_openmp_policy,
+    show_help,
+    wants_help,
+)
+from weft.config import flags
+from weft.config.run import Run
+from weft.config.schema import ConfigSection, ParallelConfig, PipelineConfig
+from weft.data.order import batch_of_step
+from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, DataError, Fault, UserError
+from weft.small_files import UnreadableFile
+from weft.train.event_log import EVENTS, read_run_events, step_history
+from weft.train.guard_records import GuardState, left_out_batches, read_records
+
+NAME = "weft replay"
+USAGE = 'RUN [--step N] [--layout "dp2"]'
+LINE = "repeat one step of a run on one device, from the checkpoint before it"
+RUN_FILE = "run.toml"
+
+
+class ReplayOptions(ConfigSection):
+    """What to repeat, and where."""
+
+    step: int = Field(
+        0,
+        ge=0,
+        description="the step; 0: the last one that failed, else the last one",
+    )
+    layout: str = Field(
+        "", description='mesh to repeat it on, ranks as threads: "dp2 tp2"; empty: one device'
+    )
+
+
+@dataclass(frozen=True)
+class StepToRepeat:
+    """A step of a recorded run, and how to reach it.
+
+    Attributes:
+        number: the step (the first is 1).
+        loss, grad_norm: as recorded; None if the run has no result of this step.
+        record: of the failed step, if it failed.
+        checkpoint: where to start; None: the initial parameters.
+        num_done: steps that it has done.
+        skipped_batches: batches that no step trains on.
+        lrs: step -> recorded learning rate.
+        not_updated: steps whose update a guard skipped.
+    """
+
+    number: int
+    loss: float | None
+    grad_norm: float | None
+    record: Mapping[str, Any] | None
+    checkpoint: Path | None
+    num_done: int
+    skipped_batches: tuple[int, ...]
+    lrs: Mapping[int, float]
+    not_updated: frozenset[int]
+
+
+def replay(words: Sequence[str]) -> int:
+    """Repeat a step and compare it with the recorded one; exit code 1 where they differ."""
+    if wants_help(words):
+        return show_help(ReplayOptions(), f"{NAME} {USAGE}", LINE)
+    if not words or words[0].startswith("-"):
+        raise UserError(Fault(NAME, "no run folder is named", fix=f"{NAME} runs/x --step 8"))
+    folder = Path(words[0])
+    options = flags.read_config(words[1:], ReplayOptions)
+    step = step_to_repeat(folder, options.step)
+    run = run_to_repeat(folder, options.layout)
+    set_openmp_policy()
+    from weft.commands.repeat_step import Repetition  # imports torch, and so comes after all checks
+
+    repetition = Repetition(folder, run, step)
+    for line in repetition.lines():
+        print_result(line)
+    return EXIT_OK if repetition.is_equal else EXIT_FAILED
+
+
+def run_to_repeat(folder: Path, layout: str) -> Run:
+    """The config of the run, on another layout: one device, or a mesh with the run's options."""
+    words = [str(folder / RUN_FILE), "--mesh", layout]
+    if layout:
+        run = load_checked_run([*words, "--transport", "threads"])
+    else:
+        run = load_checked_run([str(folder / RUN_FILE)])
+        one_device = {"mesh": "", "parallel": ParallelConfig(), "pipeline": PipelineConfig()}
+        run = run.model_copy(update=one_device)
+    return run.model_copy(update={"nproc": None, "sample": 0, "out": None, "resume": None})
+
+
+def step_to_repeat(folder: Path, number: int) -> StepToRepeat:
+    """Step `number` of the run in `folder`, or the last one that failed, or the last one.
+
+    Raises:
+        DataError: the folder holds no run, the run has no such step, or it started elsewhere.
+    """
+    events = _events(folder)
+    steps = {event["step"]: event for event in step_history(events)}
+    records = read_records(folder)
+    number = number or _default_step(folder, steps, records)
+    record = _record_of(records, number)
+    last = max([0, *steps, *(record["step"] for record in records)])
+    if record is None and number not in steps:
+        got, need = f"step {number}", f"1 to {last}"
+        raise DataError(Fault("step", f"{folder} has no record of it", got, need))
+    skipped = None if record is None else tuple(record.get("skipped_batches", ()))
+    start = _start(folder, events, number, skipped, records)
+    result = record or steps[number]
+    return StepToRepeat(
+        number=number,
+        loss=_number(result.get("loss")),
+        grad_norm=_number(result.get("grad_norm")),
+        record=record,
+        checkpoint=start.checkpoint,
+        num_done=start.num_done,
+        skipped_batches=start.skipped_batches,
+        lrs={step: event["lr"] for step, event in steps.items() if _number(event.get("lr"))},
+        not_updated=_skipped_steps(events),
+    )
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    for name in (RUN_FILE, EVENTS):
+        if not (folder / name).is_file():
+            got = f"{str(folder)!r} without {name}"
+            raise DataError(Fault(NAME, "no run in this folder", got, fix="name a run folder"))
+    try:
+        return list(read_run_events(folder / EVENTS))
+    except (UnreadableFile, ValueError) as error:
+        raise DataError(Fault(NAME, str(error))) from None
+
+
+def _default_step(
+    folder: Path, steps: Mapping[int, Any], records: Sequence[Mapping[str, Any]]
+) -> int:
+    if records:
+        return int(records[-1]["step"])
+    if not steps:
+        raise DataError(Fault(NAME, f"{folder} has no record of a step"))
+    return max(steps)
+
+
+def _record_of(records: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, Any] | None:
+    """The first record of a step; later ones are of the same step on other samples."""
+    found = [record for record in records if record["step"] == number]
+    return min(found, key=lambda record: len(record.get("skipped_batches", ())), default=None)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _skipped_steps(events: Sequence[Mapping[str, Any]]) -> frozenset[int]:
+    """Steps whose update a guard skipped; those of an overflow in float16 change the loss scale."""
+    skipped = set()
+    for event in events:
+        if event["event"] == "guard" and event.get("action") == "skip":
+            skipped.add(int(event.get("step", 0)))
+    return frozenset(skipped)
+
+
+@dataclass(frozen=True)
+class _ReplayStart:
+    """A checkpoint before a step (None: initial parameters), and the batches to leave out."""
+
+    checkpoint: Path | None
+    num_done: int
+    skipped_batches: tuple[int, ...]
+
+
+def _start(
+    folder: Path,
+    events: Sequence[Mapping[str, Any]],
+    number: int,
+    skipped: tuple[int, ...] | None,
+    records: Sequence[Mapping[str, Any]],
+) -> _ReplayStart:
+    """The newest checkpoint before step `number` that was trained on the same batches.
+
+    Args:
+        skipped: the batches that were left out when the step failed; None: those of today.
+    """
+    for step, path in checkpoints(folder):
+        if step >= number:
+            continue
+        try:
+            position = read_manifest(path).facts.position
+        except CheckpointError:
+            continue
+        state = GuardState.of_position(position)
+        next_batch = batch_of_step(step, state.skipped_batches)
+        left_out = skipped
+        if left_out is None:
+            later = left_out_batches(records, first=next_batch)
+            left_out = state.without_batches(later).skipped_batches
+        if _below(left_out, next_batch) == _below(state.skipped_batches, next_batch):
+            return _ReplayStart(path, step, left_out)
+    first = next((event for event in events if event["event"] == "run"), {})
+    if first.get("start_step", 0):
+        what = f"the run starts after step {first['start_step']}, and no checkpoint before step {number} is left"
+        raise DataError(Fault("step", what, fix="name a later step"))
+    if skipped is None:
+        skipped = left_out_batches(records, first=0)
+    return _ReplayStart(None, 0, skipped)
+
+
+def _below(batches: Sequence[int], bound: int) -> list[int]:
+    return [batch for batch in batches if batch < bound]
