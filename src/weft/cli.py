@@ -49,6 +49,7 @@ from weft.errors import (
 )
 from weft.layout.explain import explain as explain_plan
 from weft.models import FAMILIES
+from weft.run.agent import end_with_agent
 
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
 MAX_FAULTS_SHOWN = 50
@@ -150,7 +151,12 @@ def train(words: Sequence[str]) -> int:
     """Check the config and its environment, then train."""
     if wants_help(words):
         return _help_of_run("train", words)
-    run = load_checked_run(words, (*data_checks.CHECKS, *preflight.CHECKS, *resume.CHECKS))
+    end_with_agent(os.environ)
+    run = load_checked_run(
+        words,
+        (*data_checks.CHECKS, *preflight.CHECKS, *resume.CHECKS),
+        adapt=preflight.after_restart,
+    )
     with preflight.locked_run(run, datetime.now()) as locked:
         print_messages(f"note: {note}" for note in preflight.training_notes(locked))
         set_openmp_policy()

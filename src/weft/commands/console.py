@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import tyro
 from pydantic import BaseModel
@@ -25,18 +25,29 @@ from weft.models import FAMILIES
 HELP = ("-h", "--help")
 
 
-def load_checked_run(words: Sequence[str], environment_checks: Iterable[Check] = ()) -> Run:
+def load_checked_run(
+    words: Sequence[str],
+    environment_checks: Iterable[Check] = (),
+    *,
+    adapt: Callable[[Run], Run] | None = None,
+) -> Run:
     """The run that these words describe, validated.
+
+    Args:
+        adapt: adapts a run without faults to its environment, before the checks.
 
     Raises:
         UserError: with every fault: of single keys, of their combination, and of the environment.
     """
     loaded = try_load(words, FAMILIES)
     checks = (*validate.CHECKS, *lora.CHECKS, *environment_checks)
-    faults = run_checks(loaded.run, checks, known=loaded.faults)
+    run = loaded.run
+    if adapt is not None and not loaded.faults:
+        run = adapt(run)
+    faults = run_checks(run, checks, known=loaded.faults)
     if faults:
         raise UserError(*faults)
-    return loaded.run
+    return run
 
 
 def wants_help(words: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from weft.checkpoint.folder import FOLDER
+from weft.checkpoint.folder import FOLDER, checkpoints
 from weft.checkpoint.resume import AUTO, check_model, find_checkpoint, starts_new
 from weft.comm.interfaces import LOOPBACK
 from weft.config.checks import Check
@@ -21,6 +21,7 @@ from weft.config.finetuning import defaults_note
 from weft.config.run import Run
 from weft.errors import CheckpointError, Fault, LaunchError, UserError
 from weft.hf.match import match_folder
+from weft.run.agent import restart_number
 from weft.run.folder_lock import acquire, acquire_new, held_fault
 from weft.run.world import detect, job_name, num_cores
 
@@ -58,6 +59,18 @@ def new_run_folder(run: Run, now: datetime) -> Path:
         number += 1
         folder = base.with_name(f"{base.name}-{number}")
     return folder
+
+
+def after_restart(run: Run) -> Run:
+    """The run as it goes on when its agent (torchrun, Slurm) has started the ranks again: from the
+    newest checkpoint of its own folder, if there is one.
+    """
+    if not restart_number(os.environ) or not run.out or resumes_in(run, Path(run.out)):
+        return run
+    has_checkpoint = any(checkpoints(Path(run.out)))
+    if run.resume is not None and not has_checkpoint:
+        return run
+    return run.model_copy(update={"resume": AUTO})
 
 
 @contextlib.contextmanager
