@@ -128,7 +128,13 @@ class NonFiniteError(GuardError):
 
 
 class CommError(WeftError):
-    """A failure of communication between ranks."""
+    """A failure of communication between ranks.
+
+    Attributes:
+        missing: world ranks that had not joined the call, as far as is known.
+    """
+
+    missing: tuple[int, ...] = ()
 
 
 class MismatchError(CommError):

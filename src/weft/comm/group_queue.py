@@ -158,6 +158,7 @@ class GroupQueue:
             lost = rank_list(missing) if missing else "a connection"
             reason = str(error).splitlines()[0]
             self._failure = CommError(f"{description}: lost {lost} ({reason})")
+        self._failure.missing = missing
         return self._failure
 
     def _announce(self, call: Call) -> None:

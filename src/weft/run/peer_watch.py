@@ -1,0 +1,300 @@
+"""Detection of hung peers by the ranks themselves, where no launcher sees all of them (torchrun, Slurm).
+
+rank 0   waits in all_reduce, no progress ---- asks rank 1 ---> waits in the same call: joined
+                                          +--- asks rank 2 ---> waits in a recv from rank 3
+                                               asks rank 3 ---> no answer: rank 3 is the culprit
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from weft.core.mesh import Mesh
+from weft.run.folder_lock import LockHolder
+from weft.run.rank_status import Phase, RankSnapshot, StatusBoard, WaitingCall
+
+# Note [Who is hung]
+# Every rank has a thread that sees whether its own rank makes progress, and answers questions about it through the store of
+# the world. A rank without progress in a call asks the members of that call, and follows those that have not joined it:
+#
+#     no answer                    stopped (SIGSTOP), or its machine or link is gone: the culprit
+#     does not wait, no progress   computes or sleeps without end: the culprit, after the limit of its phase
+#     waits for another call       followed; a rank met twice closes a deadlock, and is the culprit
+#     makes progress               nothing is wrong, it is slow
+#
+# Questions cost requests only while a rank waits unusually long. The first verdict in the store counts, for all ranks: each
+# exits, one prints, and the culprit is killed by a rank of its machine, so that the agent need not wait for it.
+# A thread that does not run does not count time: a machine that was suspended or overloaded is no evidence.
+
+STEP_FACTOR = 5.0
+MIN_LIMIT_S = 2.0
+MIN_STEPS = 5
+WARM_UP_STEPS = 2
+PERCENTILE = 0.99
+ANSWER_S = 1.0
+"""How long an answer may take; the question is asked this long before the limit."""
+POLL_S = 0.1
+RANKS_PER_POLL = 2000
+"""In larger worlds ranks look at the store less often: so many ranks in POLL_S."""
+STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "reduce", "update")
+UNKNOWN_LIMIT_S = 120.0
+"""Limit outside of steps, and while step times are unknown."""
+
+
+class WatchStore(Protocol):
+    """The part of torch.distributed.Store that is used here."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of itself.
+
+    Attributes:
+        place: `step 120, backward of layer5`.
+        stalled_s: how long it has made no progress.
+        waiting: the call that it waits for; None if it computes.
+        num_started: group -> calls of the group that it has started.
+    """
+
+    question: str
+    place: str
+    phase: Phase
+    stalled_s: float
+    waiting: WaitingCall | None
+    num_started: dict[int, int]
+
+    def to_text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_text(text: str) -> Answer:
+        """The answer in the text of `to_text`."""
+        stored: dict[str, Any] = json.loads(text)
+        waiting = stored["waiting"]
+        if waiting is not None:
+            waiting = WaitingCall(**{**waiting, "members": tuple(waiting["members"])})
+        groups = {int(group): number for group, number in stored["num_started"].items()}
+        return Answer(**{**stored, "waiting": waiting, "num_started": groups})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The hung rank, and the error text, which begins with it."""
+
+    rank: int
+    text: str
+
+
+class PeerWatch:
+    """The thread of one rank; see Note [Who is hung].
+
+    Args:
+        board: a board of one slot, this rank's.
+        timeout_s: time without progress after which a rank is hung; 0: 5 times the 99th percentile
+            of the step times, at least 2 s.
+        on_verdict: called in the thread with the verdict and whether this rank reports it; it ends
+            the process.
+    """
+
+    def __init__(
+        self,
+        store: WatchStore,
+        rank: int,
+        mesh: Mesh,
+        board: StatusBoard,
+        *,
+        timeout_s: float,
+        on_verdict: Callable[[Verdict, bool], None],
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._mesh = mesh
+        self._board = board
+        self._timeout_s = timeout_s
+        self._on_verdict = on_verdict
+        self._interval_s = POLL_S * max(1.0, mesh.size / RANKS_PER_POLL)
+        self._stalled_s = 0.0
+        self._num_questions = 0
+        self._last_question = ""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="weft peer watch", daemon=True)
+
+    def __enter__(self) -> PeerWatch:
+        process = LockHolder.this_process()
+        self._store.set(f"process/{self._rank}", json.dumps(asdict(process)))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        progress = -1
+        checked_at_s = time.monotonic()
+        asks_at_s = 0.0
+        while not self._closing.wait(self._interval_s):
+            now_s = time.monotonic()
+            interval_s = min(now_s - checked_at_s, 2 * self._interval_s)
+            checked_at_s = now_s
+            if self._board.progress(0) != progress:
+                progress = self._board.progress(0)
+                self._stalled_s = 0.0
+                asks_at_s = 0.0
+            else:
+                self._stalled_s += interval_s
+            with suppress(RuntimeError):  # the store is lost: collectives fail by themselves
+                self._answer()
+                self._obey_verdict()
+                snapshot = self._board.read(0)
+                limit_s = self._limit_s(snapshot, snapshot.phase)
+                is_due = self._stalled_s >= max(limit_s - ANSWER_S, asks_at_s)
+                if snapshot.waiting is not None and is_due:
+                    self._diagnose(snapshot.waiting, snapshot)
+                    asks_at_s = self._stalled_s + ANSWER_S
+
+    def _limit_s(self, snapshot: RankSnapshot, phase: Phase) -> float:
+        """How long a rank may make no progress in a phase."""
+        if self._timeout_s:
+            return self._timeout_s
+        times = sorted(snapshot.step_times_s[WARM_UP_STEPS:])
+        if phase not in STEP_PHASES or len(snapshot.step_times_s) < MIN_STEPS:
+            return UNKNOWN_LIMIT_S
+        slowest_s = times[math.ceil(PERCENTILE * len(times)) - 1]
+        return max(MIN_LIMIT_S, STEP_FACTOR * slowest_s)
+
+    def _answer(self) -> None:
+        """Answer the newest question, if it is not answered yet."""
+        key = f"ask/{self._rank}"
+        if not self._store.check([key]):
+            return
+        question = self._store.get(key).decode()
+        if question != self._last_question:
+            self._last_question = question
+            self._store.set(f"answer/{self._rank}", self._own_answer(question).to_text())
+
+    def _own_answer(self, question: str) -> Answer:
+        snapshot = self._board.read(0)
+        return Answer(
+            question,
+            snapshot.place,
+            snapshot.phase,
+            self._stalled_s,
+            snapshot.waiting,
+            snapshot.num_started,
+        )
+
+    def _ask(self, rank: int) -> Answer | None:
+        """The answer of a rank; None if it gives none. Answers to others' newer questions count."""
+        if rank == self._rank:
+            return self._own_answer("")
+        self._num_questions += 1
+        question = f"{self._rank} {self._num_questions}"
+        earlier = self._answer_of(rank)
+        self._store.set(f"ask/{rank}", question)
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline and not self._closing.wait(self._interval_s / 4):
+            self._answer()
+            answer = self._answer_of(rank)
+            if answer is not None and answer != earlier:
+                return answer
+        return None
+
+    def _answer_of(self, rank: int) -> Answer | None:
+        key = f"answer/{rank}"
+        if not self._store.check([key]):
+            return None
+        return Answer.from_text(self._store.get(key).decode())
+
+    def _diagnose(self, call: WaitingCall, snapshot: RankSnapshot) -> None:
+        """Follow the ranks that `call` waits for, and publish the verdict if one of them is hung."""
+        path = [self._rank]
+        while True:
+            member = self._first_missing(call, path)
+            if isinstance(member, Verdict):
+                self._publish(member, call)
+                return
+            if member is None:
+                return
+            rank, answer = member
+            if answer.waiting is None:
+                if answer.stalled_s >= self._limit_s(snapshot, answer.phase):
+                    text = f"{answer.place}: no progress for {answer.stalled_s:.1f} s"
+                    self._publish(self._verdict(rank, text), call)
+                return
+            if rank in path:
+                cycle = " -> ".join(f"rank {each}" for each in (*path[path.index(rank) :], rank))
+                text = f"{answer.place}: deadlock, each waits for the next: {cycle}"
+                self._publish(self._verdict(rank, text), call)
+                return
+            path.append(rank)
+            call = answer.waiting
+
+    def _first_missing(
+        self, call: WaitingCall, path: list[int]
+    ) -> Verdict | tuple[int, Answer] | None:
+        """The first member that has not joined `call`, with its answer, or the verdict on one that
+        does not answer; None if all have joined.
+        """
+        for member in call.members:
+            if member == path[-1]:
+                continue
+            answer = self._ask(member)
+            if self._closing.is_set():
+                return None
+            if answer is None:
+                text = f"no answer for {ANSWER_S:g} s: stopped, or its machine is unreachable"
+                return self._verdict(member, text)
+            if answer.num_started.get(call.group, 0) <= call.position:
+                return member, answer
+        return None
+
+    def _verdict(self, rank: int, text: str) -> Verdict:
+        return Verdict(rank, f"rank {rank} ({self._mesh.coord_text(rank)}): {text}")
+
+    def _publish(self, verdict: Verdict, call: WaitingCall) -> None:
+        if self._stalled_s == 0.0 or self._board.read(0).waiting is None:
+            return  # it went on meanwhile
+        members = " ".join(map(str, call.members))
+        text = (
+            f"{verdict.text}; missing in {call.text}, ranks {members}; "
+            f"found by rank {self._rank} at {self._board.read(0).place}"
+        )
+        own = json.dumps({"rank": verdict.rank, "text": text, "by": self._rank})
+        self._store.compare_set("verdict", "", own)
+        self._obey_verdict()
+
+    def _obey_verdict(self) -> None:
+        """Once there is a verdict: kill the culprit if it is on this machine, and end this rank."""
+        if not self._store.check(["verdict"]):
+            return
+        stored = json.loads(self._store.get("verdict").decode())
+        verdict = Verdict(stored["rank"], stored["text"])
+        if verdict.rank != self._rank:
+            self._kill(verdict.rank)
+        self._on_verdict(verdict, stored["by"] == self._rank)
+
+    def _kill(self, rank: int) -> None:
+        key = f"process/{rank}"
+        if not self._store.check([key]):
+            return
+        process = LockHolder.from_text(self._store.get(key).decode())
+        if process is None or not process.is_on_this_machine() or not process.is_running():
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
