@@ -55,7 +55,11 @@ def open_validation(data: DataConfig, model: ModelConfig, *, source: str | None)
             fix = "--eval.source FILE, or weft data prepare, which keeps documents for it"
             raise DataError(
                 Fault(
-                    EVAL_KEY, "there is nothing to evaluate on", got, "a prepared data.source", fix
+                    EVAL_KEY,
+                    "there is nothing to evaluate on",
+                    got=got,
+                    need="a prepared data.source",
+                    fix=fix,
                 )
             )
         source = data.source
@@ -89,7 +93,13 @@ def _open_tokens(data: DataConfig, model: ModelConfig, *, split: Split) -> Seque
         shorter = f"--data.seq_len {len(stream) - 1}, or " if len(stream) > 1 else ""
         what = f"{file_names(stream.files)} is too short"
         raise DataError(
-            Fault(KEY, what, f"{len(stream)} tokens", need, f"{shorter}a longer source")
+            Fault(
+                KEY,
+                what,
+                got=f"{len(stream)} tokens",
+                need=need,
+                fix=f"{shorter}a longer source",
+            )
         )
     if data.packing == "documents":
         _check_documents(stream, data)
@@ -107,7 +117,13 @@ def _check_documents(stream: TokenStream, data: DataConfig) -> None:
             what = f"document {number} of {data.source} is longer than the sequence"
             fix = f"--data.seq_len {length}, or --data.long split"
             raise DataError(
-                Fault("data.long", what, f"{length} tokens", f"at most {data.seq_len}", fix)
+                Fault(
+                    "data.long",
+                    what,
+                    got=f"{length} tokens",
+                    need=f"at most {data.seq_len}",
+                    fix=fix,
+                )
             )
 
 

@@ -42,8 +42,9 @@ class BoundsFile:
         if isinstance(index, slice):
             start, stop, _ = index.indices(self.length)
             return self._read(start, max(stop - start, 0))
-        block, offset = divmod(index, BLOCK)
-        return int(self._cached_block(block)[offset])
+        number, offset = divmod(index, BLOCK)
+        block = self._cached_block(number)
+        return int(block[offset])
 
     @cached_property
     def _cached_block(self) -> Callable[[int], Ints]:
@@ -70,8 +71,11 @@ def longest_document(bounds: Bounds) -> tuple[int, int]:
     """Number and length in tokens of the longest document; the bounds are read in parts."""
     best_number, best_length = 0, 0
     for first in range(0, len(bounds) - 1, SCANNED_BOUNDS):
-        lengths = np.diff(bounds[first : first + SCANNED_BOUNDS + 1])
+        stop = first + SCANNED_BOUNDS + 1
+        lengths = np.diff(bounds[first:stop])
         index = int(lengths.argmax())
-        if int(lengths[index]) > best_length:
-            best_number, best_length = first + index, int(lengths[index])
+        length = int(lengths[index])
+        if length > best_length:
+            best_number = first + index
+            best_length = length
     return best_number, best_length

@@ -75,7 +75,12 @@ def read_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
         yield from reader(file, options)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
-            Fault(KEY, f"{file} is a broken gzip file", str(error), fix="fetch the file again")
+            Fault(
+                KEY,
+                f"{file} is a broken gzip file",
+                got=str(error),
+                fix="fetch the file again",
+            )
         ) from None
     except UnreadableFile as error:
         why = f"{error.what}: {error.got}" if error.got else error.what
@@ -85,7 +90,12 @@ def read_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     except OSError as error:
         why = error.strerror or str(error)
         raise DataError(
-            Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
+            Fault(
+                KEY,
+                "cannot read the file",
+                got=repr(str(file)),
+                fix=f"{why}: check it",
+            )
         ) from None
 
 
@@ -224,23 +234,39 @@ def _text_of_line(line: bytes, field: str, where: str) -> str:
         row = parse_json(line)
     except ValueError as error:
         raise DataError(
-            Fault(KEY, f"{where} is not JSON", str(error), "one JSON object a line")
+            Fault(
+                KEY,
+                f"{where} is not JSON",
+                got=str(error),
+                need="one JSON object a line",
+            )
         ) from None
     if not isinstance(row, dict):
         raise DataError(
-            Fault(KEY, f"{where} is not a JSON object", type(row).__name__, '{"text": "..."}')
+            Fault(
+                KEY,
+                f"{where} is not a JSON object",
+                got=type(row).__name__,
+                need='{"text": "..."}',
+            )
         )
     if field not in row:
         raise DataError(
             Fault(
-                FIELD_KEY, f"{where} has no such field", repr(field), fix=suggest_field(field, row)
+                FIELD_KEY,
+                f"{where} has no such field",
+                got=repr(field),
+                fix=suggest_field(field, row),
             )
         )
     text = row[field]
     if not isinstance(text, str):
         raise DataError(
             Fault(
-                FIELD_KEY, f"{where}: the field {field!r} is not text", type(text).__name__, "text"
+                FIELD_KEY,
+                f"{where}: the field {field!r} is not text",
+                got=type(text).__name__,
+                need="text",
             )
         )
     return text.encode("utf-8", "replace").decode()  # JSON may hold half of a surrogate pair
@@ -263,7 +289,12 @@ def _parquet_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
         except Exception as error:  # noqa: BLE001 - the library's own errors, about the file alone
             why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]
             raise DataError(
-                Fault(KEY, f"{file} is not a parquet file", why, fix="fetch the file again")
+                Fault(
+                    KEY,
+                    f"{file} is not a parquet file",
+                    got=why,
+                    fix="fetch the file again",
+                )
             ) from None
         _check_text_column(table.schema_arrow, field, file)
         num_rows = max(table.metadata.num_rows, 1)
@@ -285,15 +316,20 @@ def _check_text_column(schema: Any, field: str, file: Path) -> None:
             Fault(
                 FIELD_KEY,
                 f"{file} has no such column",
-                repr(field),
-                need,
-                suggest_field(field, names),
+                got=repr(field),
+                need=need,
+                fix=suggest_field(field, names),
             )
         )
     kind = str(schema.field(field).type)
     if kind not in PARQUET_TEXT_TYPES:
         raise DataError(
-            Fault(FIELD_KEY, f"{file}: the column {field!r} is not text", kind, "strings")
+            Fault(
+                FIELD_KEY,
+                f"{file}: the column {field!r} is not text",
+                got=kind,
+                need="strings",
+            )
         )
 
 

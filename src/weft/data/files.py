@@ -38,13 +38,10 @@ def find_files(source: str) -> tuple[Path, ...]:
     """
     try:
         files = _matching_files(source)
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # a name too long, a folder without rights, an unknown ~user
-        raise DataError(
-            Fault(KEY, "cannot search for files there", f"{source!r}: {error}")
-        ) from None
+    except (OSError, RuntimeError) as error:
+        # a name that is too long, a folder without rights, an unknown ~user
+        got = f"{source!r}: {error}"
+        raise DataError(Fault(KEY, "cannot search for files there", got)) from None
     num_token_files = sum(file.suffix == TOKEN_SUFFIX for file in files)
     num_others = len(files) - num_token_files
     if num_token_files and num_others:
@@ -58,9 +55,10 @@ def kind_of(file: Path) -> str:
     """`.jsonl` or `.parquet`, `.gz` for other compressed text, `.bin` for tokens, "" for plain
     text.
     """
-    kind = Path(file.stem).suffix if file.suffix == GZIP_SUFFIX else file.suffix
-    if kind == LINES_SUFFIX or file.suffix in (TABLE_SUFFIX, GZIP_SUFFIX, TOKEN_SUFFIX):
-        return LINES_SUFFIX if kind == LINES_SUFFIX else file.suffix
+    if file.name.endswith((LINES_SUFFIX, LINES_SUFFIX + GZIP_SUFFIX)):
+        return LINES_SUFFIX
+    if file.suffix in (TABLE_SUFFIX, GZIP_SUFFIX, TOKEN_SUFFIX):
+        return file.suffix
     return ""
 
 
@@ -80,36 +78,47 @@ def _matching_files(source: str) -> tuple[Path, ...]:
     if not glob.has_magic(source):
         fix = "check the path, or name stdlib: Python's own sources"
         raise DataError(Fault(KEY, "no such file or folder", repr(source), fix=fix))
-    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-    files = tuple(file for file in found if file.is_file())
+    found = map(Path, glob.glob(str(path), recursive=True))
+    files = sorted(file for file in found if file.is_file())
     if not files:
-        raise DataError(
-            Fault(
-                KEY,
-                "no file matches",
-                repr(source),
-                fix="check the pattern; ** matches folders of any depth",
-            )
-        )
-    return files
+        fix = "check the pattern; ** matches folders of any depth"
+        raise DataError(Fault(KEY, "no file matches", repr(source), fix=fix))
+    return tuple(files)
 
 
 def _in_folder(folder: Path) -> tuple[Path, ...]:
-    files = tuple(sorted(file for file in _below(folder) if file.name.endswith(READ_SUFFIXES)))
-    for file in files:
+    readable: list[Path] = []
+    for file in _below(folder):
+        if file.name.endswith(READ_SUFFIXES):
+            readable.append(file)
+    readable.sort()
+    for file in readable:
         _check_in_folder(file, folder)
-    if not files:
-        need = f"{' '.join(READ_SUFFIXES)} files"
-        fix = f"name others: '{folder}/*.c'"
-        raise DataError(Fault(KEY, "no file to read in the folder", repr(str(folder)), need, fix))
-    return files
+    if not readable:
+        suffixes = " ".join(READ_SUFFIXES)
+        fault = Fault(
+            KEY,
+            "no file to read in the folder",
+            got=repr(str(folder)),
+            need=f"{suffixes} files",
+            fix=f"name others: '{folder}/*.c'",
+        )
+        raise DataError(fault)
+    return tuple(readable)
 
 
 def _below(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Files below a folder, except hidden ones and those in excluded folders."""
     for here, folders, names in os.walk(folder, onerror=_unreadable_folder):
-        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
-        yield from (Path(here, name) for name in names if not name.startswith("."))
+        visible_folders = filter(_is_visible, folders)
+        entered = [name for name in visible_folders if name not in excluded]
+        folders[:] = entered  # the walk reads this list
+        for name in filter(_is_visible, names):
+            yield Path(here, name)
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".")
 
 
 def _check_in_folder(file: Path, folder: Path) -> None:

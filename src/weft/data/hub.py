@@ -46,7 +46,12 @@ class HubDataset:
         path, _, config = name.partition(",")
         if not path:
             raise DataError(
-                Fault(KEY, "names no data set", repr(source), "hf:PATH[,CONFIG][:SPLIT]")
+                Fault(
+                    KEY,
+                    "names no data set",
+                    got=repr(source),
+                    need="hf:PATH[,CONFIG][:SPLIT]",
+                )
             )
         return HubDataset(path, config or None, split or "train")
 
@@ -72,13 +77,24 @@ class HubDataset:
                 need = f"one of {', '.join(row)}"
                 fix = suggest_field(field, row)
                 raise DataError(
-                    Fault(FIELD_KEY, f"{self} has no such column", repr(field), need, fix)
+                    Fault(
+                        FIELD_KEY,
+                        f"{self} has no such column",
+                        got=repr(field),
+                        need=need,
+                        fix=fix,
+                    )
                 )
             text = row[field]
             if not isinstance(text, str | None):
                 kind = type(text).__name__
                 raise DataError(
-                    Fault(FIELD_KEY, f"{self}: the column {field!r} is not text", kind, "strings")
+                    Fault(
+                        FIELD_KEY,
+                        f"{self}: the column {field!r} is not text",
+                        got=kind,
+                        need="strings",
+                    )
                 )
             if text:
                 yield from document_chunks(text, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import importlib.util
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -61,20 +62,22 @@ class LabelledImages:
         height, width = self.images.shape[2:]
         if (height, width) != (image_size, image_size):
             what = f"{self.name}: images of another size"
-            fix = (
-                f"--model.image_size {height}"
-                if height == width
-                else "crop or pad the images to squares"
-            )
-            faults.append(Fault(KEY, what, f"{height} x {width}", f"{image_size}", fix))
+            fix = f"--model.image_size {height}"
+            if height != width:
+                fix = "crop or pad the images to squares"
+            faults.append(Fault(KEY, what, f"{height} x {width}", str(image_size), fix))
         (out_of_range,) = np.nonzero(self.labels >= classes)
         if out_of_range.size:
             first = int(out_of_range[0])
-            what = f"{self.name}: label out of range at image {first}"
-            fix = f"--model.classes {int(self.labels.max()) + 1}"
-            faults.append(
-                Fault(KEY, what, f"{self.labels[first]}", f"below model.classes = {classes}", fix)
+            largest = int(self.labels.max())
+            fault = Fault(
+                KEY,
+                f"{self.name}: label out of range at image {first}",
+                got=str(self.labels[first]),
+                need=f"below model.classes = {classes}",
+                fix=f"--model.classes {largest + 1}",
             )
+            faults.append(fault)
         if faults:
             raise DataError(*faults)
 
@@ -104,10 +107,16 @@ def digits() -> LabelledImages:
 
     found: Any = load_digits()
     grey_NHW = found.images * (255 / 16)
-    large_NHW = np.kron(grey_NHW, np.ones((1, 3, 3))).round().astype(np.uint8)
-    border = (DIGITS_SIZE - large_NHW.shape[1]) // 2
-    images_NHW = np.pad(large_NHW, ((0, 0), (border, border), (border, border)))
-    return LabelledImages("digits", images_NHW[:, None], found.target.astype(np.uint8))
+    enlarged_NHW = np.kron(grey_NHW, np.ones((1, 3, 3)))
+    bytes_NHW = enlarged_NHW.round().astype(np.uint8)
+    border = (DIGITS_SIZE - bytes_NHW.shape[1]) // 2
+    borders = (border, border)
+    images_NHW = np.pad(bytes_NHW, ((0, 0), borders, borders))
+    return LabelledImages(
+        "digits",
+        images=images_NHW[:, None],
+        labels=found.target.astype(np.uint8),
+    )
 
 
 def read_pair(source: str) -> LabelledImages:
@@ -126,9 +135,9 @@ def read_pair(source: str) -> LabelledImages:
             Fault(
                 KEY,
                 "no such file or folder",
-                repr(source),
-                "a folder with IDX images and labels",
-                fix,
+                got=repr(source),
+                need="a folder with IDX images and labels",
+                fix=fix,
             )
         )
     images_file, labels_file = _find_pair(path)
@@ -137,7 +146,12 @@ def read_pair(source: str) -> LabelledImages:
     if len(images) != len(labels) or not len(images):
         got = f"{len(images)} in {images_file.name}, {len(labels)} in {labels_file.name}"
         raise DataError(
-            Fault(KEY, "images and labels differ in number", got, "equal numbers, at least one")
+            Fault(
+                KEY,
+                "images and labels differ in number",
+                got=got,
+                need="equal numbers, at least one",
+            )
         )
     return LabelledImages(str(images_file), images[:, None], labels)
 
@@ -146,21 +160,19 @@ def _find_pair(path: Path) -> tuple[Path, Path]:
     """Files with images and with their labels; a training pair is preferred."""
     folder = path if path.is_dir() else path.parent
     names = sorted(file.name for file in folder.iterdir())
-    candidates = [name for name in names if _is_images(name)] if path.is_dir() else [path.name]
+    candidates = [path.name]
+    if path.is_dir():
+        candidates = [name for name in names if "images" in name and IDX_IMAGES in name]
     training_first = sorted(candidates, key=lambda name: not name.startswith("train"))
     for name in training_first:
-        labels_name = (
-            name.removesuffix(".gz").replace("images", "labels").replace(IDX_IMAGES, IDX_LABELS)
-        )
+        labels_name = name.removesuffix(".gz")
+        labels_name = labels_name.replace("images", "labels")
+        labels_name = labels_name.replace(IDX_IMAGES, IDX_LABELS)
         for candidate in (labels_name, f"{labels_name}.gz"):
             if candidate in names and candidate != name:
                 return folder / name, folder / candidate
     need = "train-images-idx3-ubyte and train-labels-idx1-ubyte, or such with .gz"
     raise DataError(Fault(KEY, "no pair of IDX files", repr(str(path)), need))
-
-
-def _is_images(name: str) -> bool:
-    return "images" in name and IDX_IMAGES in name
 
 
 def read_idx(file: Path, *, num_dims: int) -> Bytes:
@@ -177,22 +189,38 @@ def read_idx(file: Path, *, num_dims: int) -> Bytes:
     if data[:4] != magic:
         got = f"magic {data[:4].hex()}"
         raise DataError(
-            Fault(KEY, f"{file} is not an IDX file of {num_dims} dims", got, magic.hex())
+            Fault(
+                KEY,
+                f"{file} is not an IDX file of {num_dims} dims",
+                got=got,
+                need=magic.hex(),
+            )
         )
     header_size = 4 + 4 * num_dims
     if len(data) < header_size:
         raise DataError(
             Fault(
-                KEY, f"{file} ends inside its header", f"{len(data)} bytes", f"{header_size} bytes"
+                KEY,
+                f"{file} ends inside its header",
+                got=f"{len(data)} bytes",
+                need=f"{header_size} bytes",
             )
         )
     dims = struct.unpack(f">{num_dims}I", data[4:header_size])
-    size = header_size + int(np.prod(dims, dtype=object))
+    size = header_size + math.prod(dims)
     if len(data) != size:
-        what = f"{file} is truncated" if len(data) < size else f"{file} is too long"
-        need = f"{size} for {' x '.join(map(str, dims))}"
-        raise DataError(Fault(KEY, what, f"{len(data)} bytes", need, "fetch the file again"))
-    return np.frombuffer(data, np.uint8, offset=header_size).reshape(dims)
+        flaw = "is truncated" if len(data) < size else "is too long"
+        dims_text = " x ".join(map(str, dims))
+        fault = Fault(
+            KEY,
+            f"{file} {flaw}",
+            got=f"{len(data)} bytes",
+            need=f"{size} for {dims_text}",
+            fix="fetch the file again",
+        )
+        raise DataError(fault)
+    values = np.frombuffer(data, np.uint8, offset=header_size)
+    return values.reshape(dims)
 
 
 def _read_decompressed(file: Path) -> bytes:
@@ -211,7 +239,12 @@ def _read_decompressed(file: Path) -> bytes:
         ) from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
-            Fault(KEY, f"{file} is a broken gzip file", str(error), fix="fetch the file again")
+            Fault(
+                KEY,
+                f"{file} is a broken gzip file",
+                got=str(error),
+                fix="fetch the file again",
+            )
         ) from None
     except OSError as error:
         fix = f"{error.strerror}: check it"

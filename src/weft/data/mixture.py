@@ -45,7 +45,8 @@ class MixtureSampler:
         for place in range(length):
             is_behind = counts * (place + 1) > num_chosen * length
             due = (num_chosen + 1) / counts
-            source = int(np.argmin(np.where(is_behind, due, np.inf)))
+            due_if_behind = np.where(is_behind, due, np.inf)
+            source = int(due_if_behind.argmin())
             chosen[place] = source
             num_chosen[source] += 1
         return chosen
@@ -65,13 +66,16 @@ class MixtureSampler:
         """
         cycles, inside = np.divmod(places, len(self.sources))
         sources = self.sources[inside]
-        samples_before = cycles * np.array(self.counts)[sources]
-        return sources, samples_before + self.places_before[inside]
+        counts = np.array(self.counts)
+        before_cycle = cycles * counts[sources]
+        before_in_cycle = self.places_before[inside]
+        return sources, before_cycle + before_in_cycle
 
     @property
     def shares(self) -> tuple[float, ...]:
         """Exact share of each source."""
-        return tuple(count / sum(self.counts) for count in self.counts)
+        total = sum(self.counts)
+        return tuple(count / total for count in self.counts)
 
 
 def make_mixture_sampler(weights: Sequence[float]) -> MixtureSampler:
@@ -81,17 +85,19 @@ def make_mixture_sampler(weights: Sequence[float]) -> MixtureSampler:
     Raises:
         DataError: a source that would have no place.
     """
-    shares = [weight / sum(weights) * CYCLE for weight in weights]
+    total = sum(weights)
+    shares = [weight / total * CYCLE for weight in weights]
     counts = [math.floor(share) for share in shares]
-    by_remainder = sorted(
-        range(len(shares)), key=lambda source: (counts[source] - shares[source], source)
-    )
+    rounded_up_by = [count - share for count, share in zip(counts, shares, strict=True)]
+    by_remainder = sorted(range(len(shares)), key=rounded_up_by.__getitem__)
     num_left = CYCLE - sum(counts)
     for source in by_remainder[:num_left]:
         counts[source] += 1
     if 0 in counts:
-        got = f"{weights[counts.index(0)]:g} of {sum(weights):g}"
-        raise DataError(Fault(KEY, "a weight is too small", got, f"at least 1/{CYCLE} of the sum"))
+        weight = weights[counts.index(0)]
+        got = f"{weight:g} of {total:g}"
+        need = f"at least 1/{CYCLE} of the sum"
+        raise DataError(Fault(KEY, "a weight is too small", got, need))
     return MixtureSampler(tuple(counts))
 
 
@@ -109,7 +115,11 @@ def read_mix(words: Sequence[str]) -> Mapping[str, float]:
         if not equals or not source:
             faults.append(
                 Fault(
-                    KEY, "names no weight", repr(word), "SOURCE=WEIGHT", f'for example "{word}=0.5"'
+                    KEY,
+                    "names no weight",
+                    got=repr(word),
+                    need="SOURCE=WEIGHT",
+                    fix=f'for example "{word}=0.5"',
                 )
             )
         elif weight is None or not 0 < weight < math.inf:
@@ -117,7 +127,13 @@ def read_mix(words: Sequence[str]) -> Mapping[str, float]:
             faults.append(Fault(KEY, what, repr(text), "a number above 0", f'"{source}=0.5"'))
         elif source in weights:
             faults.append(
-                Fault(KEY, "names a source twice", repr(source), "each once", "add its weights")
+                Fault(
+                    KEY,
+                    "names a source twice",
+                    got=repr(source),
+                    need="each once",
+                    fix="add its weights",
+                )
             )
         else:
             weights[source] = weight

@@ -32,13 +32,15 @@ def samples_of_step(step: int, *, global_size: int, num_samples: int, seed: int)
     Steps follow each other without a gap: where an epoch ends inside a step, the next epoch's
     permutation continues.
     """
-    return epoch_order(places_of_step(step, global_size), num_samples, seed=seed)
+    places = places_of_step(step, global_size)
+    return epoch_order(places, num_samples, seed=seed)
 
 
 def places_of_step(step: int, global_size: int) -> Ints:
     """Places of a step's samples in the order of the whole run."""
     start = step * global_size
-    return np.arange(start, start + global_size, dtype=np.int64)
+    stop = start + global_size
+    return np.arange(start, stop, dtype=np.int64)
 
 
 def batch_of_step(step: int, skipped: Sequence[int] = ()) -> int:
@@ -58,18 +60,19 @@ def epoch_order(places: Ints, num_samples: int, *, seed: int) -> Ints:
     samples = np.empty(len(places), dtype=np.int64)
     for epoch in np.unique(epochs):
         in_epoch = epochs == epoch
-        samples[in_epoch] = permuted(
-            inside[in_epoch], num_samples, key=hash_numbers(seed, int(epoch))
-        )
+        key = hash_numbers(seed, int(epoch))
+        samples[in_epoch] = permuted(inside[in_epoch], num_samples, key=key)
     return samples
 
 
 def uniform_draws(numbers: Ints, *, seed: int) -> NDArray[np.float64]:
     """For each number a uniform draw from [0, 1), a function of seed and number alone."""
-    words = numbers.astype(np.uint64) + np.uint64(1)
-    hashed = _hashed(words * np.uint64(_GOLDEN_RATIO))
-    words = _hashed(hashed + np.uint64(hash_numbers(seed, UNIFORM_KEY)))
-    return (words >> np.uint64(11)).astype(np.float64) / 2**53
+    key = np.uint64(hash_numbers(seed, UNIFORM_KEY))
+    increments = numbers.astype(np.uint64) + np.uint64(1)
+    words = _hashed(increments * np.uint64(_GOLDEN_RATIO))
+    words = _hashed(words + key)
+    highest_53_bits = words >> np.uint64(11)
+    return highest_53_bits.astype(np.float64) / 2**53
 
 
 def layout_of(samples: Ints, *, index: int, degree: int, micro_size: int) -> Ints:
@@ -85,30 +88,39 @@ def permuted(places: Ints, length: int, *, key: int) -> Ints:
     [Order without a table].
     """
     num_bits = max(length - 1, 1).bit_length()
-    half_bits = np.uint64(max(1, (num_bits + 1) // 2))
-    round_keys = [np.uint64(hash_numbers(key, number)) for number in range(NUM_ROUNDS)]
+    half_bits = np.uint64((num_bits + 1) // 2)
+    round_keys: list[np.uint64] = []
+    for number in range(NUM_ROUNDS):
+        round_key = hash_numbers(key, number)
+        round_keys.append(np.uint64(round_key))
     images = places.astype(np.uint64)
     is_outside = np.ones(len(images), dtype=bool)
     while is_outside.any():
-        images[is_outside] = _feistel(images[is_outside], half_bits, round_keys)
+        outside = images[is_outside]
+        images[is_outside] = _feistel(outside, half_bits, round_keys)
         is_outside = images >= np.uint64(length)
     return images.astype(np.int64)
 
 
 def _feistel(numbers: _Words, half_bits: np.uint64, round_keys: list[np.uint64]) -> _Words:
-    low_mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    one = np.uint64(1)
+    low_mask = (one << half_bits) - one
     left = numbers >> half_bits
     right = numbers & low_mask
     for round_key in round_keys:
-        mixed = left ^ (_hashed(right + round_key) & low_mask)
-        left, right = right, mixed
+        hashed = _hashed(right + round_key)
+        mixed = left ^ (hashed & low_mask)
+        left = right
+        right = mixed
     return (left << half_bits) | right
 
 
 def _hashed(words: _Words) -> _Words:
     """SplitMix64's finalizer (Steele et al. 2014): every input bit affects every output bit."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    words = words ^ (words >> np.uint64(30))
+    words = words * np.uint64(0xBF58476D1CE4E5B9)
+    words = words ^ (words >> np.uint64(27))
+    words = words * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 

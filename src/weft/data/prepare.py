@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +72,13 @@ def prepare(options: PrepareOptions, out: Path, progress: Progress = no_progress
     """
     if os.path.lexists(out):
         raise DataError(
-            Fault("out", "exists already", repr(str(out)), "a new folder", "choose another --out")
+            Fault(
+                "out",
+                "exists already",
+                got=repr(str(out)),
+                need="a new folder",
+                fix="choose another --out",
+            )
         )
     inputs = find_inputs(options.inputs)
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
@@ -100,8 +106,11 @@ def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
     """
     inputs: dict[Input, None] = {}
     for source in sources:
-        found = (HubDataset.parse(source),) if source.startswith(SCHEME) else find_files(source)
-        inputs.update(dict.fromkeys(found))
+        if source.startswith(SCHEME):
+            inputs[HubDataset.parse(source)] = None
+            continue
+        files = find_files(source)
+        inputs.update(dict.fromkeys(files))
     for file in inputs:
         if isinstance(file, Path) and file.suffix == TOKEN_SUFFIX:
             raise DataError(Fault(KEY, "holds tokens already", str(file), "text, JSONL or parquet"))
@@ -113,21 +122,23 @@ def is_valid(numbers: Iterable[int], *, share: float, seed: int) -> list[bool]:
     training has some.
     """
     array = np.fromiter(numbers, np.int64)
-    is_drawn = uniform_draws(array, seed=seed) < share
-    return [bool(kept) for kept in is_drawn & (array > 0)]
+    draws = uniform_draws(array, seed=seed)
+    is_kept = (draws < share) & (array > 0)
+    kept: list[bool] = is_kept.tolist()
+    return kept
 
 
 def read_all(inputs: Iterable[Input], options: ReadOptions) -> Iterator[TextChunk]:
     """The chunks of all inputs; `at` counts from the beginning of the first."""
     bytes_before = 0
     for source in inputs:
-        chunks = (
-            source.documents(options)
-            if isinstance(source, HubDataset)
-            else read_documents(source, options)
-        )
+        if isinstance(source, HubDataset):
+            chunks = source.documents(options)
+        else:
+            chunks = read_documents(source, options)
         for chunk in chunks:
-            yield TextChunk(chunk.text, chunk.ends, bytes_before + chunk.at)
+            at = bytes_before + chunk.at
+            yield replace(chunk, at=at)
         bytes_before += _num_bytes(source)
 
 
@@ -158,7 +169,12 @@ def _write_folder(
     if not writers["train"].num_tokens:
         plural = "s" if len(inputs) > 1 else ""
         raise DataError(
-            Fault(KEY, "is empty", f"no text in {len(inputs)} file{plural}", "some text")
+            Fault(
+                KEY,
+                "is empty",
+                got=f"no text in {len(inputs)} file{plural}",
+                need="some text",
+            )
         )
     meta = PreparedMeta(
         format=FORMAT,
@@ -248,8 +264,10 @@ def _training_texts(
     share = MAX_TRAINING_CHARS / total_bytes
     read_options = ReadOptions(options.text_field, options.split_on)
     for number, chunk in enumerate(read_all(inputs, read_options)):
-        is_sampled = share >= 1 or uniform_draws(np.array([number]), seed=options.seed)[0] < share
-        if is_sampled:
+        draw = 0.0
+        if share < 1:
+            (draw,) = uniform_draws(np.array([number]), seed=options.seed)
+        if draw < share:
             progress("text for the tokenizer", chunk.at, total_bytes)
             yield chunk.text
 

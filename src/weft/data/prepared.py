@@ -89,7 +89,13 @@ class Prepared:
             got = f"sha256 {tokenizer.sha256[:12]}"
             need = f"{self.meta.tokenizer_sha256[:12]} as in {META}"
             raise DataError(
-                Fault(TOKENIZER_KEY, f"{name} did not produce the tokens", got, need, PREPARE_AGAIN)
+                Fault(
+                    TOKENIZER_KEY,
+                    f"{name} did not produce the tokens",
+                    got=got,
+                    need=need,
+                    fix=PREPARE_AGAIN,
+                )
             )
         return tokenizer
 
@@ -133,7 +139,9 @@ def open_prepared(folder: Path) -> Prepared:
         DataError: a file that is missing, truncated or unreadable.
     """
     meta = _read_meta(folder / META)
-    faults = [*_file_faults(folder, meta, "train"), *_file_faults(folder, meta, "valid")]
+    faults: list[Fault] = []
+    for split in SPLITS:
+        faults.extend(_file_faults(folder, meta, split))
     if meta.tokenizer != BYTES and not (folder / FILE).is_file():
         faults.append(Fault(KEY, f"{folder} lacks {FILE}", fix=PREPARE_AGAIN))
     if faults:
@@ -210,7 +218,12 @@ def _read_meta(file: Path) -> PreparedMeta:
         first: Any = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the text"
         raise DataError(
-            Fault(KEY, f"{file} cannot be read", f"{where}: {first['msg']}", fix=PREPARE_AGAIN)
+            Fault(
+                KEY,
+                f"{file} cannot be read",
+                got=f"{where}: {first['msg']}",
+                fix=PREPARE_AGAIN,
+            )
         ) from None
     if meta.format > FORMAT or set(meta.splits) != set(SPLITS):
         need = f"format {FORMAT} with {' and '.join(SPLITS)}"
@@ -218,9 +231,9 @@ def _read_meta(file: Path) -> PreparedMeta:
             Fault(
                 KEY,
                 f"{file} was written by a newer weft",
-                f"format {meta.format}",
-                need,
-                PREPARE_AGAIN,
+                got=f"format {meta.format}",
+                need=need,
+                fix=PREPARE_AGAIN,
             )
         )
     max_vocab = 2 ** (8 * np.dtype(meta.dtype).itemsize)

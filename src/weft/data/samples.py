@@ -83,12 +83,16 @@ class SequenceSamples:
     def read(self, samples: Ints) -> SampleArrays:
         """Sequences of tokens with their targets, flattened to one batch dimension."""
         starts = (samples.ravel() * self.seq_len).tolist()
-        windows = [self.stream.read(start, start + self.seq_len + 1) for start in starts]
+        windows: list[Ints] = []
+        for start in starts:
+            stop = start + self.seq_len + 1
+            windows.append(self.stream.read(start, stop))
         tokens = np.stack(windows)
         inputs = tokens[:, :-1].copy()  # copies: inputs and targets must not share memory
         targets = tokens[:, 1:].copy()
         if self.packing == "stream":
-            positions = np.tile(np.arange(self.seq_len, dtype=np.int64), (len(tokens), 1))
+            columns = np.arange(self.seq_len, dtype=np.int64)
+            positions = np.tile(columns, (len(tokens), 1))
             return SampleArrays(inputs, targets, positions)
         packed = [pack(self.stream.document_bounds, start, self.seq_len) for start in starts]
         is_last = np.stack([window.is_last for window in packed])
@@ -147,7 +151,11 @@ class ImageSamples:
         """Images with their classes, flattened to one batch dimension."""
         numbers = samples.ravel()
         labels = self.pairs.labels[numbers].astype(np.int64)
-        return SampleArrays(self.pairs.images[numbers], labels, np.zeros_like(labels))
+        return SampleArrays(
+            inputs=self.pairs.images[numbers],
+            targets=labels,
+            positions=np.zeros_like(labels),
+        )
 
     def place(self, sample: int) -> dict[str, object]:
         """Its place among the images of the source."""
@@ -189,7 +197,8 @@ class MixtureSamples:
         samples = np.empty(len(places), dtype=np.int64)
         for number, part in enumerate(self.parts):
             is_own = sources == number
-            own_samples = part.at(own_places[is_own], seed=hash_numbers(seed, number))
+            own_seed = hash_numbers(seed, number)
+            own_samples = part.at(own_places[is_own], seed=own_seed)
             samples[is_own] = self.bounds[number] + own_samples
         return samples
 
@@ -201,12 +210,15 @@ class MixtureSamples:
         arrays = []
         for source in np.unique(sources).tolist():
             (own_indices,) = np.nonzero(sources == source)
+            own_numbers = numbers[own_indices] - self.bounds[source]
+            own_arrays = self.parts[source].read(own_numbers)
             indices.append(own_indices)
-            arrays.append(self.parts[source].read(numbers[own_indices] - self.bounds[source]))
+            arrays.append(own_arrays)
         original_order = np.argsort(np.concatenate(indices))
 
         def joined(field: str) -> NDArray[Any]:
-            return np.concatenate([getattr(part, field) for part in arrays])[original_order]
+            values = np.concatenate([getattr(part, field) for part in arrays])
+            return values[original_order]
 
         return SampleArrays(
             inputs=joined("inputs"),
@@ -224,15 +236,19 @@ class MixtureSamples:
     def facts(self) -> dict[str, object]:
         """Sources with their exact shares, sums of their sizes, a hash of their hashes."""
         facts = [part.facts() for part in self.parts]
-        shares = {}
+        shares: dict[str, float] = {}
+        summary: list[str] = []
+        hashes = ""
         for own, share in zip(facts, self.sampler.shares, strict=True):
-            shares[str(own["source"])] = share
-        summary = [f"{share:.1%} {source}" for source, share in shares.items()]
+            source = str(own["source"])
+            shares[source] = share
+            summary.append(f"{share:.1%} {source}")
+            hashes += str(own["sha256"])
         merged: dict[str, object] = {"source": ", ".join(summary)}
         for key in ("bytes", "tokens", "samples"):
             if key in facts[0]:
                 merged[key] = sum(int(str(own[key])) for own in facts)
-        hashes = "".join(str(own["sha256"]) for own in facts)
-        merged["sha256"] = hashlib.sha256(hashes.encode()).hexdigest()[:HASH_DIGITS]
+        digest = hashlib.sha256(hashes.encode()).hexdigest()
+        merged["sha256"] = digest[:HASH_DIGITS]
         merged["shares"] = shares
         return merged

@@ -77,7 +77,13 @@ def _check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
         need = f"at least {tokenizer.vocab} for {tokenizer.name}"
         fix = f"--model.vocab {tokenizer.vocab}"
         raise DataError(
-            Fault("model.vocab", "is smaller than the tokenizer's", str(vocab), need, fix)
+            Fault(
+                "model.vocab",
+                "is smaller than the tokenizer's",
+                got=str(vocab),
+                need=need,
+                fix=fix,
+            )
         )
 
 
@@ -89,20 +95,27 @@ def _tokenize_in_memory(
     ids: list[int] = []
     lengths = []
     for chunk in chunks:
-        tokens = tokenizer.encode(
-            chunk.text
-        )  # not as a batch: no threads may start before ranks are forked
+        # not as a batch: no threads may start before ranks are forked
+        tokens = tokenizer.encode(chunk.text)
         if chunk.ends and tokenizer.end is not None:
             tokens = [*tokens, tokenizer.end]
         ids.extend(tokens)
         lengths.append(len(tokens))
     if not ids:
         raise DataError(
-            Fault(KEY, "is empty", f"no text in {file_names(files)}", "some text or tokens")
+            Fault(
+                KEY,
+                "is empty",
+                got=f"no text in {file_names(files)}",
+                need="some text or tokens",
+            )
         )
     tokens_in_memory = np.array(ids, dtype=np.uint32)
     return TokenStream(
-        files[:1], (tokens_in_memory,), vocab, documents=_document_bounds(chunks, lengths)
+        files=files[:1],
+        parts=(tokens_in_memory,),
+        vocab=vocab,
+        documents=_document_bounds(chunks, lengths),
     )
 
 

@@ -148,7 +148,13 @@ def open_tokenizer(name: str, *, within: Path | None = None) -> Tokenizer:
     except UnreadableFile as error:
         why = f"{error.what}: {error.got}" if error.got else error.what
         raise DataError(
-            Fault(KEY, "cannot read the tokenizer", f"{name!r}: {why}", f"bytes or a {FILE}", FIX)
+            Fault(
+                KEY,
+                "cannot read the tokenizer",
+                got=f"{name!r}: {why}",
+                need=f"bytes or a {FILE}",
+                fix=FIX,
+            )
         ) from None
     import tokenizers  # 40 ms to import
 
@@ -178,7 +184,13 @@ def train_bpe(texts: Iterable[str], *, vocab: int) -> str:
     if vocab < min_vocab:
         need = f"above {NUM_BYTES + 1}: every byte and {end}"
         raise DataError(
-            Fault("vocab", "leaves no room for pairs of bytes", str(vocab), need, "--vocab 8192")
+            Fault(
+                "vocab",
+                "leaves no room for pairs of bytes",
+                got=str(vocab),
+                need=need,
+                fix="--vocab 8192",
+            )
         )
     import tokenizers  # 40 ms to import
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -198,6 +210,12 @@ def train_bpe(texts: Iterable[str], *, vocab: int) -> str:
         got = f"{num_found} different tokens in all of it"
         fix = f"--vocab {num_found}, or more text"
         raise DataError(
-            Fault(KEY, "there is too little text for so many tokens", got, f"{vocab}", fix)
+            Fault(
+                KEY,
+                "there is too little text for so many tokens",
+                got=got,
+                need=f"{vocab}",
+                fix=fix,
+            )
         )
     return str(tokenizer.to_str())

@@ -80,7 +80,12 @@ class TokenFile:
         if len(tokens) < stop - start:
             got = f"{start + len(tokens)} tokens in {self.path}"
             raise DataError(
-                Fault(KEY, "a file became shorter after it was opened", got, f"{self.length}")
+                Fault(
+                    KEY,
+                    "a file became shorter after it was opened",
+                    got=got,
+                    need=f"{self.length}",
+                )
             )
         return tokens
 
@@ -129,8 +134,8 @@ class TokenStream:
         Raises:
             DataError: an id outside the vocabulary.
         """
-        segments = [segment.tokens.astype(np.int64) for segment in self._segments(start, stop)]
-        tokens = np.concatenate(segments)
+        parts = [segment.tokens for segment in self._segments(start, stop)]
+        tokens = np.concatenate(parts, dtype=np.int64)
         if int(tokens.max()) >= self.vocab:
             self.check(start, stop)
         return tokens
@@ -149,13 +154,16 @@ class TokenStream:
 
     def _vocabulary_fault(self, segment: _Segment) -> Fault:
         tokens = segment.tokens
+        largest = int(tokens.max())
         first = int(np.argmax(tokens >= self.vocab))
-        what = (
-            f"{segment.file} holds an id outside the vocabulary at token {segment.offset + first}"
+        place = segment.offset + first
+        return Fault(
+            KEY,
+            f"{segment.file} holds an id outside the vocabulary at token {place}",
+            got=f"id {int(tokens[first])}",
+            need=f"below model.vocab = {self.vocab}",
+            fix=f"raise model.vocab above {largest}, or check data.token_dtype ({tokens.dtype})",
         )
-        need = f"below model.vocab = {self.vocab}"
-        fix = f"raise model.vocab above {int(tokens.max())}, or check data.token_dtype ({tokens.dtype})"
-        return Fault(KEY, what, f"id {int(tokens[first])}", need, fix)
 
     def _segments(self, start: int, stop: int) -> Iterator[_Segment]:
         """The parts of files between two indices of the stream; none is empty."""
@@ -209,7 +217,12 @@ def open_stream(files: tuple[Path, ...], *, token_dtype: str, vocab: int) -> Tok
     stream = TokenStream(files, parts, vocab)
     if not len(stream):
         raise DataError(
-            Fault(KEY, "is empty", f"0 bytes in {file_names(files)}", "some text or tokens")
+            Fault(
+                KEY,
+                "is empty",
+                got=f"0 bytes in {file_names(files)}",
+                need="some text or tokens",
+            )
         )
     if holds_tokens:  # bytes are below 256 anyway
         stream.check(0, min(len(stream), SCANNED_TOKENS))
@@ -218,7 +231,11 @@ def open_stream(files: tuple[Path, ...], *, token_dtype: str, vocab: int) -> Tok
 
 def file_names(files: tuple[Path, ...]) -> str:
     """The first file, and how many more there are."""
-    return f"{files[0]} and {len(files) - 1} more" if len(files) > 1 else str(files[0])
+    first = str(files[0])
+    num_others = len(files) - 1
+    if not num_others:
+        return first
+    return f"{first} and {num_others} more"
 
 
 def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
@@ -230,7 +247,12 @@ def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
     try:
         if not file.is_file():
             raise DataError(
-                Fault(KEY, "is no regular file", repr(str(file)), "a file, a folder or a glob")
+                Fault(
+                    KEY,
+                    "is no regular file",
+                    got=repr(str(file)),
+                    need="a file, a folder or a glob",
+                )
             )
         size = file.stat().st_size
         if size % dtype.itemsize:

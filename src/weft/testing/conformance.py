@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.comm.transport import Reduce
+from weft.comm.transport import Reduce, Work
 from weft.core.dimension import all_axes
 from weft.core.mesh import Axis
 
@@ -65,12 +65,17 @@ class Group:
         """This rank's tensor of one for each member, as a copy on its device."""
         return tensors[self.index].to(self.comm.device, copy=True)
 
+    def compare(self, what: str, got: Tensor, expected: Tensor) -> Comparison:
+        """A comparison whose text names the axis, too."""
+        return Comparison(f"{what} {self.axis}", got, expected)
+
 
 def make_input(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The input of `rank`: values 1, 2, -1, -2 drawn with the rank as seed."""
     generator = torch.Generator().manual_seed(rank)
-    drawn = torch.randint(4, shape, generator=generator)
-    return torch.tensor([1, 2, -1, -2])[drawn].to(dtype)
+    indices = torch.randint(4, shape, generator=generator)
+    values = torch.tensor([1, 2, -1, -2])
+    return values[indices].to(dtype)
 
 
 def reduce(tensors: list[Tensor], op: Reduce) -> Tensor:
@@ -81,7 +86,9 @@ def reduce(tensors: list[Tensor], op: Reduce) -> Tensor:
         case "sum":
             return stacked.sum(0).to(dtype)
         case "avg":
-            return (stacked.sum(0) / len(tensors)).to(dtype)
+            total = stacked.sum(0)
+            mean = total / len(tensors)
+            return mean.to(dtype)
         case "max":
             return stacked.amax(0)
         case "min":
@@ -107,24 +114,22 @@ def supports(op: Reduce, dtype: torch.dtype) -> bool:
 
 def all_reduces(comm: Comm) -> Iterator[Comparison]:
     """Every reduction in every dtype; the functional one leaves its input unchanged."""
-    for group, dtype, op in itertools.product(groups_of(comm), DTYPES, get_args(Reduce)):
+    ops: tuple[Reduce, ...] = get_args(Reduce)
+    for group, dtype, op in itertools.product(groups_of(comm), DTYPES, ops):
         if not supports(op, dtype):
             continue
         inputs = group.inputs(3, 4, dtype=dtype)
         expected = reduce(inputs, op)
         x = group.local(inputs)
-        name = f"{op} {dtype} {group.axis}"
-        yield Comparison(
-            f"all_reduce {name}",
-            comm.all_reduce(x, group.axis, op=op),
-            expected,
+        got = comm.all_reduce(x, group.axis, op=op)
+        yield group.compare(f"all_reduce {op} {dtype}", got, expected)
+        yield group.compare(
+            f"input of all_reduce {op} {dtype}",
+            x,
+            inputs[group.index],
         )
-        yield Comparison(f"input of all_reduce {name}", x, inputs[group.index])
-        yield Comparison(
-            f"all_reduce_ {name}",
-            comm.all_reduce_(x, group.axis, op=op),
-            expected,
-        )
+        got = comm.all_reduce_(x, group.axis, op=op)
+        yield group.compare(f"all_reduce_ {op} {dtype}", got, expected)
 
 
 def all_reduces_of_odd_tensors(comm: Comm) -> Iterator[Comparison]:
@@ -138,13 +143,17 @@ def all_reduces_of_odd_tensors(comm: Comm) -> Iterator[Comparison]:
 def _small_all_reduces(group: Group) -> Iterator[Comparison]:
     comm, axis = group.comm, group.axis
     scalar = torch.tensor(float(comm.rank), device=comm.device)
-    total = torch.tensor(float(sum(group.ranks)))
-    yield Comparison(f"scalar {axis}", comm.all_reduce(scalar, axis), total)
-    empty = torch.empty(0, 3, device=comm.device)
-    yield Comparison(
-        f"empty {axis}",
-        comm.all_reduce(empty, axis),
-        torch.empty(0, 3),
+    total = float(sum(group.ranks))
+    yield group.compare(
+        "scalar",
+        comm.all_reduce(scalar, axis),
+        torch.tensor(total),
+    )
+    empty = torch.empty(0, 3)
+    yield group.compare(
+        "empty",
+        comm.all_reduce(empty.to(comm.device), axis),
+        empty,
     )
 
 
@@ -153,26 +162,29 @@ def _all_reduces_of_views(group: Group) -> Iterator[Comparison]:
     inputs = group.inputs(4, 6)
     total = reduce(inputs, "sum")
     x = group.local(inputs)
-    yield Comparison(f"transposed {axis}", comm.all_reduce(x.T, axis), total.T)
-    comm.all_reduce_(x[:, ::2], axis)
-    yield Comparison(f"even columns {axis}", x[:, ::2], total[:, ::2])
-    yield Comparison(
-        f"odd columns {axis}",
-        x[:, 1::2],
-        inputs[group.index][:, 1::2],
-    )
+    transposed = comm.all_reduce(x.T, axis)
+    yield group.compare("transposed", transposed, total.T)
+    even_columns = slice(0, None, 2)
+    comm.all_reduce_(x[:, even_columns], axis)
+    expected = inputs[group.index].clone()
+    expected[:, even_columns] = total[:, even_columns]
+    yield group.compare("even columns", x, expected)
 
 
 def _large_all_reduces(group: Group) -> Iterator[Comparison]:
     comm, axis = group.comm, group.axis
     inputs = group.inputs(LARGE)
     for op in SUMS:
-        got = comm.all_reduce(group.local(inputs), axis, op=op)
-        yield Comparison(f"large {op} {axis}", got, reduce(inputs, op))
+        x = group.local(inputs)
+        got = comm.all_reduce(x, axis, op=op)
+        expected = reduce(inputs, op)
+        yield group.compare(f"large {op}", got, expected)
     if group.size == 2:
         inputs = group.inputs(16 * LARGE)
-        got = comm.all_reduce(group.local(inputs), axis)
-        yield Comparison(f"very large {axis}", got, reduce(inputs, "sum"))
+        x = group.local(inputs)
+        got = comm.all_reduce(x, axis)
+        expected = reduce(inputs, "sum")
+        yield group.compare("very large", got, expected)
 
 
 def all_gathers(comm: Comm) -> Iterator[Comparison]:
@@ -180,9 +192,10 @@ def all_gathers(comm: Comm) -> Iterator[Comparison]:
     for group, dim in itertools.product(groups_of(comm), (0, 1, -1)):
         for dtype in MOVED_DTYPES:
             shards = group.inputs(2, 3, 4, dtype=dtype)
-            got = comm.all_gather(group.local(shards), group.axis, dim=dim)
-            yield Comparison(
-                f"all_gather {dtype} dim {dim} {group.axis}",
+            local = group.local(shards)
+            got = comm.all_gather(local, group.axis, dim=dim)
+            yield group.compare(
+                f"all_gather {dtype} dim {dim}",
                 got,
                 torch.cat(shards, dim),
             )
@@ -194,12 +207,20 @@ def all_gathers(comm: Comm) -> Iterator[Comparison]:
 def _uneven_all_gather(group: Group, dim: int, *, rows: int) -> Comparison:
     """Member i has i * `rows` rows."""
     shards: list[Tensor] = []
+    sizes: list[int] = []
     for index, rank in enumerate(group.ranks):
-        shards.append(make_input(rank, index * rows, 5).movedim(0, dim))
-    sizes = [shard.shape[dim] for shard in shards]
-    got = group.comm.all_gather(group.local(shards), group.axis, dim=dim, sizes=sizes)
-    return Comparison(
-        f"uneven all_gather x{rows} dim {dim} {group.axis}",
+        size = index * rows
+        shard = make_input(rank, size, 5).movedim(0, dim)
+        sizes.append(size)
+        shards.append(shard)
+    got = group.comm.all_gather(
+        group.local(shards),
+        group.axis,
+        dim=dim,
+        sizes=sizes,
+    )
+    return group.compare(
+        f"uneven all_gather x{rows} dim {dim}",
         got,
         torch.cat(shards, dim),
     )
@@ -222,11 +243,12 @@ def in_place(comm: Comm) -> Iterator[Comparison]:
 def _gather_in_place(group: Group, buffers: list[Tensor], length: int) -> Comparison:
     shards: list[Tensor] = []
     for index, member_buffer in enumerate(buffers):
-        shards.append(member_buffer[index * length : (index + 1) * length])
+        shard = member_buffer.narrow(0, index * length, length)
+        shards.append(shard)
     buffer = group.local(buffers)
     got = group.comm.all_gather_(buffer, group.axis)
-    return Comparison(
-        f"all_gather_ {length} {buffer.dtype} {group.axis}",
+    return group.compare(
+        f"all_gather_ {length} {buffer.dtype}",
         got,
         torch.cat(shards),
     )
@@ -235,9 +257,11 @@ def _gather_in_place(group: Group, buffers: list[Tensor], length: int) -> Compar
 def _reduce_scatter_in_place(
     group: Group, buffers: list[Tensor], length: int, *, op: Reduce
 ) -> Iterator[Comparison]:
-    own = slice(group.index * length, (group.index + 1) * length)
+    start = group.index * length
+    own = slice(start, start + length)
     expected = buffers[group.index].clone()
-    expected[own] = reduce(buffers, op)[own]
+    reduced = reduce(buffers, op)
+    expected[own] = reduced[own]
     buffer = group.local(buffers)
     name = f"reduce_scatter_ {op} {length} {group.axis}"
     yield Comparison(
@@ -257,12 +281,24 @@ def reduce_scatters(comm: Comm) -> Iterator[Comparison]:
         yield _uneven_reduce_scatter(group, dim)
 
 
-def _even_reduce_scatter(group: Group, dim: int, *, dtype: torch.dtype, op: Reduce) -> Comparison:
-    inputs = [x.movedim(0, dim) for x in group.inputs(2 * group.size, 3, dtype=dtype)]
-    got = group.comm.reduce_scatter(group.local(inputs), group.axis, dim=dim, op=op)
-    shards = torch.split(reduce(inputs, op), 2, dim)
-    return Comparison(
-        f"reduce_scatter {op} {dtype} dim {dim} {group.axis}",
+def _even_reduce_scatter(
+    group: Group,
+    dim: int,
+    *,
+    dtype: torch.dtype,
+    op: Reduce,
+) -> Comparison:
+    drawn = group.inputs(2 * group.size, 3, dtype=dtype)
+    inputs = [x.movedim(0, dim) for x in drawn]
+    got = group.comm.reduce_scatter(
+        group.local(inputs),
+        group.axis,
+        dim=dim,
+        op=op,
+    )
+    shards = reduce(inputs, op).split(2, dim)
+    return group.compare(
+        f"reduce_scatter {op} {dtype} dim {dim}",
         got,
         shards[group.index],
     )
@@ -271,11 +307,18 @@ def _even_reduce_scatter(group: Group, dim: int, *, dtype: torch.dtype, op: Redu
 def _uneven_reduce_scatter(group: Group, dim: int) -> Comparison:
     """Member i gets i rows."""
     sizes = list(range(group.size))
-    inputs = [x.movedim(0, dim) for x in group.inputs(sum(sizes), 3)]
-    got = group.comm.reduce_scatter(group.local(inputs), group.axis, dim=dim, sizes=sizes)
-    shards = torch.split(reduce(inputs, "sum"), sizes, dim)
-    return Comparison(
-        f"uneven reduce_scatter dim {dim} {group.axis}",
+    drawn = group.inputs(sum(sizes), 3)
+    inputs = [x.movedim(0, dim) for x in drawn]
+    got = group.comm.reduce_scatter(
+        group.local(inputs),
+        group.axis,
+        dim=dim,
+        sizes=sizes,
+    )
+    total = reduce(inputs, "sum")
+    shards = total.split(sizes, dim)
+    return group.compare(
+        f"uneven reduce_scatter dim {dim}",
         got,
         shards[group.index],
     )
@@ -290,10 +333,15 @@ def all_to_alls(comm: Comm) -> Iterator[Comparison]:
 
 def _even_all_to_all(group: Group, dtype: torch.dtype) -> Comparison:
     inputs = group.inputs(2 * group.size, 3, dtype=dtype)
-    got = group.comm.all_to_all(group.local(inputs), group.axis)
-    own = slice(2 * group.index, 2 * group.index + 2)
-    received = [x[own] for x in inputs]
-    return Comparison(f"all_to_all {dtype} {group.axis}", got, torch.cat(received))
+    x = group.local(inputs)
+    got = group.comm.all_to_all(x, group.axis)
+    first_row = 2 * group.index
+    received = [x.narrow(0, first_row, 2) for x in inputs]
+    return group.compare(
+        f"all_to_all {dtype}",
+        got,
+        torch.cat(received),
+    )
 
 
 def _uneven_all_to_all(group: Group, dtype: torch.dtype) -> Comparison:
@@ -312,8 +360,8 @@ def _uneven_all_to_all(group: Group, dtype: torch.dtype) -> Comparison:
     received: list[Tensor] = []
     for x, send_sizes in zip(inputs, rows, strict=True):
         received.append(torch.split(x, send_sizes)[group.index])
-    return Comparison(
-        f"uneven all_to_all {dtype} {group.axis}",
+    return group.compare(
+        f"uneven all_to_all {dtype}",
         got,
         torch.cat(received),
     )
@@ -333,13 +381,13 @@ def _gather(group: Group, dtype: torch.dtype, root: int) -> Iterator[Comparison]
     gathered = group.comm.gather(group.local(inputs), group.axis, root=root)
     is_none = torch.tensor(gathered is None)
     yield Comparison(
-        f"gather {root} {group.axis} gives None",
+        f"gather {root} {group.axis} returns None",
         is_none,
         torch.tensor(group.index != root),
     )
     if gathered is not None:
         for got, expected in zip(gathered, inputs, strict=True):
-            yield Comparison(f"gather {root} {dtype} {group.axis}", got, expected)
+            yield group.compare(f"gather {root} {dtype}", got, expected)
 
 
 def _scatter(group: Group, dtype: torch.dtype, root: int) -> Comparison:
@@ -348,8 +396,8 @@ def _scatter(group: Group, dtype: torch.dtype, root: int) -> Comparison:
     sent = [shard.to(comm.device) for shard in shards] if group.index == root else None
     out = torch.empty(2, 3, dtype=dtype, device=comm.device)
     got = comm.scatter(sent, out, group.axis, root=root)
-    return Comparison(
-        f"scatter {root} {dtype} {group.axis}",
+    return group.compare(
+        f"scatter {root} {dtype}",
         got,
         shards[group.index],
     )
@@ -360,7 +408,7 @@ def _broadcast(group: Group, dtype: torch.dtype, root: int) -> Comparison:
     inputs = group.inputs(2, 3, dtype=dtype)
     x = group.local(inputs)
     group.comm.broadcast_(x.T, group.axis, root=root)
-    return Comparison(f"broadcast_ {root} {dtype} {group.axis}", x, inputs[root])
+    return group.compare(f"broadcast_ {root} {dtype}", x, inputs[root])
 
 
 def messages(comm: Comm) -> Iterator[Comparison]:
@@ -377,24 +425,22 @@ def _ring(group: Group, step: int) -> Iterator[Comparison]:
     source = (group.index - step) % group.size
     shapes = [(4,), (0, 2), (3, 2), (LARGE,), ()]
     outs = [torch.zeros(shape, device=comm.device) for shape in shapes]
-    sends = [
-        comm.start_send(make_input(comm.rank, *shape).to(comm.device), axis, to=to)
-        for shape in shapes
-    ]
+    sends: list[Work] = []
+    for shape in shapes:
+        x = make_input(comm.rank, *shape).to(comm.device)
+        sends.append(comm.start_send(x, axis, to=to))
     receives = [comm.start_recv(out, axis, source=source) for out in outs]
     for work in (*receives, *sends):
         work.wait()
-        yield Comparison(
-            f"is_completed {axis}",
+        yield group.compare(
+            "is_completed",
             torch.tensor(work.is_completed()),
             torch.tensor(True),
         )
+    sender = group.ranks[source]
     for out, shape in zip(outs, shapes, strict=True):
-        yield Comparison(
-            f"message {shape} {axis}",
-            out,
-            make_input(group.ranks[source], *shape),
-        )
+        expected = make_input(sender, *shape)
+        yield group.compare(f"message {shape}", out, expected)
 
 
 def overlapping(comm: Comm) -> Iterator[Comparison]:
@@ -405,22 +451,18 @@ def overlapping(comm: Comm) -> Iterator[Comparison]:
     groups = list(groups_of(comm))
     if comm.rank % 2 == 0:
         groups.reverse()
-    works = []
+    works: list[tuple[str, Work, Tensor]] = []
     for group in groups:
+        axis = group.axis
         inputs = group.inputs(5)
-        works.append(
-            (f"sum {group.axis}", comm.start_all_reduce(x, group.axis), reduce(inputs, "sum"))
-        )
-        works.append(
-            (
-                f"max {group.axis}",
-                comm.start_all_reduce(x, group.axis, op="max"),
-                reduce(inputs, "max"),
-            )
-        )
-        works.append(
-            (f"gather {group.axis}", comm.start_all_gather(x, group.axis), torch.cat(inputs))
-        )
+        total = comm.start_all_reduce(x, axis)
+        largest = comm.start_all_reduce(x, axis, op="max")
+        gathered = comm.start_all_gather(x, axis)
+        works += [
+            (f"sum {axis}", total, reduce(inputs, "sum")),
+            (f"max {axis}", largest, reduce(inputs, "max")),
+            (f"gather {axis}", gathered, torch.cat(inputs)),
+        ]
     for what, work, expected in reversed(works):
         yield Comparison(what, work.wait(), expected)
         yield Comparison(f"{what} again", work.wait(), expected)
@@ -439,15 +481,18 @@ def single_member(comm: Comm) -> Iterator[Comparison]:
         "all_to_all": comm.start_all_to_all(x, axis),
     }
     for what, work in works.items():
-        yield Comparison(what, work.wait(), expected)
+        got = work.wait()
+        yield Comparison(what, got, expected)
         yield Comparison(
             f"{what} is in memory of its own",
-            torch.tensor(work.wait() is not x),
+            torch.tensor(got is not x),
             torch.tensor(True),
         )
     out = torch.zeros(2, 2, device=comm.device)
-    yield Comparison("all_reduce_", comm.all_reduce_(x, axis), expected)
-    yield Comparison("scatter", comm.scatter([x], out, axis), expected)
+    got = comm.all_reduce_(x, axis)
+    yield Comparison("all_reduce_", got, expected)
+    got = comm.scatter([x], out, axis)
+    yield Comparison("scatter", got, expected)
     comm.barrier(axis)
 
 
@@ -486,6 +531,7 @@ def conform(comm: Comm, *names: str) -> int:
 def _assert_equal(name: str, comparison: Comparison) -> None:
     got = comparison.got.detach().cpu()
     expected = comparison.expected
-    same_kind = (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    if not same_kind or not torch.equal(got, expected):
+    has_same_shape = got.shape == expected.shape
+    has_same_dtype = got.dtype == expected.dtype
+    if not (has_same_shape and has_same_dtype and torch.equal(got, expected)):
         raise AssertionError(f"{name}: {comparison.what}: got {got}, expected {expected}")

@@ -112,23 +112,29 @@ class LiveRegion:
         """Replace the region by `lines`, as many as there is room for."""
         width, height = self.console.size
         num_shown = max(height - 1, 1)
-        clipped = [_clip(line, width - 1) for line in lines[:num_shown]]
-        erase = self._erase_code(width)
-        frame = self._render(*clipped)
-        self._write(erase + frame)
+        shown = lines[:num_shown]
+        clipped = [_clip(line, width - 1) for line in shown]
+        self.print_above(*clipped)
         self._widths = tuple(line.cell_len for line in clipped)
 
     def print_above(self, *renderables: RenderableType) -> None:
         """Erase the region and print permanently; the next `draw` restores the region below."""
-        self._write(self._erase_code(self.console.width) + self._render(*renderables))
+        erase = self._erase_code(self.console.width)
+        text = self._render(*renderables)
+        self._write(erase + text)
         self._widths = ()
 
     def _erase_code(self, width: int) -> str:
         """Control codes to the first row of the region, which a narrower window may have wrapped,
         and to erase from there.
         """
-        num_rows = sum(max(1, math.ceil(cells / width)) for cells in self._widths)
-        return f"\x1b[{num_rows}F\x1b[J" if num_rows else ""
+        num_rows = 0
+        for cells in self._widths:
+            num_rows_of_line = math.ceil(cells / width)
+            num_rows += max(1, num_rows_of_line)
+        if not num_rows:
+            return ""
+        return f"\x1b[{num_rows}F\x1b[J"
 
     def _render(self, *renderables: RenderableType) -> str:
         with self.console.capture() as captured:

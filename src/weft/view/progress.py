@@ -88,8 +88,12 @@ class Progress:
     @property
     def mem_bytes(self) -> tuple[float, ...]:
         """Measured memory of each stage, or of the only one."""
-        sizes = self.step.get("stage_mem_bytes", self.step.get("mem_bytes", ()))
-        return tuple(sizes) if isinstance(sizes, (list, tuple)) else (sizes,)
+        by_stage = self.step.get("stage_mem_bytes")
+        if by_stage is not None:
+            return tuple(by_stage)
+        if "mem_bytes" in self.step:
+            return (self.step["mem_bytes"],)
+        return ()
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,11 @@ class SummaryRow:
 
 
 def _layout_text(run: Event) -> str:
+    layout = str(run["layout"])
     num_ranks = run.get("ranks", 1)
-    return f"{run['layout']}, {num_ranks} ranks" if num_ranks > 1 else str(run["layout"])
+    if num_ranks == 1:
+        return layout
+    return f"{layout}, {num_ranks} ranks"
 
 
 def _model_text(run: Event) -> str:
@@ -125,7 +132,10 @@ def _data_text(run: Event) -> str:
     for key, value in data.items():
         if key == "source" or isinstance(value, Mapping):
             continue
-        parts.append(f"{count(value)} {key}" if isinstance(value, int) else f"{key} {value}")
+        if isinstance(value, int):
+            parts.append(f"{count(value)} {key}")
+        else:
+            parts.append(f"{key} {value}")
     return ", ".join(parts)
 
 
@@ -136,10 +146,13 @@ def _has_images(run: Event) -> bool:
 
 def _step_text(run: Event) -> str:
     batch = run["batch_size"]
-    length = None if _has_images(run) else run.get("seq_len")
+    if _has_images(run):
+        return f"{batch} images"
+    length = run.get("seq_len")
     if not length:
-        return f"{batch} images" if _has_images(run) else f"{batch} samples"
-    return f"{batch} sequences x {length} tokens = {count(batch * length)} tokens"
+        return f"{batch} samples"
+    num_tokens = count(batch * length)
+    return f"{batch} sequences x {length} tokens = {num_tokens} tokens"
 
 
 SUMMARY = (
@@ -224,9 +237,9 @@ def _resume_text(event: Event) -> str:
     if path is None:
         lines.append("no checkpoint in the run folder yet: training starts at step 1")
     else:
-        lines.append(
-            f"resumed after step {event.get('step')}: {path}, written by {event.get('layout')}"
-        )
+        step = event.get("step")
+        layout = event.get("layout")
+        lines.append(f"resumed after step {step}: {path}, written by {layout}")
     return "\n".join(lines)
 
 

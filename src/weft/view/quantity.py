@@ -84,7 +84,10 @@ def sparkline(values: list[float], width: int, *, blocks: str = BLOCKS) -> str:
         return "?" * len(columns)
     low = min(finite)
     high = max(finite)
-    return "".join(_block(value, low, high, blocks) for value in columns)
+    curve = ""
+    for value in columns:
+        curve += _block(value, low, high, blocks)
+    return curve
 
 
 def _column_means(values: list[float], num_columns: int) -> list[float]:

@@ -25,18 +25,23 @@ SMALL_CHARACTER_WIDTH = CHARACTER_WIDTH * SMALL_FONT / 12
 def svg(timeline: Timeline, *, title: str, width: int = 960) -> str:
     """The actions of all ranks as an SVG document of this width in px; other spans are left out."""
     computed = timeline.only(kinds=COMPUTE)
-    rows = tuple(computed.actions(rank) for rank in range(timeline.num_ranks))
+    rows = [computed.actions(rank) for rank in range(timeline.num_ranks)]
     labels = action_labels(rows)
-    first_start = min((float(span.start) for span in computed.spans), default=0.0)
+    starts = [float(span.start) for span in computed.spans]
+    first_start = min(starts, default=0.0)
     length = float(makespan(computed))
-    plot_width = width - TITLE_WIDTH - 2 * MARGIN
+    inner_width = width - 2 * MARGIN
+    plot_width = inner_width - TITLE_WIDTH
     scale = plot_width / length if length else 0.0
-    columns = int((width - 2 * MARGIN) / CHARACTER_WIDTH)
+    columns = int(inner_width / CHARACTER_WIDTH)
     heading = wrapped(title, columns)
-    footer = [*wrapped(legend(rows), columns), *wrapped(figures(computed), columns)]
+    footer = wrapped(legend(rows), columns)
+    footer += wrapped(figures(computed), columns)
     rows_top = MARGIN + LINE_HEIGHT * len(heading) + 4
     axis_top = rows_top + ROW_HEIGHT * timeline.num_ranks
-    height = axis_top + AXIS_HEIGHT + LINE_HEIGHT * len(footer) + MARGIN
+    footer_top = axis_top + AXIS_HEIGHT
+    height = footer_top + LINE_HEIGHT * len(footer) + MARGIN
+    plot_left = MARGIN + TITLE_WIDTH
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -48,54 +53,72 @@ def svg(timeline: Timeline, *, title: str, width: int = 960) -> str:
         top = rows_top + ROW_HEIGHT * rank
         parts.append(f'<text x="{MARGIN}" y="{top + 14}">rank {rank}</text>')
         parts.append(
-            f'<rect x="{MARGIN + TITLE_WIDTH}" y="{top}" width="{plot_width}" height="{BOX_HEIGHT}" fill="#f1f3f4"/>'
+            f'<rect x="{plot_left}" y="{top}" width="{plot_width}" height="{BOX_HEIGHT}" fill="#f1f3f4"/>'
         )
         for span in spans:
-            left = MARGIN + TITLE_WIDTH + (float(span.start) - first_start) * scale
-            parts.append(
-                _box(
-                    span, labels[span.name], left=left, top=top, width=float(span.duration) * scale
-                )
+            since_start = float(span.start) - first_start
+            box = _box(
+                span,
+                labels[span.name],
+                left=plot_left + since_start * scale,
+                top=top,
+                width=float(span.duration) * scale,
             )
+            parts.append(box)
     parts.extend(_axis(length, unit=timeline.unit, top=axis_top, scale=scale))
-    parts.extend(_lines(footer, top=axis_top + AXIS_HEIGHT))
+    parts.extend(_lines(footer, top=footer_top))
     parts.append("</svg>")
-    return "\n".join(parts) + "\n"
+    document = "\n".join(parts)
+    return f"{document}\n"
 
 
-def _box(span: Span, label: str, *, left: float, top: int, width: float) -> str:
+def _box(
+    span: Span,
+    label: str,
+    *,
+    left: float,
+    top: int,
+    width: float,
+) -> str:
     """A box with a tooltip, and its label where it fits."""
-    tooltip = escape(f"{span.name}: {float(span.start):g} to {float(span.end):g}")
+    start = float(span.start)
+    end = float(span.end)
+    tooltip = escape(f"{span.name}: {start:g} to {end:g}")
+    colour = COLOURS[span.kind]
     box = (
-        f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{BOX_HEIGHT}" fill="{COLOURS[span.kind]}" '
+        f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{BOX_HEIGHT}" fill="{colour}" '
         'stroke="white" stroke-width="0.8"/>'
     )
     text = ""
+    shown = escape(label)
     middle = left + width / 2
     if len(label) * CHARACTER_WIDTH <= width:
-        text = f'<text x="{middle:.2f}" y="{top + 14}" text-anchor="middle">{escape(label)}</text>'
+        text = f'<text x="{middle:.2f}" y="{top + 14}" text-anchor="middle">{shown}</text>'
     elif len(label) * SMALL_CHARACTER_WIDTH <= width:
         size = f'font-size="{SMALL_FONT}"'
-        text = f'<text x="{middle:.2f}" y="{top + 13}" text-anchor="middle" {size}>{escape(label)}</text>'
+        text = f'<text x="{middle:.2f}" y="{top + 13}" text-anchor="middle" {size}>{shown}</text>'
     return f"<g><title>{tooltip}</title>{box}{text}</g>"
 
 
 def _axis(length: float, *, unit: str, top: int, scale: float) -> list[str]:
     """Ticks at round times, and the makespan with the unit at the end."""
     end_label = f"{length:.4g} {unit}"
-    end_label_time = len(end_label) * CHARACTER_WIDTH / scale if scale else 0.0
-    parts = []
+    end_label_width = len(end_label) * CHARACTER_WIDTH
+    end_label_time = end_label_width / scale if scale else 0.0
+    last_tick_time = length - 1.5 * end_label_time
+    parts: list[str] = []
     step = _round_step(length / MAX_TICKS)
     time = 0.0
-    while step and time < length - 1.5 * end_label_time:
-        parts.extend(_tick(time, f"{time:.4g}", top=top, scale=scale, anchor="middle"))
+    while step and time < last_tick_time:
+        x = time * scale
+        parts.extend(_tick(x, f"{time:.4g}", top=top, anchor="middle"))
         time += step
-    parts.extend(_tick(length, end_label, top=top, scale=scale, anchor="end"))
+    parts.extend(_tick(length * scale, end_label, top=top, anchor="end"))
     return parts
 
 
-def _tick(time: float, label: str, *, top: int, scale: float, anchor: str) -> list[str]:
-    x = MARGIN + TITLE_WIDTH + time * scale
+def _tick(offset: float, label: str, *, top: int, anchor: str) -> list[str]:
+    x = MARGIN + TITLE_WIDTH + offset
     return [
         f'<line x1="{x:.2f}" y1="{top}" x2="{x:.2f}" y2="{top + 4}" stroke="#5f6368"/>',
         f'<text x="{x:.2f}" y="{top + 16}" text-anchor="{anchor}">{label}</text>',

@@ -48,7 +48,8 @@ class Picture:
 
     def title(self, rank: int) -> str:
         """Text at the left of a row."""
-        digits = len(str(len(self.rows) - 1))
+        last_rank = len(self.rows) - 1
+        digits = len(str(last_rank))
         return f"rank {rank:>{digits}} │ "
 
 
@@ -60,13 +61,16 @@ def draw(timeline: Timeline, *, width: int = 240, clip: int | None = None) -> st
             default: none.
     """
     drawn = picture(timeline, width=width)
-    lines = []
+    lines: list[str] = []
     for rank, row in enumerate(drawn.rows):
-        line = drawn.title(rank) + "".join(cell.text for cell in row)
+        line = drawn.title(rank)
+        for cell in row:
+            line += cell.text
         lines.append(clipped(line.rstrip(), clip))
     for line in drawn.footer:
         lines.extend(wrapped(line, clip))
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines)
+    return f"{text}\n"
 
 
 def clipped(line: str, columns: int | None) -> str:
@@ -101,29 +105,29 @@ def picture(timeline: Timeline, *, width: int = 240) -> Picture:
     second chunk.
     """
     computed = timeline.only(kinds=COMPUTE)
-    rows = tuple(computed.actions(rank) for rank in range(timeline.num_ranks))
+    rows = [computed.actions(rank) for rank in range(timeline.num_ranks)]
     labels = action_labels(rows)
-    column_widths = []
-    for span in computed.spans:
-        if span.duration > 0:
-            column_widths.append(span.duration / (len(labels[span.name]) + 1))
-    fitting = min(column_widths, default=1)
+    fitting = _fitting_column_time(computed.spans, labels)
     column_time = float(max(fitting, makespan(computed) / width))
-    footer = (legend(rows), figures(computed))
-    return Picture(_cells(computed, labels, column_time), footer)
+    return Picture(
+        rows=_cells(computed, labels, column_time),
+        footer=(legend(rows), figures(computed)),
+    )
 
 
 def action_labels(rows: Sequence[Sequence[Act]]) -> dict[str, str]:
     """The label of each action, by its name."""
     has_chunks = num_chunks(rows) > 1
-    labels = {}
+    labels: dict[str, str] = {}
     for row in rows:
-        letters = {
-            stage: _letter(chunk) if has_chunks else "" for chunk, stage in enumerate(_stages(row))
-        }
+        stages = _stages(row)
         for act in row:
             kind = "" if act.kind == "F" else act.kind
-            labels[str(act)] = f"{kind}{act.mb}{letters[act.stage]}"
+            label = f"{kind}{act.mb}"
+            if has_chunks:
+                chunk = stages.index(act.stage)
+                label += _letter(chunk)
+            labels[str(act)] = label
     return labels
 
 
@@ -134,7 +138,9 @@ def num_chunks(rows: Sequence[Sequence[Act]]) -> int:
 
 def legend(rows: Sequence[Sequence[Act]]) -> str:
     """Meaning of the labels that occur."""
-    kinds = {act.kind for row in rows for act in row}
+    kinds: set[Kind] = set()
+    for row in rows:
+        kinds.update(act.kind for act in row)
     meanings = [meaning for kind, meaning in LEGEND.items() if kind in kinds]
     if num_chunks(rows) > 1:
         meanings.append(CHUNK_LEGEND)
@@ -143,19 +149,26 @@ def legend(rows: Sequence[Sequence[Act]]) -> str:
 
 def figures(timeline: Timeline) -> str:
     """Bubble, makespan with its unit, and activations held at once."""
-    held = [peak_activations(timeline.actions(rank)) for rank in range(timeline.num_ranks)]
+    held: list[int] = []
+    for rank in range(timeline.num_ranks):
+        actions = timeline.actions(rank)
+        held.append(peak_activations(actions))
     percent = 100 * float(bubble(timeline))
-    length = f"{float(makespan(timeline)):.4g} {timeline.unit} ({timeline.origin})"
-    return f"{percent:.1f}% bubble, {length}; activations held at once{_by_rank(held)}"
+    length = float(makespan(timeline))
+    length_text = f"{length:.4g} {timeline.unit} ({timeline.origin})"
+    return f"{percent:.1f}% bubble, {length_text}; activations held at once{_by_rank(held)}"
 
 
 def _by_rank(numbers: Sequence[int]) -> str:
     """`: 4 (all ranks)` where all are equal, else `, by rank: 4 3 2 1`; longer lists end in `...`."""
-    if len(numbers) > 1 and len(set(numbers)) == 1:
+    are_equal = len(set(numbers)) == 1
+    if are_equal and len(numbers) > 1:
         return f": {numbers[0]} (all ranks)"
-    shown = " ".join(map(str, numbers[:MAX_RANKS_SHOWN]))
-    more = " ..." if len(numbers) > MAX_RANKS_SHOWN else ""
-    return f", by rank: {shown}{more}"
+    words = [str(number) for number in numbers[:MAX_RANKS_SHOWN]]
+    if len(numbers) > MAX_RANKS_SHOWN:
+        words.append("...")
+    shown = " ".join(words)
+    return f", by rank: {shown}"
 
 
 def _stages(row: Sequence[Act]) -> list[int]:
@@ -169,14 +182,28 @@ def _letter(chunk: int) -> str:
     return prefix + ascii_lowercase[last]
 
 
+def _fitting_column_time(spans: Sequence[Span], labels: dict[str, str]) -> float:
+    """The longest time a column may stand for so that every label fits, with a space behind it."""
+    times: list[float] = []
+    for span in spans:
+        num_columns = len(labels[span.name]) + 1
+        if span.duration > 0:
+            times.append(span.duration / num_columns)
+    return min(times, default=1)
+
+
 def _cells(
-    timeline: Timeline, labels: dict[str, str], column_time: float
+    timeline: Timeline,
+    labels: dict[str, str],
+    column_time: float,
 ) -> tuple[tuple[Cell, ...], ...]:
-    first_start = min((span.start for span in timeline.spans), default=0)
+    starts = [span.start for span in timeline.spans]
+    first_start = min(starts, default=0)
     last_end = first_start + makespan(timeline)
 
     def column(time: float) -> int:
-        return int(float(time - first_start) / column_time + ROUNDING)
+        since_start = float(time - first_start)
+        return int(since_start / column_time + ROUNDING)
 
     def row_cells(spans: Sequence[Span]) -> Iterator[Cell]:
         reached = 0
@@ -184,16 +211,19 @@ def _cells(
             start = max(column(span.start), reached)
             end = max(column(span.end), start)
             yield Cell(_filled("", start - reached, IDLE))
-            yield Cell(_filled(labels[span.name], end - start, "─"), span.kind)
+            text = _filled(labels[span.name], end - start, "─")
+            yield Cell(text, span.kind)
             reached = end
         yield Cell(_filled("", column(last_end) - reached, IDLE))
 
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for spans in timeline.by_rank:
-        rows.append(tuple(cell for cell in row_cells(spans) if cell.text))
+        cells = [cell for cell in row_cells(spans) if cell.text]
+        rows.append(tuple(cells))
     return tuple(rows)
 
 
 def _filled(label: str, length: int, filling: str) -> str:
     """`label`, filled up to `length` columns with one space at the end, or cut where it is longer."""
-    return label.ljust(length - 1, filling)[:length].ljust(length)
+    filled = label.ljust(length - 1, filling)
+    return filled[:length].ljust(length)

@@ -64,9 +64,12 @@ class AttentionSpec:
 
     def select_heads(self, heads: slice) -> AttentionSpec:
         """The same for some of the query heads."""
-        sinks = None if self.sinks is None else self.sinks[heads]
-        head_bias = None if self.head_bias is None else self.head_bias[heads]
-        return replace(self, sinks=sinks, head_bias=head_bias)
+        spec = self
+        if self.sinks is not None:
+            spec = replace(spec, sinks=self.sinks[heads])
+        if self.head_bias is not None:
+            spec = replace(spec, head_bias=self.head_bias[heads])
+        return spec
 
 
 class AttentionImplementation(Protocol):

@@ -56,40 +56,61 @@ class Batch:
         """
         if degree == 1:
             return self
-        spans = zigzag(self.inputs.shape[1], degree, index)
-        own = self.map(lambda x: torch.cat([x[:, span.start : span.stop] for span in spans], dim=1))
+        length = self.inputs.shape[1]
+        spans = zigzag(length, degree, index)
+
+        def select(x: Tensor) -> Tensor:
+            parts = [x[:, span.start : span.stop] for span in spans]
+            return torch.cat(parts, dim=1)
+
+        own = self.map(select)
         return replace(own, whole_documents=self.documents)
 
     def map(self, act: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with `act` applied to each tensor: `batch.map(lambda x: x[:4])`,
         `batch.map(torch.Tensor.cuda)`.
         """
-        return Batch(**{name: act(x) for name, x in vars(self).items() if x is not None})
+        changed: dict[str, Tensor] = {}
+        for name, x in vars(self).items():
+            if x is not None:
+                changed[name] = act(x)
+        return Batch(**changed)
 
 
 def token_batch(inputs_BS: Tensor, targets_BS: Tensor) -> Batch:
     """Sequences of one document each: positions count from 0."""
-    positions_BS = torch.arange(inputs_BS.shape[1], device=inputs_BS.device).repeat(
-        inputs_BS.shape[0], 1
-    )
+    num, seq_len = inputs_BS.shape
+    positions_S = torch.arange(seq_len, device=inputs_BS.device)
+    positions_BS = positions_S.repeat(num, 1)
     return Batch(inputs_BS, targets_BS, positions_BS)
 
 
 def token_example(num: int, seq_len: int) -> Batch:
     """A batch of token ids on the meta device, with the fields that multi-token prediction reads."""
-    tokens_BS = torch.zeros((num, seq_len), dtype=torch.int64, device="meta")
-    return with_later_targets(token_batch(tokens_BS, tokens_BS))
+    tokens_BS = torch.zeros(
+        (num, seq_len),
+        dtype=torch.int64,
+        device="meta",
+    )
+    batch = token_batch(tokens_BS, tokens_BS)
+    return with_later_targets(batch)
 
 
 def image_example(num: int, size: int) -> Batch:
     """A batch of square grey images on the meta device."""
-    images_B1HW = torch.zeros((num, 1, size, size), dtype=torch.uint8, device="meta")
-    return image_batch(images_B1HW, torch.zeros(num, dtype=torch.int64, device="meta"))
+    images_B1HW = torch.zeros(
+        (num, 1, size, size),
+        dtype=torch.uint8,
+        device="meta",
+    )
+    targets_B = torch.zeros(num, dtype=torch.int64, device="meta")
+    return image_batch(images_B1HW, targets_B)
 
 
 def image_batch(images_BCHW: Tensor, targets_B: Tensor) -> Batch:
     """Images and their classes; nothing has a position."""
-    return Batch(images_BCHW, targets_B, torch.zeros_like(targets_B))
+    positions_B = torch.zeros_like(targets_B)
+    return Batch(images_BCHW, targets_B, positions_B)
 
 
 def with_later_targets(batch: Batch) -> Batch:
@@ -100,11 +121,15 @@ def with_later_targets(batch: Batch) -> Batch:
     ignored; the target after that one is unknown and ignored.
     """
     from_targets_BS = batch.targets.clamp(min=0)
-    next_BS = torch.cat((batch.inputs[:, 1:], from_targets_BS[:, -1:]), dim=1)
-    later_BS = F.pad(batch.targets[:, 1:], (0, 1), value=IGNORE)
+    inputs_after_first = batch.inputs[:, 1:]
+    last_from_target = from_targets_BS[:, -1:]
+    next_BS = torch.cat((inputs_after_first, last_from_target), dim=1)
+    targets_after_first = batch.targets[:, 1:]
+    later_BS = F.pad(targets_after_first, (0, 1), value=IGNORE)
     if batch.documents is not None:
-        changes = batch.documents[:, 1:] != batch.documents[:, :-1]
-        is_last_BS = F.pad(changes, (0, 1))
+        here = batch.documents[:, :-1]
+        after = batch.documents[:, 1:]
+        is_last_BS = F.pad(after != here, (0, 1))
         next_BS = next_BS.where(~is_last_BS, from_targets_BS)
         later_BS = later_BS.masked_fill(is_last_BS, IGNORE)
     return replace(batch, next_inputs=next_BS, later_targets=later_BS)
@@ -141,11 +166,14 @@ def chain(blocks: Mapping[str, nn.Module] | nn.ModuleDict, x: Tensor, batch: Bat
     loads: dict[str, Tensor] = {}
     for name, block in blocks.items():
         out = block(x, batch)
-        x, loss, load = out if isinstance(out, Extra) else Extra(out)
-        if loss is not None:
-            total = loss if total is None else total + loss
-        if load is not None:
-            loads[name] = load
+        if not isinstance(out, Extra):
+            x = out
+            continue
+        x = out.x
+        if out.loss is not None:
+            total = out.loss if total is None else total + out.loss
+        if out.load is not None:
+            loads[name] = out.load
     return Chained(x, total, loads)
 
 

@@ -22,9 +22,11 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, ffn: int, *, num_experts: int) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(num_experts, ffn, dim))
-        self.up = nn.Parameter(torch.empty(num_experts, ffn, dim))
-        self.down = nn.Parameter(torch.empty(num_experts, dim, ffn))
+        inward = (num_experts, ffn, dim)
+        outward = (num_experts, dim, ffn)
+        self.gate = nn.Parameter(torch.empty(inward))
+        self.up = nn.Parameter(torch.empty(inward))
+        self.down = nn.Parameter(torch.empty(outward))
         for weight in self.parameters():
             bound = weight.shape[2] ** -0.5  # as each nn.Linear
             nn.init.uniform_(weight, -bound, bound)
@@ -35,15 +37,23 @@ class Experts(nn.Module):
 
         Every expert gets a gradient, zeros if it saw no token.
         """
-        runs = x_ND.split(_lengths(counts_E, len(x_ND)))
-        no_tokens = len(x_ND) == 0
-        outputs = []
-        for run, gate, up, down in zip(
-            runs, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True
-        ):
-            if len(run) or no_tokens:
-                hidden = F.silu(F.linear(run, gate)) * F.linear(run, up)
-                outputs.append(F.linear(hidden, down))
+        num_tokens = len(x_ND)
+        runs = x_ND.split(_lengths(counts_E, num_tokens))
+        experts = zip(
+            runs,
+            self.gate.unbind(),
+            self.up.unbind(),
+            self.down.unbind(),
+            strict=True,
+        )
+        outputs: list[Tensor] = []
+        for run, gate, up, down in experts:
+            is_skipped = len(run) == 0 and num_tokens > 0
+            if is_skipped:
+                continue
+            activated = F.silu(F.linear(run, gate))
+            hidden = activated * F.linear(run, up)
+            outputs.append(F.linear(hidden, down))
         return torch.cat(outputs)
 
 
@@ -76,9 +86,14 @@ class Sorting:
 
     def collect(self, rows: Tensor, weights_NK: Tensor) -> Tensor:
         """The weighted sum over each token's slots, from rows in order -> y_ND of the rows' dtype."""
-        slots = _gather(rows, self.places.flatten(), users_NK=self.slots.unsqueeze(1))
+        slots = _gather(
+            rows,
+            self.places.flatten(),
+            users_NK=self.slots.unsqueeze(1),
+        )
         slots_NKD = slots.unflatten(0, self.places.shape)
-        y_ND: Tensor = (slots_NKD * weights_NK.unsqueeze(-1)).sum(1)
+        weights_NK1 = weights_NK.unsqueeze(-1)
+        y_ND: Tensor = (slots_NKD * weights_NK1).sum(1)
         return y_ND.to(rows.dtype)
 
 
@@ -134,16 +149,24 @@ class Dispatch(nn.Module):
         return frozenset({"dropless"})
 
     def forward(
-        self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
+        self,
+        x_ND: Tensor,
+        experts_NK: Tensor,
+        weights_NK: Tensor,
+        experts: nn.Module,
     ) -> Tensor:
         """x_ND -> y_ND; `experts(x, counts)` takes tokens in the order of their experts and keeps
         that order.
         """
         sorting = sort_by_expert(experts_NK, self.num_experts)
-        return sorting.collect(experts(sorting.spread(x_ND), sorting.counts), weights_NK)
+        rows = sorting.spread(x_ND)
+        rows_out: Tensor = experts(rows, sorting.counts)
+        return sorting.collect(rows_out, weights_NK)
 
 
 def count_experts(experts_BN: Tensor, num_experts: int) -> Tensor:
     """How often each row names each expert: experts_BN -> counts_BE int64."""
-    counts_BE = experts_BN.new_zeros(experts_BN.shape[0], num_experts)
-    return counts_BE.scatter_add_(1, experts_BN, torch.ones_like(experts_BN))
+    num_rows = experts_BN.shape[0]
+    counts_BE = experts_BN.new_zeros(num_rows, num_experts)
+    ones_BN = torch.ones_like(experts_BN)
+    return counts_BE.scatter_add_(1, experts_BN, ones_BN)

@@ -39,19 +39,22 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_size = head_size
-        self.q = nn.Linear(dim, heads * head_size, bias=qkv_bias)
-        self.k = nn.Linear(dim, kv_heads * head_size, bias=qkv_bias)
-        self.v = nn.Linear(dim, kv_heads * head_size, bias=qkv_bias)
-        self.o = nn.Linear(heads * head_size, dim, bias=out_bias)
+        q_width = heads * head_size
+        kv_width = kv_heads * head_size
+        self.q = nn.Linear(dim, q_width, bias=qkv_bias)
+        self.k = nn.Linear(dim, kv_width, bias=qkv_bias)
+        self.v = nn.Linear(dim, kv_width, bias=qkv_bias)
+        self.o = nn.Linear(q_width, dim, bias=out_bias)
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()
         self.rope = rope
         self.attend = attend or Attend()
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
-        q_BSHK = self.q(x_BSD).unflatten(-1, (-1, self.head_size))
-        k_BSGK = self.k(x_BSD).unflatten(-1, (-1, self.head_size))
-        v_BSGK = self.v(x_BSD).unflatten(-1, (-1, self.head_size))
+        by_head = (-1, self.head_size)
+        q_BSHK = self.q(x_BSD).unflatten(-1, by_head)
+        k_BSGK = self.k(x_BSD).unflatten(-1, by_head)
+        v_BSGK = self.v(x_BSD).unflatten(-1, by_head)
         q_BSHK = self.q_norm(q_BSHK)
         k_BSGK = self.k_norm(k_BSGK)
         if self.rope is not None:
@@ -73,7 +76,8 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(ffn, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.silu(self.gate(x)) * self.up(x)
+        activated = F.silu(self.gate(x))
+        hidden = activated * self.up(x)
         out: Tensor = self.down(hidden)
         return out
 
@@ -82,7 +86,12 @@ class DecoderLayer(nn.Module):
     """One layer: attention and MLP, each behind its norm and beside a residual."""
 
     def __init__(
-        self, *, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
+        self,
+        *,
+        attn_norm: nn.Module,
+        attn: nn.Module,
+        mlp_norm: nn.Module,
+        mlp: nn.Module,
     ) -> None:
         super().__init__()
         self.attn_norm = attn_norm
@@ -163,7 +172,11 @@ class Loss(nn.Module):
         return frozenset({"cross_entropy"})
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits.to(wide)
         return F.cross_entropy(
-            logits.flatten(0, -2), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
+            logits.flatten(0, -2),
+            batch.targets.flatten(),
+            ignore_index=IGNORE,
+            reduction="sum",
         )

@@ -57,8 +57,9 @@ class LoraLinear(nn.Linear):
         self.out_features = linear.out_features
         self.weight = linear.weight
         self.bias = linear.bias
+        scale = lora.alpha / lora.rank
         self.lora_a = LoraFactor(linear.in_features, lora.rank)
-        self.lora_b = LoraFactor(lora.rank, linear.out_features, scale=lora.alpha / lora.rank)
+        self.lora_b = LoraFactor(lora.rank, linear.out_features, scale=scale)
         return self
 
     def forward(self, input: Tensor) -> Tensor:
@@ -133,7 +134,8 @@ class AdaptedFamily:
         shapes = cfg.linears()
         for linear in adapted_linears(self.lora.targets, shapes):
             _, in_features = shapes[linear]
-            table[linear + LORA_A] = ("normal", (3 * in_features) ** -0.5)
+            std = (3 * in_features) ** -0.5
+            table[linear + LORA_A] = ("normal", std)
         table[f"*{LORA_B}"] = ("zeros",)
         return table
 
@@ -146,11 +148,13 @@ class AdaptedFamily:
             freeze(block)
         for name in adapted_linears(self.lora.targets, cfg.linears()):
             block_name, _, path = name.partition(".")
-            linear = blocks[block_name].get_submodule(path)
+            block = blocks[block_name]
+            linear = block.get_submodule(path)
             assert isinstance(linear, nn.Linear), (
                 f"{name} is a {type(linear).__name__}, and Config.linears names it"
             )
-            blocks[block_name].set_submodule(path, LoraLinear.beside(linear, self.lora))
+            adapted_linear = LoraLinear.beside(linear, self.lora)
+            block.set_submodule(path, adapted_linear)
         return blocks
 
 

@@ -53,18 +53,22 @@ class Choice:
         """
         if self.topk_group < self.n_group:
             groups = scores.unflatten(-1, (self.n_group, -1))
-            two_best = groups.topk(min(2, groups.shape[-1]), dim=-1).values
+            group_size = groups.shape[-1]
+            two_best = groups.topk(min(2, group_size), dim=-1).values
             group_scores = two_best.sum(-1)
             allowed = group_scores.topk(self.topk_group, dim=-1).indices
-            is_masked = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, allowed, False)
-            scores = groups.masked_fill(is_masked.unsqueeze(-1), -torch.inf).flatten(-2)
+            all_masked = torch.ones_like(group_scores, dtype=torch.bool)
+            is_masked = all_masked.scatter(-1, allowed, False).unsqueeze(-1)
+            groups = groups.masked_fill(is_masked, -torch.inf)
+            scores = groups.flatten(-2)
         return scores.topk(self.top_k, dim=-1).indices
 
     def weights(self, scores: Tensor, experts: Tensor) -> Tensor:
         """scores[..., E], experts[..., K] -> [..., K]."""
         weights = scores.gather(-1, experts)
         if self.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total + 1e-20)
         return weights * self.routed_scaling_factor
 
 
@@ -85,9 +89,12 @@ class Router(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Routing:
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
-        logits_BSE = F.linear(x_BSD.to(wide), self.proj.weight.to(wide))
-        is_sigmoid = self.choice.scoring == "sigmoid"
-        scores_BSE = logits_BSE.sigmoid() if is_sigmoid else logits_BSE.softmax(-1)
+        weight = self.proj.weight.to(wide)
+        logits_BSE = F.linear(x_BSD.to(wide), weight)
+        if self.choice.scoring == "sigmoid":
+            scores_BSE = logits_BSE.sigmoid()
+        else:
+            scores_BSE = logits_BSE.softmax(-1)
         ranking_BSE = scores_BSE.detach()
         if self.bias is not None:
             ranking_BSE = ranking_BSE + self.bias
@@ -104,7 +111,8 @@ def rebalance(bias_E: Tensor, load_E: Tensor, *, rate: float) -> Tensor:
     Source: Wang et al. 2024, algorithm 1; DeepSeek-V3, section 2.1.2.
     """
     below_mean_E = load_E.sum() - load_E.numel() * load_E
-    return bias_E + rate * below_mean_E.sign().to(bias_E.dtype)
+    direction_E = below_mean_E.sign().to(bias_E.dtype)
+    return bias_E + rate * direction_E
 
 
 class Balance(nn.Module):
@@ -138,13 +146,17 @@ class Balance(nn.Module):
             return None
         num_experts = scores_BSE.shape[-1]
         chosen_BSK = scores_BSE.detach().topk(self.top_k, dim=-1).indices
-        counts_BE = count_experts(chosen_BSK.flatten(1), num_experts)
-        counts_BE, targets_B = self.sums(counts_BE, (batch.targets != IGNORE).sum(1))
-        tokens_B1 = counts_BE.sum(1, keepdim=True).to(scores_BSE.dtype) / self.top_k
+        own_counts_BE = count_experts(chosen_BSK.flatten(1), num_experts)
+        own_targets_B = (batch.targets != IGNORE).sum(1)
+        counts_BE, targets_B = self.sums(own_counts_BE, own_targets_B)
+        choices_B1 = counts_BE.sum(1, keepdim=True)
+        tokens_B1 = choices_B1.to(scores_BSE.dtype) / self.top_k
         f_BE = counts_BE * num_experts / (self.top_k * tokens_B1)
         totals_BS1 = scores_BSE.sum(-1, keepdim=True)
         shares_BE = (scores_BSE / totals_BS1).sum(1)
-        return self.weight * (targets_B.unsqueeze(1) * f_BE * shares_BE / tokens_B1).sum()
+        targets_B1 = targets_B.unsqueeze(1)
+        terms_BE = targets_B1 * f_BE * shares_BE / tokens_B1
+        return self.weight * terms_BE.sum()
 
     def sums(self, counts_BE: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
         """Counts of choices and of targets in whole sequences, from those of this rank's tokens."""
@@ -177,23 +189,38 @@ class MoE(nn.Module):
     def forward(self, x_BSD: Tensor, batch: Batch) -> Extra:
         x_BSD = self.region_input(x_BSD)
         routing = self.router(x_BSD)
-        slots = (routing.experts.flatten(0, 1), routing.weights.flatten(0, 1))
-        y_BSD = self.dispatch(x_BSD.flatten(0, 1), *slots, self.experts).view_as(x_BSD)
+        y_ND: Tensor = self.dispatch(
+            x_BSD.flatten(0, 1),
+            routing.experts.flatten(0, 1),
+            routing.weights.flatten(0, 1),
+            self.experts,
+        )
+        y_BSD = y_ND.view_as(x_BSD)
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
         # The balance loss comes before the region's output: under tp only the first rank has it. A repeated forward
         # (full recomputation) ends with the last tensor that a backward needs; behind the output's all-reduce that
         # tensor would make the first rank repeat the all-reduce without the others.
         balance_loss = self.balance(routing.scores, batch)
-        load_E = count_experts(routing.experts.flatten(1), self.router.choice.num_experts).sum(0)
-        return Extra(self.region_output(y_BSD), loss=balance_loss, load=load_E)
+        num_experts = self.router.choice.num_experts
+        load_BE = count_experts(routing.experts.flatten(1), num_experts)
+        return Extra(
+            self.region_output(y_BSD),
+            loss=balance_loss,
+            load=load_BE.sum(0),
+        )
 
 
 class MoELayer(nn.Module):
     """One layer: attention and a mixture of experts, each behind its norm and beside a residual."""
 
     def __init__(
-        self, *, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: MoE
+        self,
+        *,
+        attn_norm: nn.Module,
+        attn: nn.Module,
+        mlp_norm: nn.Module,
+        mlp: MoE,
     ) -> None:
         super().__init__()
         self.attn_norm = attn_norm

@@ -32,8 +32,10 @@ class Llama3Scaling:
         wavelengths = 2 * math.pi / frequencies
         num_turns = self.original_context / wavelengths
         ramp_width = self.high_freq_factor - self.low_freq_factor
-        keep = ((num_turns - self.low_freq_factor) / ramp_width).clamp(0.0, 1.0)
-        return (1 - keep) * frequencies / self.factor + keep * frequencies
+        ramp = (num_turns - self.low_freq_factor) / ramp_width
+        keep = ramp.clamp(0.0, 1.0)
+        stretched = (1 - keep) * frequencies / self.factor
+        return stretched + keep * frequencies
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,16 @@ class YarnScaling:
     def __call__(self, frequencies: Tensor) -> Tensor:
         """Radians per token after scaling."""
         num = len(frequencies)
-        low = max(math.floor(self._feature_index(self.beta_fast, num)), 0)
-        high = min(math.ceil(self._feature_index(self.beta_slow, num)), 2 * num - 1)
+        last_fast = math.floor(self._feature_index(self.beta_fast, num))
+        first_slow = math.ceil(self._feature_index(self.beta_slow, num))
+        low = max(last_fast, 0)
+        high = min(first_slow, 2 * num - 1)
         ramp_width = max(high - low, 0.001)
-        indices = torch.arange(num, dtype=torch.float32, device=frequencies.device)
-        keep = 1 - ((indices - low) / ramp_width).clamp(0.0, 1.0)
-        unscaled = periods(2 * num, theta=self.theta, device=frequencies.device)
+        device = frequencies.device
+        indices = torch.arange(num, dtype=torch.float32, device=device)
+        ramp = (indices - low) / ramp_width
+        keep = 1 - ramp.clamp(0.0, 1.0)
+        unscaled = periods(2 * num, theta=self.theta, device=device)
         stretched = 1.0 / (self.factor * unscaled)
         return stretched * (1 - keep) + frequencies * keep
 
@@ -80,7 +86,8 @@ class YarnScaling:
     def _feature_index(self, num_turns: float, num: int) -> float:
         """Index, as a real number, of the feature that turns so often within the original context."""
         wavelength = self.original_context / (num_turns * 2 * math.pi)
-        return 2 * num * math.log(wavelength) / (2 * math.log(self.theta))
+        log_theta = math.log(self.theta)
+        return 2 * num * math.log(wavelength) / (2 * log_theta)
 
     def _temperature(self, mscale: float) -> float:
         if self.factor <= 1:
@@ -110,21 +117,27 @@ class Rope(nn.Module):
         policy.
         """
         positions_BS11 = positions_BS[..., None, None].float()
-        angles = positions_BS11 * self.frequencies(positions_BS.device)
+        frequencies = self.frequencies(positions_BS.device)
+        angles = positions_BS11 * frequencies
         gain = self.scaling.gain if self.scaling else 1.0
-        return angles.cos() * gain, angles.sin() * gain
+        cos = angles.cos() * gain
+        sin = angles.sin() * gain
+        return cos, sin
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per token of each pair of features, [K/2] float32, from the fastest to the
         slowest.
         """
         frequencies = 1.0 / periods(self.head_size, theta=self.theta, device=device)
-        return self.scaling(frequencies) if self.scaling else frequencies
+        if self.scaling is None:
+            return frequencies
+        return self.scaling(frequencies)
 
 
 def periods(head_size: int, *, theta: float, device: torch.device) -> Tensor:
     """Tokens per radian of each pair of features, unscaled, [K/2] float32."""
-    exponents = torch.arange(0, head_size, 2, device=device).float() / head_size
+    even_features = torch.arange(0, head_size, 2, device=device)
+    exponents = even_features.float() / head_size
     return theta**exponents
 
 
@@ -147,7 +160,8 @@ def rotate(
         right = x_BSHK[..., 1::2]
     new_left = left * cos - right * sin
     new_right = right * cos + left * sin
-    return torch.cat((new_left, new_right), dim=-1).to(x_BSHK.dtype)
+    rotated = torch.cat((new_left, new_right), dim=-1)
+    return rotated.to(x_BSHK.dtype)
 
 
 # Note [Rotary layout]

@@ -20,7 +20,12 @@ class SeamModule(Protocol):
 
 
 def check_replaceable(
-    module: nn.Module, base: type[nn.Module], *, name: str, supports: frozenset[str], key: str
+    module: nn.Module,
+    base: type[nn.Module],
+    *,
+    name: str,
+    supports: frozenset[str],
+    key: str,
 ) -> None:
     """Reject a seam that the implementation `name` cannot stand for.
 
@@ -39,7 +44,12 @@ def check_replaceable(
 
 
 def check_declared(
-    module: nn.Module, base: type[nn.Module], *, name: str, key: str, fix: str
+    module: nn.Module,
+    base: type[nn.Module],
+    *,
+    name: str,
+    key: str,
+    fix: str,
 ) -> None:
     """Reject a seam whose `forward` computes what no `requirements` declare.
 
@@ -53,7 +63,12 @@ def check_declared(
 
 
 def check_supported(
-    requirements: Set[str], supports: Set[str], *, name: str, key: str, fix: str = ""
+    requirements: Set[str],
+    supports: Set[str],
+    *,
+    name: str,
+    key: str,
+    fix: str = "",
 ) -> None:
     """Reject requirements that the implementation `name` does not compute.
 

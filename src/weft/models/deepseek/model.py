@@ -87,14 +87,24 @@ class LatentAttention(nn.Module):
         rotated = rotate(to_rotate, turn, pairs="neighbours")
         return torch.cat((nope, rotated), dim=-1)
 
-    def _keys_and_values(self, x_BSD: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        latent, to_rotate = self.kv_a(x_BSD).split((self.kv_lora_rank, self.rope_size), dim=-1)
+    def _keys_and_values(
+        self,
+        x_BSD: Tensor,
+        turn: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        compressed = self.kv_a(x_BSD)
+        sizes = (self.kv_lora_rank, self.rope_size)
+        latent, to_rotate = compressed.split(sizes, dim=-1)
         kv = self.kv_b(self.kv_a_norm(latent))
-        kv_BSHK = kv.unflatten(-1, (-1, self.nope_size + self.v_size))
-        nope, v_BSHK = kv_BSHK.split((self.nope_size, self.v_size), dim=-1)
-        rotated = rotate(to_rotate.unsqueeze(2), turn, pairs="neighbours")
-        shared = rotated.expand(-1, -1, nope.shape[2], -1)
-        return torch.cat((nope, shared), dim=-1), v_BSHK
+        sizes = (self.nope_size, self.v_size)
+        kv_BSHK = kv.unflatten(-1, (-1, sum(sizes)))
+        nope_BSHK, v_BSHK = kv_BSHK.split(sizes, dim=-1)
+        to_rotate_BS1K = to_rotate.unsqueeze(2)
+        rotated = rotate(to_rotate_BS1K, turn, pairs="neighbours")
+        num_heads = nope_BSHK.shape[2]
+        rotated_BSHK = rotated.expand(-1, -1, num_heads, -1)
+        k_BSHK = torch.cat((nope_BSHK, rotated_BSHK), dim=-1)
+        return k_BSHK, v_BSHK
 
 
 class SecondNext(nn.Module):
@@ -133,7 +143,8 @@ class SecondNext(nn.Module):
         out = chain({"layer": self.layer}, joined_BSD, batch)
         assert batch.later_targets is not None, "with_later_targets fills both fields"
         logits_BSV = self.proj(self.norm(out.x))
-        loss = self.weight * self.loss(logits_BSV, replace(batch, targets=batch.later_targets))
+        later_batch = replace(batch, targets=batch.later_targets)
+        loss = self.weight * self.loss(logits_BSV, later_batch)
         if out.loss is not None:
             loss = loss + out.loss
         return Extra(x_BSD, loss, out.loads.get("layer"))

@@ -65,7 +65,8 @@ class ConvEmbed(nn.Module):
 
     def forward(self, images_B1HW: Tensor, batch: Batch) -> Tensor:
         pixels = brightness(images_B1HW, self.conv.weight.dtype)
-        return F.max_pool2d(F.relu(self.conv(pixels)), 2)
+        features = F.relu(self.conv(pixels))
+        return F.max_pool2d(features, 2)
 
 
 class ConvLayer(nn.Module):
@@ -89,7 +90,8 @@ class ConvHead(nn.Module):
 
     def forward(self, x_BCHW: Tensor, batch: Batch) -> Tensor:
         features = F.max_pool2d(x_BCHW, 2).flatten(1)
-        logits_BV: Tensor = self.down(F.relu(self.up(features)))
+        hidden = F.relu(self.up(features))
+        logits_BV: Tensor = self.down(hidden)
         return logits_BV
 
 
@@ -101,13 +103,18 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
 
 
 def _mlp_blocks(cfg: Config) -> dict[str, nn.Module]:
-    embed = FlatEmbed(cfg.image_size**2, cfg.dim)
-    layers = [FlatLayer(cfg.dim, cfg.ffn) for _ in range(cfg.layers)]
-    return chain_blocks(embed, layers, FlatHead(cfg.dim, cfg.classes))
+    num_pixels = cfg.image_size**2
+    return chain_blocks(
+        FlatEmbed(num_pixels, cfg.dim),
+        [FlatLayer(cfg.dim, cfg.ffn) for _ in range(cfg.layers)],
+        FlatHead(cfg.dim, cfg.classes),
+    )
 
 
 def _conv_blocks(cfg: Config) -> dict[str, nn.Module]:
-    layers = [ConvLayer(cfg.dim) for _ in range(cfg.layers)]
-    num_features = cfg.dim * cfg.pooled_size**2
-    head = ConvHead(num_features, ffn=cfg.ffn, classes=cfg.classes)
-    return chain_blocks(ConvEmbed(cfg.dim), layers, head)
+    num_pixels = cfg.pooled_size**2
+    return chain_blocks(
+        ConvEmbed(cfg.dim),
+        [ConvLayer(cfg.dim) for _ in range(cfg.layers)],
+        ConvHead(cfg.dim * num_pixels, ffn=cfg.ffn, classes=cfg.classes),
+    )

@@ -51,32 +51,51 @@ class ExpertParallelDispatch(nn.Module):
         self.axis = axis
 
     def forward(
-        self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
+        self,
+        x_ND: Tensor,
+        experts_NK: Tensor,
+        weights_NK: Tensor,
+        experts: nn.Module,
     ) -> Tensor:
         """x_ND -> y_ND, as `Dispatch`; `experts` holds this rank's ones."""
-        comm, axis = self.comm, self.axis
+        comm = self.comm
+        axis = self.axis
         degree = comm.degree(axis)
         sorting = sort_by_expert(experts_NK, self.num_experts)
-        counts_RE = comm.all_gather(sorting.counts.unsqueeze(0), axis, dim=0)
+        counts_1E = sorting.counts.unsqueeze(0)
+        counts_RE = comm.all_gather(counts_1E, axis, dim=0)
         experts_per_rank = span_sizes(self.num_experts, degree)
-        send_sizes = [int(counts.sum()) for counts in sorting.counts.split(experts_per_rank)]
+        counts_of_ranks = sorting.counts.split(experts_per_rank)
+        send_sizes = [int(counts.sum()) for counts in counts_of_ranks]
         lo, hi = span(self.num_experts, degree, comm.index(axis))
         local_counts_RE = counts_RE[:, lo:hi]
         recv_sizes = local_counts_RE.sum(1).tolist()
-        rows = sorting.spread(x_ND)
-        received = ops.all_to_all(rows, comm, axis, send_sizes=send_sizes, recv_sizes=recv_sizes)
+        received = ops.all_to_all(
+            sorting.spread(x_ND),
+            comm,
+            axis,
+            send_sizes=send_sizes,
+            recv_sizes=recv_sizes,
+        )
         by_expert = _by_expert(local_counts_RE)
-        expert_out: Tensor = experts(by_expert.spread(received), by_expert.counts)
-        by_rank = _inverse(by_expert).spread(expert_out)
-        returned = ops.all_to_all(by_rank, comm, axis, send_sizes=recv_sizes, recv_sizes=send_sizes)
+        rows = by_expert.spread(received)
+        rows_out: Tensor = experts(rows, by_expert.counts)
+        returned = ops.all_to_all(
+            _inverse(by_expert).spread(rows_out),
+            comm,
+            axis,
+            send_sizes=recv_sizes,
+            recv_sizes=send_sizes,
+        )
         return sorting.collect(returned, weights_NK)
 
 
 def _by_expert(counts_RE: Tensor) -> Sorting:
     """The sorting by expert of rows that are sorted by (rank, expert)."""
-    num_experts = counts_RE.shape[1]
-    expert = torch.arange(num_experts, device=counts_RE.device).repeat(len(counts_RE))
-    expert_of_row = expert.repeat_interleave(counts_RE.flatten())
+    num_ranks, num_experts = counts_RE.shape
+    experts_E = torch.arange(num_experts, device=counts_RE.device)
+    experts_of_ranks = experts_E.repeat(num_ranks)
+    expert_of_row = experts_of_ranks.repeat_interleave(counts_RE.flatten())
     return sort_by_expert(expert_of_row.unsqueeze(1), num_experts)
 
 
@@ -100,17 +119,27 @@ class ShardedBalance(Balance):
 
     def forward(self, scores_BSE: Tensor, batch: Batch) -> Tensor | None:
         """The part of these tokens; None on ranks that do not count."""
-        return super().forward(scores_BSE, batch) if self.counts else None
+        if not self.counts:
+            return None
+        return super().forward(scores_BSE, batch)
 
     def sums(self, counts_BE: Tensor, targets_B: Tensor) -> tuple[Tensor, Tensor]:
         """Counts in whole sequences."""
-        local = torch.cat((counts_BE, targets_B.unsqueeze(1)), dim=1)
+        targets_B1 = targets_B.unsqueeze(1)
+        local = torch.cat((counts_BE, targets_B1), dim=1)
         total = self.comm.all_reduce(local, self.axis)
-        return total[:, :-1], total[:, -1]
+        num_experts = counts_BE.shape[1]
+        total_counts_BE, total_targets_B1 = total.split((num_experts, 1), dim=1)
+        return total_counts_BE, total_targets_B1.squeeze(1)
 
 
 def transform(
-    blocks: dict[str, nn.Module], *, plan: Plan, comm: Comm, axes: AxisTable, **_unused: object
+    blocks: dict[str, nn.Module],
+    *,
+    plan: Plan,
+    comm: Comm,
+    axes: AxisTable,
+    **_unused: object,
 ) -> tuple[str, ...]:
     """The transform of the dimension ep, which also serves mixtures whose sequences are sharded
     over cp or tp.
@@ -120,9 +149,10 @@ def transform(
             what is not supported.
     """
     for name, block in blocks.items():
-        mixtures = {
-            path: module for path, module in block.named_modules() if isinstance(module, MoE)
-        }
+        mixtures: dict[str, MoE] = {}
+        for path, module in block.named_modules():
+            if isinstance(module, MoE):
+                mixtures[path] = module
         _check_experts(name, block, mixtures, plan, axes=axes)
         for path, mixture in mixtures.items():
             _make_parallel(f"{name}.{path}".rstrip("."), mixture, comm)
@@ -131,41 +161,46 @@ def transform(
 
 def _make_parallel(key: str, mixture: MoE, comm: Comm) -> None:
     if comm.degree(EP) > 1:
-        supports = ExpertParallelDispatch.supports
-        dispatch_key = f"{key}.dispatch"
         check_replaceable(
             mixture.dispatch,
             Dispatch,
             name="expert parallelism",
-            supports=supports,
-            key=dispatch_key,
+            supports=ExpertParallelDispatch.supports,
+            key=f"{key}.dispatch",
         )
         num_experts = mixture.dispatch.num_experts
         mixture.dispatch = ExpertParallelDispatch(num_experts, comm=comm)  # type: ignore[assignment]
     if comm.degree((CP, TP)) > 1:
-        supports = ShardedBalance.supports
-        balance_key = f"{key}.balance"
         check_replaceable(
             mixture.balance,
             Balance,
             name="the sharded balance loss",
-            supports=supports,
-            key=balance_key,
+            supports=ShardedBalance.supports,
+            key=f"{key}.balance",
         )
-        counts = comm.index(TP) == 0
-        mixture.balance = ShardedBalance(mixture.balance, comm=comm, axis=CP, counts=counts)
+        mixture.balance = ShardedBalance(
+            mixture.balance,
+            comm=comm,
+            axis=CP,
+            counts=comm.index(TP) == 0,
+        )
 
 
 def _check_experts(
-    name: str, block: nn.Module, mixtures: dict[str, MoE], plan: Plan, *, axes: AxisTable
+    name: str,
+    block: nn.Module,
+    mixtures: dict[str, MoE],
+    plan: Plan,
+    *,
+    axes: AxisTable,
 ) -> None:
     """Parameters sharded over ep must be experts that a `Dispatch` sends tokens to."""
     rule = plan.sharding_rule
-    served = tuple(f"{path}.experts." if path else "experts." for path in mixtures)
+    served = tuple(f"{path}.experts.".lstrip(".") for path in mixtures)
     for path, _ in block.named_parameters():
-        logical = logical_axes(f"{name}.{path}", axes)
-        is_sharded = any(sharded_over(axis, rule) == EP for axis in logical)
-        if is_sharded and not path.startswith(served):
+        key = f"{name}.{path}"
+        mesh_axes = [sharded_over(axis, rule) for axis in logical_axes(key, axes)]
+        if EP in mesh_axes and not path.startswith(served):
             what = "sharded over ep, but no Dispatch sends tokens to it"
             fix = "hold it in the `experts` of a MoE, or name axes that are not sharded"
-            raise PlanError(Fault(f"{name}.{path}", what, fix=fix))
+            raise PlanError(Fault(key, what, fix=fix))

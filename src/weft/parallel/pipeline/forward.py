@@ -39,15 +39,19 @@ def run_stages(
     for stage, rank in enumerate(stage_to_rank):
         if rank != here:
             continue
-        is_received = stage > 0 and stage_to_rank[stage - 1] != here
-        if is_received:
-            x = torch.empty(shape_of(stage - 1), dtype=dtype, device=comm.device)
+        source = stage_to_rank[stage - 1] if stage > 0 else here
+        if source != here:
+            x = torch.empty(
+                shape_of(stage - 1),
+                dtype=dtype,
+                device=comm.device,
+            )
             if x.numel():
-                x = comm.recv(x, PP, source=stage_to_rank[stage - 1])
+                x = comm.recv(x, PP, source=source)
         x = play(stage, x)
-        is_sent = stage < last_stage and stage_to_rank[stage + 1] != here
-        if is_sent and x.numel():
-            comm.send(x.contiguous(), PP, to=stage_to_rank[stage + 1])
+        to = stage_to_rank[stage + 1] if stage < last_stage else here
+        if to != here and x.numel():
+            comm.send(x.contiguous(), PP, to=to)
     return x
 
 
@@ -62,11 +66,15 @@ def gather_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Te
 
 def forward_table(table: Table) -> Table:
     """The forwards of a table, every row in its order: in any schedule they need nothing else."""
-    rows = []
+    rows: list[list[Act]] = []
     for row in table.rows:
         forwards = [act for act in row if act.kind == "F"]
-        rows.append(tuple(forwards))
-    return Table(tuple(rows), table.stage_to_rank, table.microbatches)
+        rows.append(forwards)
+    return Table.of_rows(
+        rows,
+        stage_to_rank=table.stage_to_rank,
+        microbatches=table.microbatches,
+    )
 
 
 class ForwardPlayer(Player):

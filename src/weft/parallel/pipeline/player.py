@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.comm.transport import Work
 from weft.models.common.batch import Batch, chain
@@ -149,7 +149,9 @@ class Player:
         for instruction in self.row:
             if isinstance(instruction, Act) and ACTIVATION_CHANGE[instruction.kind] < 0:
                 self.last_backward[instruction.stage] = instruction
-        self._params = {stage: tuple(blocks.parameters()) for stage, blocks in model.stages.items()}
+        self._params: dict[int, tuple[nn.Parameter, ...]] = {}
+        for stage, blocks in model.stages.items():
+            self._params[stage] = tuple(blocks.parameters())
 
     def play(
         self,
@@ -214,9 +216,9 @@ class Player:
         for name, load in out.loads.items():
             total = state.loads.get(name, 0)
             state.loads[name] = total + load
-        is_last_stage = act.stage == self.table.num_stages - 1
+        last_stage = self.table.num_stages - 1
         losses = extra_losses
-        if is_last_stage:
+        if act.stage == last_stage:
             losses = (out.x, *extra_losses)
         else:
             state.outputs[act] = out.x.detach()
@@ -242,7 +244,8 @@ class Player:
 
     def _backward_weights(self, state: StepState, act: Act) -> None:
         self._notify_last_backward(act)
-        split = state.pending_wgrads.pop(StageMicrobatch(act.stage, act.mb))
+        key = StageMicrobatch(act.stage, act.mb)
+        split = state.pending_wgrads.pop(key)
         split.backward_weights()
 
     def _notify_last_backward(self, act: Act) -> None:
@@ -251,7 +254,8 @@ class Player:
             self.before_last_backward(act.stage)
 
     def _send(self, state: StepState, send: Send) -> None:
-        tensor = state.outputs.pop(send.act).contiguous()
+        output = state.outputs.pop(send.act)
+        tensor = output.contiguous()
         work = self.model.comm.start_send(tensor, PP, to=send.peer)
         state.sends.append(_SendUnderWay(work, tensor))
         if len(state.sends) > MAX_SENDS:
@@ -262,9 +266,11 @@ class Player:
         plan, comm = self.model.plan, self.model.comm
         is_activation = recv.kind == "activation"
         boundary = recv.stage if is_activation else recv.stage - 1
-        shape = plan.boundary_shape(boundary)
-        dtype = getattr(torch, plan.compute)
-        buffer = torch.empty(shape, dtype=dtype, device=comm.device)
+        buffer = torch.empty(
+            plan.boundary_shape(boundary),
+            dtype=getattr(torch, plan.compute),
+            device=comm.device,
+        )
         state.recvs[recv.act] = comm.start_recv(buffer, PP, source=recv.peer)
 
 
