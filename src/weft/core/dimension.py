@@ -199,7 +199,7 @@ def default_sharding_rule() -> dict[str, str]:
     first.
     """
     rule: dict[str, str] = {}
-    innermost_first = reversed(dimensions().values())
+    innermost_first = reversed(list(dimensions().values()))
     for dimension in innermost_first:
         for logical_axis in dimension.params:
             rule[logical_axis] = dimension.name

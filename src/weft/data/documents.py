@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
-from weft.data.files import GZIP_SUFFIX, KEY, LINES_SUFFIX, TABLE_SUFFIX, kind_of
+from weft.data.files import (
+    GZIP_SUFFIX,
+    KEY,
+    LINES_SUFFIX,
+    READ_ERRORS,
+    TABLE_SUFFIX,
+    kind_of,
+    read_fault,
+)
 from weft.errors import DataError, Fault, did_you_mean
 from weft.small_files import MIB, UnreadableFile, capped_lines, open_regular, parse_json
 
@@ -73,30 +80,12 @@ def read_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     reader = readers.get(kind_of(file), _text_documents)
     try:
         yield from reader(file, options)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(
-            Fault(
-                KEY,
-                f"{file} is a broken gzip file",
-                got=str(error),
-                fix="fetch the file again",
-            )
-        ) from None
     except UnreadableFile as error:
         why = f"{error.what}: {error.got}" if error.got else error.what
-        raise DataError(
-            Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
-        ) from None
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise DataError(
-            Fault(
-                KEY,
-                "cannot read the file",
-                got=repr(str(file)),
-                fix=f"{why}: check it",
-            )
-        ) from None
+        fault = Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
+        raise DataError(fault) from None
+    except READ_ERRORS as error:
+        raise DataError(read_fault(file, error)) from None
 
 
 def split_text(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:

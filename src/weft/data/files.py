@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import gzip
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +30,20 @@ READ_SUFFIXES = (
 """Suffixes of the files that are read in a folder; a file that is named, or matched by a pattern,
 is text whatever its suffix.
 """
+
+
+READ_ERRORS = (OSError, EOFError, zlib.error)
+"""What reading a file raises, compressed or not."""
+
+
+def read_fault(file: Path, error: Exception) -> Fault:
+    """What is wrong with a file whose reading raised one of `READ_ERRORS`."""
+    is_gzip_error = not isinstance(error, OSError) or isinstance(error, gzip.BadGzipFile)
+    if is_gzip_error:
+        what = f"{file} is a broken gzip file"
+        return Fault(KEY, what, str(error), fix="fetch the file again")
+    why = error.strerror or str(error)
+    return Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
 
 
 def find_files(source: str) -> tuple[Path, ...]:

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import math
 import struct
-import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.files import KEY
+from weft.data.files import KEY, READ_ERRORS, read_fault
 from weft.errors import DataError, Fault
 from weft.small_files import UnreadableFile, open_regular
 
@@ -234,18 +233,7 @@ def _read_decompressed(file: Path) -> bytes:
             with gzip.open(raw) as source:
                 return source.read(MAX_IDX_BYTES + 1)
     except UnreadableFile as error:
-        raise DataError(
-            Fault(KEY, "cannot read the file", error.what, fix=repr(str(file)))
-        ) from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(
-            Fault(
-                KEY,
-                f"{file} is a broken gzip file",
-                got=str(error),
-                fix="fetch the file again",
-            )
-        ) from None
-    except OSError as error:
-        fix = f"{error.strerror}: check it"
-        raise DataError(Fault(KEY, "cannot read the file", repr(str(file)), fix=fix)) from None
+        fault = Fault(KEY, "cannot read the file", error.what, fix=repr(str(file)))
+        raise DataError(fault) from None
+    except READ_ERRORS as error:
+        raise DataError(read_fault(file, error)) from None

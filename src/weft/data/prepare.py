@@ -168,14 +168,8 @@ def _write_folder(
         _encode(read_all(inputs, read_options), tokenizer, writers, options=options, report=report)
     if not writers["train"].num_tokens:
         plural = "s" if len(inputs) > 1 else ""
-        raise DataError(
-            Fault(
-                KEY,
-                "is empty",
-                got=f"no text in {len(inputs)} file{plural}",
-                need="some text",
-            )
-        )
+        got = f"no text in {len(inputs)} file{plural}"
+        raise DataError(Fault(KEY, "is empty", got, "some text"))
     meta = PreparedMeta(
         format=FORMAT,
         dtype=dtype,

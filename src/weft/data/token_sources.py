@@ -102,14 +102,8 @@ def _tokenize_in_memory(
         ids.extend(tokens)
         lengths.append(len(tokens))
     if not ids:
-        raise DataError(
-            Fault(
-                KEY,
-                "is empty",
-                got=f"no text in {file_names(files)}",
-                need="some text or tokens",
-            )
-        )
+        got = f"no text in {file_names(files)}"
+        raise DataError(Fault(KEY, "is empty", got, "some text or tokens"))
     tokens_in_memory = np.array(ids, dtype=np.uint32)
     return TokenStream(
         files=files[:1],

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.document_bounds import Bounds
-from weft.data.files import KEY, TOKEN_SUFFIX
+from weft.data.files import KEY, TOKEN_SUFFIX, read_fault
 from weft.errors import DataError, Fault
 
 Array = NDArray[Any]
@@ -216,14 +216,8 @@ def open_stream(files: tuple[Path, ...], *, token_dtype: str, vocab: int) -> Tok
     parts = tuple(open_tokens(file, dtype) for file in files)
     stream = TokenStream(files, parts, vocab)
     if not len(stream):
-        raise DataError(
-            Fault(
-                KEY,
-                "is empty",
-                got=f"0 bytes in {file_names(files)}",
-                need="some text or tokens",
-            )
-        )
+        got = f"0 bytes in {file_names(files)}"
+        raise DataError(Fault(KEY, "is empty", got, "some text or tokens"))
     if holds_tokens:  # bytes are below 256 anyway
         stream.check(0, min(len(stream), SCANNED_TOKENS))
     return stream
@@ -246,14 +240,8 @@ def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
     """
     try:
         if not file.is_file():
-            raise DataError(
-                Fault(
-                    KEY,
-                    "is no regular file",
-                    got=repr(str(file)),
-                    need="a file, a folder or a glob",
-                )
-            )
+            need = "a file, a folder or a glob"
+            raise DataError(Fault(KEY, "is no regular file", repr(str(file)), need))
         size = file.stat().st_size
         if size % dtype.itemsize:
             need = f"a multiple of {dtype.itemsize} bytes for {dtype.name} (data.token_dtype)"
@@ -264,5 +252,4 @@ def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
         with file.open("rb"):  # raises now if it may not be read
             return TokenFile(file, dtype, size // dtype.itemsize)
     except OSError as error:
-        fix = f"{error.strerror}: check it"
-        raise DataError(Fault(KEY, "cannot read the file", repr(str(file)), fix=fix)) from None
+        raise DataError(read_fault(file, error)) from None

@@ -82,8 +82,8 @@ class SwiGLU(nn.Module):
         return out
 
 
-class DecoderLayer(nn.Module):
-    """One layer: attention and MLP, each behind its norm and beside a residual."""
+class Layer(nn.Module):
+    """The parts of a layer: attention and a feed-forward part, each with its norm."""
 
     def __init__(
         self,
@@ -99,9 +99,17 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
+    def add_attention(self, x_BSD: Tensor, batch: Batch) -> Tensor:
+        """x plus attention of its norm."""
+        attended: Tensor = self.attn(self.attn_norm(x_BSD), batch)
+        return x_BSD + attended
+
+
+class DecoderLayer(Layer):
+    """One layer: attention and MLP, each behind its norm and beside a residual."""
+
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
-        attended = self.attn(self.attn_norm(x_BSD), batch)
-        x_BSD = x_BSD + attended
+        x_BSD = self.add_attention(x_BSD, batch)
         out_BSD: Tensor = x_BSD + self.mlp(self.mlp_norm(x_BSD))
         return out_BSD
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weft.models.common.batch import IGNORE, Batch, Extra
 from weft.models.common.experts import Dispatch, Experts, count_experts
-from weft.models.common.layers import RegionInput, RegionOutput
+from weft.models.common.layers import Layer, RegionInput, RegionOutput
 
 
 class Routing(NamedTuple):
@@ -211,25 +211,10 @@ class MoE(nn.Module):
         )
 
 
-class MoELayer(nn.Module):
+class MoELayer(Layer):
     """One layer: attention and a mixture of experts, each behind its norm and beside a residual."""
 
-    def __init__(
-        self,
-        *,
-        attn_norm: nn.Module,
-        attn: nn.Module,
-        mlp_norm: nn.Module,
-        mlp: MoE,
-    ) -> None:
-        super().__init__()
-        self.attn_norm = attn_norm
-        self.attn = attn
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-
     def forward(self, x_BSD: Tensor, batch: Batch) -> Extra:
-        attended = self.attn(self.attn_norm(x_BSD), batch)
-        x_BSD = x_BSD + attended
+        x_BSD = self.add_attention(x_BSD, batch)
         out: Extra = self.mlp(self.mlp_norm(x_BSD), batch)
         return out._replace(x=x_BSD + out.x)
