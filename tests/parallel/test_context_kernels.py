@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.parallel.context import kernels
-from weft.parallel.context.kernels import Kernel, Scores
+from weft.parallel.context.kernels import Block, Kernel, Output, Scores
 
 MASK = (torch.arange(7)[:, None] % 3 == torch.arange(5)[None, :] % 4).expand(2, 1, 7, 5)
 """Rows 2 and 5 see key 2 only, others one or two keys; row 0 of a causal block is full of what it
@@ -25,8 +25,8 @@ def kernel_grads(
         torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64).to(dtype)
         for heads, length in ((4, 7), (kv_heads, 5), (kv_heads, 5), (4, 7))
     )
-    out, lse = kernel.forward(q, k, v, scores)
-    gradients = kernel.backward(grad, q, k, v, out, lse, scores)
+    out, lse = kernel.forward(Block(q, k, v), scores)
+    gradients = kernel.backward(Block(q, k, v), Output(grad, out, lse), scores)
     return out, lse, gradients.q, gradients.k, gradients.v
 
 
@@ -61,9 +61,9 @@ def test_cuda_kernels_are_called_as_torch_declares_them(kernel: Kernel, kind: st
     scores = Scores(0.3, causal=kind == "causal", mask=MASK.to("meta") if kind == "mask" else None)
     q, grad = (torch.empty(2, 4, 7, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
     k, v = (torch.empty(2, 2, 5, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    out, lse = kernel.forward(q, k, v, scores)
+    out, lse = kernel.forward(Block(q, k, v), scores)
     assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 7, 8), (2, 4, 7), torch.float32)
-    gradients = kernel.backward(grad, q, k, v, out, lse, scores)
+    gradients = kernel.backward(Block(q, k, v), Output(grad, out, lse), scores)
     assert [x.shape for x in gradients[:3]] == [x.shape for x in (q, k, v)]
 
 
@@ -81,9 +81,10 @@ def test_cuda_kernels_equal_the_plain_one(dtype: torch.dtype, kind: str, kv_head
     scores = Scores(0.3, causal=kind == "causal", mask=mask if kind == "mask" else None)
     out, lse = kernels.attend(q, k, v, scores)
     mine = out, lse, *kernels.attend_backward(grad, q, k, v, out, lse, scores)[:3]
-    wide = [x.double() for x in (q, k, v)]
-    right_out, right_lse = kernels.PLAIN.forward(*wide, scores)
-    gradients = kernels.PLAIN.backward(grad.double(), *wide, right_out, right_lse, scores)
+    wide = Block(q.double(), k.double(), v.double())
+    right_out, right_lse = kernels.PLAIN.forward(wide, scores)
+    right_output = Output(grad.double(), right_out, right_lse)
+    gradients = kernels.PLAIN.backward(wide, right_output, scores)
     right = right_out, right_lse, *gradients[:3]
     for ours, theirs in zip(mine, right, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=0.05, atol=0.05)

@@ -56,12 +56,27 @@ class BlockGradients(NamedTuple):
     head_bias: Tensor | None = None
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Scores], tuple[Tensor, Tensor]]
-"""q, k, v, scores -> out, lse."""
+class Block(NamedTuple):
+    """Queries, keys and values of one block."""
 
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Scores], BlockGradients]
-"""Gradient of out, q, k, v, out, lse, scores -> gradients; out and lse are those over all blocks.
-"""
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Output(NamedTuple):
+    """Output over all blocks, and the gradient that it received."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+Forward = Callable[[Block, Scores], tuple[Tensor, Tensor]]
+"""block, scores -> out, lse."""
+
+Backward = Callable[[Block, Output, Scores], BlockGradients]
+"""block, output, scores -> gradients."""
 
 
 class Kernel(NamedTuple):
@@ -86,16 +101,11 @@ def attend(
     """
     kernel = _choose_kernel(q, scores)
     size = _padded_head_size(kernel, q, v)
-    padded_out, lse = kernel.forward(
-        _pad(q, size),
-        _pad(k, size),
-        _pad(v, size),
-        scores,
-    )
+    block = Block(_pad(q, size), _pad(k, size), _pad(v, size))
+    padded_out, lse = kernel.forward(block, scores)
     out = padded_out[..., : v.shape[-1]]
-    if (
-        scores.mask is not None
-    ):  # kernels disagree on rows without a key: 0 and lse 0, or not a number
+    if scores.mask is not None:
+        # kernels disagree on rows without a key: 0 and lse 0, or not a number
         attends_to_nothing = ~scores.mask.any(-1)
         out = out.masked_fill(attends_to_nothing.unsqueeze(-1), 0.0)
         lse = lse.masked_fill(attends_to_nothing, NO_WEIGHT)
@@ -116,15 +126,9 @@ def attend_backward(
     """
     kernel = _choose_kernel(q, scores)
     size = _padded_head_size(kernel, q, v)
-    padded = kernel.backward(
-        _pad(grad, size),
-        _pad(q, size),
-        _pad(k, size),
-        _pad(v, size),
-        _pad(out, size),
-        lse,
-        scores,
-    )
+    block = Block(_pad(q, size), _pad(k, size), _pad(v, size))
+    output = Output(_pad(grad, size), _pad(out, size), lse)
+    padded = kernel.backward(block, output, scores)
     return BlockGradients(
         padded.q[..., : q.shape[-1]],
         padded.k[..., : k.shape[-1]],
@@ -163,58 +167,34 @@ def _mask_as_bias(scores: Scores, dtype: torch.dtype) -> Tensor | None:
     return bias.masked_fill_(~scores.mask, NO_WEIGHT)
 
 
-def _cpu_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Scores,
-) -> tuple[Tensor, Tensor]:
+def _cpu_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q,
-        k,
-        v,
+        *block,
         0.0,
         scores.causal,
-        attn_mask=_mask_as_bias(scores, q.dtype),
+        attn_mask=_mask_as_bias(scores, block.q.dtype),
         scale=scores.scale,
     )
     return out, lse
 
 
-def _cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scores: Scores,
-) -> BlockGradients:
+def _cpu_backward(block: Block, output: Output, scores: Scores) -> BlockGradients:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse,
+        output.grad,
+        *block,
+        output.out,
+        output.lse,
         0.0,
         scores.causal,
-        attn_mask=_mask_as_bias(scores, q.dtype),
+        attn_mask=_mask_as_bias(scores, block.q.dtype),
         scale=scores.scale,
     )
     return BlockGradients(dq, dk, dv)
 
 
-def _flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Scores,
-) -> tuple[Tensor, Tensor]:
+def _flash_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     out, lse, *_ = aten._scaled_dot_product_flash_attention(
-        q,
-        k,
-        v,
+        *block,
         0.0,
         scores.causal,
         False,
@@ -223,27 +203,17 @@ def _flash_forward(
     return out, lse
 
 
-def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scores: Scores,
-) -> BlockGradients:
-    no_dropout_state = torch.zeros(2, dtype=torch.int64, device=q.device)
+def _flash_backward(block: Block, output: Output, scores: Scores) -> BlockGradients:
+    no_dropout_state = torch.zeros(2, dtype=torch.int64, device=block.q.device)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),
+        output.grad,
+        *block,
+        output.out,
+        output.lse.contiguous(),
         None,
         None,
-        q.shape[2],
-        k.shape[2],
+        block.q.shape[2],
+        block.k.shape[2],
         0.0,
         scores.causal,
         no_dropout_state,
@@ -279,12 +249,8 @@ def _sum_heads(x_BHTK: Tensor, k_BGTK: Tensor) -> Tensor:
     return grouped.sum(2)
 
 
-def _efficient_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Scores,
-) -> tuple[Tensor, Tensor]:
+def _efficient_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
+    q, k, v = block
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q,
         _repeat_heads(k, q),
@@ -298,25 +264,19 @@ def _efficient_forward(
     return out, lse[..., : q.shape[2]]
 
 
-def _efficient_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scores: Scores,
-) -> BlockGradients:
-    missing_rows = -lse.shape[-1] % EFFICIENT_ROWS
+def _efficient_backward(block: Block, output: Output, scores: Scores) -> BlockGradients:
+    q, k, v = block
+    missing_rows = -output.lse.shape[-1] % EFFICIENT_ROWS
+    padded_lse = F.pad(output.lse, (0, missing_rows))
     no_dropout_state = torch.zeros((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad,
+        output.grad,
         q,
         _repeat_heads(k, q),
         _repeat_heads(v, q),
         _efficient_bias(q, k, scores),
-        out,
-        F.pad(lse, (0, missing_rows)).contiguous(),
+        output.out,
+        padded_lse.contiguous(),
         no_dropout_state,
         no_dropout_state,
         0.0,
@@ -351,12 +311,8 @@ def _final_scores(raw: Tensor, scores: Scores) -> Tensor:
     return final.masked_fill(~allowed, NO_WEIGHT)
 
 
-def _plain_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Scores,
-) -> tuple[Tensor, Tensor]:
+def _plain_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
+    q, k, v = block
     wide = torch.promote_types(q.dtype, torch.float32)
     raw = _raw_scores(q, k, scores).to(wide)
     final = _final_scores(raw, scores)
@@ -365,15 +321,9 @@ def _plain_forward(
     return out, final.logsumexp(-1)
 
 
-def _plain_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scores: Scores,
-) -> BlockGradients:
+def _plain_backward(block: Block, output: Output, scores: Scores) -> BlockGradients:
+    q, k, v = block
+    grad, out, lse = output
     wide = lse.dtype
     k_per_query = _repeat_heads(k, q)
     v_per_query = _repeat_heads(v, q)
