@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.parallel.context import kernels
-from weft.parallel.context.kernels import Block, Kernel, Output, Scores
+from weft.parallel.context.kernels import Block, BlockOutput, Kernel, Scores
 
 MASK = (torch.arange(7)[:, None] % 3 == torch.arange(5)[None, :] % 4).expand(2, 1, 7, 5)
 """Rows 2 and 5 see key 2 only, others one or two keys; row 0 of a causal block is full of what it
@@ -26,7 +26,7 @@ def kernel_grads(
         for heads, length in ((4, 7), (kv_heads, 5), (kv_heads, 5), (4, 7))
     )
     out, lse = kernel.forward(Block(q, k, v), scores)
-    gradients = kernel.backward(Block(q, k, v), Output(grad, out, lse), scores)
+    gradients = kernel.backward(Block(q, k, v), BlockOutput(grad, out, lse), scores)
     return out, lse, gradients.q, gradients.k, gradients.v
 
 
@@ -63,7 +63,7 @@ def test_cuda_kernels_are_called_as_torch_declares_them(kernel: Kernel, kind: st
     k, v = (torch.empty(2, 2, 5, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
     out, lse = kernel.forward(Block(q, k, v), scores)
     assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 7, 8), (2, 4, 7), torch.float32)
-    gradients = kernel.backward(Block(q, k, v), Output(grad, out, lse), scores)
+    gradients = kernel.backward(Block(q, k, v), BlockOutput(grad, out, lse), scores)
     assert [x.shape for x in gradients[:3]] == [x.shape for x in (q, k, v)]
 
 
@@ -83,7 +83,7 @@ def test_cuda_kernels_equal_the_plain_one(dtype: torch.dtype, kind: str, kv_head
     mine = out, lse, *kernels.attend_backward(grad, q, k, v, out, lse, scores)[:3]
     wide = Block(q.double(), k.double(), v.double())
     right_out, right_lse = kernels.PLAIN.forward(wide, scores)
-    right_output = Output(grad.double(), right_out, right_lse)
+    right_output = BlockOutput(grad.double(), right_out, right_lse)
     gradients = kernels.PLAIN.backward(wide, right_output, scores)
     right = right_out, right_lse, *gradients[:3]
     for ours, theirs in zip(mine, right, strict=True):

@@ -38,12 +38,11 @@ READ_ERRORS = (OSError, EOFError, zlib.error)
 
 def read_fault(file: Path, error: Exception) -> Fault:
     """What is wrong with a file whose reading raised one of `READ_ERRORS`."""
-    is_gzip_error = not isinstance(error, OSError) or isinstance(error, gzip.BadGzipFile)
-    if is_gzip_error:
-        what = f"{file} is a broken gzip file"
-        return Fault(KEY, what, str(error), fix="fetch the file again")
-    why = error.strerror or str(error)
-    return Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
+    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+        why = error.strerror or str(error)
+        return Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
+    what = f"{file} is a broken gzip file"
+    return Fault(KEY, what, str(error), fix="fetch the file again")
 
 
 def find_files(source: str) -> tuple[Path, ...]:

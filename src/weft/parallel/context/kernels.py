@@ -64,7 +64,7 @@ class Block(NamedTuple):
     v: Tensor
 
 
-class Output(NamedTuple):
+class BlockOutput(NamedTuple):
     """Output over all blocks, and the gradient that it received."""
 
     grad: Tensor
@@ -75,7 +75,7 @@ class Output(NamedTuple):
 Forward = Callable[[Block, Scores], tuple[Tensor, Tensor]]
 """block, scores -> out, lse."""
 
-Backward = Callable[[Block, Output, Scores], BlockGradients]
+Backward = Callable[[Block, BlockOutput, Scores], BlockGradients]
 """block, output, scores -> gradients."""
 
 
@@ -127,7 +127,7 @@ def attend_backward(
     kernel = _choose_kernel(q, scores)
     size = _padded_head_size(kernel, q, v)
     block = Block(_pad(q, size), _pad(k, size), _pad(v, size))
-    output = Output(_pad(grad, size), _pad(out, size), lse)
+    output = BlockOutput(_pad(grad, size), _pad(out, size), lse)
     padded = kernel.backward(block, output, scores)
     return BlockGradients(
         padded.q[..., : q.shape[-1]],
@@ -178,7 +178,7 @@ def _cpu_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _cpu_backward(block: Block, output: Output, scores: Scores) -> BlockGradients:
+def _cpu_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         output.grad,
         *block,
@@ -203,7 +203,7 @@ def _flash_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _flash_backward(block: Block, output: Output, scores: Scores) -> BlockGradients:
+def _flash_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
     no_dropout_state = torch.zeros(2, dtype=torch.int64, device=block.q.device)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         output.grad,
@@ -264,7 +264,7 @@ def _efficient_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     return out, lse[..., : q.shape[2]]
 
 
-def _efficient_backward(block: Block, output: Output, scores: Scores) -> BlockGradients:
+def _efficient_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
     q, k, v = block
     missing_rows = -output.lse.shape[-1] % EFFICIENT_ROWS
     padded_lse = F.pad(output.lse, (0, missing_rows))
@@ -321,7 +321,7 @@ def _plain_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     return out, final.logsumexp(-1)
 
 
-def _plain_backward(block: Block, output: Output, scores: Scores) -> BlockGradients:
+def _plain_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
     q, k, v = block
     grad, out, lse = output
     wide = lse.dtype
