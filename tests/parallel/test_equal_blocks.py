@@ -23,14 +23,18 @@ from tests.parallel.test_user_models import (
     plan_of,
 )
 from weft.comm.comm import Comm
+from weft.comm.transport import SharedResults
 from weft.core.mesh import Mesh
 from weft.core.model_config import AxisTable
 from weft.layout.plan import Plan, Stage, make_stages
 from weft.models import FAMILIES
-from weft.models.common.batch import Batch, Extra, image_example
+from weft.models.common.batch import Batch, Extra, image_example, token_example
+from weft.models.common.init import named_parameters
 from weft.models.common.layers import Embed, Head, Loss
+from weft.parallel.model import chain
+from weft.parallel.model.chain import ChainSnapshot
+from weft.parallel.model.fingerprint import fingerprint
 from weft.parallel.tensor import trace, transform
-from weft.parallel.tensor.fingerprint import fingerprint
 from weft.parallel.tensor.trace import Findings
 from weft.testing import run_ranks
 from weft.train.init_from import meta_modules
@@ -295,9 +299,9 @@ def test_layers_whose_forward_changes_a_shared_object_are_traced_each() -> None:
 )
 def test_a_module_that_cannot_be_compared_has_no_fingerprint(make: Callable[[Layer], None]) -> None:
     layer = Layer()
-    assert fingerprint(layer, lambda x: x.shape) == fingerprint(Layer(), lambda x: x.shape)
+    assert fingerprint(layer) == fingerprint(Layer())
     make(layer)
-    assert fingerprint(layer, lambda x: x.shape) is None
+    assert fingerprint(layer) is None
 
 
 class AuxiliaryReader(Layer):
@@ -352,6 +356,7 @@ def test_findings_are_those_of_a_trace_of_every_block(family: str, sequence_para
         shared = findings_of(comm)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trace, "fingerprint", lambda *_, **__: None)
+            patch.setattr(chain, "fingerprint", lambda *_: None)
             return shared, findings_of(comm)
 
     (names, findings), (all_names, all_findings) = run_ranks("tp2", rank)[0]
@@ -359,3 +364,64 @@ def test_findings_are_those_of_a_trace_of_every_block(family: str, sequence_para
     num_kinds = math.ceil(len(all_names) / 2)
     assert len(names) <= num_kinds + 1
     assert set(names) < set(all_names)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_snapshot_makes_the_chain_that_it_was_taken_of(family: str) -> None:
+    folder = FAMILIES[family]
+    blocks = meta_modules(lambda: folder.blocks(folder.Config()))
+    batch = image_example(1, 8) if family == "mnist" else token_example(1, 8)
+    snapshot = ChainSnapshot.of(blocks, batch)
+    made = snapshot.chain()
+    again = ChainSnapshot.of(made.blocks, made.batch)
+    assert again.fingerprint is not None
+    assert snapshot.fingerprint is not None
+    assert again.fingerprint.tensors == snapshot.fingerprint.tensors
+    assert again.fingerprint.identities == snapshot.fingerprint.identities
+    twice = again.chain()
+    assert ChainSnapshot.of(twice.blocks, twice.batch) == again
+    params = named_parameters(blocks)
+    for name, param in named_parameters(made.blocks).items():
+        assert param is not params[name]
+        assert (param.shape, param.dtype) == (params[name].shape, params[name].dtype)
+
+
+def test_a_snapshot_keeps_what_is_one_object_and_holds_no_values() -> None:
+    blocks = layers()
+    blocks["layer1"] = blocks["layer0"]
+    blocks["layer2"].up.weight = blocks["head"].proj.weight
+    made = ChainSnapshot.of(blocks, token_example(1, 8)).chain().blocks
+    assert made["layer1"] is made["layer0"]
+    assert made["layer2"].up.weight is made["head"].proj.weight
+    assert {param.device.type for param in named_parameters(made).values()} == {"meta"}
+
+
+def test_rank_threads_with_equal_models_share_one_trace() -> None:
+    plan = plan_of("tp2", "dp2 tp2").model_copy(update={"zero": 0})
+
+    def rank(comm: Comm) -> list[str]:
+        blocks = layers(num=2)
+        layer = blocks["layer1"]
+        assert isinstance(layer, Layer)
+        if comm.rank == 3:
+            layer.options["gain"] = 2.0
+        model = weft.parallelize(blocks, plan, comm, axes=AXES)
+        return [name for name, shard in model.shards.items() if shard.reduce_axes]
+
+    with recorded("_trace", transform) as traces:
+        found = run_ranks("dp2 tp2", rank)
+    assert len(traces) == 2
+    assert found == [found[0]] * 4
+
+
+def test_a_rank_that_fails_leaves_the_shared_computation_to_the_next_one() -> None:
+    results = SharedResults()
+
+    def fail() -> int:
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first"):
+        results.get("key", fail)
+    assert results.get("key", lambda: 5) == 5
+    assert results.get("key", fail) == 5
+    assert results.get("other", lambda: 6) == 6

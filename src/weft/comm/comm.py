@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from weft.comm.observe import (
     operation,
     print_late_ranks,
 )
-from weft.comm.transport import Call, PendingCall, Reduce, Transport, Work
+from weft.comm.transport import Call, PendingCall, Reduce, SharesProcess, Transport, Work
 from weft.comm.world_stages import world_stages
 from weft.core.dimension import all_axes
 from weft.core.mesh import Axis, Mesh, axis_names
@@ -89,6 +89,14 @@ class Comm:
     def group(self, axis: Axis) -> tuple[int, ...]:
         """World ranks along `axis`, in mesh order."""
         return self._group(axis).ranks
+
+    def share_in_process(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """The result of `compute()`, computed once for each key by ranks that are threads of one
+        process. It depends on nothing but the key, and is not to be changed.
+        """
+        if isinstance(self.transport, SharesProcess):
+            return self.transport.shared_results.get(key, compute)
+        return compute()
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:

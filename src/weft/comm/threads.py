@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.comm.rendezvous import PendingCollective, ThreadWorldState
-from weft.comm.transport import Call, OnLate
+from weft.comm.transport import Call, OnLate, SharedResults
 from weft.errors import CommError
 
 # Note [Backward passes in rank threads]
@@ -48,12 +48,14 @@ class ThreadWorld:
         self.size = size
         self._devices = tuple(torch.device(device) for device in devices or ("cpu",) * size)
         self._state = ThreadWorldState(size, timeout_s=timeout_s, late_after_s=late_after_s)
+        self._shared_results = SharedResults()
 
     def transport(self, rank: int) -> ThreadTransport:
         """The transport of `rank`, for its thread."""
         if not 0 <= rank < self.size:
             raise CommError(f"rank {rank} is outside a world of {self.size}")
-        return ThreadTransport(rank, self.size, self._devices[rank], self._state)
+        device = self._devices[rank]
+        return ThreadTransport(rank, self.size, device, self._state, self._shared_results)
 
     def fail(self, rank: int, error: BaseException) -> None:
         """`rank` has failed: all that wait raise an error that names it. Only the first failure
@@ -75,8 +77,10 @@ class ThreadTransport:
         size: int,
         device: torch.device,
         state: ThreadWorldState,
+        shared_results: SharedResults,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self.shared_results = shared_results
         self._state = state
         self._home_thread: int | None = None
 

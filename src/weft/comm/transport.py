@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ GroupKey = tuple[bool, tuple[int, ...]]
 """Whether the group is an ordered pair for messages, and its world ranks."""
 
 T = TypeVar("T", default=Tensor)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,37 @@ class Transport(Protocol):
         waiting; the call goes on waiting until its time-out.
         """
         ...
+
+
+@runtime_checkable
+class SharesProcess(Protocol):
+    """A transport between ranks that are threads of one process."""
+
+    @property
+    def shared_results(self) -> SharedResults:
+        """One object for all ranks of the world."""
+        ...
+
+
+class SharedResults:
+    """Results that the rank threads of a world compute once, by key."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._key_locks: dict[Hashable, threading.Lock] = {}
+        self._results: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, compute: Callable[[], R]) -> R:
+        """The result for this key: computed by the first rank that asks, while the others wait for
+        it. A rank that raises leaves it to the next one.
+        """
+        with self._lock:
+            key_lock = self._key_locks.setdefault(key, threading.Lock())
+        with key_lock:
+            if key not in self._results:
+                self._results[key] = compute()
+            found: R = self._results[key]
+            return found
 
 
 class Work(Generic[T]):

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.common.batch import Batch
-
-META = torch.device("meta")
+from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
 
 
 @dataclass(frozen=True)
@@ -24,20 +23,52 @@ class PlainChain:
     blocks: dict[str, nn.Module]
     batch: Batch
 
+
+@dataclass(frozen=True)
+class ChainSnapshot:
+    """Makes the `PlainChain` of a model as it was when the snapshot was taken.
+
+    Attributes:
+        fingerprint: of blocks and batch; None where they have none.
+        copied: the chain, where it has no fingerprint to be made from.
+    """
+
+    fingerprint: Fingerprint | None
+    copied: PlainChain | None
+
     @classmethod
-    def copied(cls, model: Mapping[str, nn.Module], batch: Batch) -> PlainChain:
-        """A copy of the model's blocks without memory."""
-        memo: dict[int, Any] = {}
-        for block in model.values():
-            for module in block.modules():
-                plain = [value for value in vars(module).values() if isinstance(value, Tensor)]
-                for tensor in (*plain, *module.buffers(recurse=False)):
-                    memo[id(tensor)] = torch.empty_like(tensor, device=META)
-            for param in block.parameters():
-                memo[id(param)] = nn.Parameter(
-                    torch.empty_like(param, device=META), requires_grad=param.requires_grad
-                )
-        return cls({name: copy.deepcopy(block, memo) for name, block in model.items()}, batch)
+    def of(cls, model: Mapping[str, nn.Module], batch: Batch) -> ChainSnapshot:
+        """A snapshot of all blocks, without the values of their tensors."""
+        found = fingerprint((dict(model), batch))
+        copied = PlainChain(_deep_copy(model), batch) if found is None else None
+        return cls(found, copied)
+
+    def chain(self) -> PlainChain:
+        """The chain; a new one on each call where there is a fingerprint."""
+        if self.fingerprint is None:
+            assert self.copied is not None, "a chain without a fingerprint is copied"
+            return self.copied
+        tensors = []
+        for spec in self.fingerprint.tensors:
+            assert isinstance(spec, TensorSpec), "tensors are described by their specs"
+            tensors.append(spec.on_meta())
+        blocks, batch = self.fingerprint.copy(tensors)
+        return PlainChain(blocks, batch)
+
+
+def _deep_copy(model: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """A copy of the blocks without memory."""
+    memo: dict[int, Any] = {}
+    for block in model.values():
+        for module in block.modules():
+            plain = [value for value in vars(module).values() if isinstance(value, Tensor)]
+            for tensor in (*plain, *module.buffers(recurse=False)):
+                memo[id(tensor)] = torch.empty_like(tensor, device=META)
+        for param in block.parameters():
+            memo[id(param)] = nn.Parameter(
+                torch.empty_like(param, device=META), requires_grad=param.requires_grad
+            )
+    return {name: copy.deepcopy(block, memo) for name, block in model.items()}
 
 
 def replace_module(block: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_example
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import Router
-from weft.parallel.model.chain import PlainChain
+from weft.parallel.model.chain import ChainSnapshot
 from weft.parallel.recompute.blocks import recompute_block
 from weft.schedule.actions import Act
 
@@ -202,7 +202,7 @@ def _shared_parameters(model: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[s
 
 def _plain_chain(
     model: Mapping[str, nn.Module] | nn.ModuleDict, plan: Plan, comm: Comm, example: Batch | None
-) -> PlainChain | None:
+) -> ChainSnapshot | None:
     """The model before it is sharded, for a trace; None where no axis shards activations."""
     degree = comm.degree(activation_axes())
     if degree == 1:
@@ -210,7 +210,7 @@ def _plain_chain(
     if example is None:
         columns = plan.seq_len // comm.degree(position_axes())
         example = token_example(plan.micro_size, max(columns, 2 * degree))
-    return PlainChain.copied(dict(model.items()), example)
+    return ChainSnapshot.of(dict(model.items()), example)
 
 
 def materialize_params(
@@ -294,7 +294,7 @@ def _apply_transforms(
     *,
     axes: AxisTable,
     sizes: Mapping[str, int],
-    chain: PlainChain | None,
+    chain: ChainSnapshot | None,
 ) -> dict[str, frozenset[str]]:
     """Apply each dimension's transform: mesh axis -> names of parameters whose gradients are
     partial sums along it.

@@ -46,8 +46,8 @@ from weft.models.common.attention import Attend, AttentionSpec, overrides_forwar
 from weft.models.common.batch import Batch, Extra
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.parallel.autograd.tree import map_leaves, tensors_in
-from weft.parallel.model.chain import META, replace_module
-from weft.parallel.tensor.fingerprint import fingerprint
+from weft.parallel.model.chain import replace_module
+from weft.parallel.model.fingerprint import META, TensorSpec, fingerprint
 from weft.parallel.tensor.propagate import (
     Dim,
     DimFactor,
@@ -632,13 +632,13 @@ class ChainTrace:
         if name in self._tied_blocks or type(x) is not Tensor:
             return None
         block = self.model[name]
-        structure = fingerprint(block, _description)
+        structure = fingerprint(block)
         if structure is None:
             return None
         params = []
         for path, _ in block.named_parameters(remove_duplicate=False):
             params.append((path, self.params[f"{name}.{path}"]))
-        x_facts = (_description(x), self.trace.value(x))
+        x_facts = (TensorSpec.of(x), self.trace.value(x))
         return structure, self.kinds[name], tuple(params), x_facts, self._batch_facts(batch)
 
     def _batch_facts(self, batch: Batch) -> Hashable:
@@ -646,7 +646,7 @@ class ChainTrace:
         for field_name, tensor in vars(batch).items():
             if tensor is not None:
                 value = self.trace.value(tensor)
-                facts.append((field_name, id(tensor), _description(tensor), value))
+                facts.append((field_name, id(tensor), TensorSpec.of(tensor), value))
         return tuple(facts)
 
     def _state(self, block: nn.Module, batch: Batch) -> Hashable | None:
@@ -654,7 +654,7 @@ class ChainTrace:
         trace = self.trace
 
         def describe(tensor: Tensor) -> Hashable:
-            return id(tensor), _description(tensor), trace.value(tensor)
+            return id(tensor), TensorSpec.of(tensor), trace.value(tensor)
 
         structure = fingerprint(block, describe, opaque=(trace,))
         return None if structure is None else (structure, self._batch_facts(batch))
@@ -681,18 +681,6 @@ def _blocks_with_tied_params(model: Mapping[str, nn.Module]) -> frozenset[str]:
         if len(names) > 1:
             tied.update(names)
     return frozenset(tied)
-
-
-def _description(tensor: Tensor) -> Hashable:
-    """What a forward may know of a tensor on the meta device."""
-    return (
-        type(tensor),
-        tensor.dtype,
-        tensor.device,
-        tensor.shape,
-        tensor.stride(),
-        tensor.requires_grad,
-    )
 
 
 def _embeds_positions(block: nn.Module, kinds: ShardedModules) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from weft.models.common.init import named_parameters
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.lora import LoraLinear
 from weft.models.common.seam import check_replaceable
-from weft.parallel.model.chain import PlainChain, replace_module
+from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensor.propagate import DimFactor, Dims
 from weft.parallel.tensor.region import SEQ_DIM, Region, SharedEntries
@@ -46,7 +46,7 @@ def transform(
     comm: Comm,
     axes: AxisTable,
     axis_sizes: Mapping[str, int],
-    chain: PlainChain | None = None,
+    chain: ChainSnapshot | None = None,
     **_unused: object,
 ) -> frozenset[str]:
     """Make the blocks tensor parallel; their parameters are sharded already.
@@ -63,24 +63,61 @@ def transform(
     if comm.degree(AXIS) == 1:
         return frozenset()
     assert chain is not None, "parallelize passes the chain where an axis shards activations"
-    rule = plan.sharding_rule
-    modules = {
-        name: find_sharded_modules(name, block, axes=axes, rule=rule)
-        for name, block in chain.blocks.items()
-    }
-    findings = _trace(chain, modules, plan, axes=axes)
+    regions = _find_regions(chain, plan, comm, axes=axes)
     region = Region(comm, AXIS, plan.sequence_parallel)
-    first_names: dict[int, str] = {}
-    for name, block in chain.blocks.items():
-        first_names.setdefault(id(block), name)
     done: set[int] = set()
     for name, block in blocks.items():
-        if id(block) not in done:  # a block may be used twice; the trace knows it by its first name
+        if id(block) not in done:  # a block may be used twice
             done.add(id(block))
-            first_name = first_names[id(chain.blocks[name])]
-            _make_parallel(first_name, block, modules[first_name], findings, region)
-    _shard_losses(blocks, findings, comm, vocab=axis_sizes.get("vocab", 0))
-    return _every_name(findings.partial, chain)
+            first_name = regions.first_names[name]
+            modules = regions.modules[first_name]
+            _make_parallel(first_name, block, modules, regions.findings, region)
+    _shard_losses(blocks, regions.findings, comm, vocab=axis_sizes.get("vocab", 0))
+    return regions.partial
+
+
+@dataclass(frozen=True)
+class ModelRegions:
+    """Where the tensor-parallel regions of a whole model are; equal on all ranks, not to be changed.
+
+    Attributes:
+        first_names: name of a block -> the first name of that block, which may be used twice.
+        modules: name of a block -> its sharded modules.
+        findings: of the trace, which knows a block by its first name.
+        partial: parameters whose gradients are partial sums.
+    """
+
+    first_names: Mapping[str, str]
+    modules: Mapping[str, ShardedModules]
+    findings: Findings
+    partial: frozenset[str]
+
+
+def _find_regions(
+    snapshot: ChainSnapshot, plan: Plan, comm: Comm, *, axes: AxisTable
+) -> ModelRegions:
+    """The regions of a model, which are found once for all rank threads of a process."""
+
+    def find() -> ModelRegions:
+        chain = snapshot.chain()
+        rule = plan.sharding_rule
+        first_names: dict[int, str] = {}
+        modules: dict[str, ShardedModules] = {}
+        for name, block in chain.blocks.items():
+            first_names.setdefault(id(block), name)
+            modules[name] = find_sharded_modules(name, block, axes=axes, rule=rule)
+        findings = _trace(chain, modules, plan, axes=axes)
+        return ModelRegions(
+            first_names={name: first_names[id(block)] for name, block in chain.blocks.items()},
+            modules=modules,
+            findings=findings,
+            partial=_every_name(findings.partial, chain),
+        )
+
+    if snapshot.fingerprint is None:
+        return find()
+    rows = tuple((pattern, tuple(row)) for pattern, row in axes.items())
+    return comm.share_in_process((AXIS, plan, rows, snapshot.fingerprint), find)
 
 
 def _trace(
