@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.errors import CheckpointError, Fault
@@ -17,7 +18,7 @@ def all_gather_text(comm: Comm, text: str) -> tuple[str, ...]:
     """The text of every rank of the mesh, in rank order; every rank must call it."""
     encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
     local_length = torch.tensor([len(encoded)], device=comm.device)
-    longest = int(comm.combine_world(local_length, lambda lengths: lengths.amax(0)))
+    longest = int(comm.combine_world(local_length, _largest))
     if not longest:
         return ("",) * comm.mesh.size
     padded = torch.full((longest,), PADDING, dtype=torch.uint8, device=comm.device)
@@ -29,8 +30,17 @@ def all_gather_text(comm: Comm, text: str) -> tuple[str, ...]:
 
 def broadcast_text(comm: Comm, text: str) -> str:
     """The text of rank 0 on every rank; every rank must call it."""
-    local = text if comm.rank == 0 else ""
-    return all_gather_text(comm, local)[0]
+    local = text.encode() if comm.rank == 0 else b""
+    local_length = torch.tensor([len(local)], device=comm.device)
+    length = int(comm.combine_world(local_length, _largest))
+    row = torch.zeros(length, dtype=torch.uint8, device=comm.device)
+    if comm.rank == 0:
+        row.copy_(torch.tensor(list(local), dtype=torch.uint8))
+    return bytes(comm.combine_world(row, _largest).tolist()).decode()
+
+
+def _largest(rows: Tensor) -> Tensor:
+    return rows.amax(0)
 
 
 def raise_on_all_ranks(comm: Comm, action: Callable[[], None]) -> None:
