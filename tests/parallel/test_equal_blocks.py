@@ -35,7 +35,7 @@ from weft.parallel.model import chain
 from weft.parallel.model.chain import ChainSnapshot
 from weft.parallel.model.fingerprint import fingerprint
 from weft.parallel.tensor import trace, transform
-from weft.parallel.tensor.trace import Findings
+from weft.parallel.tensor.sharding_mode import Findings
 from weft.testing import run_ranks
 from weft.train.init_from import meta_modules
 

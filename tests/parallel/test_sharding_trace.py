@@ -286,6 +286,30 @@ def test_an_embedding_with_a_padding_index_is_rejected() -> None:
         run_ranks("tp2", rank)
 
 
+def doubled(_: nn.Module, args: tuple[Tensor, ...], *result: Tensor) -> tuple[Tensor] | Tensor:
+    return 2 * result[0] if result else (2 * args[0],)
+
+
+@pytest.mark.parametrize(
+    "register",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+@pytest.mark.parametrize("path", ["layer0.up", "layer1.down", "embed.tok"])
+def test_hooks_of_a_module_that_a_parallel_one_replaces_are_rejected(
+    path: str, register: str
+) -> None:
+    """Before, they were dropped: other numbers, without an error."""
+    blocks = user_model(SHAPES["inline MLP"])
+    getattr(nn.ModuleDict(blocks).get_submodule(path), register)(doubled)
+
+    def rank(comm: Comm) -> None:
+        weft.parallelize(copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN})
+
+    with pytest.raises(weft.WeftError, match=r"has hooks, and the parallel one") as caught:
+        run_ranks("tp2", rank)
+    assert str(caught.value).startswith(f"{path}.weight: ")
+
+
 class CappedDispatch(Dispatch):
     def forward(
         self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module

@@ -1,10 +1,5 @@
 """Which dims of an operation's output are sharded, from those of its inputs: one rule per torch operation.
 
-A dim is a tuple of factors, slowest first, whose sizes multiply to its local length. A view
-regroups factors, so heads are followed from a projection's output through reshapes and transposes:
-
-    q_BS(HK)  ((B),) ((S),) ((H K, sharded),)    unflatten    ((B),) ((S),) ((H, sharded),) ((K),)
-
 An operation that mixes entries along a sharded dim (a softmax, a slice, a product that sums over
 it) computes something else on a shard than on the whole tensor: its rule raises `ShardingError`, as
 does an operation without a rule.
@@ -12,68 +7,25 @@ does an operation without a rule.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-DECLARE_AXES = (
-    "declare the axes of its parameters (Stacked for fused ones), or name axes that are not sharded"
+from weft.parallel.tensor.dims import (
+    Dim,
+    DimFactor,
+    Dims,
+    ShardingError,
+    canonical,
+    is_repeated,
+    is_sharded,
+    length,
+    regroup,
+    with_dim,
 )
-
-
-class ShardingError(Exception):
-    """An operation does not compute on shards what it computes on whole tensors.
-
-    Attributes:
-        fix: what the author of the module may change.
-    """
-
-    def __init__(self, message: str, *, fix: str = DECLARE_AXES) -> None:
-        super().__init__(message)
-        self.fix = fix
-
-
-@dataclass(frozen=True)
-class DimFactor:
-    """Part of a dim: `size` local entries, sharded or whole.
-
-    Attributes:
-        parts: local sizes of the parts of a `Stacked` dim.
-        repeated: whether all entries are equal: they fit a sharded dim as well as a whole one.
-    """
-
-    size: int
-    sharded: bool = False
-    parts: tuple[int, ...] = ()
-    repeated: bool = False
-
-
-Dim = tuple[DimFactor, ...]
-Dims = tuple[Dim, ...]
-
-
-def whole_dims(shape: Iterable[int]) -> Dims:
-    """Dims of a tensor without a sharded one."""
-    return tuple((DimFactor(size),) for size in shape)
-
-
-def is_sharded(dim: Dim) -> bool:
-    """Whether ranks hold different entries along this dim."""
-    return any(factor.sharded for factor in dim)
-
-
-def is_repeated(dim: Dim) -> bool:
-    """Whether all entries along this dim are equal."""
-    return all(factor.repeated or factor.size == 1 for factor in dim)
-
-
-def length(dim: Dim) -> int:
-    """Local entries along a dim."""
-    return math.prod(factor.size for factor in dim)
 
 
 @dataclass(frozen=True)
@@ -109,27 +61,6 @@ class TracedOp:
 
 
 Rule = Callable[[TracedOp], list[Dims]]
-
-
-def _canonical(factors: Sequence[DimFactor]) -> Dim:
-    """A sharded factor absorbs the whole ones after it: a shard of their product is contiguous,
-    too.
-    """
-    merged: list[DimFactor] = []
-    for factor in factors:
-        absorbs = bool(merged) and not factor.sharded and not factor.parts
-        if not absorbs:
-            merged.append(factor)
-            continue
-        last = merged[-1]
-        parts = tuple(size * factor.size for size in last.parts)
-        merged[-1] = replace(last, size=last.size * factor.size, parts=parts)
-    return tuple(merged) or (DimFactor(1),)
-
-
-def _with_dim(dims: Dims, place: int, *new: Dim) -> Dims:
-    """The dims with others, or none, in place of one."""
-    return (*dims[:place], *new, *dims[place + 1 :])
 
 
 def _refuse_sharded(op: TracedOp, places: Iterable[int]) -> None:
@@ -169,7 +100,7 @@ def _broadcast(name: str, operands: Sequence[Dims], shape: tuple[int, ...]) -> D
                 f"{name} of a sharded dim with a whole one of {length(whole[0])} entries"
             )
         if sharded:
-            found.append(_canonical(sharded[0]))
+            found.append(canonical(sharded[0]))
         else:
             found.append((DimFactor(shape[place], repeated=not whole),))
     return tuple(found)
@@ -187,54 +118,6 @@ def _inferred_dim(op: TracedOp) -> int | None:
             offset = op.place() if op.name == "unflatten" else 0
             return offset + list(written).index(-1)
     return None
-
-
-def regroup(dims: Dims, sizes: Sequence[int], *, inferred: int | None, name: str) -> Dims:
-    """Dims of a view of these sizes: the factors in order, split where a size ends within one."""
-    stream = [factor for dim in dims for factor in dim if factor.size > 1 or factor.sharded]
-    found: list[Dim] = []
-    for place, size in enumerate(sizes):
-        taken: list[DimFactor] = []
-        remaining = size
-        while stream and (remaining > 1 or _is_one_unit(stream[0], sizes, place, inferred)):
-            factor = stream.pop(0)
-            if factor.size > remaining:
-                factor, rest = _split(factor, remaining, name)
-                stream.insert(0, rest)
-            if remaining % factor.size:
-                raise ShardingError(f"{name} regroups entries across the ends of a sharded dim")
-            remaining //= factor.size
-            taken.append(factor)
-            if remaining == 1 and factor.sharded:
-                break
-        found.append(_canonical(taken) if taken else (DimFactor(size),))
-    return tuple(found)
-
-
-def _is_one_unit(factor: DimFactor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:
-    """Whether an output dim of size 1 is this rank's only unit (one head), not an inserted dim."""
-    if sizes[place] != 1 or not factor.sharded:
-        return False
-    if factor.size == 1:
-        return True
-    following = sizes[place + 1] if place + 1 < len(sizes) else 1
-    return following == factor.size and inferred != place + 1
-
-
-def _split(factor: DimFactor, outer: int, name: str) -> tuple[DimFactor, DimFactor]:
-    """A factor as an outer one of this size and the rest."""
-    if factor.size % outer:
-        raise ShardingError(f"{name} regroups {factor.size} local entries by {outer}")
-    inner = factor.size // outer
-    if not factor.parts:
-        return replace(factor, size=outer), DimFactor(inner)
-    counts_parts = len(factor.parts) == outer and len(set(factor.parts)) == 1
-    if counts_parts:
-        return DimFactor(outer), DimFactor(inner, sharded=factor.sharded)
-    if any(size % inner for size in factor.parts):
-        raise ShardingError(f"{name} regroups entries across the parts of a Stacked dim")
-    parts = tuple(size // inner for size in factor.parts)
-    return DimFactor(outer, factor.sharded, parts), DimFactor(inner)
 
 
 def _transpose(op: TracedOp) -> list[Dims]:
@@ -286,7 +169,7 @@ def _select(op: TracedOp) -> list[Dims]:
     place = op.place()
     if is_sharded(op.dims[place]):
         raise ShardingError(f"{op.name} along a sharded dim")
-    return [_with_dim(op.dims, place)] * len(op.outputs)
+    return [with_dim(op.dims, place)] * len(op.outputs)
 
 
 def _split_dim(op: TracedOp) -> list[Dims]:
@@ -299,7 +182,7 @@ def _split_dim(op: TracedOp) -> list[Dims]:
     sharded = is_sharded(dim)
     if sharded:
         _check_parts(op, dim, sizes)
-    return [_with_dim(op.dims, place, (DimFactor(size, sharded),)) for size in sizes]
+    return [with_dim(op.dims, place, (DimFactor(size, sharded),)) for size in sizes]
 
 
 def _check_parts(op: TracedOp, dim: Dim, sizes: tuple[int, ...]) -> None:
@@ -327,27 +210,29 @@ def _cat(op: TracedOp) -> list[Dims]:
     operands = [operand.dims for operand in op.operands if len(operand.dims) == num_dims]
     along = [dims[place] for dims in operands]
     one: Dim = (DimFactor(1),)
-    others = [_with_dim(dims, place, one) for dims in operands]
+    others = [with_dim(dims, place, one) for dims in operands]
     shape = (*op.shape[:place], 1, *op.shape[place + 1 :])
     dims = _broadcast(op.name, others, shape)
     sharded = [is_sharded(dim) for dim in along]
     if not any(sharded):
-        return [_with_dim(dims, place, (DimFactor(op.shape[place]),))]
+        return [with_dim(dims, place, (DimFactor(op.shape[place]),))]
     if not all(sharded):
         raise ShardingError("cat of a sharded dim and a whole one")
     parts = tuple(length(dim) for dim in along)
     stacked = DimFactor(sum(parts), sharded=True, parts=parts)
-    return [_with_dim(dims, place, (stacked,))]
+    return [with_dim(dims, place, (stacked,))]
 
 
 def _stack(op: TracedOp) -> list[Dims]:
-    place = op.args.get("dim", 0) % len(op.shape)
+    num_dims = len(op.shape)
+    place = op.args.get("dim", 0) % num_dims
     inner_shape = (*op.shape[:place], *op.shape[place + 1 :])
     operands = [operand.dims for operand in op.operands]
     inner = _broadcast(op.name, operands, inner_shape)
-    new: Dim = (DimFactor(op.shape[place]),)
-    stacked = (*inner[:place], new, *inner[place:])
-    return [stacked]
+    num_stacked = op.shape[place]
+    dims = list(inner)
+    dims.insert(place, (DimFactor(num_stacked),))
+    return [tuple(dims)]
 
 
 def _linear(op: TracedOp) -> list[Dims]:
@@ -363,14 +248,14 @@ def _linear(op: TracedOp) -> list[Dims]:
 
 def _matrix_product(op: TracedOp) -> list[Dims]:
     """mm, bmm, addmm, baddbmm: [..., N, K] x [..., K, M]."""
-    a = op.operands[-2].dims
-    b = op.operands[-1].dims
-    _refuse_contraction(op, a[-1], b[-2])
-    batch = a[:-2]
-    for left, right in zip(batch, b[:-2], strict=True):
-        if is_sharded(left) != is_sharded(right):
+    *_, left, right = op.operands
+    *left_batch, rows, left_inner = left.dims
+    *right_batch, right_inner, columns = right.dims
+    _refuse_contraction(op, left_inner, right_inner)
+    for left_dim, right_dim in zip(left_batch, right_batch, strict=True):
+        if is_sharded(left_dim) != is_sharded(right_dim):
             raise ShardingError(f"{op.name} of a sharded batch dim with a whole one")
-    return [(*batch, a[-2], b[-1])]
+    return [(*left_batch, rows, columns)]
 
 
 def _reduction(op: TracedOp) -> list[Dims]:
@@ -392,10 +277,11 @@ def _reduction(op: TracedOp) -> list[Dims]:
 
 def _places(dims: Dims, written: Any) -> list[int]:
     """The dims that an argument `dim` names, from 0; all where it names none."""
+    num_dims = len(dims)
     if written is None or written == []:
-        return list(range(len(dims)))
+        return list(range(num_dims))
     several = written if isinstance(written, (tuple, list)) else [written]
-    return [place % len(dims) for place in several]
+    return [place % num_dims for place in several]
 
 
 def _norm(op: TracedOp) -> list[Dims]:
@@ -416,7 +302,7 @@ def _index_select(op: TracedOp) -> list[Dims]:
     place = op.place()
     _refuse_sharded(op, [place])
     index = op.operands[1].dims
-    return [_with_dim(op.dims, place, index[0])]
+    return [with_dim(op.dims, place, index[0])]
 
 
 def _pad(op: TracedOp) -> list[Dims]:
@@ -425,7 +311,7 @@ def _pad(op: TracedOp) -> list[Dims]:
     _refuse_sharded(op, padded)
     dims = op.dims
     for place in padded:
-        dims = _with_dim(dims, place, (DimFactor(op.shape[place]),))
+        dims = with_dim(dims, place, (DimFactor(op.shape[place]),))
     return [dims]
 
 
@@ -442,8 +328,9 @@ def _attention(op: TracedOp) -> list[Dims]:
     q, k, v = (operand.dims for operand in op.operands[:3])
     for dims in (q, k, v):
         _refuse_contraction(op, *dims[2:])
-    has_one_kv_head = length(k[1]) == 1 and not is_sharded(k[1])
-    same_heads = is_sharded(q[1]) == is_sharded(k[1]) == is_sharded(v[1])
+    q_heads, k_heads, v_heads = q[1], k[1], v[1]
+    has_one_kv_head = length(k_heads) == 1 and not is_sharded(k_heads)
+    same_heads = is_sharded(q_heads) == is_sharded(k_heads) == is_sharded(v_heads)
     if not same_heads and not has_one_kv_head:
         raise ShardingError("attention of sharded heads with whole ones")
     return [(*q[:-1], v[-1])]
@@ -455,8 +342,8 @@ def _repeat_interleave(op: TracedOp) -> list[Dims]:
     place = op.place()
     dim = op.dims[place]
     repeats = op.shape[place] // length(dim)
-    repeated = _canonical((*dim, DimFactor(repeats)))
-    return [_with_dim(op.dims, place, repeated)]
+    repeated = canonical((*dim, DimFactor(repeats)))
+    return [with_dim(op.dims, place, repeated)]
 
 
 def _copy_into(op: TracedOp) -> list[Dims]:

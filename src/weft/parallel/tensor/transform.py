@@ -20,12 +20,12 @@ from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.lora import LoraLinear
 from weft.models.common.seam import check_replaceable
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
+from weft.parallel.tensor.dims import DimFactor, Dims
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from weft.parallel.tensor.propagate import DimFactor, Dims
 from weft.parallel.tensor.region import SEQ_DIM, Region, SharedEntries
+from weft.parallel.tensor.sharding_mode import Findings
 from weft.parallel.tensor.trace import (
     BlockRecord,
-    Findings,
     LocalParam,
     ShardedModules,
     trace_blocks,
@@ -246,13 +246,24 @@ def _holds_sharded(prefix: str, module: nn.Module, *, axes: AxisTable, rule: Rul
     )
 
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module that hold hooks which its calls run."""
+
+
 def _check_class(module: nn.Module, known: tuple[type[nn.Module], ...], key: str) -> None:
+    """Reject a module that computes something else than the parallel one in its place would."""
     forwards = {cls.forward for cls in known}
+    name = known[0].__name__
     if type(module).forward not in forwards or "forward" in vars(module):
-        what = f"{type(module).__name__} overrides {known[0].__name__}.forward, and a parallel one would replace it"
-        raise PlanError(
-            Fault(key, what, fix=f"use nn.{known[0].__name__}, or name axes that are not sharded")
+        what = (
+            f"{type(module).__name__} overrides {name}.forward, and a parallel one would replace it"
         )
+        fix = f"use nn.{name}, or name axes that are not sharded"
+        raise PlanError(Fault(key, what, fix=fix))
+    if any(getattr(module, hooks) for hooks in HOOKS):
+        what = f"this {name} has hooks, and the parallel one that replaces it would not run them"
+        fix = "register them on the module around it, or name axes that are not sharded"
+        raise PlanError(Fault(key, what, fix=fix))
 
 
 def _check_options(module: nn.Embedding, key: str) -> None:
@@ -366,12 +377,14 @@ def _share_entries(
 def _local_positions(comm: Comm) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     """A hook for the block that embeds tokens: it gets all tokens (their embeddings are
     reduce-scattered), but only this rank's positions."""
+    degree = comm.degree(AXIS)
+    index = comm.index(AXIS)
 
     def narrow(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, batch = args
-        parts = batch.positions.chunk(comm.degree(AXIS), SEQ_DIM)
-        own = parts[comm.index(AXIS)]
-        return x, replace(batch, positions=own)
+        parts = batch.positions.chunk(degree, SEQ_DIM)
+        local_batch = replace(batch, positions=parts[index])
+        return x, local_batch
 
     return narrow
 
@@ -410,5 +423,9 @@ def _shard_losses(
 def _every_name(partial: frozenset[str], chain: PlainChain) -> frozenset[str]:
     """The names of these parameters, tied ones under each name."""
     params = named_parameters(chain.blocks)
-    chosen = {id(param) for name, param in params.items() if name in partial}
-    return frozenset(name for name, param in params.items() if id(param) in chosen)
+    partial_ids = {id(params[name]) for name in partial}
+    names = set()
+    for name, param in params.items():
+        if id(param) in partial_ids:
+            names.add(name)
+    return frozenset(names)

@@ -1,0 +1,137 @@
+"""Dims of a traced tensor as factors, whole or sharded, and how a view regroups them.
+
+A dim is a tuple of factors, slowest first, whose sizes multiply to its local length. A view
+regroups factors, so heads are followed from a projection's output through reshapes and transposes:
+
+    q_BS(HK)  ((B),) ((S),) ((H K, sharded),)    unflatten    ((B),) ((S),) ((H, sharded),) ((K),)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+DECLARE_AXES = (
+    "declare the axes of its parameters (Stacked for fused ones), or name axes that are not sharded"
+)
+
+
+class ShardingError(Exception):
+    """An operation does not compute on shards what it computes on whole tensors.
+
+    Attributes:
+        fix: what the author of the module may change.
+    """
+
+    def __init__(self, message: str, *, fix: str = DECLARE_AXES) -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
+@dataclass(frozen=True)
+class DimFactor:
+    """Part of a dim: `size` local entries, sharded or whole.
+
+    Attributes:
+        parts: local sizes of the parts of a `Stacked` dim.
+        repeated: whether all entries are equal: they fit a sharded dim as well as a whole one.
+    """
+
+    size: int
+    sharded: bool = False
+    parts: tuple[int, ...] = ()
+    repeated: bool = False
+
+
+Dim = tuple[DimFactor, ...]
+Dims = tuple[Dim, ...]
+
+
+def whole_dims(shape: Iterable[int]) -> Dims:
+    """Dims of a tensor without a sharded one."""
+    return tuple((DimFactor(size),) for size in shape)
+
+
+def is_sharded(dim: Dim) -> bool:
+    """Whether ranks hold different entries along this dim."""
+    return any(factor.sharded for factor in dim)
+
+
+def is_repeated(dim: Dim) -> bool:
+    """Whether all entries along this dim are equal."""
+    return all(factor.repeated or factor.size == 1 for factor in dim)
+
+
+def length(dim: Dim) -> int:
+    """Local entries along a dim."""
+    return math.prod(factor.size for factor in dim)
+
+
+def canonical(factors: Sequence[DimFactor]) -> Dim:
+    """A sharded factor absorbs the whole ones after it: a shard of their product is contiguous,
+    too.
+    """
+    merged: list[DimFactor] = []
+    for factor in factors:
+        absorbs = bool(merged) and not factor.sharded and not factor.parts
+        if not absorbs:
+            merged.append(factor)
+            continue
+        last = merged[-1]
+        parts = tuple(size * factor.size for size in last.parts)
+        merged[-1] = replace(last, size=last.size * factor.size, parts=parts)
+    return tuple(merged) or (DimFactor(1),)
+
+
+def with_dim(dims: Dims, place: int, *new: Dim) -> Dims:
+    """The dims with others, or none, in place of one."""
+    return (*dims[:place], *new, *dims[place + 1 :])
+
+
+def regroup(dims: Dims, sizes: Sequence[int], *, inferred: int | None, name: str) -> Dims:
+    """Dims of a view of these sizes: the factors in order, split where a size ends within one."""
+    stream = [factor for dim in dims for factor in dim if factor.size > 1 or factor.sharded]
+    found: list[Dim] = []
+    for place, size in enumerate(sizes):
+        taken: list[DimFactor] = []
+        remaining = size
+        while stream and (remaining > 1 or _is_one_unit(stream[0], sizes, place, inferred)):
+            factor = stream.pop(0)
+            if factor.size > remaining:
+                factor, rest = _split(factor, remaining, name)
+                stream.insert(0, rest)
+            if remaining % factor.size:
+                raise ShardingError(f"{name} regroups entries across the ends of a sharded dim")
+            remaining //= factor.size
+            taken.append(factor)
+            if remaining == 1 and factor.sharded:
+                break
+        found.append(canonical(taken) if taken else (DimFactor(size),))
+    return tuple(found)
+
+
+def _is_one_unit(factor: DimFactor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:
+    """Whether an output dim of size 1 is this rank's only unit (one head), not an inserted dim."""
+    if sizes[place] != 1 or not factor.sharded:
+        return False
+    if factor.size == 1:
+        return True
+    following = sizes[place + 1] if place + 1 < len(sizes) else 1
+    return following == factor.size and inferred != place + 1
+
+
+def _split(factor: DimFactor, outer: int, name: str) -> tuple[DimFactor, DimFactor]:
+    """A factor as an outer one of this size and the rest."""
+    if factor.size % outer:
+        raise ShardingError(f"{name} regroups {factor.size} local entries by {outer}")
+    inner = factor.size // outer
+    if not factor.parts:
+        return replace(factor, size=outer), DimFactor(inner)
+    counts_parts = len(factor.parts) == outer and len(set(factor.parts)) == 1
+    if counts_parts:
+        return DimFactor(outer), DimFactor(inner, sharded=factor.sharded)
+    if any(size % inner for size in factor.parts):
+        raise ShardingError(f"{name} regroups entries across the parts of a Stacked dim")
+    parts = tuple(size // inner for size in factor.parts)
+    return DimFactor(outer, factor.sharded, parts), DimFactor(inner)

@@ -1,0 +1,308 @@
+"""Dispatch mode of the sharding trace: which tensors are sharded, and on which side of a region each one is.
+
+Note [Sharding trace]
+    The whole chain of blocks runs once, on meta tensors, with the shards of one rank in place of
+    the parameters. Every tensor has a `Value`: which of its dims are sharded (propagate.py), and on
+    which side of a region it is:
+
+        outside   the same on all ranks (or, with sequence parallelism, this rank's tokens)
+        inside    computed from the input of a region: each rank has its own heads or features of it,
+                  or the same values but its own part of their gradient
+
+              x ──────────── norm ──┬── q ── q_norm ──┬── attention ── o ──── + ── x        q, k, v: column-parallel
+                outside             ├── k ────────────┤                  outside            o: row-parallel
+                              enter └── v ── inside ──┘     leave
+
+    A column-parallel linear enters a region at its input, unless that is inside already; linears
+    that read the same tensor share the entry. A row-parallel linear leaves it. From the sides
+    follows all else:
+
+        a whole parameter that meets values inside           its gradient is a partial sum, summed over the axis
+        a whole parameter that meets values outside          its gradient is whole on every rank (with sequence
+                                                             parallelism: partial, each rank has its
+                                                                 tokens)
+        a parameter that does both                           rejected
+        an activation from outside that meets one inside     rejected: its gradient would miss the other ranks' parts
+
+    The same idea as varying and unvarying values in JAX's `shard_map`; the gradient of an unvarying
+    operand is summed there, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.tensor.dims import (
+    DimFactor,
+    Dims,
+    ShardingError,
+    is_repeated,
+    is_sharded,
+    length,
+    whole_dims,
+)
+from weft.parallel.tensor.propagate import Operand, TracedOp, arguments, rule_of
+
+SEQ_DIM = 1
+"""Dim of the sequence in x_BSD."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What the trace knows of a tensor; see Note [Sharding trace].
+
+    Attributes:
+        dims: its dims, whole or sharded.
+        inside: whether it was computed from a sharded parameter or the input of a region.
+        activation: whether it was computed from an activation, whose gradient flows on.
+        params: whole parameters from which alone it was computed.
+    """
+
+    dims: Dims
+    inside: bool = False
+    activation: bool = False
+    params: frozenset[str] = frozenset()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks hold different entries."""
+        return any(map(is_sharded, self.dims))
+
+    @property
+    def repeated(self) -> bool:
+        """Whether some dim's entries are all equal, and several."""
+        return any(is_repeated(dim) and length(dim) > 1 for dim in self.dims)
+
+    @property
+    def varies(self) -> bool:
+        """Whether a gradient that flows through it differs between ranks."""
+        return self.inside or self.sharded
+
+
+@dataclass
+class Findings:
+    """What a trace found.
+
+    Attributes:
+        entries: path of the first column-parallel linear that reads a tensor -> paths of all that
+            read it.
+        inside_columns: column-parallel linears whose input is inside a region already.
+        uses: whole parameter -> whether its gradient is a partial sum, for each side on which it is
+            used.
+        sharded_losses: loss whose logits are sharded along the vocabulary -> this rank's entries of
+            it.
+    """
+
+    entries: dict[str, list[str]] = field(default_factory=dict)
+    inside_columns: set[str] = field(default_factory=set)
+    uses: dict[str, set[bool]] = field(default_factory=dict)
+    sharded_losses: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """Whole parameters whose gradients are partial sums over the axis."""
+        return frozenset(name for name, sides in self.uses.items() if True in sides)
+
+    def of_block(self, block: str) -> Findings:
+        """Those about one block, no parameter of which is another block's."""
+
+        def is_below(path: str) -> bool:
+            return path == block or path.startswith(f"{block}.")
+
+        return Findings(
+            entries={path: list(all_) for path, all_ in self.entries.items() if is_below(path)},
+            inside_columns={path for path in self.inside_columns if is_below(path)},
+            uses={name: set(sides) for name, sides in self.uses.items() if is_below(name)},
+            sharded_losses={
+                path: size for path, size in self.sharded_losses.items() if is_below(path)
+            },
+        )
+
+    def renamed(self, old: str, new: str) -> Findings:
+        """The same about another block; `old` and `new` are names of blocks."""
+
+        def name(path: str) -> str:
+            return new + path.removeprefix(old)
+
+        return Findings(
+            entries={
+                name(path): [name(reader) for reader in readers]
+                for path, readers in self.entries.items()
+            },
+            inside_columns={name(path) for path in self.inside_columns},
+            uses={name(path): set(sides) for path, sides in self.uses.items()},
+            sharded_losses={name(path): size for path, size in self.sharded_losses.items()},
+        )
+
+    def add(self, other: Findings) -> None:
+        """Add what was found about another block."""
+        self.entries.update(other.entries)
+        self.inside_columns.update(other.inside_columns)
+        self.uses.update(other.uses)
+        self.sharded_losses.update(other.sharded_losses)
+
+
+class ShardingTrace(TorchDispatchMode):
+    """Follows values through every torch operation of a forward; see Note [Sharding trace].
+
+    Args:
+        degree: ranks along the axis.
+        sequence_parallel: whether activations outside regions are sharded along the sequence.
+    """
+
+    def __init__(self, *, degree: int, sequence_parallel: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.degree = degree
+        self.sequence_parallel = sequence_parallel
+        self.findings = Findings()
+        self.module = ""
+        self._values: dict[int, tuple[Tensor, Value]] = {}
+        self._readers: dict[int, str] = {}
+
+    def value(self, tensor: Tensor) -> Value:
+        """What is known of a tensor; of an unknown one, that it is a whole constant."""
+        known = self._values.get(id(tensor))
+        return Value(whole_dims(tensor.shape)) if known is None else known[1]
+
+    def set(self, tensor: Tensor, value: Value) -> Tensor:
+        """Note the value of a tensor."""
+        self._values[id(tensor)] = (tensor, value)
+        return tensor
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch for every operation: runs it and notes the values of its results."""
+        kwargs = kwargs or {}
+        tensors = list(tensors_in((args, kwargs)))
+        is_constant = func.overloadpacket.__name__.startswith("new_")
+        if is_constant or not any(id(tensor) in self._values for tensor in tensors):
+            return func(*args, **kwargs)
+        values = [self.value(tensor) for tensor in tensors]
+        is_plain = not any(value.sharded or value.repeated for value in values)
+        if is_plain and func.overloadpacket.__name__ != "expand":
+            out = func(*args, **kwargs)
+            return self._note(out, [whole_dims(tensor.shape) for tensor in tensors_in(out)], values)
+        rule = rule_of(func)
+        if rule is None:
+            with self:
+                decomposed = func.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+            raise ShardingError(f"{func.overloadpacket.__name__} of a sharded tensor has no rule")
+        out = func(*args, **kwargs)
+        operation = TracedOp(
+            name=func.overloadpacket.__name__,
+            args=arguments(func, args, kwargs),
+            operands=tuple(Operand(value.dims) for value in values),
+            outputs=tuple(tensors_in(out)),
+        )
+        return self._note(out, rule(operation), values)
+
+    def _note(self, out: Any, dims: list[Dims], values: list[Value]) -> Any:
+        value = self.combined(values)
+        for tensor, its_dims in zip(tensors_in(out), dims, strict=True):
+            self.set(tensor, replace(value, dims=its_dims))
+        return out
+
+    def combined(self, values: list[Value]) -> Value:
+        """Side and sources of a result, from those of the operands; notes on which side whole
+        parameters are used.
+        """
+        inside = any(value.inside for value in values)
+        activation = any(value.activation for value in values)
+        if inside and any(value.activation and not value.inside for value in values):
+            raise ShardingError(
+                "an activation from outside a tensor-parallel region meets a sharded one"
+            )
+        params = frozenset[str]().union(*(value.params for value in values))
+        if inside or activation:
+            self.use(params, partial=any(value.varies for value in values))
+            params = frozenset()
+        return Value((), inside, activation, params)
+
+    def use(self, params: frozenset[str], *, partial: bool) -> None:
+        """Note a use of whole parameters.
+
+        Raises:
+            ShardingError: one is also used on the other side.
+        """
+        for name in params:
+            sides = self.findings.uses.setdefault(name, set())
+            sides.add(partial)
+            if len(sides) > 1:
+                raise ShardingError(
+                    f"parameter {name} is used both inside and outside tensor-parallel regions"
+                )
+
+    def outside(self, tensor: Tensor) -> Tensor:
+        """Note a tensor as an activation outside regions."""
+        dims = list(whole_dims(tensor.shape))
+        if self.sequence_parallel and tensor.dim() > SEQ_DIM:
+            dims[SEQ_DIM] = (DimFactor(tensor.shape[SEQ_DIM], sharded=True),)
+        return self.set(tensor, Value(tuple(dims), activation=True))
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The input of a region, from an activation outside: whole along the sequence."""
+        value = self.value(x)
+        self.use(value.params, partial=value.varies)
+        shape = list(x.shape)
+        if self.sequence_parallel:
+            is_part = x.dim() > SEQ_DIM and is_sharded(value.dims[SEQ_DIM])
+            if not is_part:
+                raise ShardingError(
+                    "sequence parallelism: the input of a region is not sharded along the sequence"
+                )
+            shape[SEQ_DIM] *= self.degree
+        return self.set(x.new_empty(shape), Value(whole_dims(shape), inside=True, activation=True))
+
+    def leave(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """The sum over ranks of tensors of this shape; with sequence parallelism each rank's part
+        of the sequence.
+        """
+        local = list(shape)
+        if self.sequence_parallel:
+            if len(local) <= SEQ_DIM or local[SEQ_DIM] % self.degree:
+                raise ShardingError(
+                    f"sequence parallelism: {shape} does not divide over {self.degree} ranks"
+                )
+            local[SEQ_DIM] //= self.degree
+        return self.outside(like.new_empty(local))
+
+    def read(self, x: Tensor, column: str) -> Tensor:
+        """A column-parallel linear reads x: it enters a region, or shares the entry of another one
+        that read the same tensor.
+        """
+        if self.value(x).inside:
+            self.findings.inside_columns.add(column)
+            return x
+        first = self._readers.setdefault(id(x), column)
+        readers = self.findings.entries.setdefault(first, [])
+        if column not in readers:
+            readers.append(column)
+        self._values.setdefault(id(x), (x, self.value(x)))  # keeps x, so that its id stays its own
+        return self.enter(x)
+
+    def forget_readers(self) -> None:
+        """Linears share entries only with those of their own block."""
+        self._readers.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations inside are not followed."""
+        values, self._values = self._values, {}
+        try:
+            yield
+        finally:
+            self._values = values
