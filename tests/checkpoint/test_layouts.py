@@ -24,14 +24,14 @@ from weft.train.step import TrainStep
 FAMILY, LR, NUM_STEPS = "deepseek", 1e-2, 2
 
 LAYOUTS = (
-    Case("", FAMILY, layers=8, microbatches=1),
-    Case("dp4", FAMILY, layers=8, microbatches=1),
-    Case("tp4", FAMILY, layers=8, microbatches=1),
-    Case("pp4", FAMILY, schedule="interleaved", chunks=2, layers=8),
-    Case("dp2 tp2", FAMILY, zero=3, layers=8, microbatches=1),
-    Case("cp2 tp2", FAMILY, layers=8, microbatches=1),
-    Case("dp2 ep2", FAMILY, zero=1, layers=8, microbatches=1),
-    Case("pp2 dp2 tp2", FAMILY, sequence=True, layers=8, microbatches=2),
+    Case("", FAMILY, microbatches=1),
+    Case("dp4", FAMILY, microbatches=1),
+    Case("tp4", FAMILY, microbatches=1),
+    Case("pp4", FAMILY),
+    Case("dp2 tp2", FAMILY, zero=3, microbatches=1),
+    Case("cp2 tp2", FAMILY, microbatches=1),
+    Case("dp2 ep2", FAMILY, zero=1, microbatches=1),
+    Case("pp2 dp2 tp2", FAMILY, schedule="interleaved", chunks=2, sequence=True, microbatches=2),
 )
 """Of one model with everything in it: experts, routers' biases, a tied embedding that stands on two
 pipeline ranks.

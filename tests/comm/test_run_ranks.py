@@ -54,6 +54,12 @@ def test_closures_lambdas_and_recursive_functions_are_sent(transport):
     ]
 
 
+def test_rank_processes_start_with_the_modules_of_this_package_that_the_caller_has_imported():
+    (modules,) = run_ranks("", lambda comm: set(sys.modules), transport="processes")
+    assert "weft.testing" in modules
+    assert "tests.comm.test_run_ranks" not in modules, "importing other modules may compute"
+
+
 def test_a_mesh_of_one_rank(transport):
     assert run_ranks(Mesh.parse(""), lambda comm: comm.rank, transport=transport) == [0]
 

@@ -10,10 +10,14 @@ import sys
 PRELOADED = (
     "torch",
     "torch._dynamo",
+    "numpy.ma",
+    "torch.fx.experimental.symbolic_shapes",
     "weft.cli",
     "weft.commands.train",
     "weft.commands.prove",
     "weft.generate.main",
+    "weft.parallel.context.attend",
+    "weft.parallel.tensor.transform",
     "transformers.models.llama.modeling_llama",
 )
 

@@ -55,7 +55,7 @@ def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=64,
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -70,9 +70,7 @@ def test_an_extension_is_one_file_or_folder_and_its_commands_succeed(
     title: str, tmp_path: Path
 ) -> None:
     section = sections()[title]
-    shutil.copytree(
-        SOURCES, tmp_path / "src" / "weft", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(SOURCES, tmp_path / "src" / "weft")
     for name, text in section.files.items():
         path = tmp_path / name
         assert not path.exists(), f"{name} would change an existing file"

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -44,7 +44,11 @@ from weft.run.worker_group import PRELOAD, WorkerGroup, fork_workers
 
 SERVER_PRELOAD = ("torch._dynamo", "weft.comm.ops", *PRELOAD)
 """Modules that ranks import sooner or later and that take long to import."""
-START = "import sys; from weft.run.fork_server import serve; serve(int(sys.argv[1]))"
+START = "import sys; from weft.run.fork_server import serve; serve(int(sys.argv[1]), sys.argv[2:])"
+OWN_MODULES = f"{__name__.partition('.')[0]}."
+"""Modules of this package that the caller has imported are imported once by the server, not by each
+rank. Other modules are not: importing them may compute.
+"""
 POLL_S = 0.1
 
 
@@ -86,7 +90,7 @@ class ForkServer:
             listener.bind(self._address)
             listener.listen()
             self._process = subprocess.Popen(
-                [sys.executable, "-c", START, str(listener.fileno())],
+                [sys.executable, "-c", START, str(listener.fileno()), *_imported_modules()],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
@@ -117,12 +121,18 @@ def fork_server() -> ForkServer:
     return ForkServer()
 
 
-def serve(listener_fd: int) -> None:
-    """Entry point of the server process: fork a supervisor for each connection until standard input
-    is closed.
+def _imported_modules() -> list[str]:
+    """Modules of this package that this process has imported."""
+    return [name for name in sys.modules if name.startswith(OWN_MODULES)]
+
+
+def serve(listener_fd: int, modules: Sequence[str] = ()) -> None:
+    """Entry point of the server process: import `modules`, then fork a supervisor for each
+    connection until standard input is closed.
     """
-    for name in SERVER_PRELOAD:
-        importlib.import_module(name)
+    for name in (*SERVER_PRELOAD, *modules):
+        with suppress(ImportError):  # the caller may have made a module that no file contains
+            importlib.import_module(name)
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
