@@ -32,6 +32,7 @@ USAGE = "[NAME] [--ranks 4 ...]"
 LINE = "draw a pipeline schedule"
 SIMULATED_FLOPS = 1e12
 """FLOP/s of a simulated rank."""
+MAX_DRAWN_ACTIONS = 50_000
 UNCLIPPED = 100_000
 """Columns of a picture before it is clipped to the screen."""
 
@@ -82,6 +83,7 @@ def schedule(words: Sequence[str]) -> int:
         microbatches=options.microbatches,
         chunks=options.chunks,
     )
+    _check_picture(table)
     timeline = simulate(table)
     summary = find(options.schedule).doc.strip().splitlines()[0]
     if options.svg is not None:
@@ -103,12 +105,28 @@ def help_of_schedule() -> int:
 def simulate_run(words: Sequence[str]) -> int:
     """Draw the pipeline of a config as the simulator runs it."""
     plan = plan_of(load_checked_run(words))
+    _check_picture(plan.table)
     columns = screen_columns()
     speed = f"a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward"
     assumptions = f"{plan.schedule}; {speed}; communication takes no time"
     print_result("\n".join(wrapped(assumptions, columns)))
     show(simulate(plan.table, lambda act: action_s(plan, act), unit="s"), columns=columns)
     return EXIT_OK
+
+
+def _check_picture(table: Table) -> None:
+    """Check that a table is small enough to be simulated and drawn at once.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    num_actions = sum(map(len, table.rows))
+    if num_actions > MAX_DRAWN_ACTIONS:
+        need = f"at most {MAX_DRAWN_ACTIONS}"
+        fix = "fewer ranks, chunks or micro-batches"
+        raise ConfigError(
+            Fault("schedule", "too large for a picture", f"{num_actions} actions", need, fix)
+        )
 
 
 def action_s(plan: Plan, act: Act) -> float:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from weft.config.schema import (
+    MAX_COUNT,
     BatchConfig,
     ConfigSection,
     DataConfig,
@@ -40,6 +41,7 @@ class Run(ConfigSection):
     steps: int = Field(
         200,
         ge=1,
+        le=MAX_COUNT,
         description="optimizer steps to train",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -48,7 +50,7 @@ class Run(ConfigSection):
     transport: Literal["process", "threads"] = Field(
         "process", description="ranks as processes or as threads of one process"
     )
-    nproc: Annotated[int, Field(ge=1)] | None = Field(
+    nproc: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
         None, description="local ranks to start; None: the mesh's size"
     )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
@@ -57,6 +59,7 @@ class Run(ConfigSection):
     sample: int = Field(
         0,
         ge=0,
+        le=2**24,
         description="tokens to generate after the last step; 0: none",
     )
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")

@@ -10,6 +10,9 @@ from weft.core.model_config import ModelConfig
 from weft.core.precision import Dtype
 from weft.schedule.catalog import SCHEDULES
 
+MAX_COUNT = 10**12
+"""Steps, and other numbers of things that a run does one after the other."""
+
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -93,11 +96,13 @@ class EvalConfig(ConfigSection):
     every: int = Field(
         0,
         ge=0,
+        le=MAX_COUNT,
         description="steps between evaluations, and one after the last step; 0: none",
     )
     batches: int = Field(
         0,
         ge=0,
+        le=MAX_COUNT,
         description="batches of global_size sequences an evaluation; 0: the whole source",
     )
     source: str | None = Field(
@@ -139,6 +144,7 @@ class OptimConfig(ConfigSection):
     warmup: int = Field(
         20,
         ge=0,
+        le=MAX_COUNT,
         description="steps of linear warm-up",
     )
     decay: Literal["constant", "linear", "cosine", "wsd"] = Field(
@@ -262,6 +268,7 @@ class SaveConfig(ConfigSection):
     every: int = Field(
         0,
         ge=0,
+        le=MAX_COUNT,
         description="steps between checkpoints; 0: none before the end",
     )
     at_end: bool = Field(
@@ -270,5 +277,6 @@ class SaveConfig(ConfigSection):
     keep: int = Field(
         2,
         ge=1,
+        le=MAX_COUNT,
         description="newest checkpoints that are kept",
     )

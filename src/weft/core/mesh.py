@@ -125,6 +125,7 @@ class Mesh:
     def group(self, rank: int, axis: Axis) -> Ranks:
         """Ranks that differ from `rank` only along `axis`, in mesh order, `rank` included."""
         coord = self.coord(rank)
+<<<<<<< HEAD
         wanted = axis_names(axis)
         first = rank
         inner_first: list[tuple[int, int]] = []  # degree and stride
@@ -137,6 +138,14 @@ class Mesh:
         members = [first]
         for degree, stride in reversed(inner_first):
             members = [member + i * stride for member in members for i in range(degree)]
+=======
+        strides = self._strides()
+        members = [rank]
+        for name in self._in_mesh_order(axis):
+            stride = strides[name]
+            offsets = [(index - coord[name]) * stride for index in range(self.degree(name))]
+            members = [member + offset for member in members for offset in offsets]
+>>>>>>> a1d7583 (input: schedules, stages, meshes and counts are bounded by their cost)
         return tuple(members)
 
     def groups(self, axis: Axis) -> tuple[Ranks, ...]:
@@ -146,11 +155,11 @@ class Mesh:
     def iter_groups(self, axis: Axis) -> Iterator[Ranks]:
         """The groups along `axis`, one at a time."""
         inner = self._in_mesh_order(axis)
-        for rank in range(self.size):
-            coord = self.coord(rank)
-            is_first = all(coord[name] == 0 for name in inner)
-            if is_first:
-                yield self.group(rank, axis)
+        strides = self._strides()
+        outer = [(name, degree) for name, degree in self.axes if name not in inner]
+        offsets = [range(0, degree * strides[name], strides[name]) for name, degree in outer]
+        for outer_offsets in itertools.product(*offsets):
+            yield self.group(sum(outer_offsets), axis)
 
     def coord_text(self, rank: int) -> str:
         """Coordinates of `rank` as text: `pp1 dp0 tp1`."""
@@ -183,6 +192,15 @@ class Mesh:
                 return f"{shown} ... {num_left} more"
             shown = longer
         return shown
+
+    def _strides(self) -> dict[str, int]:
+        """Difference between the ranks of two neighbours along each axis."""
+        strides: dict[str, int] = {}
+        stride = 1
+        for name, degree in reversed(self.axes):
+            strides[name] = stride
+            stride *= degree
+        return strides
 
     def _in_mesh_order(self, axis: Axis) -> tuple[str, ...]:
         wanted = axis_names(axis)

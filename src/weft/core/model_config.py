@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -186,7 +187,8 @@ def check_divides(
 
 def nearest_divisors(value: int, parts: int) -> tuple[int, ...]:
     """The largest divisor of `value` below `parts` and the smallest above, as far as they exist."""
-    divisors = [number for number in range(1, value + 1) if value % number == 0]
+    small = [number for number in range(1, math.isqrt(value) + 1) if value % number == 0]
+    divisors = sorted({*small, *(value // number for number in small)})
     below = [divisor for divisor in divisors if divisor <= parts]
     above = [divisor for divisor in divisors if divisor > parts]
     return (*below[-1:], *above[:1])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import cache
 
 from weft.core.model_config import BlockSpec
 from weft.errors import Fault, PlanError
+
+MAX_STAGES = 512
+"""Pipeline stages of a model."""
 
 
 def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[str, ...], ...]:
@@ -23,6 +26,9 @@ def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[s
         PlanError: when there are more stages than layers.
     """
     units = _layer_units(blocks)
+    if num_stages > MAX_STAGES:
+        got = f"{num_stages} stages"
+        raise PlanError(Fault("mesh", "too many stages", got, f"at most {MAX_STAGES}"))
     if num_stages > len(units):
         raise PlanError(
             Fault(
@@ -92,29 +98,34 @@ def _balanced_bounds(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:
     """
     prefix = tuple(itertools.accumulate(costs, initial=0))
     most = _least_maximum(costs, parts)
-
-    @cache
-    def best(start: int, parts: int) -> tuple[int, tuple[int, ...]] | None:
-        """Sum of squares and bounds of the best split of the costs from `start` on into runs of at
-        most `most`.
-        """
-        if parts == 1:
-            cost = prefix[-1] - prefix[start]
-            return (cost**2, (start, len(costs))) if cost <= most else None
-        choices = []
-        for stop in range(start + 1, len(costs) - parts + 2):
-            cost = prefix[stop] - prefix[start]
-            if cost > most:
-                break
-            rest = best(stop, parts - 1)
-            if rest is not None:
-                rest_squares, rest_bounds = rest
-                choices.append((rest_squares + cost**2, (start, *rest_bounds)))
-        return min(choices, default=None)
-
-    found = best(0, parts)
-    assert found is not None, "the least maximum can be reached"
-    return found[1]
+    # Backwards over the runs: for each start of the runs from `part` on, the least sum of squares
+    # and where the first of them stops. Starts from which, or up to which, no split keeps below
+    # `most` are left out.
+    squares = {len(costs): 0}
+    stops: list[dict[int, int]] = []
+    for part in reversed(range(parts)):
+        first = max(part, bisect_left(prefix, prefix[-1] - (parts - part) * most))
+        last = min(bisect_right(prefix, part * most) - 1, len(costs) - (parts - part))
+        best_squares: dict[int, int] = {}
+        best_stop: dict[int, int] = {}
+        for start in range(first, last + 1):
+            for stop in range(start + 1, len(costs) + 1):
+                cost = prefix[stop] - prefix[start]
+                if cost > most:
+                    break
+                if stop not in squares:
+                    continue
+                total = squares[stop] + cost**2
+                if start not in best_squares or total < best_squares[start]:
+                    best_squares[start] = total
+                    best_stop[start] = stop
+        squares = best_squares
+        stops.append(best_stop)
+    assert 0 in squares, "the least maximum can be reached"
+    bounds = [0]
+    for best_stop in reversed(stops):
+        bounds.append(best_stop[bounds[-1]])
+    return tuple(bounds)
 
 
 def _least_maximum(costs: tuple[int, ...], parts: int) -> int:

@@ -23,6 +23,8 @@ from weft.schedule.actions import KEY, Table
 from weft.schedule.validate_table import validate
 from weft.small_files import MIB, UnreadableFile, parse_json, read_text
 
+MAX_ACTIONS = 2**18
+"""Forwards and backwards of a table: planning takes about 20 us for each."""
 MAX_TABLE_BYTES = 4 * MIB
 """Size of the largest file of a table."""
 
@@ -82,6 +84,11 @@ class Schedule:
         if microbatches < 1:
             what = f"a pipeline step of {microbatches} micro-batches"
             yield Fault("batch", what, need="at least 1")
+        num_actions = 2 * ranks * chunks * microbatches
+        if num_actions > MAX_ACTIONS:
+            got = f"{ranks} ranks x {chunks} chunks x {microbatches} micro-batches"
+            need = f"at most {MAX_ACTIONS} forwards and backwards"
+            yield Fault(KEY, "too many actions a step", got, need)
         if chunks not in self.chunks:
             low = self.chunks[0]
             high = self.chunks[-1]
