@@ -56,7 +56,7 @@ TABLE = {
     "out of range": (
         "--steps",
         "0",
-        "error: steps: out of range (got 0; need a whole number, at least 1)",
+        "error: steps: out of range (got 0; need a whole number, at least 1, at most 1000000000000)",
     ),
     "missing data": (
         "--data.source",

@@ -33,7 +33,8 @@ from weft.commands.console import (
     wants_help,
 )
 from weft.config import flags
-from weft.config.load import try_load
+from weft.config.checks import run_checks
+from weft.config.load import load, try_load
 from weft.config.run import plan_of
 from weft.config.schema import ConfigSection
 from weft.errors import (
@@ -50,6 +51,7 @@ from weft.errors import (
 from weft.layout.explain import explain as explain_plan
 from weft.models import FAMILIES
 from weft.run.agent import end_with_agent
+from weft.prove.recorded import first_config_path, recorded_steps
 
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
 MAX_FAULTS_SHOWN = 50
@@ -208,7 +210,7 @@ def prove(words: Sequence[str]) -> int:
         )
     flag, rest = take_flag("--first", words)
     first = flags.read_config(flag, ProveOptions).first
-    folder = Path(rest[0]) if rest and Path(rest[0]).is_dir() else None
+    folder = Path(rest[0]) if rest and os.path.isdir(rest[0]) else None
     if folder is not None and len(rest) > 1:
         raise UserError(
             Fault(
@@ -218,6 +220,8 @@ def prove(words: Sequence[str]) -> int:
             )
         )
     subject = folder or load_checked_run(rest, data_checks.CHECKS)
+    if folder is not None:
+        _check_recorded_run(folder)
     set_openmp_policy()
     from weft.commands.prove import Proof  # imports torch, and so comes after all checks
 
@@ -225,6 +229,19 @@ def prove(words: Sequence[str]) -> int:
     for line in proof.of(subject, first=first):
         print_result(line)
     return EXIT_OK if proof.holds else EXIT_FAILED
+
+
+def _check_recorded_run(folder: Path) -> None:
+    """Check the config, data and events of a run folder, without torch.
+
+    Raises:
+        UserError: they cannot be read, or do not hold what a proof needs.
+    """
+    run = load([str(first_config_path(folder))], FAMILIES)
+    recorded_steps(folder)
+    faults = run_checks(run, data_checks.CHECKS)
+    if faults:
+        raise UserError(*faults)
 
 
 def imported(path: str) -> Callable[[Sequence[str]], int]:

@@ -259,7 +259,7 @@ def test_a_shape_that_does_not_fit_is_reported_before_anything_is_written(
         ]
         assert len(lines) == 2 * 3, "up, gate and down of both layers"
         assert (
-            f"error: {fresh / 'hf'}: model.layers.0.mlp.up_proj.weight: config.json makes another shape of it"
+            f"error: model.from_hf: {fresh / 'hf'}: model.layers.0.mlp.up_proj.weight: config.json makes another shape of it"
             in lines[1]
         )
         assert not (fresh / "run").exists()

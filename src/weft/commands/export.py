@@ -8,7 +8,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from weft.checkpoint.data_file import check_stored_bytes
 from weft.checkpoint.folder import FOLDER
+from weft.commands import preflight
 from weft.commands.console import (
     print_messages,
     print_result,
@@ -22,7 +24,7 @@ from weft.config.schema import ConfigSection
 from weft.data.tokenizer import BYTES, FILE
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, Fault, UserError
 from weft.generate.model_source import ModelSource, find_model
-from weft.hf.sidecar import SIDECAR_FOLDER, refuse_existing
+from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars, refuse_existing
 from weft.models import FAMILIES
 
 USAGE = "RUN | CHECKPOINT DIR [--dtype bfloat16] [--key value ...]"
@@ -53,6 +55,12 @@ def export(words: Sequence[str]) -> int:
     source = find_exportable(places[0])
     folder = Path(places[1])
     refuse_existing(folder)
+    _check_writable(folder)
+    check_stored_bytes(source.path)
+    if options.adapters and not source.run.lora.rank:
+        fix = "export the model itself, or train with --lora.rank 8"
+        raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
+    read_sidecars(sidecar_folders(source))
     tokenizer_notes = () if options.adapters else _tokenizer_notes(source, folder)
     print_messages(f"note: {note}" for note in (*source.notes, *tokenizer_notes))
     set_openmp_policy()
@@ -73,6 +81,12 @@ def export(words: Sequence[str]) -> int:
     )
     print_result("\n".join(result.lines))
     return EXIT_OK if result.is_equal else EXIT_FAILED
+
+
+def _check_writable(folder: Path) -> None:
+    problem = preflight.write_problem(folder)
+    if problem is not None:
+        raise CheckpointError(Fault(str(folder), "cannot be written", problem))
 
 
 def _split_places(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from weft.checkpoint.data_file import check_stored_bytes
 from weft.commands import preflight
 from weft.commands.console import print_messages, set_openmp_policy, show_help, wants_help
 from weft.config import flags
@@ -13,6 +14,7 @@ from weft.config.run import Run
 from weft.errors import Fault, UserError
 from weft.generate.model_source import find_model
 from weft.generate.request import Request, expand_json_flag, make_job
+from weft.hf.folder_checks import weight_faults
 
 USAGE = "RUN | CHECKPOINT | HF-FOLDER [--prompt TEXT] [--mesh tp2] [--key value ...]"
 LINE = "generate text with a trained model, on any layout of ranks"
@@ -42,7 +44,14 @@ def generate(words: Sequence[str]) -> int:
             )
         )
     request = flags.read_config(expand_json_flag(list(words[1:])), Request)
-    job = make_job(request, find_model(words[0]), environment_checks=ENVIRONMENT_CHECKS)
+    source = find_model(words[0])
+    job = make_job(request, source, environment_checks=ENVIRONMENT_CHECKS)
+    if source.kind == "checkpoint":
+        check_stored_bytes(source.path)
+    else:
+        faults = tuple(weight_faults(source.path, job.run.model))
+        if faults:
+            raise UserError(*faults)
     print_messages(f"note: {note}" for note in (*job.notes(), *preflight.notes(job.run)))
     set_openmp_policy()
     from weft.generate.main import (

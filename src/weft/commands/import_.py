@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from weft.config.run import Run
 from weft.config.schema import ConfigSection
 from weft.config.toml import dump
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
+from weft.hf.folder_checks import import_faults
 from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars
 from weft.models import FAMILIES
 
@@ -138,7 +140,11 @@ def described_run(folder: str, model_words: Sequence[str]) -> Run:
             them has been read.
     """
     loaded = try_load(["--model.from_hf", folder, *model_words], FAMILIES)
-    faults = loaded.faults or tuple(preflight.from_hf_faults(loaded.run))
+    faults = (
+        loaded.faults
+        or tuple(preflight.from_hf_faults(loaded.run))
+        or tuple(import_faults(Path(folder), loaded.run.model))
+    )
     if faults:
         raise ConfigError(*faults)
     return loaded.run
@@ -155,10 +161,14 @@ def check_out(out: str) -> None:
             Fault("out", "no run folder is named", need="a folder to make", fix="--out runs/first")
         )
     path = Path(out)
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not path.is_dir():
         raise ConfigError(Fault("out", "is no folder", repr(out), fix="choose another --out"))
     names = ("run.toml", preflight.EVENTS, FOLDER, SIDECAR_FOLDER)
-    existing = [name for name in names if (path / name).exists()]
+    existing = [name for name in names if os.path.lexists(path / name)]
     if existing:
         got = f"{out!r} with {', '.join(existing)}"
         raise ConfigError(Fault("out", "holds a run already", got, fix="choose another --out"))
+    problem = preflight.write_problem(path)
+    if problem is not None:
+        got = f"{out!r}: {problem}"
+        raise ConfigError(Fault("out", "cannot be written", got, fix="choose another --out"))

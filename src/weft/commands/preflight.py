@@ -20,8 +20,8 @@ from weft.config.checks import Check
 from weft.config.finetuning import defaults_note
 from weft.config.run import Run
 from weft.errors import CheckpointError, Fault, LaunchError, UserError
-from weft.hf.match import match_folder
 from weft.run.agent import restart_number
+from weft.hf.folder_checks import weight_faults
 from weft.run.folder_lock import acquire, acquire_new, held_fault
 from weft.run.world import detect, job_name, num_cores
 
@@ -142,7 +142,7 @@ def out_faults(run: Run) -> Iterable[Fault]:
     if faults:
         yield from faults
         return
-    problem = _write_problem(out)
+    problem = write_problem(out)
     if problem is not None:
         yield Fault(
             "out",
@@ -180,7 +180,7 @@ def resumes_in(run: Run, out: Path) -> bool:
     return out.resolve() in (named, named.parent, named.parent.parent)
 
 
-def _write_problem(folder: Path) -> str | None:
+def write_problem(folder: Path) -> str | None:
     """Why `folder` cannot be created or written, judged by its nearest existing parent; creates
     nothing.
     """
@@ -249,11 +249,8 @@ def from_hf_faults(run: Run) -> Iterable[Fault]:
     """
     if run.model.from_hf is None or not starts_new(run):
         return
-    try:
-        match_folder(Path(run.model.from_hf), run.model)
-    except CheckpointError as error:
-        for fault in error.faults:
-            yield replace(fault, key="model.from_hf", what=f"{fault.key}: {fault.what}")
+    for fault in weight_faults(Path(run.model.from_hf), run.model):
+        yield replace(fault, key="model.from_hf", what=f"{fault.key}: {fault.what}")
 
 
 def lora_base_faults(run: Run) -> Iterable[Fault]:

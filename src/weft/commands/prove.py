@@ -17,14 +17,8 @@ from weft.core.mesh import Mesh
 from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.prove.compare import TOLERANCE, Verdict, prove_layout
-from weft.prove.rerun import (
-    BOUNDS,
-    DRIFT_AFTER,
-    StepPair,
-    first_config_path,
-    recorded_steps,
-    step_pairs,
-)
+from weft.prove.recorded import first_config_path, recorded_steps
+from weft.prove.rerun import BOUNDS, DRIFT_AFTER, StepPair, step_pairs
 from weft.train.build import (
     build_data_loader,
     build_step,
@@ -69,9 +63,6 @@ class Proof:
             if _is_shown(pair.step, first):
                 losses = f"loss {pair.loss:.6f} and {pair.loss_alone:.6f}"
                 yield f"  step {pair.step:>3}  {losses}  gradient norm {pair.norm:.5f} and {pair.norm_alone:.5f}"
-        if not pairs:
-            yield f"error: {out}: no step has been recorded"
-            return
         yield from self._verdict_on_run(out, pairs, dtype=run.precision.compute)
 
     def _verdict_on_run(

@@ -25,7 +25,13 @@ DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits"}
 """Kind of model -> data source where none is named."""
 
 MAX_RANKS = 2**20
-MAX_LAYERS = 10_000
+MAX_COUNTS = {
+    "layers": 10_000,
+    "first_k_dense": 10_000,
+    "mtp_depth": 64,
+    "experts": 2**16,
+}
+"""Largest numbers of parts of a model, each of which is planned on its own."""
 MAX_SIZE = 2**31
 """Largest value of any other whole number of a model."""
 
@@ -222,7 +228,7 @@ def _limit_model(run: Run) -> tuple[Run, tuple[Fault, ...]]:
     default = type(run.model)()
     faults: list[Fault] = []
     for name, value in run.model.architecture.items():
-        limit = MAX_LAYERS if name == "layers" else MAX_SIZE
+        limit = MAX_COUNTS.get(name, MAX_SIZE)
         if isinstance(value, int) and value > limit:
             fix = f"for example --model.{name} {getattr(default, name)}"
             faults.append(

@@ -125,27 +125,12 @@ class Mesh:
     def group(self, rank: int, axis: Axis) -> Ranks:
         """Ranks that differ from `rank` only along `axis`, in mesh order, `rank` included."""
         coord = self.coord(rank)
-<<<<<<< HEAD
-        wanted = axis_names(axis)
-        first = rank
-        inner_first: list[tuple[int, int]] = []  # degree and stride
-        stride = 1
-        for name, degree in reversed(self.axes):
-            if name in wanted:
-                first -= coord[name] * stride
-                inner_first.append((degree, stride))
-            stride *= degree
-        members = [first]
-        for degree, stride in reversed(inner_first):
-            members = [member + i * stride for member in members for i in range(degree)]
-=======
         strides = self._strides()
         members = [rank]
         for name in self._in_mesh_order(axis):
             stride = strides[name]
             offsets = [(index - coord[name]) * stride for index in range(self.degree(name))]
             members = [member + offset for member in members for offset in offsets]
->>>>>>> a1d7583 (input: schedules, stages, meshes and counts are bounded by their cost)
         return tuple(members)
 
     def groups(self, axis: Axis) -> tuple[Ranks, ...]:

@@ -98,7 +98,13 @@ class FileTokenizer:
     def vocab(self) -> int:
         """One above the highest id, added tokens included: ids may have gaps."""
         ids = self._inner.get_vocab(with_added_tokens=True).values()
-        return int(max(ids)) + 1
+        return int(max(ids, default=-1)) + 1
+
+    @property
+    def base_vocab(self) -> int:
+        """One above the highest id without added tokens."""
+        ids = self._inner.get_vocab(with_added_tokens=False).values()
+        return int(max(ids, default=-1)) + 1
 
     @cached_property
     def end(self) -> int | None:

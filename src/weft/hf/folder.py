@@ -14,6 +14,7 @@ from weft.config.hf.safetensors_files import DTYPES, TensorEntry
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
+from weft.hf.folder_checks import nonfinite_fault
 from weft.hf.match import match_folder
 from weft.hf.placement import Copy, ParamSource
 from weft.models import FAMILIES
@@ -82,8 +83,16 @@ class HfFolder:
         return self._dtype(self.sources[name])
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Entries of `box`, as stored, in memory of their own."""
-        return self._assemble(self.sources[name], box)
+        """Entries of `box`, as stored, in memory of their own.
+
+        Raises:
+            CheckpointError: one of them is NaN or infinite.
+        """
+        values = self._assemble(self.sources[name], box)
+        if not bool(torch.isfinite(values).all()):
+            tensor = self.sources[name].tensors[0]
+            raise CheckpointError(nonfinite_fault(self.entries[tensor].file, tensor))
+        return values
 
     def check_aliases(self) -> None:
         """Check that tied parameters that the files repeat, such as the head of a tied model, equal

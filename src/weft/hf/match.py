@@ -16,6 +16,9 @@ from weft.errors import CheckpointError, Fault
 from weft.hf.placement import ParamSource, param_source
 from weft.models import FAMILIES
 
+MIN_COUNTED = 512
+"""Layers or experts whose missing tensors are named one by one."""
+
 
 @dataclass(frozen=True)
 class MatchedFolder:
@@ -79,6 +82,7 @@ def match_tensors(
             fit; all at once.
     """
     entries = add_prefix(listed, mapping)
+    _check_size(cfg, entries, folder)
     rules = _select_rules(mapping, cfg, entries)
     owner_rules = [rule for rule in rules if rule.param not in ties]
     alias_rules = [rule for rule in rules if rule.param in ties and rule.tensor in entries]
@@ -91,6 +95,19 @@ def match_tensors(
     if matching.faults:
         raise CheckpointError(*matching.faults)
     return MatchedFolder(entries, params, aliases)
+
+
+def _check_size(cfg: Any, entries: Mapping[str, TensorEntry], folder: str) -> None:
+    """Check that there are as many tensors as layers and experts, before their names are made.
+
+    Raises:
+        CheckpointError: there are not.
+    """
+    for name in ("layers", "experts"):
+        number = getattr(cfg, name, 0)
+        if number > max(len(entries), MIN_COUNTED):
+            what = f"{number} {name}, and only {len(entries)} tensors"
+            raise CheckpointError(Fault(folder, what, fix="correct config.json"))
 
 
 @dataclass

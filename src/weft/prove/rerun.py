@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from weft.errors import DataError, Fault
 from weft.prove.trace import relative_difference
-from weft.train.event_log import EVENTS, read_events, step_history
-
-RUN_FILE = "run.toml"
-FIRST_RUN_FILE = "run-1.toml"
-"""run.toml of the first start, if a later start had another one."""
 
 BOUNDS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-3, "float16": 5e-4}
 """Largest relative difference that rounding explains after some dozens of steps (16 bits:
@@ -56,45 +49,6 @@ class StepPair:
     def largest_difference(self) -> float:
         """The larger of both."""
         return max(self.loss_difference, self.norm_difference)
-
-
-def first_config_path(out: Path) -> Path:
-    """The config file of the first steps of the run in this folder, also if later steps had another
-    one.
-
-    Raises:
-        DataError: the folder holds no run.
-    """
-    for name in (RUN_FILE, EVENTS):
-        if not (out / name).is_file():
-            got = f"{str(out)!r} without {name}"
-            raise DataError(
-                Fault(
-                    "weft prove",
-                    "no run in this folder",
-                    got=got,
-                    fix="name a run folder",
-                )
-            )
-    first = out / FIRST_RUN_FILE
-    return first if first.is_file() else out / RUN_FILE
-
-
-def recorded_steps(out: Path) -> list[dict[str, Any]]:
-    """The step events up to the first resume: later steps may have another learning rate.
-
-    Raises:
-        DataError: the run started from a checkpoint of another folder.
-    """
-    events = list(read_events(out / EVENTS))
-    steps = step_history(events)
-    if steps and steps[0]["step"] > 1:
-        what = f"the run in {out} starts after step {steps[0]['step'] - 1}, from a checkpoint of another folder"
-        raise DataError(Fault("weft prove", what, fix="prove the run of that checkpoint"))
-    resumed_at = [event["step"] for event in events if event["event"] == "resume" and event["step"]]
-    if not resumed_at:
-        return steps
-    return [step for step in steps if step["step"] <= min(resumed_at)]
 
 
 def step_pairs(

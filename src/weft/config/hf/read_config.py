@@ -25,6 +25,8 @@ from weft.config.keys import Flat
 from weft.errors import CheckpointError, Fault
 
 CONFIG = "config.json"
+MAX_NUMBER = 2**40
+MAX_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,10 @@ def _key_faults(row: Key, config: Json, *, key: str) -> Iterator[Fault]:
         yield Fault(key, f"has no {row.hf_key}")
     elif not isinstance(value, int | float):
         yield Fault(key, f"{row.hf_key} is no number", _short(value))
+    elif not abs(value) <= MAX_NUMBER:  # NaN as well
+        yield Fault(key, f"{row.hf_key}: out of range", _short(value))
+    elif row.field == "layers" and value > MAX_LAYERS:
+        yield Fault(key, f"{row.hf_key}: out of range", _short(value), f"at most {MAX_LAYERS}")
 
 
 def _fixed_faults(rule: Fixed, config: Json, *, key: str) -> Iterator[Fault]:
@@ -165,5 +171,5 @@ def _fixed_faults(rule: Fixed, config: Json, *, key: str) -> Iterator[Fault]:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value) if isinstance(value, (str, int, float, list, dict)) else repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

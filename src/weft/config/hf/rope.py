@@ -10,6 +10,7 @@ All other types (linear, dynamic, longrope, proportional) are rejected.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -135,7 +136,8 @@ class ScaledRope:
 def rope_parameters(config: Json) -> dict[str, Any]:
     """All settings of rotary embedding in config.json, in the new style."""
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    found: dict[str, Any] = {"rope_theta": config.get("rope_theta") or THETA}
+    theta = config.get("rope_theta")
+    found: dict[str, Any] = {"rope_theta": THETA if theta is None else theta}
     if config.get(PARTIAL) is not None:
         found[PARTIAL] = config[PARTIAL]
     for name, value in table.items():
@@ -157,6 +159,8 @@ def _value_faults(
     """Faults of one setting."""
     if not isinstance(value, int | float):
         yield Fault(key, f"rope: {name} is no number", repr(value))
+    elif not 0 <= value < math.inf or (name == "rope_theta" and not value):
+        yield Fault(key, f"rope: {name}: out of range", repr(value), "a number above 0")
     elif name == PARTIAL:
         if value != 1:
             yield Fault(key, f"rope: {name}: weft rotates whole heads", repr(value), "1")

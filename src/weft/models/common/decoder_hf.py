@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.config.hf.mapping import EXPERT, Fixed, Json, Key, Slice, WeightRule, name_rules
+from weft.config.hf.read_config import MAX_LAYERS
 
 
 def same_as_heads(config: Json) -> int | None:
@@ -24,7 +25,8 @@ def full_width_head_size(config: Json) -> int:
 def full_attention_layers(config: Json) -> list[str]:
     """`layer_types` of a model in which every token sees all tokens before it."""
     layers = config.get("num_hidden_layers")
-    return ["full_attention"] * (layers if isinstance(layers, int) else 0)
+    is_count = isinstance(layers, int) and layers <= MAX_LAYERS
+    return ["full_attention"] * (layers if is_count else 0)
 
 
 DECODER_KEYS = (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.config.hf.mapping import ConfigMapping, Fixed, HFMapping, Json, Key, WeightMapping
+from weft.config.hf.read_config import MAX_LAYERS
 from weft.config.hf.rope import THETA, ScaledRope, rope_parameters
 from weft.config.keys import Flat
 from weft.core.model_config import ModelConfig
@@ -96,7 +97,7 @@ def _global_every(config: Json) -> int:
 def _layer_types(config: Json) -> list[str]:
     layers = config.get("num_hidden_layers")
     every = config.get("sliding_window_pattern") or _global_every(config)
-    num_layers = layers if isinstance(layers, int) else 0
+    num_layers = layers if isinstance(layers, int) and layers <= MAX_LAYERS else 0
     return [
         "sliding_attention" if (layer + 1) % every else "full_attention"
         for layer in range(num_layers)
