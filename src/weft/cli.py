@@ -50,8 +50,8 @@ from weft.errors import (
 )
 from weft.layout.explain import explain as explain_plan
 from weft.models import FAMILIES
-from weft.run.agent import end_with_agent
 from weft.prove.recorded import first_config_path, recorded_steps
+from weft.run.agent import end_with_agent
 
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
 MAX_FAULTS_SHOWN = 50

@@ -20,8 +20,8 @@ from weft.config.checks import Check
 from weft.config.finetuning import defaults_note
 from weft.config.run import Run
 from weft.errors import CheckpointError, Fault, LaunchError, UserError
-from weft.run.agent import restart_number
 from weft.hf.folder_checks import weight_faults
+from weft.run.agent import restart_number
 from weft.run.folder_lock import acquire, acquire_new, held_fault
 from weft.run.world import detect, job_name, num_cores
 
