@@ -13,7 +13,8 @@ WeftError
 │   ├── MismatchError    ranks disagree about a collective: operation, shape or dtype
 │   └── CommTimeout      ranks that did not arrive
 ├── GuardError           a guard stopped the run, on all ranks
-│   └── NonFiniteError   the loss or the gradient norm of a training step is NaN or infinite
+│   ├── NonFiniteError   the loss or the gradient norm of a training step is NaN or infinite
+│   └── CorruptionError  replicas of the training state differ, or a bit of it flipped
 └── RankError            the first failing rank's error, with its coordinates
 """
 
@@ -125,6 +126,10 @@ class NonFiniteError(GuardError):
     """The loss or the gradient norm of a training step is NaN or infinite; the message names where
     it appeared first.
     """
+
+
+class CorruptionError(GuardError):
+    """Replicas of the training state differ, or it changed between two updates."""
 
 
 class CommError(WeftError):

@@ -40,6 +40,7 @@ class StatusFlag(IntFlag):
     STOP_REQUESTED = 1  # this process was asked to save and exit
     WRITING = 2  # its file is not on the disk yet
     WRITE_FAILED = 4  # its file could not be written
+    STATE_CHANGED = 8  # its training state changed between two updates
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,12 @@ class Saver:
         if self._writing is not None and not status & StatusFlag.WRITING:
             has_failed = bool(status & StatusFlag.WRITE_FAILED)
             yield from self._end_writing(self._writing, exchange_errors=has_failed)
-        if self.every and step % self.every == 0:
+        if self.is_due(step):
             yield from self.save(step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save follows step `step` while training goes on."""
+        return self.every > 0 and step % self.every == 0
 
     def save(self, step: int) -> Iterator[Event]:
         """Start to save; waits first for an earlier save that is not committed yet."""

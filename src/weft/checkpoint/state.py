@@ -76,6 +76,7 @@ class ParamState:
         lo, hi: range of the shard's entries (row-major) that the tensors here hold.
         tensors: section ("model", "optim/exp_avg") -> those entries.
         scalars: section -> one number for the whole parameter.
+        replica_axes: mesh axes along which all ranks hold the same entries.
         num_replicas: ranks that hold the same entries.
         replica: index of this rank among them.
         is_alias: whether another rank holds the same parameter under its owner's name.
@@ -86,6 +87,7 @@ class ParamState:
     hi: int
     tensors: Mapping[str, Tensor]
     scalars: Mapping[str, Tensor]
+    replica_axes: tuple[str, ...]
     num_replicas: int
     replica: int
     is_alias: bool
@@ -231,6 +233,7 @@ def _param_state(
         hi=hi,
         tensors={MODEL: tensor},
         scalars={},
+        replica_axes=replica_axes,
         num_replicas=comm.degree(replica_axes),
         replica=comm.index(replica_axes),
         is_alias=is_alias,

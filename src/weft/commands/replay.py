@@ -29,7 +29,7 @@ from weft.train.guard_records import GuardState, left_out_batches, read_records
 
 NAME = "weft replay"
 USAGE = 'RUN [--step N] [--layout "dp2"]'
-LINE = "repeat one step of a run on one device, from the checkpoint before it"
+LINE = "repeat one step of a run on one device and compare it"
 RUN_FILE = "run.toml"
 
 

@@ -260,6 +260,11 @@ class GuardConfig(ConfigSection):
     on_spike: Literal["report", "rollback"] = Field(
         "report", description="a spike: report it, or go back to the newest checkpoint"
     )
+    digest_every: int = Field(
+        0,
+        ge=0,
+        description="steps between comparisons of replicas, bit by bit; also before each save; 0: none",
+    )
 
 
 class SaveConfig(ConfigSection):

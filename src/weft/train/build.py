@@ -39,6 +39,7 @@ from weft.models.common.lora import adapted
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
 from weft.run.rank_status import RankStatus
 from weft.train.data_loader import DataLoader, samples_of, whole_batch
+from weft.train.digest import StateDigests
 from weft.train.evaluate import Evaluation
 from weft.train.guard import Restored, StepGuard
 from weft.train.guard_records import FOLDER as GUARD_FOLDER
@@ -268,6 +269,7 @@ def build_training(
         step=step,
         loader=loader,
         guard=guard,
+        digests=_build_digests(run, step),
         step_range=build_step_range(run, start=start.num_done),
         saver=saver,
         evaluator=Evaluator(evaluation, run.eval.every, run.steps) if evaluation else None,
@@ -363,6 +365,12 @@ def _build_guard(
         record_folder=run_folder / GUARD_FOLDER if comm.rank == 0 else None,
         start={"start_step": start.num_done, "checkpoint": str(start.path) if start.path else None},
     )
+
+
+def _build_digests(run: Run, step: TrainStep) -> StateDigests | None:
+    if not run.guard.digest_every:
+        return None
+    return StateDigests(step.state(), every=run.guard.digest_every)
 
 
 def restore_newest(step: TrainStep, run_folder: Path) -> Restored:

@@ -14,8 +14,9 @@ An event is a flat dict with an "event" key:
     resume  step, path (null: no checkpoint yet, a new run starts), layout (that wrote it), passed_over (newer, damaged):
             steps above `step` before this line are of a run that was killed; `step_history` leaves
             them out
-    guard   kind (nonfinite, spike), step, action (report, skip, rollback, stop), loss, grad_norm, batch (number), samples,
-            text; rank, block, place (output, gradient, sum) of a non-finite value. A resume event follows a rollback
+    guard   kind (nonfinite, spike, digest), step, action (report, skip, rollback, stop), text. Of a step: loss, grad_norm,
+            batch (number), samples; rank, block, place (output, gradient, sum) of a non-finite value. Of a digest: rank, ranks,
+            tensors. A resume event follows a rollback
     end     last: status (finished, stopped, failed, interrupted), steps, seconds; checkpoint (the newest) and text (a line for
             the reader), or error if it failed
 

@@ -13,13 +13,14 @@ from typing import Any, Literal
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.saver import Saver, StatusFlag, newest_path
 from weft.config.schema import GuardConfig
-from weft.errors import GuardError, NonFiniteError, WeftError
+from weft.errors import CorruptionError, GuardError, NonFiniteError, WeftError
 from weft.run.rank_status import OnPhase, Phase
 from weft.train.data_loader import DataLoader, prefetch
+from weft.train.digest import StateDigests, StateFault
 from weft.train.evaluate import Evaluation, eval_event
 from weft.train.event_log import STEP_COUNTING, EventLog
 from weft.train.guard import FailedStep, StepGuard
-from weft.train.step import StepReport, TrainStep, no_status
+from weft.train.step import StepReport, TrainStep
 
 Event = dict[str, Any]
 Outcome = Literal["finished", "stopped"]
@@ -73,6 +74,7 @@ class Training:
         files: name -> text of the files that describe the run in its folder.
         opening_events: events before the first step.
         guard: judges every step.
+        digests: compare the training state of replicas; None: not at all.
         peak_lr: the configured learning rate, for the advice after a non-finite step.
         on_phase: called with the step and the phase whenever this rank begins a phase.
     """
@@ -87,6 +89,7 @@ class Training:
     files: Mapping[str, str]
     opening_events: tuple[Event, ...]
     guard: StepGuard
+    digests: StateDigests | None = None
     peak_lr: float = MAX_ADVISED_LR
     on_phase: OnPhase | None = None
 
@@ -117,6 +120,7 @@ def run_training(
             evaluator=training.evaluator,
             saver=saver,
             guard=training.guard,
+            digests=training.digests,
             on_phase=training.on_phase,
         ):
             log.emit(event)
@@ -125,6 +129,9 @@ def run_training(
     except GuardError as error:
         for event in saver.finish(num_done, save=False):
             log.emit(event)
+        if isinstance(error, CorruptionError):
+            how = _restart_note(training.run_folder)
+            raise CorruptionError(f"{error}. Stopped, and saved nothing. {how}") from None
         if not isinstance(error, NonFiniteError):
             raise
         replay = f"weft replay {shlex.quote(str(training.run_folder))} --step {num_done + 1}"
@@ -157,6 +164,7 @@ def step_events(
     evaluator: Evaluator | None = None,
     saver: Saver | None = None,
     guard: StepGuard | None = None,
+    digests: StateDigests | None = None,
     on_phase: OnPhase | None = None,
 ) -> Iterator[Event]:
     """Train step by step; yields the events of steps, evaluations, saves and guards. Ends early
@@ -164,9 +172,11 @@ def step_events(
 
     Args:
         guard: judges every step; default: stops at one that is not finite.
+        digests: compare the training state of replicas.
 
     Raises:
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
+        CorruptionError: replicas differ, or the state changed between two updates.
     """
     if guard is None:
         guard = StepGuard(GuardConfig(), loader, step.model.comm.mesh)
@@ -177,6 +187,7 @@ def step_events(
         evaluator,
         saver,
         guard,
+        digests,
         on_phase,
     )
     if saver is not None and guard.needs_first_save:
@@ -196,6 +207,7 @@ class _Steps:
     evaluator: Evaluator | None
     saver: Saver | None
     guard: StepGuard
+    digests: StateDigests | None
     on_phase: OnPhase | None
 
     def train_from(self, start: int) -> Generator[Event, None, int | None]:
@@ -205,7 +217,6 @@ class _Steps:
         comm = self.step.model.comm
         steps = range(start, self.step_range.total)
         batch_numbers = map(self.guard.batch_of, steps)
-        status = self.saver.status if self.saver else no_status
         report_phase = self.on_phase or ignore_phase
         last_time = time.perf_counter()
         with prefetch(self.loader.batches, batch_numbers, most=self.step_range.prefetch) as batches:
@@ -217,10 +228,11 @@ class _Steps:
                 report = self.step(
                     next(batches),
                     lr=lr,
-                    status=status,
+                    status=self._status,
                     on_phase=partial(self.on_phase, number) if self.on_phase else None,
                     on_nonfinite="skip",
                 )
+                yield from self._check_unchanged(number, report)
                 failed = self.guard.judge(number, report)
                 if failed is not None:
                     yield from self._after_failure(failed)
@@ -239,12 +251,46 @@ class _Steps:
                     report_phase(number, "evaluate")
                     yield eval_event(number, self.evaluator.evaluation())
                     last_time = time.perf_counter()
+                yield from self._compare_replicas(number, report)
                 if self.saver is not None:
                     report_phase(number, "save")
                     yield from self.saver.after_step(number, report.status)
                     if report.status & StatusFlag.STOP_REQUESTED:
                         return None
         return None
+
+    def _status(self) -> int:
+        """Status flags of this rank, just before the update."""
+        status = self.saver.status() if self.saver else StatusFlag(0)
+        if self.digests is not None and self.digests.has_changed():
+            status |= StatusFlag.STATE_CHANGED
+        return int(status)
+
+    def _check_unchanged(self, number: int, report: StepReport) -> Iterator[Event]:
+        """Stop if the state of a rank changed since the last comparison of replicas.
+
+        Raises:
+            CorruptionError: it did.
+        """
+        if report.status & StatusFlag.STATE_CHANGED and self.digests is not None:
+            yield from _stop_at(number, self.digests.changed_fault(number))
+
+    def _compare_replicas(self, number: int, report: StepReport) -> Iterator[Event]:
+        """Compare replicas, where that is due, and before every save.
+
+        Raises:
+            CorruptionError: they differ.
+        """
+        if self.digests is None:
+            return
+        is_last = number == self.step_range.total
+        is_stopping = bool(report.status & StatusFlag.STOP_REQUESTED)
+        is_saved = self.saver is not None and self.saver.is_due(number)
+        if not (self.digests.is_due(number) or is_saved or is_last or is_stopping):
+            return
+        fault = self.digests.compare(number)
+        if fault is not None:
+            yield from _stop_at(number, fault)
 
     def _after_failure(self, failed: FailedStep) -> Iterator[Event]:
         """The event of a failed step.
@@ -263,8 +309,29 @@ class _Steps:
         if self.saver is not None:
             yield from self.saver.wait()
         restored = self.guard.roll_back(failed)
+        if self.digests is not None:
+            self.digests.forget()
         yield restored.event
         return restored.num_done
+
+
+def _stop_at(step: int, fault: StateFault) -> Iterator[Event]:
+    """The event of a damaged training state.
+
+    Raises:
+        CorruptionError: always, after the event.
+    """
+    yield {
+        "event": "guard",
+        "kind": "digest",
+        "step": step,
+        "action": "stop",
+        "rank": fault.ranks[0],
+        "ranks": list(fault.ranks),
+        "tensors": list(fault.tensors),
+        "text": f"guard: {fault.text}. Stopping",
+    }
+    raise CorruptionError(fault.text)
 
 
 def ignore_phase(step: int, phase: Phase) -> None:
@@ -304,6 +371,12 @@ def resume_command(run_folder: Path) -> str:
     """The command line that resumes the run of a folder from its newest checkpoint."""
     config = shlex.quote(f"{run_folder}/run.toml")
     return f"weft train {config} --resume auto"
+
+
+def _restart_note(run_folder: Path) -> str:
+    newest = newest_path(run_folder)
+    start = f"from {newest}" if newest else "from the start (there is no checkpoint)"
+    return f"Go on {start}: {resume_command(run_folder)}"
 
 
 def _stop_note(num_done: int, run_folder: Path) -> str:
