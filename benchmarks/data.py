@@ -174,7 +174,13 @@ def measure_prefetch(folder: Path, steps: int, rounds: int, *, delay_s: float) -
 
     def rank_main(comm: Comm) -> None:
         train_step = build_step(run, comm)
-        loader = build_data_loader(run, comm, open_data(run.data, run.model))
+        loader = build_data_loader(
+            open_data(run.data, run.model),
+            comm,
+            run.batch,
+            seed=run.seed,
+            later=run.model.reads_later_targets,
+        )
 
         def read(number: int) -> list[Batch]:
             time.sleep(delay_s)

@@ -189,11 +189,11 @@ def test_train_gets_the_checked_run_with_a_new_folder(trained, capsys):
 
 
 def test_folders_of_runs_in_the_same_second_differ(trained, tmp_path):
-    run, now = load([], FAMILIES), datetime(2031, 1, 2, 3, 4, 5)
-    first = preflight.new_run_folder(run, now)
+    model, now = load([], FAMILIES).model, datetime(2031, 1, 2, 3, 4, 5)
+    first = preflight.new_run_folder(model, now)
     assert str(first) == "runs/llama3-tiny-20310102-030405"
     first.mkdir(parents=True)
-    assert str(preflight.new_run_folder(run, now)) == "runs/llama3-tiny-20310102-030405-2"
+    assert str(preflight.new_run_folder(model, now)) == "runs/llama3-tiny-20310102-030405-2"
 
 
 def raiser(error):

@@ -1,7 +1,7 @@
 """weft: train one model on many devices, and prove that it is the model one device would have trained.
 
 The names below are the public ones. They are loaded on first use, so that `import weft` (and every
-command that only has to refuse its input) does not wait for torch.
+command that only has to reject its input) does not wait for torch.
 """
 
 from __future__ import annotations

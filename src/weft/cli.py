@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from pydantic import Field
 
 from weft import __version__
-from weft.checkpoint import resume
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
-from weft.commands import data_checks, preflight
 from weft.commands import doctor as commands_doctor
+from weft.commands import preflight
 from weft.commands import replay as commands_replay
 from weft.commands import schedule as commands_schedule
 from weft.commands.console import (
@@ -32,6 +32,7 @@ from weft.commands.console import (
     take_flag,
     wants_help,
 )
+from weft.commands.data_checks import data_checks
 from weft.config import flags
 from weft.config.checks import run_checks
 from weft.config.load import load, try_load
@@ -156,16 +157,25 @@ def train(words: Sequence[str]) -> int:
     end_with_agent(os.environ)
     run = load_checked_run(
         words,
-        (*data_checks.CHECKS, *preflight.CHECKS, *resume.CHECKS),
+        data_checks,
+        preflight.environment_checks,
         adapt=preflight.after_restart,
     )
-    with preflight.locked_run(run, datetime.now()) as locked:
-        print_messages(f"note: {note}" for note in preflight.training_notes(locked))
+    with preflight.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
+        run = run.with_values({"out": out})
+        print_messages(f"note: {note}" for note in preflight.training_notes(run))
         set_openmp_policy()
         from weft.commands.train import train as train_run
         from weft.generate.main import sample_trained  # late: they import torch, after all checks
 
-        return train_run(locked, generate_text=sample_trained)
+        generate_text = partial(
+            sample_trained,
+            data=run.data,
+            config=run.model,
+            num_tokens=run.sample,
+            seed=run.seed,
+        )
+        return train_run(run, generate_text=generate_text if run.sample else None)
 
 
 def explain(words: Sequence[str]) -> int:
@@ -219,14 +229,19 @@ def prove(words: Sequence[str]) -> int:
                 got=" ".join(rest[1:]),
             )
         )
-    subject = folder or load_checked_run(rest, data_checks.CHECKS)
-    if folder is not None:
+    if folder is None:
+        run = load_checked_run(rest, data_checks)
+    else:
         _check_recorded_run(folder)
     set_openmp_policy()
     from weft.commands.prove import Proof  # imports torch, and so comes after all checks
 
     proof = Proof()
-    for line in proof.of(subject, first=first):
+    if folder is None:
+        lines = proof.of_config(run, first=first)
+    else:
+        lines = proof.of_run(folder, first=first)
+    for line in lines:
         print_result(line)
     return EXIT_OK if proof.holds else EXIT_FAILED
 
@@ -239,7 +254,7 @@ def _check_recorded_run(folder: Path) -> None:
     """
     run = load([str(first_config_path(folder))], FAMILIES)
     recorded_steps(folder)
-    faults = run_checks(run, data_checks.CHECKS)
+    faults = run_checks(run, data_checks)
     if faults:
         raise UserError(*faults)
 

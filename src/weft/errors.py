@@ -200,3 +200,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         cutoff=0.6,
     )
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
+
+
+def counted(
+    number: int,
+    noun: str,
+    plural: str = "",
+    *,
+    spec: str = "",
+) -> str:
+    """A number with its noun: `1 rank`, `2 ranks`, `3 batches` (with plural="batches").
+
+    Args:
+        spec: format of the number, such as "," for 1,000.
+    """
+    nouns = plural or f"{noun}s"
+    return f"{number:{spec}} {noun if number == 1 else nouns}"

@@ -92,7 +92,7 @@ def test_a_limit_on_the_length_of_files_is_a_full_disk_too(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_a_disk_that_refuses_any_one_call_of_a_save_harms_nothing(tmp_path, code):
+def test_an_error_of_any_one_disk_call_of_a_save_harms_nothing(tmp_path, code):
     """Every flush of the save fails in turn: in a rank, in the commit, until none is left to fail."""
     path = save(tmp_path, small_state(), step=1)
     real, errors = os.fsync, list[str]()

@@ -26,7 +26,7 @@ def path(tmp_path):
     return save(tmp_path, small_state(), step=3, ranks=2, seed=4)
 
 
-def refused(action) -> str:
+def rejected(action) -> str:
     with pytest.raises(CheckpointError) as caught:
         action()
     text = str(caught.value)
@@ -45,30 +45,30 @@ def rewritten(path: Path, **changes) -> None:
 
 
 def test_a_path_that_does_not_exist_is_named(tmp_path):
-    assert refused(
+    assert rejected(
         lambda: open_checkpoint(tmp_path / "nope")
     ) == f"{tmp_path}/nope: no such checkpoint. " + ("Fix: give OUT/ckpt/step-NNNNNN of a run")
 
 
 def test_a_file_and_an_empty_folder_are_not_checkpoints(tmp_path):
     (tmp_path / "file").write_text("x")
-    assert "not a checkpoint: it is not a folder" in refused(
+    assert "not a checkpoint: it is not a folder" in rejected(
         lambda: open_checkpoint(tmp_path / "file")
     )
-    assert "not a checkpoint: it contains no manifest.json" in refused(
+    assert "not a checkpoint: it contains no manifest.json" in rejected(
         lambda: open_checkpoint(tmp_path)
     )
 
 
 def test_a_run_folder_is_answered_with_its_newest_checkpoint(path):
     for above in (path.parent, path.parent.parent):
-        complaint = refused(partial(open_checkpoint, above))
+        complaint = rejected(partial(open_checkpoint, above))
         assert f"Fix: give one of the checkpoints in it: {path}" in complaint
 
 
 def test_a_newer_format_says_which_weft_wrote_it(path):
     rewritten(path, format=FORMAT + 1, versions={"weft": "9.1", "torch": "4"}, surprise=[1])
-    assert refused(lambda: open_checkpoint(path)) == (
+    assert rejected(lambda: open_checkpoint(path)) == (
         f"{path}/manifest.json: a newer format (got format {FORMAT + 1} of weft 9.1; need {FORMAT} or older). "
         "Fix: use the newer weft that wrote it"
     )
@@ -78,42 +78,42 @@ def test_a_newer_format_says_which_weft_wrote_it(path):
 def test_a_manifest_that_is_no_json_is_reported(path, text):
     (path / MANIFEST).write_bytes(text)
     (path / DIGEST).write_text(digest_text(text))
-    assert f"{path}/manifest.json: is not JSON: " in refused(lambda: open_checkpoint(path))
+    assert f"{path}/manifest.json: is not JSON: " in rejected(lambda: open_checkpoint(path))
 
 
 @pytest.mark.parametrize("text", [b"[]", b"3", b"{}", b'{"format": "1"}'])
 def test_json_of_something_else_is_no_checkpoint_of_weft(path, text):
     (path / MANIFEST).write_bytes(text)
     (path / DIGEST).write_text(digest_text(text))
-    assert "not a checkpoint of weft: the manifest names no format" in refused(
+    assert "not a checkpoint of weft: the manifest names no format" in rejected(
         lambda: open_checkpoint(path)
     )
 
 
 def test_a_manifest_with_a_wrong_value_names_its_key(path):
     rewritten(path, block_bytes=-1)
-    assert f"{path}/manifest.json: block_bytes: " in refused(lambda: open_checkpoint(path))
+    assert f"{path}/manifest.json: block_bytes: " in rejected(lambda: open_checkpoint(path))
 
 
 def test_a_file_name_cannot_lead_out_of_the_folder(path):
     data = json.loads((path / MANIFEST).read_bytes())
     files = {"../rank-00000.safetensors": data["files"]["rank-00000.safetensors"]}
     rewritten(path, files=files)
-    assert "manifest.json: files." in refused(lambda: open_checkpoint(path))
+    assert "manifest.json: files." in rejected(lambda: open_checkpoint(path))
 
 
 def test_a_missing_checksum_and_a_checksum_of_something_else_are_reported(path):
     (path / DIGEST).write_text(f"{hashlib.sha256(b'x').hexdigest()}  {MANIFEST}\n")
-    assert "manifest.json and its checksum do not agree" in refused(lambda: open_checkpoint(path))
+    assert "manifest.json and its checksum do not agree" in rejected(lambda: open_checkpoint(path))
     (path / DIGEST).unlink()
-    assert f"{path}/{DIGEST}: the manifest's checksum cannot be read" in refused(
+    assert f"{path}/{DIGEST}: the manifest's checksum cannot be read" in rejected(
         lambda: open_checkpoint(path)
     )
 
 
 def test_a_missing_file_names_a_tensor_that_it_held(path):
     (path / "rank-00001.safetensors").unlink()
-    text = refused(lambda: open_checkpoint(path))
+    text = rejected(lambda: open_checkpoint(path))
     assert f"{path}/rank-00001.safetensors: missing: No such file or directory; it holds '" in text
 
 
@@ -124,14 +124,14 @@ def test_a_file_that_is_cut_short_says_by_how_much(path, cut):
     left = 0 if cut is None else length - cut
     with file.open("rb+") as handle:
         handle.truncate(left)
-    assert f"{file}: cut short; it holds '" in refused(lambda: open_checkpoint(path))
-    assert f"got {left} bytes; need {length}" in refused(lambda: open_checkpoint(path))
+    assert f"{file}: cut short; it holds '" in rejected(lambda: open_checkpoint(path))
+    assert f"got {left} bytes; need {length}" in rejected(lambda: open_checkpoint(path))
 
 
 def test_a_file_that_has_grown_is_reported(path):
     with (path / "rank-00000.safetensors").open("ab") as handle:
         handle.write(b"\0")
-    assert "longer than it was written" in refused(lambda: open_checkpoint(path))
+    assert "longer than it was written" in rejected(lambda: open_checkpoint(path))
 
 
 def test_a_file_cut_short_after_the_check_is_found_when_it_is_mapped(path):
@@ -139,7 +139,8 @@ def test_a_file_cut_short_after_the_check_is_found_when_it_is_mapped(path):
     for name in checkpoint.manifest.files:
         (path / name).write_bytes((path / name).read_bytes()[:-1])
     assert (
-        refused(checkpoint.verify).count("its length differs from the length that was written") == 2
+        rejected(checkpoint.verify).count("its length differs from the length that was written")
+        == 2
     )
 
 
@@ -148,18 +149,18 @@ def test_files_that_have_changed_places_are_found(path, tmp_path):
     contents = first.read_bytes(), second.read_bytes()
     second.write_bytes(contents[0])
     first.write_bytes(contents[1])
-    assert "rank-00000.safetensors" in refused(lambda: open_checkpoint(path).verify())
+    assert "rank-00000.safetensors" in rejected(lambda: open_checkpoint(path).verify())
 
 
 def test_a_file_of_another_step_is_found(path, tmp_path):
     other = save(tmp_path, small_state(seed=77), step=4, ranks=2, seed=4)
     shutil.copy(other / "rank-00001.safetensors", path / "rank-00001.safetensors")
-    assert f"{path}/rank-00001.safetensors: tensor '" in refused(
+    assert f"{path}/rank-00001.safetensors: tensor '" in rejected(
         lambda: open_checkpoint(path).verify()
     )
     shutil.copy(other / MANIFEST, path / MANIFEST)
     shutil.copy(other / DIGEST, path / DIGEST)
-    assert f"{path}/rank-00000.safetensors: tensor '" in refused(
+    assert f"{path}/rank-00000.safetensors: tensor '" in rejected(
         lambda: open_checkpoint(path).verify()
     )
 
@@ -169,8 +170,8 @@ def test_a_flipped_bit_names_file_and_tensor_whenever_it_is_read(path):
     piece = manifest.tensors["model/embed.weight"].pieces[0]
     flip(path / piece.file, 8 * piece.at + 3)
     need = f"{path}/{piece.file}: tensor 'model/embed.weight' is damaged on the disk (got checksum "
-    assert need in refused(lambda: open_checkpoint(path).verify())
-    assert need in refused(
+    assert need in rejected(lambda: open_checkpoint(path).verify())
+    assert need in rejected(
         lambda: open_checkpoint(path).section("model").read("embed.weight", piece.box)
     )
 
@@ -246,7 +247,7 @@ def test_a_hole_is_named_with_tensor_and_entries(path):
     holed = stored.model_copy(update={"pieces": stored.pieces[1:]})
     manifest = checkpoint.manifest.model_copy(update={"tensors": {"model/head.weight": holed}})
     source = Checkpoint(path, manifest).section("model")
-    text = refused(lambda: source.read("head.weight", Box.whole((6, 5, 3))))
+    text = rejected(lambda: source.read("head.weight", Box.whole((6, 5, 3))))
     assert f"{path}: tensor 'model/head.weight': entries [" in text
     assert "are in no piece" in text
 
@@ -255,7 +256,7 @@ def test_pieces_that_the_manifest_places_wrongly_are_rejected_at_the_start(path)
     data = json.loads((path / MANIFEST).read_bytes())
     data["tensors"]["model/embed.weight"]["pieces"][0]["at"] += 4
     rewritten(path, tensors=data["tensors"])
-    assert "do not fill it" in refused(lambda: open_checkpoint(path))
+    assert "do not fill it" in rejected(lambda: open_checkpoint(path))
 
 
 @pytest.mark.parametrize(
@@ -271,19 +272,19 @@ def test_a_piece_that_cannot_be_is_rejected_at_the_start(path, key, value, what)
     data = json.loads((path / MANIFEST).read_bytes())
     data["tensors"]["model/embed.weight"]["pieces"][0][key] = value
     rewritten(path, tensors=data["tensors"])
-    text = refused(lambda: open_checkpoint(path))
+    text = rejected(lambda: open_checkpoint(path))
     assert "tensor 'model/embed.weight'" in text
     assert what in text
 
 
 def test_a_tensor_or_box_that_is_not_there_is_reported(path):
     source = open_checkpoint(path).section("model")
-    assert "no tensor 'tail.weight' in 'model'" in refused(
+    assert "no tensor 'tail.weight' in 'model'" in rejected(
         lambda: source.read("tail.weight", Box((), ()))
     )
-    assert "no tensor 'tail.weight' in 'model'" in refused(lambda: source.dtype("tail.weight"))
+    assert "no tensor 'tail.weight' in 'model'" in rejected(lambda: source.dtype("tail.weight"))
     for box in (Box((0, 0), (17, 8)), Box((0,), (1,))):
-        complaint = refused(partial(source.read, "embed.weight", box))
+        complaint = rejected(partial(source.read, "embed.weight", box))
         assert "model/embed.weight: has no such entries" in complaint
 
 
@@ -297,11 +298,11 @@ def test_another_model_is_rejected_by_family_and_by_field():
     facts = facts_of(1, architecture={"width": 8, "split": [2, 3]})
     where = Path("/run/ckpt/step-000001")
     check_model(where, facts, family="gpt2", architecture={"width": 8, "split": (2, 3)})
-    text = refused(lambda: check_model(where, facts, family="llama3", architecture={}))
+    text = rejected(lambda: check_model(where, facts, family="llama3", architecture={}))
     assert text.startswith(
         f"{where}: a checkpoint of another model: family differs (got 'gpt2'; need 'llama3')"
     )
-    text = refused(
+    text = rejected(
         lambda: check_model(
             where, facts, family="gpt2", architecture={"width": 16, "split": (2, 3)}
         )

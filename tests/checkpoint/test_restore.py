@@ -1,4 +1,4 @@
-"""From a step to stored tensors and back: each entry written once, the work shared, what does not fit refused on all ranks."""
+"""From a step to stored tensors and back: each entry written once, the work shared, what does not fit rejected on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping changes nothing: the same layout goes on to the last bit, another one within rounding; what would is refused."""
+"""Stopping changes nothing: the same layout goes on to the last bit, another one within rounding; what would is rejected."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_nothing_is_committed_before_all_ranks_have_written(tmp_path, monkeypatc
     assert run_ranks(case.mesh, rank) == [([], [("save", 5)]), ([], [])]
 
 
-def test_a_rank_whose_disk_refuses_fails_the_save_and_nothing_else(tmp_path, monkeypatch):
+def test_a_disk_error_of_one_rank_fails_the_save_and_nothing_else(tmp_path, monkeypatch):
     case = Case("dp3", family="gpt2", microbatches=2)
     right = save_write._write_piece
 

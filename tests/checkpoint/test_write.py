@@ -42,7 +42,7 @@ def written(tmp: Path, *ranks: list[WriteItem]) -> None:
 
 
 @contextmanager
-def refused(*words: str):
+def rejected(*words: str):
     with pytest.raises(CheckpointError) as caught:
         yield
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -55,7 +55,7 @@ def test_a_checkpoint_is_never_overwritten_and_stays_as_it_was(tmp_path):
     state = small_state()
     path = save(tmp_path, state, step=5)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with refused(f"{path}: a checkpoint is there already, and it is not overwritten"):
+    with rejected(f"{path}: a checkpoint is there already, and it is not overwritten"):
         save(tmp_path, small_state(seed=99), step=5)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert list(path.parent.iterdir()) == [path], "what was not to be is gone"
@@ -75,7 +75,7 @@ def test_a_checkpoint_that_comes_there_during_the_commit_is_not_overwritten_eith
         real(path)
 
     monkeypatch.setattr(commit_module, "sync_folder", late)
-    with refused(f"{final}: the checkpoint is not saved: Directory not empty"):
+    with rejected(f"{final}: the checkpoint is not saved: Directory not empty"):
         commit(temporary_path(final), final, facts_of(), ranks=1)
     assert (final / MANIFEST).read_text() == "another's"
     assert os.listdir(final.parent) == [final.name]
@@ -85,7 +85,7 @@ def test_a_rank_that_has_not_written_is_named(tmp_path):
     final = checkpoint_path(tmp_path, 1)
     tmp = temporary_path(final)
     written(tmp, [held()])
-    with refused(
+    with rejected(
         "rank 1 has written no file here (need rank-00001.json)", "on several hosts, a shared one"
     ):
         commit(tmp, final, facts_of(), ranks=2)
@@ -110,13 +110,13 @@ def test_a_rank_that_has_not_written_is_named(tmp_path):
 def test_pieces_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path, pieces, words):
     final = checkpoint_path(tmp_path, 1)
     written(temporary_path(final), *([piece] for piece in pieces))
-    with refused(words):
+    with rejected(words):
         commit(temporary_path(final), final, facts_of(), ranks=len(pieces))
     assert not os.listdir(final.parent)
 
 
 def test_one_rank_does_not_hold_a_piece_twice(tmp_path):
-    with refused("model/a: rank 3 holds the same piece twice"):
+    with rejected("model/a: rank 3 holds the same piece twice"):
         start_write(tmp_path / "tmp", 3, [held(), held()])
 
 
@@ -136,7 +136,7 @@ def test_a_piece_fits_its_box_its_tensor_and_a_type_that_can_be_stored():
         (("a", (4, 6), WHOLE, zeros), "is not a valid name of a stored tensor"),
         (("model//a", (4, 6), WHOLE, zeros), "is not a valid name of a stored tensor"),
     ):
-        with refused(words):
+        with rejected(words):
             WriteItem(*arguments)
 
 
@@ -330,7 +330,7 @@ def test_what_a_dead_run_left_does_not_become_part_of_a_checkpoint(tmp_path):
     final = checkpoint_path(tmp_path, 1)
     tmp = temporary_path(final)
     written(tmp, [held(hi=(2, 6))], [held(lo=(2, 0))])
-    with refused("the checkpoint is not saved: File exists"):
+    with rejected("the checkpoint is not saved: File exists"):
         written(tmp, [held()])
     discard(tmp)
     written(tmp, [held()])

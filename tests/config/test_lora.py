@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from weft.config import lora
 from weft.config.checks import run_checks
 from weft.config.load import load
+from weft.config.validate import config_checks
 from weft.models import FAMILIES
 
 
 def fixes(*words: str) -> list[str]:
     run = load(["--lora.rank", "4", *words], FAMILIES)
-    return [fault.fix for fault in run_checks(run, lora.CHECKS)]
+    return [fault.fix for fault in run_checks(run, config_checks)]
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "o", "gate", "up", "down"])

@@ -12,10 +12,9 @@ from weft.config.checks import Check, run_checks
 from weft.config.keys import keys_of
 from weft.config.load import load
 from weft.config.run import Run
+from weft.config.validate import config_checks
 from weft.errors import Fault
 from weft.models import FAMILIES
-
-ALL = validate.CHECKS
 
 
 def read(*words):
@@ -23,7 +22,7 @@ def read(*words):
 
 
 def validation_faults(*words):
-    return [str(fault) for fault in run_checks(read(*words), ALL)]
+    return [str(fault) for fault in run_checks(read(*words), config_checks)]
 
 
 def test_every_key_has_a_description_of_one_line():
@@ -79,7 +78,8 @@ def test_tp_is_rejected_exactly_where_it_does_not_divide(degree, kv_heads, group
         f"{kv_heads}",
     ]
     words += ["--model.ffn", f"{ffn}", "--mesh", f"tp{degree}"]
-    faults = list(validate.axes_divide(read(*words)))
+    run = read(*words)
+    faults = list(validate.axes_divide(run.device_mesh, run.model))
     assert bool(faults) == any(size % degree for size in (heads, kv_heads, ffn))
 
 
@@ -97,14 +97,23 @@ def test_a_batch_is_rejected_exactly_where_it_does_not_divide(ranks, micro, size
         "--batch.global_size",
         f"{size}",
     ]
-    faults = list(validate.batch_divides(read(*words)))
+    run = read(*words)
+    faults = list(validate.batch_divides(run.device_mesh, run.batch))
     assert bool(faults) == bool(size % (ranks * micro))
 
 
 @given(length=st.integers(1, 99), degree=st.integers(1, 8))
 def test_a_sequence_is_rejected_exactly_where_its_parts_are_unequal(length, degree):
     words = ["--parallel.sequence", "True", "--mesh", f"tp{degree}", "--data.seq_len", f"{length}"]
-    faults = list(validate.sequence_divides(read(*words)))
+    run = read(*words)
+    faults = list(
+        validate.sequence_divides(
+            run.device_mesh,
+            run.model,
+            run.parallel,
+            seq_len=length,
+        )
+    )
     assert bool(faults) == bool(length % degree)
 
 
@@ -123,7 +132,15 @@ def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(ranks
         "--pipeline.chunks",
         f"{chunks}",
     ]
-    faults = list(validate.layers_make_stages(read(*words, "--pipeline.split", *map(str, counts))))
+    run = read(*words, "--pipeline.split", *map(str, counts))
+    faults = list(
+        validate.layers_make_stages(
+            run.device_mesh,
+            run.model,
+            run.pipeline,
+            seq_len=run.data.seq_len,
+        )
+    )
     assert bool(faults) == (len(counts) != ranks * chunks or sum(counts) != layers)
 
 
@@ -221,7 +238,8 @@ def test_faults_of_independent_parts_are_reported_together():
 )
 def test_a_check_is_skipped_where_a_key_that_it_reads_is_at_fault(reads, key):
     known, found = Fault(key, "bad"), Fault("x", "found")
-    reported = run_checks(read(), [Check((reads,), lambda run: [found])], known=[known])
+    check = Check((reads,), lambda: [found])
+    reported = run_checks(read(), lambda run: [check], known=[known])
     is_blind = f"{key}.".startswith(f"{reads}.") or f"{reads}.".startswith(f"{key}.")
     assert reported == ((known,) if is_blind else (known, found))
 

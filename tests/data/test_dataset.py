@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.commands import data_checks
-from weft.config import validate
+from weft.commands.data_checks import data_checks, source_faults
 from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.schema import DataConfig
+from weft.config.validate import config_checks
 from weft.data import files, images, tokens
 from weft.data.dataset import open_data
 from weft.data.order import layout_of, permuted, samples_of_step
@@ -248,7 +248,7 @@ def test_the_standard_library_stops_at_its_limit(monkeypatch):
         ),
         (
             b"1",
-            "is too short (got 1 tokens; need at least 5 = data.seq_len + 1). Fix: a longer source",
+            "is too short (got 1 token; need at least 5 = data.seq_len + 1). Fix: a longer source",
         ),
     ],
 )
@@ -457,11 +457,11 @@ def test_text_and_images_are_not_mistaken_for_each_other():
 
 def faults_of_run(*argv, from_hf=None):
     run = load(argv, FAMILIES)
-    return [str(fault) for fault in data_checks.source_faults(with_folder(run, from_hf))]
+    return [str(fault) for fault in source_faults(run.data, with_folder(run.model, from_hf))]
 
 
-def with_folder(run, from_hf):
-    return run.model_copy(update={"model": run.model.model_copy(update={"from_hf": from_hf})})
+def with_folder(model, from_hf):
+    return model.model_copy(update={"from_hf": from_hf})
 
 
 def test_token_files_may_have_fewer_ids_than_bytes_have_alone_in_a_folder_and_mixed(tmp_path):
@@ -483,10 +483,8 @@ def test_token_files_may_have_fewer_ids_than_bytes_have_alone_in_a_folder_and_mi
         ("--data.source", f"{tmp_path}/a"),
         ("--data.mix", f"{tmp_path}/a=1", f"{tmp_path}/b/x.bin=2"),
     ):
-        assert (
-            run_checks(load((*source, *small), FAMILIES), (*validate.CHECKS, *data_checks.CHECKS))
-            == ()
-        )
+        run = load((*source, *small), FAMILIES)
+        assert run_checks(run, config_checks, data_checks) == ()
 
 
 def test_the_vocabulary_of_a_model_from_a_folder_is_not_to_be_changed(tmp_path):

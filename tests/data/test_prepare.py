@@ -274,7 +274,7 @@ def test_small_texts_are_made_into_tokens_when_a_run_starts(tmp_path, bpe):
     assert np.array_equal(here.stream.document_bounds, there.stream.document_bounds[:])
 
 
-def test_raw_text_beside_a_prepared_folder_is_read_by_its_tokenizer(tmp_path, bpe):
+def test_raw_text_mixed_with_a_prepared_folder_is_read_by_its_tokenizer(tmp_path, bpe):
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
     sizes = ["--model.vocab", str(VOCAB), "--data.seq_len", "8"]
     mixed = load(["--data.mix", f"{folder}=1", f"{tmp_path}/a.jsonl=1", *sizes], FAMILIES)
@@ -286,10 +286,10 @@ def test_raw_text_beside_a_prepared_folder_is_read_by_its_tokenizer(tmp_path, bp
     assert len(open_validation(run.data, run.model, source=run.eval.source).stream) == len(whole)
 
 
-# ---- what is refused
+# ---- what is rejected
 
 
-def refused(words, capsys):
+def rejected(words, capsys):
     capsys.readouterr()
     assert main(words) == EXIT_USER
     (told,) = capsys.readouterr().err.splitlines()
@@ -297,7 +297,7 @@ def refused(words, capsys):
 
 
 PREPARE = {
-    "no input": (["--out", "{tmp}/x"], "input: is missing (need files or folders)"),
+    "no input": (["--out", "{tmp}/x"], "inputs: is missing (need files or folders)"),
     "no out": (["{tmp}/a.jsonl"], "out: is missing (need a folder to write)"),
     "out is there": (
         ["{tmp}/a.jsonl", "--out", "{tmp}"],
@@ -307,16 +307,22 @@ PREPARE = {
         ["{tmp}/a.jsonl", "--out", "{tmp}/a.jsonl/x"],
         "out: the folder cannot be created (got",
     ),
-    "no file": (["{tmp}/no", "--out", "{tmp}/x"], "input: no such file or folder (got '{tmp}/no')"),
-    "empty": (["{tmp}/empty.txt", "--out", "{tmp}/x"], "input: is empty (got no text in 1 file"),
-    "tokens": (["{tmp}/a.bin", "--out", "{tmp}/x"], "input: holds tokens already (got {tmp}/a.bin"),
+    "no file": (
+        ["{tmp}/no", "--out", "{tmp}/x"],
+        "inputs: no such file or folder (got '{tmp}/no')",
+    ),
+    "empty": (["{tmp}/empty.txt", "--out", "{tmp}/x"], "inputs: is empty (got no text in 1 file"),
+    "tokens": (
+        ["{tmp}/a.bin", "--out", "{tmp}/x"],
+        "inputs: holds tokens already (got {tmp}/a.bin",
+    ),
     "broken line": (
         ["{tmp}/broken.jsonl", "--out", "{tmp}/x"],
-        "input: {tmp}/broken.jsonl:2 is not JSON (got ",
+        "inputs: {tmp}/broken.jsonl:2 is not JSON (got ",
     ),
     "line is a list": (
         ["{tmp}/list.jsonl", "--out", "{tmp}/x"],
-        "input: {tmp}/list.jsonl:1 is not a JSON object (got list",
+        "inputs: {tmp}/list.jsonl:1 is not a JSON object (got list",
     ),
     "no such field": (
         ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--text_field", "texte"],
@@ -336,11 +342,11 @@ PREPARE = {
     ),
     "no parquet": (
         ["{tmp}/b.parquet", "--out", "{tmp}/x"],
-        "input: {tmp}/b.parquet is not a parquet file",
+        "inputs: {tmp}/b.parquet is not a parquet file",
     ),
     "broken gzip": (
         ["{tmp}/b.jsonl.gz", "--out", "{tmp}/x"],
-        "input: {tmp}/b.jsonl.gz is a broken gzip file",
+        "inputs: {tmp}/b.jsonl.gz is a broken gzip file",
     ),
     "share": (
         ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--valid", "1"],
@@ -352,7 +358,7 @@ PREPARE = {
     ),
     "no UTF-8": (
         ["{tmp}/latin.txt", "--out", "{tmp}/x", "--tokenizer", "train"],
-        "input: {tmp}/latin.txt is not UTF-8 text (got 0xe9 at byte 3)",
+        "inputs: {tmp}/latin.txt is not UTF-8 text (got 0xe9 at byte 3)",
     ),
     "vocab too small": (
         ["{tmp}/a.jsonl", "--out", "{tmp}/x", "--tokenizer", "train", "--vocab", "257"],
@@ -390,7 +396,7 @@ def test_what_cannot_be_prepared_is_reported_in_one_line_and_leaves_nothing(case
         PREPARE[case][1].format(tmp=place),
     )
     before = sorted(place.iterdir())
-    assert refused(["data", "prepare", *words], capsys).startswith(line)
+    assert rejected(["data", "prepare", *words], capsys).startswith(line)
     assert sorted(place.iterdir()) == before
 
 
@@ -420,12 +426,12 @@ def test_a_folder_that_is_not_whole_is_rejected(case, tmp_path, bpe, capsys):
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe))
     damage, line = DAMAGE[case]
     damage(folder)
-    assert line in refused(
+    assert line in rejected(
         ["train", "--data.source", str(folder), "--model.vocab", "300", "--data.seq_len", "8"],
         capsys,
     )
     if case != "other tokenizer":
-        assert line in refused(["data", "show", str(folder)], capsys)
+        assert line in rejected(["data", "show", str(folder)], capsys)
 
 
 def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(tmp_path, bpe, capsys):
@@ -439,9 +445,9 @@ def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(tmp_path, bpe, 
     (folder / "valid.bin").write_bytes(content)
     assert main(["data", "show", str(folder), "--verify", "True"]) == EXIT_FAILED
     assert "valid.bin: sha256" in capsys.readouterr().out
-    assert "is not a prepared folder" in refused(["data", "show", str(tmp_path)], capsys)
-    assert "names no folder" in refused(["data", "show"], capsys)
-    assert "unknown word 'prepar'" in refused(["data", "prepar"], capsys)
+    assert "is not a prepared folder" in rejected(["data", "show", str(tmp_path)], capsys)
+    assert "names no folder" in rejected(["data", "show"], capsys)
+    assert "unknown word 'prepar'" in rejected(["data", "prepar"], capsys)
 
 
 RUNS = {
@@ -572,7 +578,7 @@ def test_what_cannot_be_trained_on_is_reported_in_one_line(case, tmp_path, bpe, 
     if case == "tokenizers":
         prepare.prepare(PrepareOptions((f"{tmp_path}/a.jsonl",)), tmp_path / "second")
     words, line = ([word.format(**names) for word in RUNS[case][0]], RUNS[case][1].format(**names))
-    assert refused(["train", "--out", f"{tmp_path}/run", *words], capsys).startswith(line)
+    assert rejected(["train", "--out", f"{tmp_path}/run", *words], capsys).startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -600,7 +606,7 @@ def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch, capsys):
     words = ["data", "prepare", f"{tmp_path}/a.parquet", "--out", str(tmp_path / "x")]
     assert (
         "parquet files need pyarrow, which is not installed. Fix: pip install 'weft-train[data]'"
-        in refused(words, capsys)
+        in rejected(words, capsys)
     )
 
 

@@ -107,7 +107,7 @@ def test_a_type_and_files_of_a_size_may_be_asked_for(
     assert "float16" in capsys.readouterr().out
 
 
-def test_adapters_beside_the_values_of_a_folder_are_merged_on_export_or_written_alone(
+def test_adapters_of_a_folder_with_values_are_merged_on_export_or_written_alone(
     life: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run, merged, alone = str(tmp_path / "run"), tmp_path / "merged", tmp_path / "alone"

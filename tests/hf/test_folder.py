@@ -242,7 +242,7 @@ def test_nothing_is_written_over(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"], "and nothing half written stays"
 
 
-def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_error_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuses(tensors: Memory, name: str, box: Box) -> Tensor:
         raise OSError(28, "No space left on device")
 

@@ -96,7 +96,7 @@ def test_optimizer_state_is_stored_of_adapters_alone(
 @pytest.mark.parametrize(
     "case", [Case("dp2", layers=2), Case("tp2", layers=2), Case("dp2", zero=3, layers=2)], ids=str
 )
-def test_new_adapters_stand_beside_what_old_ones_made(
+def test_new_adapters_extend_a_base_that_old_ones_were_merged_into(
     case: Case, written: tuple[Path, tuple[float, float]]
 ) -> None:
     """The base is the merged model, under any layout; new adapters are nothing yet."""
@@ -195,7 +195,7 @@ def test_commands_from_a_base_to_both_exports(
         (("--lora.alpha", "8"), "error: lora.alpha: differs from the checkpoint"),
         (("--lora.targets", "q"), "error: lora.targets: differs from the checkpoint"),
     ):
-        assert refused(["train", *short, *adapters, "--resume", out, *words], capsys).startswith(
+        assert rejected(["train", *short, *adapters, "--resume", out, *words], capsys).startswith(
             message
         )
     for words, message in (
@@ -206,8 +206,10 @@ def test_commands_from_a_base_to_both_exports(
         ),
         (("--lora.rank", "2", "--lora.base", str(tmp_path)), "error: lora.base: "),
     ):
-        assert refused(["train", *short, *words], capsys).startswith(message)
-    assert refused(["export", base, str(tmp_path / "none"), "--adapters", "True"], capsys).endswith(
+        assert rejected(["train", *short, *words], capsys).startswith(message)
+    assert rejected(
+        ["export", base, str(tmp_path / "none"), "--adapters", "True"], capsys
+    ).endswith(
         "has no adapters to write. Fix: export the model itself, or train with --lora.rank 8"
     )
 
@@ -216,7 +218,7 @@ def newest(out: Path) -> Checkpoint:
     return open_checkpoint(max((out / "ckpt").glob("step-*")))
 
 
-def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What a command says on its only line."""
     assert main(words) == EXIT_USER
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -250,7 +252,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_bad_input_is_reported_in_one_line(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert message in refused(["train", *JOB, "--out", str(tmp_path / "out"), *words], capsys)
+    assert message in rejected(["train", *JOB, "--out", str(tmp_path / "out"), *words], capsys)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +271,6 @@ def test_bad_input_is_reported_in_one_line(
 def test_models_without_such_linears_are_rejected(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert message in refused(
+    assert message in rejected(
         ["train", "--lora.rank", "2", "--out", str(tmp_path / "out"), *words], capsys
     )

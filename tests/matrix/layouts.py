@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.small_models import small_fields
 from weft.comm.comm import Comm
-from weft.config import validate
 from weft.config.families import run_type
 from weft.config.run import Run, plan_of
 from weft.config.schema import BatchConfig as BatchSizes
@@ -23,6 +22,7 @@ from weft.config.schema import (
     PipelineConfig,
     PrecisionConfig,
 )
+from weft.config.validate import config_checks
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.sequence import Context
@@ -166,8 +166,7 @@ class Case:
 
 def fits(case: Case) -> bool:
     """Whether config validation accepts the layout."""
-    run = case.run
-    return not any(check.fails(run) for check in validate.CHECKS)
+    return not any(check.fails() for check in config_checks(case.run))
 
 
 def batches(case: Case, *, vocab: int = 53) -> tuple[Batch, ...]:

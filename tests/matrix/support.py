@@ -15,9 +15,9 @@ from pathlib import Path
 from tests.matrix.layouts import CLIP, NUM_STEPS, TOLERANCE, Case
 from tests.matrix.sweep import every_case
 from tests.small_models import TEXT_FAMILIES
-from weft.config import validate
 from weft.config.checks import run_checks
 from weft.config.load import try_load
+from weft.config.validate import config_checks
 from weft.models import FAMILIES
 from weft.schedule.catalog import SCHEDULES
 
@@ -195,7 +195,7 @@ def rejections() -> Iterator[str]:
 def messages(words: Iterable[str]) -> list[str]:
     """The faults of a config, one line each."""
     loaded = try_load(list(words), FAMILIES)
-    return [str(fault) for fault in run_checks(loaded.run, validate.CHECKS, known=loaded.faults)]
+    return [str(fault) for fault in run_checks(loaded.run, config_checks, known=loaded.faults)]
 
 
 if __name__ == "__main__":

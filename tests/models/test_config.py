@@ -95,15 +95,15 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "fields", "key", "says"), REFUSED)
 def test_a_bad_field_is_rejected_under_its_key_with_values_that_work(config, fields, key, says):
-    with pytest.raises(ValidationError, match=says) as refused:
+    with pytest.raises(ValidationError, match=says) as rejected:
         config(**fields)
-    assert [error["loc"] for error in refused.value.errors()] == [(key,)]
+    assert [error["loc"] for error in rejected.value.errors()] == [(key,)]
 
 
 def test_all_faults_are_reported_at_once():
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValidationError) as rejected:
         Llama3(layers=-1, dim=130, ffn=0, vocab=0)
-    assert [error["loc"] for error in refused.value.errors()] == [
+    assert [error["loc"] for error in rejected.value.errors()] == [
         ("layers",),
         ("heads",),
         ("vocab",),
@@ -131,9 +131,11 @@ def test_a_config_survives_json(name):
 def test_every_value_that_a_divisibility_fault_proposes_would_work(value: int, parts: int):
     if value % parts == 0:
         return check_divides(value, parts, value_name="dim", parts_name="heads")
-    with pytest.raises(ValueError, match="does not divide") as refused:
+    with pytest.raises(ValueError, match="does not divide") as rejected:
         check_divides(value, parts, value_name="dim", parts_name="heads")
-    values, divisors = re.fullmatch(r".*; try dim (.*), or heads (.*)", str(refused.value)).groups()
+    values, divisors = re.fullmatch(
+        r".*; try dim (.*), or heads (.*)", str(rejected.value)
+    ).groups()
     assert all(int(proposed) % parts == 0 for proposed in values.split(" or "))
     assert all(value % int(proposed) == 0 for proposed in divisors.split(", "))
     return None

@@ -60,7 +60,14 @@ def test_the_feed_gives_each_rank_its_columns_of_the_same_sequences() -> None:
     samples = open_data(run.data, run.model)
 
     def rank(comm: Comm) -> list[Batch]:
-        return build_data_loader(run, comm, samples).batches(3)
+        loader = build_data_loader(
+            samples,
+            comm,
+            run.batch,
+            seed=run.seed,
+            later=False,
+        )
+        return loader.batches(3)
 
     held = run_ranks("dp2 cp2", rank)
     alone = run_ranks("dp2", rank)

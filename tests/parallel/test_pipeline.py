@@ -138,6 +138,53 @@ def test_inputs_may_be_token_ids(mesh: str, schedule: str) -> None:
     assert seen == set(want)
 
 
+class PartlyUsed(nn.Module):
+    """A linear that every rank uses, one that the first data rank uses, one that no rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.never = nn.Linear(4, 4)
+        self.uses_first = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.always(x)
+        return y + self.first(x) if self.uses_first else y
+
+
+@pytest.mark.parametrize("mesh", ["", "pp2", "dp2", "pp2 dp2"])
+def test_parameters_that_no_rank_used_have_no_gradient(mesh: str) -> None:
+    torch.manual_seed(3)
+    blocks = [PartlyUsed().double(), nn.Linear(4, 4).double()]
+    x = torch.randn(8, 4, dtype=torch.float64)
+
+    def rank(comm: Comm) -> list[dict[str, Tensor | None]]:
+        own = copy.deepcopy(blocks)
+        own[0].uses_first = comm.index("dp") == 0
+        pipe = PipelineParallel(
+            own,
+            comm,
+            loss=nn.functional.mse_loss,
+            example=x[:2],
+            microbatches=2,
+        )
+        steps = []
+        for _ in range(2):
+            pipe.step(x[:4], torch.zeros_like(x[:4]))
+            grads = {}
+            for name, param in pipe.model.params.items():
+                grads[name] = None if param.grad is None else param.grad.clone()
+            steps.append(grads)
+        return steps
+
+    for first, second in run_ranks(mesh, rank):
+        for name, grad in first.items():
+            assert (grad is None) == ("never" in name), name
+            if grad is not None:
+                assert grad.any(), name
+                assert grad.equal(second[name]), name
+
+
 def test_a_stage_that_ends_with_integers_is_rejected() -> None:
     blocks = [nn.Identity(), nn.Embedding(7, 4), nn.Linear(4, 4)]
 

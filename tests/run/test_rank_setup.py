@@ -60,6 +60,6 @@ def test_too_few_gpus_for_device_cuda_are_one_line(monkeypatch):
     with pytest.raises(LaunchError) as caught:
         choose_device("cuda", local_rank=0, local_size=2)
     assert str(caught.value) == (
-        "device: not enough GPUs (got 1 GPUs for 2 local ranks; need one for each rank). "
+        "device: not enough GPUs (got 1 GPU for 2 local ranks; need one for each rank). "
         "Fix: use fewer ranks, or --device cpu"
     )

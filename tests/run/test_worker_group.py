@@ -1,4 +1,4 @@
-"""Forking a worker group: refused if CUDA is in use or the system has no process left."""
+"""Forking a worker group: rejected if CUDA is in use or the system has no process left."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_all_impossible_sizes_are_reported_together():
 
 def test_interleaved_wants_at_least_two_chunks():
     with pytest.raises(
-        ScheduleError, match=r"pipeline.chunks: .* 1 chunks .*need 2 to .*Fix: --pipeline.chunks 2"
+        ScheduleError, match=r"pipeline.chunks: .* 1 chunk .*need 2 to .*Fix: --pipeline.chunks 2"
     ):
         make_table("interleaved", ranks=4, microbatches=8, chunks=1)
 

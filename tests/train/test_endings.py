@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,14 @@ from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.cli import main
 from weft.errors import EXIT_OK
-from weft.train.event_log import EVENTS, EventLog, append_end_event, read_events
+from weft.train.event_log import (
+    EVENTS,
+    EventLog,
+    append_end_event,
+    append_missing_end_event,
+    end_run_of_dead_writer,
+    read_events,
+)
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
@@ -107,3 +116,54 @@ def test_the_root_cause_replaces_the_error_of_a_failed_rank_0(tmp_path):
     assert step == {"event": "step", "step": 2}
     assert (end["status"], end["steps"], end["error"]) == ("failed", 2, "rank 1 was killed")
     assert end["seconds"] < 9.0
+
+
+def write_two_steps_and_wait(out: Path) -> None:
+    """What a rank 0 does that is killed: its events have no end."""
+    log = EventLog(out)
+    for step in (1, 2):
+        log.emit({"event": "step", "step": step})
+    (out / "ready").touch()
+    time.sleep(60)
+
+
+def start_writer(out: Path) -> multiprocessing.Process:
+    writer = multiprocessing.get_context("spawn").Process(
+        target=write_two_steps_and_wait, args=(out,)
+    )
+    writer.start()
+    while not (out / "ready").exists():
+        time.sleep(0.01)
+    return writer
+
+
+def test_another_rank_ends_the_run_of_a_killed_rank_0_only(tmp_path):
+    writer = start_writer(tmp_path)
+    try:
+        assert not end_run_of_dead_writer(tmp_path, error="lost rank 0", wait_s=0.1)
+    finally:
+        writer.kill()
+        writer.join()
+    assert end_run_of_dead_writer(tmp_path, error="lost rank 0")
+    assert not end_run_of_dead_writer(tmp_path, error="a second rank")
+    *_, end = events_of(tmp_path)
+    assert (end["event"], end["status"], end["steps"]) == ("end", "failed", 2)
+    assert end["error"] == "lost rank 0"
+
+
+def test_a_run_without_an_end_gets_one_when_it_is_started_again(tmp_path):
+    out = train(tmp_path, "--steps", "2", "--save.every", "1")
+    lines = (out / EVENTS).read_text().splitlines(keepends=True)
+    (out / EVENTS).write_text("".join(lines[:-1]))
+    train(tmp_path, "--steps", "3", "--resume", "auto")
+    ends = [event for event in events_of(out) if event["event"] == "end"]
+    assert [(end["status"], end["steps"]) for end in ends] == [("failed", 2), ("finished", 3)]
+    assert ends[0]["error"].startswith("killed before it could record its end")
+
+
+def test_a_run_with_an_end_keeps_its_error(tmp_path):
+    assert not append_missing_end_event(tmp_path, error="killed")
+    (tmp_path / EVENTS).write_text('{"event":"end","status":"failed","error":"a cause"}\n')
+    assert not append_missing_end_event(tmp_path, error="killed")
+    (end,) = events_of(tmp_path)
+    assert end["error"] == "a cause"

@@ -18,9 +18,9 @@ from weft.models.common.batch import IGNORE, chain
 from weft.parallel.pipeline.forward import forward_table
 from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
-from weft.train.build import build_data_loader, build_evaluation, build_step
+from weft.train.build import build_data_loader, build_step
 from weft.train.data_loader import whole_batch
-from weft.train.evaluate import NO_SAMPLE, batches_of
+from weft.train.evaluate import NO_SAMPLE, Evaluation, batches_of
 from weft.train.event_log import read_events
 
 SIZES = "--batch.global_size 6 --batch.micro_size 1 --data.seq_len 16 --eval.every 1 --steps 4"
@@ -55,6 +55,16 @@ def run_of(source, words, family="llama3"):
     )
 
 
+def loader_of(run, comm, samples):
+    return build_data_loader(
+        samples,
+        comm,
+        run.batch,
+        seed=run.seed,
+        later=run.model.reads_later_targets,
+    )
+
+
 def losses(run):
     """Loss before the first step, after it, and after the second; with the loss of the steps
     between.
@@ -62,9 +72,12 @@ def losses(run):
 
     def rank(comm: Comm):
         step = build_step(run, comm)
-        evaluation, feed = (
-            build_evaluation(run, step.model),
-            build_data_loader(run, comm, open_data(run.data, run.model)),
+        feed = loader_of(run, comm, open_data(run.data, run.model))
+        validation = open_validation(run.data, run.model, source=run.eval.source)
+        evaluation = Evaluation(
+            step.model,
+            loader_of(run, comm, validation),
+            most_batches=run.eval.batches,
         )
         found = [evaluation().loss]
         for number in range(2):
@@ -128,7 +141,7 @@ def test_training_does_not_notice(source):
     def rank(comm: Comm):
         step, feed = (
             build_step(run, comm),
-            build_data_loader(run, comm, open_data(run.data, run.model)),
+            loader_of(run, comm, open_data(run.data, run.model)),
         )
         return [step(feed.batches(number), lr=0.01).loss for number in range(2)]
 

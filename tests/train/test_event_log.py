@@ -147,7 +147,7 @@ while True:
     assert list(read_events(path)) == [*left, {"event": "end"}]
 
 
-def test_files_beside_are_whole_and_leave_nothing_else(tmp_path):
+def test_other_files_of_a_run_folder_are_whole_and_leave_nothing_else(tmp_path):
     with EventLog(tmp_path) as journal:
         journal.write("plan.json", "{}\n")
         journal.write("plan.json", '{"mesh":"dp2"}\n')

@@ -41,7 +41,7 @@ def commit(
 
     Raises:
         CheckpointError: `final` exists, a rank's file is missing, the pieces do not cover the
-            tensors, or the disk refuses. Only `tmp` has been changed, and it is removed.
+            tensors, or a disk error occurs. Only `tmp` has been changed, and it is removed.
     """
     try:
         _check_absent(final)

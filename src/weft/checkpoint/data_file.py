@@ -18,7 +18,7 @@ from pathlib import Path
 from weft.checkpoint.format import DTYPES, DataFile, Piece, Stored, StoredDtype
 from weft.checkpoint.manifest import FIX_USE_ANOTHER, read_manifest
 from weft.core.axes import Box
-from weft.errors import CheckpointError, Fault
+from weft.errors import CheckpointError, Fault, counted
 from weft.small_files import UnreadableFile, open_regular
 
 MAX_CHECKED_BYTES = 2**28
@@ -125,7 +125,7 @@ class MappedFile:
                 )
             ) from None
         if len(self._bytes) != facts.num_bytes:
-            got, need = f"{len(self._bytes)} bytes", f"{facts.num_bytes}"
+            got, need = counted(len(self._bytes), "byte"), f"{facts.num_bytes}"
             what = "its length differs from the length that was written"
             raise CheckpointError(
                 Fault(

@@ -79,7 +79,7 @@ def new_folder(folder: Path, *, need_bytes: int) -> Iterator[Path]:
         need_bytes: about how many bytes will be written, for the error message.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: a disk error occurs.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     free = free_bytes(folder)

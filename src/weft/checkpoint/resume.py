@@ -19,11 +19,13 @@ from typing import Any
 from weft.checkpoint.folder import FOLDER, FoundCheckpoint, checkpoints, find_newest
 from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
-from weft.config.checks import Check
-from weft.config.run import Run
+from weft.config.schema import ModelSection
 from weft.errors import CheckpointError, Fault
 
 KEY, AUTO = "resume", "auto"
+
+RESUME_KEYS = (KEY, "out", "model", "seed", "batch", "data", "optim", "precision", "lora")
+"""Keys and sections that `resume_faults` reads."""
 
 SAME_KEYS = (
     "seed",
@@ -46,13 +48,13 @@ SAME_DATA_FACTS = ("sha256", "samples", "shares")
 """Facts about the data source that must be unchanged; its location may change."""
 
 
-def starts_new(run: Run) -> bool:
-    """Whether the run starts from initial parameters, not from a checkpoint; `auto` may find none
+def starts_new(resume: str | None, out: str | None) -> bool:
+    """Whether a run starts from initial parameters, not from a checkpoint; `auto` may find none
     yet.
     """
-    if run.resume is None:
+    if resume is None:
         return True
-    return run.resume == AUTO and not any(checkpoints(Path(run.out or "")))
+    return resume == AUTO and not any(checkpoints(Path(out or "")))
 
 
 def run_folder_of(resume: str, out: str | None) -> Path | None:
@@ -87,11 +89,21 @@ def find_checkpoint(
     return FoundCheckpoint(path, read_manifest(path), ())
 
 
-def resume_faults(run: Run) -> Iterable[Fault]:
-    """What prevents the run from resuming, as far as manifests tell."""
-    if run.resume is None:
+def resume_faults(
+    model: ModelSection,
+    config: Mapping[str, Any],
+    *,
+    resume: str | None,
+    out: str | None,
+) -> Iterable[Fault]:
+    """What prevents a run from resuming, as far as manifests tell.
+
+    Args:
+        config: all keys of the run, as JSON.
+    """
+    if resume is None:
         return ()
-    if run.resume == AUTO and not run.out:
+    if resume == AUTO and not out:
         fix = "--out with the folder of the run, or --resume with a checkpoint"
         return (
             Fault(
@@ -101,15 +113,16 @@ def resume_faults(run: Run) -> Iterable[Fault]:
                 fix=fix,
             ),
         )
-    if "\0" in run.resume:
-        return (Fault(KEY, "is not a valid file name", repr(run.resume)),)
+    if "\0" in resume:
+        return (Fault(KEY, "is not a valid file name", repr(resume)),)
     try:
-        found = find_checkpoint(run.resume, run.out)
+        found = find_checkpoint(resume, out)
     except CheckpointError as error:
         return tuple(_fault_of_key(fault) for fault in error.faults)
     if found.path is None or found.manifest is None:
-        return _not_found_faults(run.resume, run.out, found)
-    return tuple(_changes(run, found.manifest.facts, found.path))
+        return _not_found_faults(resume, out, found)
+    facts = found.manifest.facts
+    return (*_model_changes(model, facts, found.path), *_key_changes(config, facts, found.path))
 
 
 def _not_found_faults(resume: str, out: str | None, found: FoundCheckpoint) -> tuple[Fault, ...]:
@@ -133,20 +146,24 @@ def _not_found_faults(resume: str, out: str | None, found: FoundCheckpoint) -> t
     )
 
 
-def _changes(run: Run, facts: Facts, path: Path) -> Iterator[Fault]:
-    """Values of this run that differ from the checkpoint's and must not."""
+def _model_changes(model: ModelSection, facts: Facts, path: Path) -> Iterator[Fault]:
+    """Fields of the model that differ from the checkpoint's."""
     try:
         check_model(
             path,
             facts,
-            family=run.model.name,
-            architecture=run.model.architecture,
+            family=model.name,
+            architecture=model.architecture,
         )
     except CheckpointError as error:
         for fault in error.faults:
             yield _fault_of_key(fault)
-    keys = (*SAME_KEYS, *SAME_KEYS_WITH_LORA) if run.lora.rank else SAME_KEYS
-    config = run.model_dump(mode="json")
+
+
+def _key_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterator[Fault]:
+    """Other keys that differ from the checkpoint's and must not."""
+    has_lora = bool(_value(config, "lora.rank"))
+    keys = (*SAME_KEYS, *SAME_KEYS_WITH_LORA) if has_lora else SAME_KEYS
     for key in keys:
         stored, current = _value(facts.run, key), _value(config, key)
         if stored is not None and stored != current:
@@ -239,7 +256,7 @@ def _json_value(value: Any) -> Any:
     return value
 
 
-def _value(config: dict[str, Any], key: str) -> Any:
+def _value(config: Mapping[str, Any], key: str) -> Any:
     """The value of a dotted key; None if there is none."""
     value: Any = config
     for name in key.split("."):
@@ -256,11 +273,3 @@ def _fault_of_key(fault: Fault) -> Fault:
         need=fault.need,
         fix=fault.fix,
     )
-
-
-CHECKS = (
-    Check(
-        (KEY, "out", "model", "seed", "batch", "data", "optim", "precision", "lora"),
-        resume_faults,
-    ),
-)

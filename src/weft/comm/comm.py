@@ -22,7 +22,7 @@ from weft.comm.transport import Call, PendingCall, Reduce, SharesProcess, Transp
 from weft.comm.world_stages import world_stages
 from weft.core.dimension import all_axes
 from weft.core.mesh import Axis, Mesh, axis_names
-from weft.errors import CommError, Fault, MeshError, did_you_mean
+from weft.errors import CommError, Fault, MeshError, counted, did_you_mean
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class Comm:
     ) -> None:
         is_same_world = mesh.size == transport.size
         if rank != transport.rank or not is_same_world:
-            here = f"rank {rank} of mesh {mesh} ({mesh.size} ranks)"
+            here = f"rank {rank} of mesh {mesh} ({counted(mesh.size, 'rank')})"
             there = f"rank {transport.rank} of {transport.size}"
             raise CommError(f"{here} was given the transport of {there}")
         self.mesh = mesh

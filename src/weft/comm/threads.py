@@ -10,7 +10,7 @@ import torch
 
 from weft.comm.rendezvous import PendingCollective, ThreadWorldState
 from weft.comm.transport import Call, OnLate, SharedResults
-from weft.errors import CommError
+from weft.errors import CommError, counted
 
 # Note [Backward passes in rank threads]
 # For tensors on the CPU the autograd engine runs a backward pass in the thread that called it, so a collective inside
@@ -44,7 +44,9 @@ class ThreadWorld:
         late_after_s: float = 10.0,
     ) -> None:
         if devices and len(devices) != size:
-            raise CommError(f"{size} ranks need {size} devices, got {len(devices)}")
+            raise CommError(
+                f"{counted(size, 'rank')} need {counted(size, 'device')}, got {len(devices)}"
+            )
         self.size = size
         self._devices = tuple(torch.device(device) for device in devices or ("cpu",) * size)
         self._state = ThreadWorldState(size, timeout_s=timeout_s, late_after_s=late_after_s)

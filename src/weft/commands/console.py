@@ -15,10 +15,10 @@ import tyro
 from pydantic import BaseModel
 
 from weft.commands import preflight
-from weft.config import lora, validate
-from weft.config.checks import Check, run_checks
+from weft.config.checks import CheckTable, run_checks
 from weft.config.load import try_load
 from weft.config.run import Run
+from weft.config.validate import config_checks
 from weft.errors import EXIT_OK, UserError
 from weft.models import FAMILIES
 
@@ -27,24 +27,28 @@ HELP = ("-h", "--help")
 
 def load_checked_run(
     words: Sequence[str],
-    environment_checks: Iterable[Check] = (),
-    *,
+    *tables: CheckTable,
     adapt: Callable[[Run], Run] | None = None,
 ) -> Run:
     """The run that these words describe, validated.
 
     Args:
+        tables: further checks, after those of the config.
         adapt: adapts a run without faults to its environment, before the checks.
 
     Raises:
         UserError: with every fault: of single keys, of their combination, and of the environment.
     """
     loaded = try_load(words, FAMILIES)
-    checks = (*validate.CHECKS, *lora.CHECKS, *environment_checks)
     run = loaded.run
     if adapt is not None and not loaded.faults:
         run = adapt(run)
-    faults = run_checks(run, checks, known=loaded.faults)
+    faults = run_checks(
+        run,
+        config_checks,
+        *tables,
+        known=loaded.faults,
+    )
     if faults:
         raise UserError(*faults)
     return run

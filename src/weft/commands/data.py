@@ -14,7 +14,16 @@ from weft.config import flags
 from weft.config.schema import ConfigSection
 from weft.data.prepare import PrepareOptions, prepare
 from weft.data.prepared import SPLITS, Prepared, PreparedMeta, is_prepared, open_prepared
-from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, DataError, Fault, UserError, did_you_mean
+from weft.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    ConfigError,
+    DataError,
+    Fault,
+    UserError,
+    counted,
+    did_you_mean,
+)
 from weft.view.bar import ByteProgress
 from weft.view.quantity import count, memory
 
@@ -136,31 +145,33 @@ def _with_flag(flag: str, words: Sequence[str]) -> list[str]:
 def _missing_arguments(arguments: PrepareArguments) -> Iterator[Fault]:
     usage = f"weft data prepare {USAGE['prepare']}"
     if not arguments.inputs:
-        yield Fault("input", "is missing", need="files or folders", fix=usage)
+        yield Fault("inputs", "is missing", need="files or folders", fix=usage)
     if not arguments.out:
         yield Fault("out", "is missing", need="a folder to write", fix=usage)
 
 
 def _summary(folder: str, meta: PreparedMeta) -> str:
     end = "" if meta.end is None else f"; {meta.end} ends a document"
+    files = counted(meta.files, "file", spec=",")
     lines = [
         folder,
-        f"  from       {', '.join(meta.inputs)}: {meta.files:,} files, {memory(meta.input_bytes)}",
+        f"  from       {', '.join(meta.inputs)}: {files}, {memory(meta.input_bytes)}",
         f"  tokenizer  {meta.tokenizer}, {meta.vocab:,} tokens, stored as {meta.dtype}{end}",
     ]
     for split in SPLITS:
         info = meta.splits[split]
-        sizes = f"{count(info.tokens)} tokens in {info.documents:,} documents, the longest of {info.longest:,}"
+        documents = counted(info.documents, "document", spec=",")
+        sizes = f"{count(info.tokens)} tokens in {documents}, the longest of {info.longest:,}"
         lines.append(f"  {split:<9}  {sizes}; sha256 {info.sha256[:12]}")
     return "\n".join(lines)
 
 
 def _notes(meta: PreparedMeta, out: str) -> Iterator[str]:
     if not meta.splits["valid"].tokens and meta.valid:
-        documents = meta.splits["train"].documents
+        documents = counted(meta.splits["train"].documents, "document")
         more = ", or --split_on blank" if meta.split_on == "file" else ""
         fix = f"raise --valid{more}, or name --eval.source when training"
-        yield f"note: none of {documents} documents is kept for validation: {fix}"
+        yield f"note: none of {documents} is kept for validation: {fix}"
     vocab = f" --model.vocab {meta.vocab}" if meta.vocab > BYTE_VOCAB else ""
     yield f"train on it: weft train --data.source {out}{vocab}"
 
@@ -170,10 +181,11 @@ def _first_document(prepared: Prepared, *, max_tokens: int) -> str:
     text = ""
     if max_tokens:
         stream = prepared.stream("train", vocab=prepared.meta.vocab)
-        tokens = stream.read(0, min(length, max_tokens)).tolist()
-        text = prepared.tokenizer().decode(tokens)
+        shown = stream.read(0, min(length, max_tokens)).tolist()
+        text = prepared.tokenizer().decode(shown)
     more = " ..." if length > max_tokens else ""
-    return f"the first document, {length:,} tokens:\n{text}{more}"
+    tokens = counted(length, "token", spec=",")
+    return f"the first document, {tokens}:\n{text}{more}"
 
 
 USAGE: Mapping[str, str] = {
@@ -182,7 +194,7 @@ USAGE: Mapping[str, str] = {
 }
 ACTIONS: Mapping[str, Callable[[Sequence[str]], int]] = {"prepare": prepare_data, "show": show}
 ARGUMENT_OF_KEY = {
-    "data.source": "input",
+    "data.source": "inputs",
     "data.text_field": "text_field",
     "data.tokenizer": "tokenizer",
 }

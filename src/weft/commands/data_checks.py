@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from weft.config.checks import Check
 from weft.config.run import Run
+from weft.config.schema import DataConfig, EvalConfig, ModelSection
 from weft.data import images
 from weft.data.dataset import open_data, open_validation
 from weft.data.files import KEY
@@ -15,21 +17,31 @@ from weft.data.token_sources import split_of
 from weft.data.verify import content_faults
 from weft.errors import DataError, Fault
 
+READ_KEYS = (KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model")
+"""Keys and sections that the checks of the training data read."""
 
-def source_faults(run: Run) -> Iterable[Fault]:
+
+def data_checks(run: Run) -> tuple[Check, ...]:
+    """The checks of training and validation data, bound to the sections of a run."""
+    training = partial(source_faults, run.data, run.model)
+    validation = partial(validation_faults, run.data, run.model, run.eval)
+    return Check(READ_KEYS, training), Check((*READ_KEYS, "eval"), validation)
+
+
+def source_faults(data: DataConfig, model: ModelSection) -> Iterator[Fault]:
     """Faults of the training data; the digits, which take a second to load, are only checked for
     existence.
     """
-    is_digits = run.data.source == "digits" and run.model.kind == "images" and not run.data.mix
+    is_digits = data.source == "digits" and model.kind == "images" and not data.mix
     try:
         if is_digits:
             images.check_digits()
         else:
-            open_data(run.data, run.model)
-            return tuple(_content_faults(sources_of(run.data)))
+            open_data(data, model)
+            yield from _content_faults(sources_of(data))
     except DataError as error:
-        return tuple(_with_possible_fix(fault, from_hf=run.model.from_hf) for fault in error.faults)
-    return ()
+        for fault in error.faults:
+            yield _with_possible_fix(fault, from_hf=model.from_hf)
 
 
 def _with_possible_fix(fault: Fault, *, from_hf: str | None) -> Fault:
@@ -51,22 +63,17 @@ def _content_faults(sources: Iterable[str], split: Split = "train") -> Iterator[
             yield from content_faults(prepared, split_of(source, split))
 
 
-def validation_faults(run: Run) -> Iterable[Fault]:
+def validation_faults(
+    data: DataConfig,
+    model: ModelSection,
+    evaluation: EvalConfig,
+) -> Iterator[Fault]:
     """Faults of the validation data, where the run has evaluations."""
-    if not run.eval.every:
-        return ()
+    if not evaluation.every:
+        return
     try:
-        open_validation(run.data, run.model, source=run.eval.source)
-        sources = (run.eval.source,) if run.eval.source else sources_of(run.data)
-        return tuple(_content_faults(sources, split="valid"))
+        open_validation(data, model, source=evaluation.source)
+        sources = (evaluation.source,) if evaluation.source else sources_of(data)
+        yield from _content_faults(sources, split="valid")
     except DataError as error:
-        return error.faults
-    return ()
-
-
-CHECKS = (
-    Check((KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model"), source_faults),
-    Check(
-        (KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model", "eval"), validation_faults
-    ),
-)
+        yield from error.faults

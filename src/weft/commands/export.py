@@ -24,7 +24,7 @@ from weft.config.schema import ConfigSection
 from weft.data.tokenizer import BYTES, FILE
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, Fault, UserError
 from weft.generate.model_source import ModelSource, find_model
-from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars, refuse_existing
+from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars, reject_existing
 from weft.models import FAMILIES
 
 USAGE = "RUN | CHECKPOINT DIR [--dtype bfloat16] [--key value ...]"
@@ -54,7 +54,7 @@ def export(words: Sequence[str]) -> int:
     options = flags.read_config(rest, ExportOptions)
     source = find_exportable(places[0])
     folder = Path(places[1])
-    refuse_existing(folder)
+    reject_existing(folder)
     _check_writable(folder)
     check_stored_bytes(source.path)
     if options.adapters and not source.run.lora.rank:

@@ -9,9 +9,7 @@ from weft.checkpoint.data_file import check_stored_bytes
 from weft.commands import preflight
 from weft.commands.console import print_messages, set_openmp_policy, show_help, wants_help
 from weft.config import flags
-from weft.config.checks import Check
-from weft.config.run import Run
-from weft.errors import Fault, UserError
+from weft.errors import Fault, UserError, counted
 from weft.generate.model_source import find_model
 from weft.generate.request import Request, expand_json_flag, make_job
 from weft.hf.folder_checks import weight_faults
@@ -20,13 +18,13 @@ USAGE = "RUN | CHECKPOINT | HF-FOLDER [--prompt TEXT] [--mesh tp2] [--key value 
 LINE = "generate text with a trained model, on any layout of ranks"
 
 
-def world_faults(run: Run) -> Iterator[Fault]:
-    """torchrun or Slurm has started another number of ranks than the mesh has."""
-    for fault in preflight.world_faults(run):
-        yield replace(fault, fix=f"start {run.device_mesh.size} ranks, or choose another mesh")
-
-
-ENVIRONMENT_CHECKS = (Check(("mesh",), world_faults), Check(("device",), preflight.device_faults))
+def environment_faults(request: Request) -> Iterator[Fault]:
+    """torchrun or Slurm has started another number of ranks than the mesh has; there is no GPU."""
+    mesh = request.device_mesh
+    ranks = counted(mesh.size, "rank")
+    for fault in preflight.world_faults(mesh, None):
+        yield replace(fault, fix=f"start {ranks}, or choose another mesh")
+    yield from preflight.device_faults(request.device)
 
 
 def generate(words: Sequence[str]) -> int:
@@ -45,14 +43,15 @@ def generate(words: Sequence[str]) -> int:
         )
     request = flags.read_config(expand_json_flag(list(words[1:])), Request)
     source = find_model(words[0])
-    job = make_job(request, source, environment_checks=ENVIRONMENT_CHECKS)
+    job = make_job(request, source, other_faults=environment_faults(request))
     if source.kind == "checkpoint":
         check_stored_bytes(source.path)
     else:
-        faults = tuple(weight_faults(source.path, job.run.model))
+        faults = tuple(weight_faults(source.path, job.config))
         if faults:
             raise UserError(*faults)
-    print_messages(f"note: {note}" for note in (*job.notes(), *preflight.notes(job.run)))
+    notes = (*job.notes(), *preflight.notes(request.device_mesh, request.device))
+    print_messages(f"note: {note}" for note in notes)
     set_openmp_policy()
     from weft.generate.main import (
         generate as generate_on_ranks,

@@ -80,14 +80,22 @@ def import_run(
         compares: whether to end with a comparison with transformers.
 
     Raises:
-        CheckpointError: a tensor has another shape than config.json makes of it, or the disk
-            refuses.
+        CheckpointError: a tensor has another shape than config.json makes of it, or a disk
+            error occurs.
     """
     from weft.hf.import_hf import import_hf  # imports torch, and so comes after all checks
     from weft.train.build import check_initial_parameters
 
-    check_initial_parameters(run)
-    imported = _imported_run(run, folder, out)
+    check_initial_parameters(run.model)
+    has_tokenizer = TOKENIZER in read_sidecars([folder])
+    tokenizer = str(out / SIDECAR_FOLDER / TOKENIZER) if has_tokenizer else run.data.tokenizer
+    imported = run.with_values(
+        {
+            "model.from_hf": None,  # the run reads nothing from the Hugging Face folder
+            "data.tokenizer": tokenizer,
+            "out": str(out),
+        }
+    )
     model = imported.model.model_dump(mode="json")
     facts = Facts(
         step=0,
@@ -105,19 +113,6 @@ def import_run(
         run_toml=dump(imported),
         compares=compares,
         chunk_bytes=chunk_bytes,
-    )
-
-
-def _imported_run(run: Run, folder: Path, out: Path) -> Run:
-    """The run in its own folder: it reads nothing from the Hugging Face folder."""
-    has_tokenizer = TOKENIZER in read_sidecars([folder])
-    tokenizer = str(out / SIDECAR_FOLDER / TOKENIZER) if has_tokenizer else run.data.tokenizer
-    return run.model_copy(
-        update={
-            "model": run.model.model_copy(update={"from_hf": None}),
-            "data": run.data.model_copy(update={"tokenizer": tokenizer}),
-            "out": str(out),
-        }
     )
 
 
@@ -142,7 +137,7 @@ def described_run(folder: str, model_words: Sequence[str]) -> Run:
     loaded = try_load(["--model.from_hf", folder, *model_words], FAMILIES)
     faults = (
         loaded.faults
-        or tuple(preflight.from_hf_faults(loaded.run))
+        or tuple(preflight.from_hf_faults(loaded.run.model))
         or tuple(import_faults(Path(folder), loaded.run.model))
     )
     if faults:

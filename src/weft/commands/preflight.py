@@ -11,15 +11,25 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.folder import FOLDER, checkpoints
-from weft.checkpoint.resume import AUTO, check_model, find_checkpoint, starts_new
+from weft.checkpoint.resume import (
+    AUTO,
+    RESUME_KEYS,
+    check_model,
+    find_checkpoint,
+    resume_faults,
+    starts_new,
+)
 from weft.comm.interfaces import LOOPBACK
 from weft.config.checks import Check
 from weft.config.finetuning import defaults_note
 from weft.config.run import Run
-from weft.errors import CheckpointError, Fault, LaunchError, UserError
+from weft.config.schema import LoraConfig, ModelSection
+from weft.core.mesh import Mesh
+from weft.errors import CheckpointError, Fault, LaunchError, UserError, counted
 from weft.hf.folder_checks import weight_faults
 from weft.run.agent import restart_number
 from weft.run.folder_lock import acquire, acquire_new, held_fault
@@ -30,6 +40,26 @@ EVENTS = "events.jsonl"
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
+
+
+def environment_checks(run: Run) -> tuple[Check, ...]:
+    """The checks of a training run that read files, ports and devices, bound to its sections."""
+    starts_from = {"resume": run.resume, "out": run.out}
+    return (
+        Check(("mesh", "nproc"), partial(world_faults, run.device_mesh, run.nproc)),
+        Check(("out", "resume"), partial(out_faults, run.out, run.resume)),
+        Check(("port",), partial(port_faults, run.port)),
+        Check(("device",), partial(device_faults, run.device)),
+        Check(("model", "resume"), partial(from_hf_faults, run.model, **starts_from)),
+        Check(
+            ("lora.base", "lora.rank", "model"),
+            partial(lora_base_faults, run.lora, run.model, out=run.out),
+        ),
+        Check(
+            RESUME_KEYS,
+            partial(resume_faults, run.model, run.model_dump(mode="json"), **starts_from),
+        ),
+    )
 
 
 def is_first(env: Mapping[str, str], names: Iterable[str] = RANK_VARIABLES) -> bool:
@@ -50,9 +80,9 @@ def is_joining(env: Mapping[str, str]) -> bool:
         return True
 
 
-def new_run_folder(run: Run, now: datetime) -> Path:
+def new_run_folder(model: ModelSection, now: datetime) -> Path:
     """A run folder that does not exist yet: `runs/llama3-tiny-20260131-120000`."""
-    base = RUNS / f"{run.model.preset or run.model.name}-{now:%Y%m%d-%H%M%S}"
+    base = RUNS / f"{model.preset or model.name}-{now:%Y%m%d-%H%M%S}"
     folder = base
     number = 1
     while folder.exists():
@@ -65,46 +95,48 @@ def after_restart(run: Run) -> Run:
     """The run as it goes on when its agent (torchrun, Slurm) has started the ranks again: from the
     newest checkpoint of its own folder, if there is one.
     """
-    if not restart_number(os.environ) or not run.out or resumes_in(run, Path(run.out)):
+    if not restart_number(os.environ) or not run.out or resumes_in(Path(run.out), run.resume):
         return run
     has_checkpoint = any(checkpoints(Path(run.out)))
     if run.resume is not None and not has_checkpoint:
         return run
-    return run.model_copy(update={"resume": AUTO})
+    return run.with_values({"resume": AUTO})
 
 
 @contextlib.contextmanager
-def locked_run(run: Run, now: datetime) -> Iterator[Run]:
-    """The run with its folder, which is locked while open by the process that starts or is the
-    first rank.
+def locked_out(
+    model: ModelSection,
+    out: str | None,
+    resume: str | None,
+    *,
+    now: datetime,
+) -> Iterator[str]:
+    """The run folder, a new one where `out` is None; it is locked while open by the process that
+    starts or is the first rank.
 
     Raises:
         UserError: another process writes into the folder.
     """
     if not is_first(os.environ):
-        yield run if run.out else _with_out(run, new_run_folder(run, now))
+        yield out or str(new_run_folder(model, now))
         return
     job = job_name(os.environ)
-    if not run.out:
-        folder, held = acquire_new(new_run_folder(run, now), job=job)
-        run = _with_out(run, folder)
+    if out:
+        held = acquire(Path(out), job=job)
     else:
-        held = acquire(Path(run.out), job=job)
+        folder, held = acquire_new(new_run_folder(model, now), job=job)
+        out = str(folder)
     with held:
-        faults = tuple(_holds_run(run))  # another run may have ended since the checks
+        faults = tuple(_holds_run(out, resume))  # another run may have ended since the checks
         if faults:
             raise UserError(*faults)
-        yield run
+        yield out
 
 
-def _with_out(run: Run, folder: Path) -> Run:
-    return run.model_copy(update={"out": str(folder)})
-
-
-def world_faults(run: Run) -> Iterable[Fault]:
+def world_faults(mesh: Mesh, nproc: int | None) -> Iterator[Fault]:
     """The number of ranks, started or requested, must be the size of the mesh."""
-    size = run.device_mesh.size
-    mesh = repr(str(run.device_mesh))
+    size = mesh.size
+    need = f"{size} for {str(mesh)!r}"
     try:
         world = detect(os.environ)
     except LaunchError as error:
@@ -112,33 +144,37 @@ def world_faults(run: Run) -> Iterable[Fault]:
         return
     started = str(world.size) if world else os.environ.get("WORLD_SIZE", str(size))
     if started != str(size):
-        got = f"{started} ranks started" if world else f"WORLD_SIZE={started}"
-        fix = f"start {size} ranks, or choose a mesh of {started} such as --mesh dp{started}"
+        got = f"WORLD_SIZE={started}"
+        if world:
+            got = f"{counted(world.size, 'rank')} started"
+        ranks = counted(size, "rank")
+        fix = f"start {ranks}, or choose a mesh of {started} such as --mesh dp{started}"
         yield Fault(
             "mesh",
             "differs from the world size",
             got=got,
-            need=f"{size} for {mesh}",
+            need=need,
             fix=fix,
         )
-    if world is None and run.nproc not in (None, size):
-        fix = f"--nproc {size}, or a mesh of {run.nproc} such as --mesh dp{run.nproc}"
+    if world is None and nproc not in (None, size):
         yield Fault(
             "nproc",
             "differs from the mesh",
-            got=f"{run.nproc}",
-            need=f"{size} for {mesh}",
-            fix=fix,
+            got=f"{nproc}",
+            need=need,
+            fix=f"--nproc {size}, or a mesh of {nproc} such as --mesh dp{nproc}",
         )
 
 
-def out_faults(run: Run) -> Iterable[Fault]:
+def out_faults(run_folder: str | None, resume: str | None) -> Iterator[Fault]:
     """The run folder must be writable and hold no other run; only the first rank checks."""
     if not is_first(os.environ):
         return
-    out = Path(run.out) if run.out else RUNS
-    in_use = held_fault(out, job=job_name(os.environ)) if run.out and "\0" not in run.out else None
-    faults = (in_use,) if in_use else tuple(_holds_run(run))
+    out = Path(run_folder) if run_folder else RUNS
+    in_use = None
+    if run_folder and "\0" not in run_folder:
+        in_use = held_fault(out, job=job_name(os.environ))
+    faults = (in_use,) if in_use else tuple(_holds_run(run_folder, resume))
     if faults:
         yield from faults
         return
@@ -153,30 +189,29 @@ def out_faults(run: Run) -> Iterable[Fault]:
         )
 
 
-def _holds_run(run: Run) -> Iterable[Fault]:
+def _holds_run(run_folder: str | None, resume: str | None) -> Iterator[Fault]:
     """A fresh start needs a folder without a run."""
-    if not run.out:
+    if not run_folder:
         return
-    out = Path(run.out)
+    out = Path(run_folder)
     holds_run = any(os.path.exists(out / name) for name in (EVENTS, FOLDER))
-    if holds_run and not resumes_in(run, out):
-        fix = "--resume auto to resume it, another --out, or none for a new folder under runs/"
+    if holds_run and not resumes_in(out, resume):
         yield Fault(
             "out",
             "holds a run already",
             got=repr(str(out)),
             need=f"a folder without {EVENTS}",
-            fix=fix,
+            fix="--resume auto to resume it, another --out, or none for a new folder under runs/",
         )
 
 
-def resumes_in(run: Run, out: Path) -> bool:
-    """Whether the checkpoint that the run resumes is in its own folder."""
-    if run.resume is None:
+def resumes_in(out: Path, resume: str | None) -> bool:
+    """Whether the checkpoint that a run resumes is in its own folder."""
+    if resume is None:
         return False
-    if run.resume == AUTO:
+    if resume == AUTO:
         return True
-    named = Path(run.resume).resolve()
+    named = Path(resume).resolve()
     return out.resolve() in (named, named.parent, named.parent.parent)
 
 
@@ -198,29 +233,29 @@ def write_problem(folder: Path) -> str | None:
         return str(error)
 
 
-def port_faults(run: Run) -> Iterable[Fault]:
+def port_faults(port: int | None) -> Iterator[Fault]:
     """The rendezvous port must be free; only the process that opens it checks."""
-    if run.port is None or is_joining(os.environ):
+    if port is None or is_joining(os.environ):
         return
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((LOOPBACK, run.port))
+            listener.bind((LOOPBACK, port))
             listener.listen()
         except OSError as error:
             fix = "choose another --port, or leave it out for a free one"
             yield Fault(
                 "port",
                 "cannot be opened",
-                got=f"{run.port}: {error.strerror}",
+                got=f"{port}: {error.strerror}",
                 need="a free port",
                 fix=fix,
             )
 
 
-def device_faults(run: Run) -> Iterable[Fault]:
+def device_faults(device: str) -> Iterator[Fault]:
     """If cuda is requested there must be a GPU, as far as can be seen without torch."""
-    if run.device != "cuda":
+    if device != "cuda":
         return
     fix = "--device cpu, or auto"
     if importlib.metadata.version("torch").endswith("+cpu"):
@@ -243,17 +278,27 @@ def device_faults(run: Run) -> Iterable[Fault]:
         yield Fault("device", "there is no GPU", "cuda", "cpu", fix)
 
 
-def from_hf_faults(run: Run) -> Iterable[Fault]:
+def from_hf_faults(
+    model: ModelSection,
+    *,
+    resume: str | None = None,
+    out: str | None = None,
+) -> Iterator[Fault]:
     """The Hugging Face folder that a new run starts from must hold the model's tensors, judged by
     their names.
     """
-    if run.model.from_hf is None or not starts_new(run):
+    if model.from_hf is None or not starts_new(resume, out):
         return
-    for fault in weight_faults(Path(run.model.from_hf), run.model):
+    for fault in weight_faults(Path(model.from_hf), model):
         yield replace(fault, key="model.from_hf", what=f"{fault.key}: {fault.what}")
 
 
-def lora_base_faults(run: Run) -> Iterable[Fault]:
+def lora_base_faults(
+    lora: LoraConfig,
+    model: ModelSection,
+    *,
+    out: str | None,
+) -> Iterator[Fault]:
     """The checkpoint that `lora.base` means must exist and be of this model, judged by its
     manifest.
 
@@ -263,19 +308,19 @@ def lora_base_faults(run: Run) -> Iterable[Fault]:
     Adapters that it has itself are merged into its parameters.
     """
     key = "lora.base"
-    base = run.lora.base
+    base = lora.base
     if base is None:
         return
-    if not run.lora.rank:
+    if not lora.rank:
         what = "is 0, no adapters, but lora.base names their base model"
         yield Fault("lora.rank", what, fix="--lora.rank 8")
         return
-    if run.model.from_hf is not None:
+    if model.from_hf is not None:
         what = "the model has initial parameters already"
         yield Fault(
             key,
             what,
-            got=f"model.from_hf {run.model.from_hf!r}",
+            got=f"model.from_hf {model.from_hf!r}",
             fix="name one of them",
         )
         return
@@ -283,14 +328,14 @@ def lora_base_faults(run: Run) -> Iterable[Fault]:
         yield Fault(key, "is not a valid file name", repr(base))
         return
     try:
-        found = find_checkpoint(base, run.out)
+        found = find_checkpoint(base, out)
         if found.path is not None and found.manifest is not None:
             facts = found.manifest.facts
             check_model(
                 found.path,
                 facts,
-                family=run.model.name,
-                architecture=run.model.architecture,
+                family=model.name,
+                architecture=model.architecture,
             )
             return
     except CheckpointError as error:
@@ -310,36 +355,35 @@ def lora_base_faults(run: Run) -> Iterable[Fault]:
         yield Fault(key, "holds no checkpoint", repr(base), fix=fix)
 
 
-def notes(run: Run) -> tuple[str, ...]:
+def notes(mesh: Mesh, device: str) -> tuple[str, ...]:
     """Remarks on the environment that do not prevent the run."""
-    cores = num_cores()
-    size = run.device_mesh.size
-    if run.device == "cpu" and not is_joining(os.environ) and size > cores:
-        return (f"{size} ranks share {cores} cores: correct, but slower than {cores} ranks",)
-    return ()
+    num_cores_here = num_cores()
+    size = mesh.size
+    is_overloaded = device == "cpu" and size > num_cores_here
+    if not is_overloaded or is_joining(os.environ):
+        return ()
+    cores = counted(num_cores_here, "core")
+    as_many_ranks = counted(num_cores_here, "rank")
+    return (f"{size} ranks share {cores}: correct, but slower than {as_many_ranks}",)
 
 
 def training_notes(run: Run) -> tuple[str, ...]:
     """`notes`, and remarks on what a new run trains."""
-    found = list(notes(run))
-    if not starts_new(run):
+    model, lora = run.model, run.lora
+    found = list(notes(run.device_mesh, run.device))
+    if not starts_new(run.resume, run.out):
         return tuple(found)
-    if run.lora.rank and run.model.from_hf is None and run.lora.base is None:
+    if lora.rank and model.from_hf is None and lora.base is None:
         found.append(
             "the base model of the LoRA adapters has random weights; "
             "set --model.from_hf or --lora.base to a trained model"
         )
-    defaults = defaults_note(run)
+    defaults = defaults_note(
+        model,
+        run.optim,
+        seq_len=run.data.seq_len,
+        lora_rank=lora.rank,
+    )
     if defaults is not None:
         found.append(defaults)
     return tuple(found)
-
-
-CHECKS = (
-    Check(("mesh", "nproc"), world_faults),
-    Check(("out", "resume"), out_faults),
-    Check(("port",), port_faults),
-    Check(("device",), device_faults),
-    Check(("model", "resume"), from_hf_faults),
-    Check(("lora.base", "lora.rank", "model"), lora_base_faults),
-)

@@ -15,7 +15,9 @@ from weft.config.run import Run, plan_of
 from weft.config.schema import ParallelConfig, PipelineConfig, PrecisionConfig
 from weft.core.mesh import Mesh
 from weft.data.dataset import open_data
+from weft.errors import counted
 from weft.models import FAMILIES
+from weft.models.common.batch import Batch
 from weft.prove.compare import TOLERANCE, Verdict, prove_layout
 from weft.prove.recorded import first_config_path, recorded_steps
 from weft.prove.rerun import BOUNDS, DRIFT_AFTER, StepPair, step_pairs
@@ -24,8 +26,8 @@ from weft.train.build import (
     build_step,
     build_step_range,
     family_of,
-    global_batches,
 )
+from weft.train.data_loader import samples_of, whole_batch
 from weft.train.loop import Event, step_events
 from weft.train.optim import learning_rate
 
@@ -42,17 +44,11 @@ class Proof:
 
     holds = False
 
-    def of(self, subject: Path | Run, *, first: int) -> Iterator[str]:
-        """Of a run folder, or of a config."""
-        if isinstance(subject, Run):
-            return self.of_config(subject, first=first)
-        return self.of_run(subject, first=first)
-
     def of_run(self, out: Path, *, first: int) -> Iterator[str]:
         """Compare the first steps of the run in `out` with one process."""
         run = load([str(first_config_path(out))], FAMILIES)
         size = run.device_mesh.size
-        yield f"{out} ({run.device_mesh}, {_ranks(size)}) repeated on one process:"
+        yield f"{out} ({run.device_mesh}, {counted(size, 'rank')}) repeated on one process:"
         pairs: list[StepPair] = []
         for pair in step_pairs(
             recorded_steps(out),
@@ -78,11 +74,13 @@ class Proof:
         norm = max(pair.norm_difference for pair in pairs)
         wrong = [pair for pair in pairs if not pair.largest_difference <= bound]
         self.holds = not wrong
-        yield f"largest relative difference in {_steps(len(pairs))}: loss {loss:.1e}, gradient norm {norm:.1e}"
+        yield f"largest relative difference in {counted(len(pairs), 'step')}: loss {loss:.1e}, gradient norm {norm:.1e}"
         if self.holds:
             yield f"equal within {bound:.0e} ({dtype} rounding)"
         else:
-            yield f"NOT equal from step {wrong[0].step} on within {bound:.0e} ({dtype} rounding);"
+            steps = counted(len(pairs), "step")
+            first = f"the first is step {wrong[0].step}"
+            yield f"NOT equal: {len(wrong)} of {steps} differ by more than {bound:.0e} ({dtype} rounding), {first}"
             yield f"to see the first tensor that differs: weft prove {out / 'run.toml'}"
 
     def of_config(self, run: Run, *, first: int) -> Iterator[str]:
@@ -91,7 +89,7 @@ class Proof:
         """
         start = time.perf_counter()
         mesh = run.device_mesh
-        yield f"{mesh}, {_ranks(mesh.size)} as threads, float64, {_steps(first)}, compared with one device:"
+        yield f"{mesh}, {counted(mesh.size, 'rank')} as threads, float64, {counted(first, 'step')}, compared with one device:"
         verdict = prove_config(run, steps=first)
         seconds = time.perf_counter() - start
         self.holds = verdict.holds
@@ -115,11 +113,21 @@ def prove_config(run: Run, *, steps: int) -> Verdict:
     """Train the first `steps` steps of a config on its layout and on one device, in float64;
     compare every tensor.
     """
-    run = run.model_copy(update={"precision": FLOAT64})
+    run = run.with_values({"precision": FLOAT64})
+    samples = open_data(run.data, run.model)
+    batches: list[Batch] = []
+    for step in range(steps):
+        chosen = samples_of(
+            samples,
+            step,
+            global_size=run.batch.global_size,
+            seed=run.seed,
+        )
+        batches.append(whole_batch(samples, chosen, later=run.model.reads_later_targets))
     return prove_layout(
-        family_of(run),
+        family_of(run.model, run.lora),
         run.model,
-        global_batches(run, steps),
+        batches,
         plan=plan_of(run),
         seed=run.seed,
         optim=run.optim,
@@ -131,25 +139,25 @@ def train_on_one_process(run: Run) -> Iterator[Event]:
     """Train the run again on one rank, with the same model, data, batch and optimizer; yields its
     step events.
     """
-    one_rank = {
-        "mesh": "",
-        "nproc": None,
-        "parallel": ParallelConfig(),
-        "pipeline": PipelineConfig(),
-    }
-    run = run.model_copy(update={**one_rank, "sample": 0, "out": None, "resume": None})
+    run = run.with_values(
+        {
+            "mesh": "",
+            "parallel": ParallelConfig(),
+            "pipeline": PipelineConfig(),
+            "resume": None,
+        }
+    )
     torch.set_flush_denormal(True)
     comm = Comm(Mesh.parse(""), 0, ThreadWorld(1).transport(0))
-    loader = build_data_loader(run, comm, open_data(run.data, run.model))
-    return step_events(build_step(run, comm), loader, build_step_range(run))
-
-
-def _ranks(size: int) -> str:
-    return "1 rank" if size == 1 else f"{size} ranks"
-
-
-def _steps(number: int) -> str:
-    return "1 step" if number == 1 else f"{number} steps"
+    loader = build_data_loader(
+        open_data(run.data, run.model),
+        comm,
+        run.batch,
+        seed=run.seed,
+        later=run.model.reads_later_targets,
+    )
+    step_range = build_step_range(run.optim, total=run.steps, prefetch=run.data.prefetch)
+    return step_events(build_step(run, comm), loader, step_range)
 
 
 def _is_shown(step: int, last: int) -> bool:

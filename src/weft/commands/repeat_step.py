@@ -105,7 +105,7 @@ class Repetition:
 def repeat_step(run: Run, step: StepToRepeat) -> RepeatedStep:
     """Train from the checkpoint to the step on `run.mesh`, ranks as threads."""
     resume = str(step.checkpoint) if step.checkpoint else None
-    run = run.model_copy(update={"resume": resume})
+    run = run.with_values({"resume": resume})
 
     def rank(comm: Comm) -> RepeatedStep:
         return _repeat_on_rank(run, step, comm)
@@ -116,8 +116,15 @@ def repeat_step(run: Run, step: StepToRepeat) -> RepeatedStep:
 def _repeat_on_rank(run: Run, step: StepToRepeat, comm: Comm) -> RepeatedStep:
     samples = open_data(run.data, run.model)
     start = start_of(run, comm, samples)
-    loader = build_data_loader(run, comm, samples)
-    learning_rate = build_step_range(run).learning_rate
+    loader = build_data_loader(
+        samples,
+        comm,
+        run.batch,
+        seed=run.seed,
+        later=run.model.reads_later_targets,
+    )
+    step_range = build_step_range(run.optim, total=run.steps, prefetch=0)
+    learning_rate = step_range.learning_rate
     state = GuardState(skipped_batches=step.skipped_batches)
     guard = StepGuard(GuardConfig(nonfinite="skip"), loader, comm.mesh, state=state)
     for index in range(step.num_done, step.number):

@@ -10,39 +10,47 @@ from functools import partial
 from pathlib import Path
 
 from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.resume import starts_new
 from weft.config.run import Run
 from weft.errors import EXIT_PREEMPTED, RankError
 from weft.parallel.model.parallelize import ParallelModel
+from weft.run.failure import describe_error
 from weft.run.folder_lock import heartbeat
 from weft.run.launch import join, launch
 from weft.run.rank_setup import choose_device, open_comm
 from weft.run.signals import StopRequest
 from weft.run.world import World, detect
 from weft.train.build import build_training, check_initial_parameters
-from weft.train.event_log import EventLog, append_end_event
+from weft.train.event_log import (
+    EventLog,
+    append_end_event,
+    append_missing_end_event,
+    end_run_of_dead_writer,
+)
 from weft.train.loop import Event, resume_command, run_training
 from weft.view.live import open_view
 
 PROMPT = "def "
+UNRECORDED_END = "killed before it could record its end (found when the run was started again)"
 
-GenerateText = Callable[[Run, ParallelModel, str], str]
-"""(run, the trained model, a prompt) -> `run.sample` tokens of text; called on every rank, equal on
-every rank.
-"""
+GenerateText = Callable[[ParallelModel, str], str]
+"""(the trained model, a prompt) -> text; called on every rank, equal on every rank."""
 
 
 def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
     """Train on the ranks that torchrun or Slurm has started, or on local ones started here; returns
     the exit code.
 
-    `generate_text` is called on every rank after the last step of a run with `sample`.
+    `generate_text` is called on every rank after the last step; its text is an event.
     """
-    check_initial_parameters(run)
+    if starts_new(run.resume, run.out):
+        check_initial_parameters(run.model)
     out = Path(run.out) if run.out else None
     stop_request = StopRequest()
     main = partial(train_rank, run, stop_request, generate_text)
     world = detect(os.environ)
     if world is not None:
+        main = partial(main, has_launcher=False)
         return join(main, world, mesh=run.device_mesh, out=out)
     with (
         _end_event(out),
@@ -108,8 +116,14 @@ def train_rank(
     stop_request: StopRequest,
     generate_text: GenerateText | None,
     world: World,
+    *,
+    has_launcher: bool = True,
 ) -> None:
     """Entry point of one rank.
+
+    Args:
+        has_launcher: whether the process that started the ranks writes the `end` event of a killed
+            rank 0; torchrun and Slurm do not.
 
     Raises:
         SystemExit: with code 75, if the run was asked to stop and has saved.
@@ -122,32 +136,47 @@ def train_rank(
     with (
         stop_request,
         open_comm(world, run.device_mesh, device) as comm,
-        open_event_log(run, world) as log,
+        open_event_log(run.out, world) as log,
         heartbeat(log.out),
+        nullcontext() if has_launcher else _end_event_of_killed_rank_0(run.out, world),
     ):
         training = build_training(run, comm, stop_requested=lambda: stop_request.requested)
-        outcome = run_training(
-            training, log, at_end=_sample_event(run, training.step.model, generate_text)
-        )
+        sample = None
+        if generate_text is not None:
+            sample = partial(_sample_event, training.step.model, generate_text)
+        outcome = run_training(training, log, at_end=sample)
     if outcome == "stopped":
         raise SystemExit(EXIT_PREEMPTED)
 
 
-def open_event_log(run: Run, world: World) -> EventLog:
-    """The run folder and the view on rank 0; an event log without outputs on other ranks."""
+def open_event_log(out: str | None, world: World) -> EventLog:
+    """The run folder and the view on rank 0; an event log without outputs on other ranks.
+
+    An earlier attempt in the same folder that was killed without an `end` event gets one.
+    """
     if world.rank > 0:
         return EventLog(None)
-    return EventLog(Path(run.out) if run.out else None, [open_view()])
+    if out is None:
+        return EventLog(None, [open_view()])
+    append_missing_end_event(Path(out), error=UNRECORDED_END)
+    return EventLog(Path(out), [open_view()])
 
 
-def _sample_event(
-    run: Run, model: ParallelModel, generate_text: GenerateText | None
-) -> Callable[[], Event] | None:
-    """Returns the `sample` event of a run with `sample`; every rank must call it."""
-    if not run.sample or generate_text is None:
-        return None
+@contextmanager
+def _end_event_of_killed_rank_0(out: str | None, world: World) -> Iterator[None]:
+    """On another rank that fails because it has lost a peer: write the `end` event that a killed
+    rank 0 could not write.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = describe_error(error, rank=world.rank, at_s=time.monotonic())
+        if out is not None and world.rank > 0 and failure.kind == "secondary":
+            message = f"rank 0 was killed; rank {world.rank} failed: {failure.text}"
+            end_run_of_dead_writer(Path(out), error=message)
+        raise
 
-    def sample_event() -> Event:
-        return {"event": "sample", "prompt": PROMPT, "text": generate_text(run, model, PROMPT)}
 
-    return sample_event
+def _sample_event(model: ParallelModel, generate_text: GenerateText) -> Event:
+    """The `sample` event of a trained model; every rank must call it."""
+    return {"event": "sample", "prompt": PROMPT, "text": generate_text(model, PROMPT)}

@@ -21,23 +21,24 @@ MOST_TRIED = 200
 
 @dataclass(frozen=True)
 class Check:
-    """One question to a run. It is skipped where one of the keys (or sections) that it reads is
-    wrong already.
+    """A rule, bound to the values of one run. It is skipped where one of the keys (or sections)
+    that it reads is wrong already.
 
     Attributes:
         reads: the keys (or sections).
         find: what is wrong.
-        suggest: values to try instead, nearest first. Set for checks that depend on the run alone
-            (no files, no devices), so that they can be repeated for many runs; None for the others.
+        suggest: values to try instead, nearest first. Set for checks that depend on the config
+            alone (no files, no devices), so that they can be repeated for many runs; None for the
+            others.
     """
 
     reads: tuple[str, ...]
-    find: Callable[[Run], Iterable[Fault]]
-    suggest: Callable[[Run], Iterable[Suggestion]] | None = None
+    find: Callable[[], Iterable[Fault]]
+    suggest: Callable[[], Iterable[Suggestion]] | None = None
 
-    def fails(self, run: Run) -> bool:
+    def fails(self) -> bool:
         """Whether anything is wrong."""
-        return any(True for _ in self.find(run))
+        return any(True for _ in self.find())
 
     def reads_any(self, keys: Iterable[str]) -> bool:
         """Whether one of these keys is read, or lies in a section that is read, or the other way
@@ -46,68 +47,70 @@ class Check:
         return any(_overlap(key, read) for key in keys for read in self.reads)
 
 
+CheckTable = Callable[[Run], Sequence[Check]]
+"""Binds rules to the sections of a run: the same rules in the same order for every run."""
+
+
 def run_checks(
     run: Run,
-    checks: Iterable[Check],
-    *,
+    *tables: CheckTable,
     known: Collection[Fault] = (),
 ) -> tuple[Fault, ...]:
-    """`known` and the faults that the checks find, each once; checks that read a key of a known
-    fault are skipped.
+    """`known` and the faults that the checks of the tables find, each once; checks that read a key
+    of a known fault are skipped.
 
     The fix of a fault names suggestions that were tried: with each of them this fault is gone and,
     where possible, no check finds a new one.
     """
     wrong_keys = [fault.key for fault in known]
-    active = [check for check in checks if not check.reads_any(wrong_keys)]
-    repeatable = [check for check in active if check.suggest is not None]
+
+    def checks_with(values: Suggestion) -> list[Check]:
+        """The checks of the run with other values of some keys."""
+        changed = run.with_values(values)
+        every = itertools.chain.from_iterable(table(changed) for table in tables)
+        return [check for check in every if not check.reads_any(wrong_keys)]
+
     found = list(known)
-    for check in active:
-        faults = tuple(check.find(run))
-        fix = _tested_fix(run, check, repeatable) if faults else ""
+    for index, check in enumerate(checks_with({})):
+        faults = tuple(check.find())
+        fix = _tested_fix(index, checks_with) if faults else ""
         for fault in faults:
             found.append(replace(fault, fix=fix) if fix else fault)
     return tuple(dict.fromkeys(found))
 
 
-def _tested_fix(
-    run: Run,
-    check: Check,
-    others: Sequence[Check],
-) -> str:
-    """The nearest suggestions as flags, `--mesh "dp2 tp2" or --mesh dp4`; empty where none removes
-    the fault.
+def _tested_fix(index: int, checks_with: Callable[[Suggestion], list[Check]]) -> str:
+    """The nearest suggestions of a check as flags, `--mesh "dp2 tp2" or --mesh dp4`; empty where
+    none removes its fault.
+
+    Args:
+        index: of the check.
+        checks_with: returns all checks, bound to the run with the values of a suggestion.
     """
-    if check.suggest is None:
+    checks = checks_with({})
+    suggest = checks[index].suggest
+    if suggest is None:
         return ""
-    passing_now = [other for other in others if not other.fails(run)]
+    passing_now: list[int] = []
+    for number, other in enumerate(checks):
+        if other.suggest is not None and not other.fails():
+            passing_now.append(number)
     working: list[str] = []
     clean: list[str] = []
-    for suggestion in itertools.islice(check.suggest(run), MOST_TRIED):
+    for suggestion in itertools.islice(suggest(), MOST_TRIED):
         if not suggestion:
             continue
-        changed = with_values(run, suggestion)
-        if check.fails(changed):
+        changed = checks_with(suggestion)
+        if changed[index].fails():
             continue
         flags = as_flags(suggestion)
         if flags not in working:
             working.append(flags)
-        if flags not in clean and not any(other.fails(changed) for other in passing_now):
+        if flags not in clean and not any(changed[number].fails() for number in passing_now):
             clean.append(flags)
         if len(clean) == MOST_SHOWN:
             break
     return " or ".join(clean or working[:MOST_SHOWN])
-
-
-def with_values(run: Run, suggestion: Suggestion) -> Run:
-    """The run with these values, which must be valid by themselves."""
-    for key, value in suggestion.items():
-        section, _, name = key.rpartition(".")
-        update = {name: value}
-        if section:
-            update = {section: getattr(run, section).model_copy(update=update)}
-        run = run.model_copy(update=update)
-    return run
 
 
 def as_flags(suggestion: Suggestion) -> str:

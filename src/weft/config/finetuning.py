@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.config.keys import Flat
-from weft.config.run import Run
+from weft.config.schema import ModelSection, OptimConfig
 
 FULL: Flat = {"optim.lr": 2e-5, "optim.min_lr": 2e-6, "optim.weight_decay": 0.0}
 """Of runs that train all parameters of a model from `model.from_hf`."""
@@ -35,16 +35,22 @@ def finetuning_defaults(asked: Flat, folder: Flat) -> Flat:
     return defaults
 
 
-def defaults_note(run: Run) -> str | None:
+def defaults_note(
+    model: ModelSection,
+    optim: OptimConfig,
+    *,
+    seq_len: int,
+    lora_rank: int,
+) -> str | None:
     """The fine-tuning defaults that are in effect, as flags; None without any."""
-    asked: Flat = {"lora.rank": run.lora.rank, "model.from_hf": run.model.from_hf}
-    context = getattr(run.model, "max_seq_len", None)
+    asked: Flat = {"lora.rank": lora_rank, "model.from_hf": model.from_hf}
+    context = getattr(model, "max_seq_len", None)
     defaults = finetuning_defaults(asked, {"model.max_seq_len": context})
     current = {
-        "optim.lr": run.optim.lr,
-        "optim.min_lr": run.optim.min_lr,
-        "optim.weight_decay": run.optim.weight_decay,
-        "data.seq_len": run.data.seq_len,
+        "optim.lr": optim.lr,
+        "optim.min_lr": optim.min_lr,
+        "optim.weight_decay": optim.weight_decay,
+        "data.seq_len": seq_len,
     }
     words = []
     for key, value in defaults.items():

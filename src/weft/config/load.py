@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, selec
 from weft.config.hf.mapping import Families
 from weft.config.keys import Flat, faults_of, keys_of, nest, unknown_key, whole_number
 from weft.config.run import Run
+from weft.config.schema import ModelSection
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
 from weft.schedule.catalog import SCHEDULES
@@ -94,8 +95,12 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         "model.preset": sources.model.preset,
     }
     run, invalid = _validate(of_run, values)
-    run, too_large = _limit_model(run)
-    run, mesh_faults = _check_mesh(run)
+    too_large = tuple(_size_faults(run.model))
+    if too_large:
+        run = run.with_values({"model": type(run.model)()})
+    mesh_faults = _mesh_faults(run.mesh)
+    if mesh_faults:
+        run = run.with_values({"mesh": ""})
     faults = (
         *sources.faults,
         *unknown,
@@ -205,39 +210,34 @@ def _validate(of_run: type[Run], flat: Flat) -> tuple[Run, tuple[Fault, ...]]:
     return of_run.model_validate(nest(valid), strict=True), faults
 
 
-def _check_mesh(run: Run) -> tuple[Run, tuple[Fault, ...]]:
-    faults: tuple[Fault, ...] = ()
+def _mesh_faults(text: str) -> tuple[Fault, ...]:
+    """What is wrong with the text of a mesh by itself."""
     try:
-        size = Mesh.parse(run.mesh).size
-        if size > MAX_RANKS:
-            faults = (
-                Fault(
-                    "mesh",
-                    "is too large",
-                    got=f"{size} ranks",
-                    need=f"at most {MAX_RANKS}",
-                ),
-            )
+        size = Mesh.parse(text).size
     except MeshError as error:
-        faults = error.faults
-    return (run.model_copy(update={"mesh": ""}) if faults else run), faults
+        return error.faults
+    if size <= MAX_RANKS:
+        return ()
+    return (
+        Fault(
+            "mesh",
+            "is too large",
+            got=f"{size} ranks",
+            need=f"at most {MAX_RANKS}",
+        ),
+    )
 
 
-def _limit_model(run: Run) -> tuple[Run, tuple[Fault, ...]]:
-    """Reject absurd sizes before anything is allocated."""
-    default = type(run.model)()
-    faults: list[Fault] = []
-    for name, value in run.model.architecture.items():
+def _size_faults(model: ModelSection) -> Iterator[Fault]:
+    """Sizes of a model that are absurd, found before anything is allocated."""
+    default = type(model)()
+    for name, value in model.architecture.items():
         limit = MAX_COUNTS.get(name, MAX_SIZE)
         if isinstance(value, int) and value > limit:
-            fix = f"for example --model.{name} {getattr(default, name)}"
-            faults.append(
-                Fault(
-                    f"model.{name}",
-                    "out of range",
-                    got=str(value),
-                    need=f"at most {limit}",
-                    fix=fix,
-                )
+            yield Fault(
+                f"model.{name}",
+                "out of range",
+                got=str(value),
+                need=f"at most {limit}",
+                fix=f"for example --model.{name} {getattr(default, name)}",
             )
-    return (run.model_copy(update={"model": default}) if faults else run), tuple(faults)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
-from weft.config.checks import Check
-from weft.config.run import Run
+from weft.config.schema import LoraConfig
+from weft.core.model_config import ModelConfig
 from weft.errors import Fault, did_you_mean
 
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
@@ -44,39 +44,41 @@ def adapted_linear(name: str) -> str | None:
     return None
 
 
-def targets_exist(run: Run) -> Iterable[Fault]:
+def targets_exist(lora: LoraConfig, model: ModelConfig) -> Iterable[Fault]:
     """Every one of `lora.targets` selects a linear of the model."""
-    linears = run.model.linears()
-    if not run.lora.rank:
-        if run.lora.targets:
+    linears = model.linears()
+    if not lora.rank:
+        if lora.targets:
             what = "is 0 (no adapters), and lora.targets names some"
             yield Fault("lora.rank", what, fix=f"--lora.rank {DEFAULT_RANK}")
         return
     if not linears:
-        what = f"{run.model.name} has no attention or feed-forward projections that adapters can extend"
+        what = (
+            f"{model.family} has no attention or feed-forward projections that adapters can extend"
+        )
         yield Fault(
             "lora.rank",
             what,
-            got=str(run.lora.rank),
+            got=str(lora.rank),
             need="a language model",
             fix="--lora.rank 0",
         )
         return
-    for target in run.lora.targets:
+    for target in lora.targets:
         if not any(matches(target, linear) for linear in linears):
-            what = f"no linear of {run.model.name} has this name"
+            what = f"no linear of {model.family} has this name"
             yield Fault(
                 "lora.targets",
                 what,
                 got=repr(target),
-                fix=_nearest_target(target, run),
+                fix=_nearest_target(target, model),
             )
 
 
-def _nearest_target(target: str, run: Run) -> str:
+def _nearest_target(target: str, model: ModelConfig) -> str:
     """The linear that an unknown target may mean; `q_proj` of Hugging Face's models is `q`."""
-    leaves = sorted({linear.rpartition(".")[2] for linear in run.model.linears()})
-    if "experts" in run.model.axis_sizes() and "expert" in target:
+    leaves = sorted({linear.rpartition(".")[2] for linear in model.linears()})
+    if "experts" in model.axis_sizes() and "expert" in target:
         return f"routed experts take no adapters; these do: {', '.join(leaves)}"
     leaf = target.rpartition(".")[2] or target
     without_suffix = leaf.removesuffix("_proj")
@@ -85,28 +87,22 @@ def _nearest_target(target: str, run: Run) -> str:
     return did_you_mean(leaf, leaves)
 
 
-def rank_is_low(run: Run) -> Iterable[Fault]:
+def rank_is_low(lora: LoraConfig, model: ModelConfig) -> Iterable[Fault]:
     """The rank is at most the smaller side of each adapted linear."""
-    linears = run.model.linears()
+    linears = model.linears()
     smaller_sides: dict[str, int] = {}
-    for name in adapted_linears(run.lora.targets, linears):
+    for name in adapted_linears(lora.targets, linears):
         smaller_sides[name] = min(linears[name])
     if not smaller_sides:
         return
     name = min(smaller_sides, key=lambda linear: smaller_sides[linear])
     limit = smaller_sides[name]
-    if run.lora.rank > limit:
+    if lora.rank > limit:
         out_features, in_features = linears[name]
         yield Fault(
             "lora.rank",
             f"is larger than the smaller side of {name}, which has {in_features} features in, {out_features} out",
-            got=str(run.lora.rank),
+            got=str(lora.rank),
             need=f"at most {limit}",
             fix=f"--lora.rank {min(DEFAULT_RANK, limit)}",
         )
-
-
-CHECKS = (
-    Check(("lora", "model"), targets_exist),
-    Check(("lora", "model"), rank_is_low),
-)

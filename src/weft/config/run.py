@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from weft.config.schema import (
     MAX_COUNT,
@@ -105,12 +106,29 @@ class Run(ConfigSection):
     @property
     def num_micro(self) -> int:
         """Micro-batches a step on every data rank."""
-        return self.batch.global_size // (self.num_data_ranks * self.batch.micro_size)
+        return self.batch.num_micro(self.num_data_ranks)
 
     @property
     def num_stages(self) -> int:
         """Pipeline stages over all ranks."""
         return self.pipeline_size * self.pipeline.chunks
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """A copy with other values of some keys, which must be valid by themselves.
+
+        Args:
+            values: dotted key -> value: `{"mesh": "dp2", "pipeline.chunks": 2}`.
+        """
+        changed = self
+        for key, value in values.items():
+            section_name, _, name = key.rpartition(".")
+            if section_name:
+                section: BaseModel = getattr(changed, section_name)
+                new_section = section.model_copy(update={name: value})
+                changed = changed.model_copy(update={section_name: new_section})
+            else:
+                changed = changed.model_copy(update={name: value})
+        return changed
 
 
 def plan_of(run: Run) -> Plan:

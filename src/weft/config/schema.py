@@ -126,6 +126,10 @@ class BatchConfig(ConfigSection):
         description="sequences a micro-batch, on one data rank",
     )
 
+    def num_micro(self, num_data_ranks: int) -> int:
+        """Micro-batches a step on every data rank."""
+        return self.global_size // (num_data_ranks * self.micro_size)
+
 
 class OptimConfig(ConfigSection):
     """Optimizer and learning rate schedule."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from weft.config.checks import Suggestion, with_values
-from weft.config.run import Run
-from weft.core.dimension import data_axis, pipeline_axis, position_axes
+from weft.config.checks import Suggestion
+from weft.config.schema import BatchConfig, PipelineConfig
+from weft.core.dimension import data_axis, pipeline_axis, position_axes, sequence_axes
+from weft.core.mesh import Mesh
+from weft.core.model_config import ModelConfig
 from weft.core.sequence import length_unit
 from weft.schedule.catalog import SCHEDULES
 
@@ -15,70 +17,82 @@ MAX_STEPS = 8
 """Multiples tried on either side of a value."""
 MAX_DEGREES = 32
 """Smaller degrees of an axis that are tried one by one."""
+MAX_DOUBLINGS = 23
+"""Doublings of the micro-batch that are tried."""
 DEFAULT_SCHEDULE = "1f1b"
 """The schedule that takes every number of micro-batches."""
 
 
 def degrees_of_axis(
-    run: Run,
+    mesh: Mesh,
     axis: str,
     degrees: Iterable[int],
 ) -> Iterator[Suggestion]:
     """Other degrees of `axis`, nearest first: with as many ranks, the rest on the data axis, or
     with fewer ranks.
     """
-    mesh, data = run.device_mesh, data_axis()
+    data = data_axis()
     now = mesh.degree(axis)
+    num_ranks = mesh.degree(data) * now
 
     def distance(degree: int) -> tuple[float, int]:
         return abs(math.log(degree / now)), degree
 
     for degree in sorted(set(degrees), key=distance):
-        data_ranks, rest = divmod(mesh.degree(data) * now, degree)
+        data_ranks, rest = divmod(num_ranks, degree)
         if degree < now and rest == 0:
-            yield {"mesh": _mesh_text(run, {axis: degree, data: data_ranks})}
-        yield {"mesh": _mesh_text(run, {axis: degree})}
+            yield {"mesh": _mesh_text(mesh, {axis: degree, data: data_ranks})}
+        yield {"mesh": _mesh_text(mesh, {axis: degree})}
 
 
-def smaller_degrees(run: Run, axis: str) -> Iterator[Suggestion]:
+def smaller_degrees(mesh: Mesh, axis: str) -> Iterator[Suggestion]:
     """Fewer ranks along `axis`."""
-    now = run.device_mesh.degree(axis)
+    now = mesh.degree(axis)
     nearest = range(max(1, now - MAX_DEGREES), now)
-    yield from degrees_of_axis(run, axis, nearest)
+    yield from degrees_of_axis(mesh, axis, nearest)
     if now > MAX_DEGREES:
-        yield from degrees_of_axis(run, axis, [1])
+        yield from degrees_of_axis(mesh, axis, [1])
 
 
-def _mesh_text(run: Run, change: dict[str, int]) -> str:
-    """The run's mesh with other degrees; a new data axis stands after the pipeline axis, outside
-    all others.
+def _mesh_text(mesh: Mesh, change: dict[str, int]) -> str:
+    """The mesh with other degrees; a new data axis stands after the pipeline axis, outside all
+    others.
     """
     data, pipeline = data_axis(), pipeline_axis()
-    degrees = dict(run.device_mesh.axes)
+    degrees = dict(mesh.axes)
     names = list(degrees)
     if data not in names:
         place = names.index(pipeline) + 1 if pipeline in names else 0
         names.insert(place, data)
-    after = {data: 1, **degrees, **change}
-    return " ".join(f"{name}{after[name]}" for name in names if after[name] > 1)
+    degrees.update(change)
+    words: list[str] = []
+    for name in names:
+        degree = degrees.get(name, 1)
+        if degree > 1:
+            words.append(f"{name}{degree}")
+    return " ".join(words)
 
 
-def batch_sizes(run: Run) -> Iterator[Suggestion]:
+def batch_sizes(mesh: Mesh, batch: BatchConfig) -> Iterator[Suggestion]:
     """Another number of sequences a step, or a micro-batch."""
-    micro_size, global_size = run.batch.micro_size, run.batch.global_size
-    yield from _global_sizes(run, range(MAX_STEPS))
-    for smaller in range(micro_size, 0, -1):
-        if global_size % (run.num_data_ranks * smaller) == 0:
+    yield from _global_sizes(mesh, batch, range(MAX_STEPS))
+    num_data_ranks = mesh.degree(sequence_axes())
+    for smaller in range(batch.micro_size, 0, -1):
+        if batch.global_size % (num_data_ranks * smaller) == 0:
             yield {"batch.micro_size": smaller}
-    for doublings in range(1, 24):
-        yield {"batch.micro_size": micro_size * 2**doublings}
+    for doublings in range(1, MAX_DOUBLINGS + 1):
+        yield {"batch.micro_size": batch.micro_size * 2**doublings}
 
 
-def _global_sizes(run: Run, steps: Iterable[int]) -> Iterator[Suggestion]:
+def _global_sizes(
+    mesh: Mesh,
+    batch: BatchConfig,
+    steps: Iterable[int],
+) -> Iterator[Suggestion]:
     """Multiples of a micro-batch on every data rank, so many steps from the present global batch."""
-    unit = run.num_data_ranks * run.batch.micro_size
+    unit = mesh.degree(sequence_axes()) * batch.micro_size
     for number in steps:
-        for size in nearest_multiples(run.batch.global_size, unit, number):
+        for size in nearest_multiples(batch.global_size, unit, number):
             if size > 0:
                 yield {"batch.global_size": size}
 
@@ -103,76 +117,104 @@ def nearest_multiples(
     return tuple(sorted({below, above}, key=distance))
 
 
-def stages(run: Run) -> Iterator[Suggestion]:
+def stages(
+    mesh: Mesh,
+    model: ModelConfig,
+    pipeline: PipelineConfig,
+    *,
+    seq_len: int,
+) -> Iterator[Suggestion]:
     """Fewer stages, or layers for all of them; where `pipeline.split` is set, one that adds up."""
-    for suggestion in _numbers_of_stages(run):
-        split = _even_split(with_values(run, suggestion))
-        yield {**suggestion, **split}
+    for suggestion in _numbers_of_stages(mesh, model, pipeline):
+        if not pipeline.split:
+            yield suggestion
+            continue
+        new_mesh = Mesh.parse(suggestion.get("mesh", mesh.text))
+        chunks = suggestion.get("pipeline.chunks", pipeline.chunks)
+        num_stages = new_mesh.degree(pipeline_axis()) * chunks
+        new_model = model
+        if "model.layers" in suggestion:
+            new_model = model.model_copy(update={"layers": suggestion["model.layers"]})
+        num_layers = sum(block.is_layer for block in new_model.block_specs(seq_len))
+        if num_stages > num_layers:
+            yield suggestion
+        else:
+            yield {**suggestion, "pipeline.split": _even_split(num_layers, num_stages)}
 
 
-def _numbers_of_stages(run: Run) -> Iterator[Suggestion]:
+def _numbers_of_stages(
+    mesh: Mesh,
+    model: ModelConfig,
+    pipeline: PipelineConfig,
+) -> Iterator[Suggestion]:
+    """Values that change the number of stages or layers, the present ones first."""
     yield {}
-    for chunks in range(run.pipeline.chunks - 1, 0, -1):
+    for chunks in range(pipeline.chunks - 1, 0, -1):
         yield {"pipeline.chunks": chunks}
-    yield from smaller_degrees(run, pipeline_axis())
-    yield from default_schedule(run)
-    if "layers" in type(run.model).model_fields:
-        yield {"model.layers": run.num_stages}
+    yield from smaller_degrees(mesh, pipeline_axis())
+    yield from default_schedule(pipeline)
+    if "layers" in type(model).model_fields:
+        yield {"model.layers": mesh.degree(pipeline_axis()) * pipeline.chunks}
 
 
-def _even_split(run: Run) -> Suggestion:
-    """Layer counts of the stages that differ by at most one, where `pipeline.split` is set."""
-    num_layers = sum(block.is_layer for block in run.model.block_specs(run.data.seq_len))
-    num_stages = run.num_stages
-    if not run.pipeline.split or num_stages > num_layers:
-        return {}
+def _even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layer counts of the stages that differ by at most one."""
     quotient, remainder = divmod(num_layers, num_stages)
-    counts = [quotient + 1 if stage < remainder else quotient for stage in range(num_stages)]
-    return {"pipeline.split": tuple(counts)}
+    larger = (quotient + 1,) * remainder
+    smaller = (quotient,) * (num_stages - remainder)
+    return larger + smaller
 
 
-def default_schedule(run: Run) -> Iterator[Suggestion]:
+def default_schedule(pipeline: PipelineConfig) -> Iterator[Suggestion]:
     """The default schedule, with one chunk a rank."""
-    if run.pipeline.schedule == DEFAULT_SCHEDULE:
+    if pipeline.schedule == DEFAULT_SCHEDULE:
         return
     suggestion: dict[str, object] = {"pipeline.schedule": DEFAULT_SCHEDULE}
-    if run.pipeline.chunks > 1:
+    if pipeline.chunks > 1:
         suggestion["pipeline.chunks"] = 1
     yield suggestion
 
 
-def schedules(run: Run) -> Iterator[Suggestion]:
+def schedules(
+    mesh: Mesh,
+    batch: BatchConfig,
+    pipeline: PipelineConfig,
+) -> Iterator[Suggestion]:
     """Numbers of chunks and micro-batches that the schedule takes, then another schedule."""
-    schedule = SCHEDULES.get(run.pipeline.schedule)
-    if (
-        schedule is None
-    ):  # a misspelt name, or a table in a file: there is nothing to derive values from
+    schedule = SCHEDULES.get(pipeline.schedule)
+    if schedule is None:  # a misspelt name or a table in a file: no values can be derived
         return
-    now = run.pipeline.chunks
+    now = pipeline.chunks
     for chunks in sorted(schedule.chunks[:MAX_STEPS], key=lambda chunks: abs(chunks - now)):
         if chunks != now:
             yield {"pipeline.chunks": chunks}
-    yield from _global_sizes(run, range(1, run.pipeline_size + 1))
-    yield from default_schedule(run)
+    num_ranks = mesh.degree(pipeline_axis())
+    yield from _global_sizes(mesh, batch, range(1, num_ranks + 1))
+    yield from default_schedule(pipeline)
 
 
-def lengths(run: Run) -> Iterator[Suggestion]:
+def lengths(
+    mesh: Mesh,
+    model: ModelConfig,
+    *,
+    seq_len: int,
+    sequence_parallel: bool,
+) -> Iterator[Suggestion]:
     """Sequences of another length, or sharded over fewer ranks."""
-    length = run.data.seq_len
-    unit = length_unit(run.device_mesh, sequence_parallel=run.parallel.sequence)
+    unit = length_unit(mesh, sequence_parallel=sequence_parallel)
     for number in range(2):
-        for near in nearest_multiples(length, unit, number):
+        for near in nearest_multiples(seq_len, unit, number):
             if near > 0:
                 yield {"data.seq_len": near}
-    longest: int = getattr(run.model, "max_seq_len", length + unit)
+    longest: int = getattr(model, "max_seq_len", seq_len + unit)
     yield {"data.seq_len": longest // unit * unit}
-    if hasattr(run.model, "max_seq_len"):
-        yield {"model.max_seq_len": length}
-    yield from no_sequence_parallelism(run)
+    if hasattr(model, "max_seq_len"):
+        yield {"model.max_seq_len": seq_len}
+    yield from no_sequence_parallelism()
     for axis in position_axes():
-        yield from smaller_degrees(run, axis)
+        yield from smaller_degrees(mesh, axis)
 
 
-def no_sequence_parallelism(run: Run) -> Iterator[Suggestion]:
+def no_sequence_parallelism() -> Iterator[Suggestion]:
     """`parallel.sequence` off."""
     yield {"parallel.sequence": False}

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
-from weft.config import suggestions
+from weft.config import lora, suggestions
 from weft.config.checks import Check, Suggestion
 from weft.config.run import Run
+from weft.config.schema import (
+    BatchConfig,
+    DataConfig,
+    GuardConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+)
 from weft.core.dimension import (
     Dimension,
     LayoutOptions,
@@ -18,11 +27,14 @@ from weft.core.dimension import (
     dimensions,
     pipeline_axis,
     position_axes,
+    sequence_axes,
     uneven_axes,
 )
+from weft.core.mesh import Mesh
+from weft.core.model_config import ModelConfig
 from weft.core.precision import dtype_faults
 from weft.core.sequence import length_unit
-from weft.errors import Fault, UserError, did_you_mean
+from weft.errors import Fault, UserError, counted, did_you_mean
 from weft.layout.stages import split_by_cost, split_by_counts
 from weft.schedule.catalog import SCHEDULES, find
 
@@ -32,51 +44,154 @@ NUM_BYTES = 256
 """Number of byte tokens."""
 
 
-def axes_divide(run: Run) -> Iterable[Fault]:
+def config_checks(run: Run) -> tuple[Check, ...]:
+    """The rules for combinations of keys, bound to the sections of this run; a fault keeps its own
+    fix where no suggestion removes it.
+    """
+    mesh, model, data = run.device_mesh, run.model, run.data
+    batch, pipeline, parallel = run.batch, run.pipeline, run.parallel
+    seq_len = data.seq_len
+    lengths = partial(
+        suggestions.lengths,
+        mesh,
+        model,
+        seq_len=seq_len,
+        sequence_parallel=parallel.sequence,
+    )
+    return (
+        *_checks_of_dimensions(mesh, model, parallel),
+        Check(
+            ("mesh", "batch"),
+            partial(batch_divides, mesh, batch),
+            partial(suggestions.batch_sizes, mesh, batch),
+        ),
+        Check(
+            ("mesh", "model", "pipeline"),
+            partial(layers_make_stages, mesh, model, pipeline, seq_len=seq_len),
+            partial(suggestions.stages, mesh, model, pipeline, seq_len=seq_len),
+        ),
+        Check(
+            ("mesh", "batch", "pipeline"),
+            partial(schedule_takes_sizes, mesh, batch, pipeline),
+            partial(suggestions.schedules, mesh, batch, pipeline),
+        ),
+        Check(
+            ("mesh", "data.seq_len", "parallel.sequence"),
+            partial(sequence_divides, mesh, model, parallel, seq_len=seq_len),
+            lengths,
+        ),
+        Check(
+            ("model", "parallel.sequence"),
+            partial(sequence_parallel_has_sequences, model, parallel),
+            suggestions.no_sequence_parallelism,
+        ),
+        Check(
+            ("model", "data.seq_len"),
+            partial(sequence_fits_model, model, seq_len=seq_len),
+            lengths,
+        ),
+        Check(
+            ("model.vocab", "data.source", "data.tokenizer"),
+            partial(vocabulary_holds_bytes, model, data),
+            _no_suggestions,
+        ),
+        Check(
+            ("precision",),
+            partial(number_types_fit, run.precision),
+            _no_suggestions,
+        ),
+        Check(
+            ("guard.spike",),
+            partial(spike_is_above_the_median, run.guard),
+            _no_suggestions,
+        ),
+        Check(("lora", "model"), partial(lora.targets_exist, run.lora, model)),
+        Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
+    )
+
+
+def _checks_of_dimensions(
+    mesh: Mesh,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+) -> Iterator[Check]:
+    """The checks that follow from the records of the dimensions."""
+    for dimension in dimensions().values():
+        axis = dimension.name
+        if dimension.params:
+            yield Check(
+                ("mesh", "model"),
+                partial(axis_divides, mesh, model, axis),
+                partial(_dividing_degrees, mesh, model, axis),
+            )
+        if dimension.faults is not None:
+            yield Check(
+                ("mesh", "model", "parallel"),
+                partial(dimension_faults, mesh, model, parallel, mesh_axis=axis),
+                partial(_alternatives, mesh, dimension),
+            )
+
+
+def axes_divide(mesh: Mesh, model: ModelConfig) -> Iterator[Fault]:
     """Every logical axis of the model divides by the degree of the mesh axis that shards it."""
     for axis in all_axes():
-        yield from axis_divides(run, axis)
+        yield from axis_divides(mesh, model, axis)
 
 
-def axis_divides(run: Run, mesh_axis: str) -> Iterable[Fault]:
+def axis_divides(
+    mesh: Mesh,
+    model: ModelConfig,
+    mesh_axis: str,
+) -> Iterator[Fault]:
     """The logical axes that one mesh axis shards divide by its degree."""
-    degree = run.device_mesh.degree(mesh_axis)
-    sizes = _sharded_sizes(run, mesh_axis)
+    degree = mesh.degree(mesh_axis)
+    sizes = _sharded_sizes(model, mesh_axis)
     uneven = [axis for axis, size in sizes.items() if size % degree]
     if not uneven:
         return
     largest = divisors(*sizes.values())[-4:]
+    choices = [f"{mesh_axis}{divisor}" for divisor in largest]
     yield Fault(
         "mesh",
         f"{mesh_axis}{degree} does not divide the model's {', '.join(uneven)}",
         got=", ".join(f"{size} {axis}" for axis, size in sizes.items()),
         need="a divisor of each",
-        fix=f"use {' or '.join(f'{mesh_axis}{divisor}' for divisor in largest)}",
+        fix=f"use {' or '.join(choices)}",
     )
 
 
-def _sharded_sizes(run: Run, mesh_axis: str) -> dict[str, int]:
+def _sharded_sizes(model: ModelConfig, mesh_axis: str) -> dict[str, int]:
     """Units of the logical axes that a mesh axis shards into equal parts."""
     sharded = dimensions()[mesh_axis].params
     may_be_uneven = uneven_axes()
     sizes: dict[str, int] = {}
-    for axis, size in run.model.axis_sizes().items():
+    for axis, size in model.axis_sizes().items():
         if axis in sharded and axis not in may_be_uneven:
             sizes[axis] = size
     return sizes
 
 
-def dimension_faults(run: Run, mesh_axis: str) -> Iterable[Fault]:
+def dimension_faults(
+    mesh: Mesh,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    mesh_axis: str,
+) -> Iterator[Fault]:
     """What the record of a dimension rejects, where the mesh has more than one rank along it."""
-    find = dimensions()[mesh_axis].faults
-    if find is not None and run.device_mesh.degree(mesh_axis) > 1:
-        yield from find(layout_request(run))
+    find_faults = dimensions()[mesh_axis].faults
+    if find_faults is not None and mesh.degree(mesh_axis) > 1:
+        yield from find_faults(layout_request(mesh, model, parallel))
 
 
-def layout_request(run: Run) -> LayoutRequest:
+def layout_request(
+    mesh: Mesh,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+) -> LayoutRequest:
     """The layout of a run, as dimensions read it."""
-    mesh, rule = run.device_mesh, default_sharding_rule()
-    axis_sizes = run.model.axis_sizes()
+    rule = default_sharding_rule()
+    axis_sizes = model.axis_sizes()
     local_sizes: dict[str, int] = {}
     for axis, size in axis_sizes.items():
         degree = mesh.degree(rule[axis]) if axis in rule else 1
@@ -84,106 +199,126 @@ def layout_request(run: Run) -> LayoutRequest:
             local_sizes[axis] = size // degree
     return LayoutRequest(
         degrees={axis: mesh.degree(axis) for axis in all_axes()},
-        model_name=run.model.name,
-        model_kind=run.model.kind,
+        model_name=model.family,
+        model_kind=model.kind,
         local_sizes=local_sizes,
         axis_sizes=axis_sizes,
         options=LayoutOptions(
-            sequence_parallel=run.parallel.sequence,
-            context=run.parallel.context,
-            zero=run.parallel.zero,
+            sequence_parallel=parallel.sequence,
+            context=parallel.context,
+            zero=parallel.zero,
         ),
     )
 
 
-def batch_divides(run: Run) -> Iterable[Fault]:
+def batch_divides(mesh: Mesh, batch: BatchConfig) -> Iterator[Fault]:
     """The global batch is a whole number of micro-batches on every data rank."""
-    ranks, micro_size, global_size = run.num_data_ranks, run.batch.micro_size, run.batch.global_size
+    ranks, micro_size, global_size = (
+        mesh.degree(sequence_axes()),
+        batch.micro_size,
+        batch.global_size,
+    )
     unit = ranks * micro_size
+    data_ranks = counted(ranks, "data rank")
     if global_size % unit:
-        data_ranks = "1 data rank" if ranks == 1 else f"{ranks} data ranks"
-        need = f"a multiple of {unit} = {data_ranks} x micro_size {micro_size}"
         yield Fault(
             "batch.global_size",
             "does not divide into micro-batches",
             got=str(global_size),
-            need=need,
+            need=f"a multiple of {unit} = {data_ranks} x micro_size {micro_size}",
         )
     elif global_size // unit > MOST_MICROBATCHES:
-        got = f"{global_size // unit} on each of {ranks} data ranks"
         yield Fault(
             "batch.micro_size",
             "makes too many micro-batches",
-            got=got,
+            got=f"{global_size // unit} on each of {data_ranks}",
             need=f"at most {MOST_MICROBATCHES}",
         )
 
 
-def layers_make_stages(run: Run) -> Iterable[Fault]:
+def layers_make_stages(
+    mesh: Mesh,
+    model: ModelConfig,
+    pipeline: PipelineConfig,
+    *,
+    seq_len: int,
+) -> Iterator[Fault]:
     """There is a layer for every stage, and `pipeline.split` counts all of them."""
-    blocks = run.model.block_specs(run.data.seq_len)
-    split = run.pipeline.split
-    if split and len(split) != run.num_stages:
-        need = f"{run.num_stages} = {pipeline_axis()}{run.pipeline_size} x {run.pipeline.chunks} chunks"
-        got = f"{len(split)}: {as_words(split)}"
+    num_ranks = mesh.degree(pipeline_axis())
+    num_stages = num_ranks * pipeline.chunks
+    split = pipeline.split
+    if split and len(split) != num_stages:
+        chunks = counted(pipeline.chunks, "chunk")
         yield Fault(
             "pipeline.split",
             "names another number of stages",
-            got=got,
-            need=need,
+            got=f"{len(split)}: {as_words(split)}",
+            need=f"{num_stages} = {pipeline_axis()}{num_ranks} x {chunks}",
             fix="leave pipeline.split out",
         )
         return
+    blocks = model.block_specs(seq_len)
     try:
         if split:
             split_by_counts(blocks, split)
         else:
-            split_by_cost(blocks, run.num_stages)
+            split_by_cost(blocks, num_stages)
     except UserError as error:
-        key = _stage_key(run)
-        yield from (replace(fault, key=key) for fault in error.faults)
+        key = _stage_key(pipeline)
+        for fault in error.faults:
+            yield replace(fault, key=key)
 
 
-def _stage_key(run: Run) -> str:
+def _stage_key(pipeline: PipelineConfig) -> str:
     """The key that decides the number of stages."""
-    if run.pipeline.split:
+    if pipeline.split:
         return "pipeline.split"
-    return "pipeline.chunks" if run.pipeline.chunks > 1 else "mesh"
+    return "pipeline.chunks" if pipeline.chunks > 1 else "mesh"
 
 
-def schedule_takes_sizes(run: Run) -> Iterable[Fault]:
+def schedule_takes_sizes(
+    mesh: Mesh,
+    batch: BatchConfig,
+    pipeline: PipelineConfig,
+) -> Iterator[Fault]:
     """The schedule exists, and has a table for this many ranks, chunks and micro-batches."""
-    name = run.pipeline.schedule
+    name = pipeline.schedule
     try:
         schedule = find(name)
     except UserError as error:
-        return error.faults
+        yield from error.faults
+        return
     except (OSError, UnicodeDecodeError) as error:
-        fix = did_you_mean(name, SCHEDULES)
-        return (
-            Fault(
-                "pipeline.schedule",
-                "cannot read a table there",
-                got=f"{name!r}: {error}",
-                fix=fix,
-            ),
+        yield Fault(
+            "pipeline.schedule",
+            "cannot read a table there",
+            got=f"{name!r}: {error}",
+            fix=did_you_mean(name, SCHEDULES),
         )
+        return
     faults = schedule.faults(
-        ranks=run.pipeline_size,
-        chunks=run.pipeline.chunks,
-        microbatches=max(run.num_micro, 1),
+        ranks=mesh.degree(pipeline_axis()),
+        chunks=pipeline.chunks,
+        microbatches=max(batch.num_micro(mesh.degree(sequence_axes())), 1),
     )
-    batch_is_whole = not any(batch_divides(run))
-    return tuple(fault for fault in faults if batch_is_whole or fault.key == "pipeline.chunks")
+    batch_is_whole = not any(batch_divides(mesh, batch))
+    for fault in faults:
+        if batch_is_whole or fault.key == "pipeline.chunks":
+            yield fault
 
 
-def sequence_divides(run: Run) -> Iterable[Fault]:
+def sequence_divides(
+    mesh: Mesh,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    seq_len: int,
+) -> Iterator[Fault]:
     """A sequence splits into two chunks a context rank and, under sequence parallelism, equal parts
     for the tensor ranks.
     """
-    mesh, length = run.device_mesh, run.data.seq_len
-    unit = length_unit(mesh, sequence_parallel=run.parallel.sequence)
-    if run.model.kind != "tokens" or length % unit == 0:
+    unit = length_unit(mesh, sequence_parallel=parallel.sequence)
+    if model.kind != "tokens" or seq_len % unit == 0:
         return
     axes: list[str] = []
     reasons: list[str] = []
@@ -192,70 +327,67 @@ def sequence_divides(run: Run) -> Iterable[Fault]:
             axes.append(f"{axis}{mesh.degree(axis)}")
             reasons.append(f"two chunks for each of {axes[-1]}")
     for axis in activation_axes():
-        if run.parallel.sequence:
+        if parallel.sequence:
             axes.append(f"{axis}{mesh.degree(axis)}")
             reasons.append(f"{axes[-1]} under parallel.sequence")
-    need = f"a multiple of {unit}: {', '.join(reasons)}"
     yield Fault(
         "data.seq_len",
         f"does not divide by {' x '.join(axes)}",
-        got=str(length),
-        need=need,
+        got=str(seq_len),
+        need=f"a multiple of {unit}: {', '.join(reasons)}",
     )
 
 
-def sequence_parallel_has_sequences(run: Run) -> Iterable[Fault]:
+def sequence_parallel_has_sequences(
+    model: ModelConfig, parallel: ParallelConfig
+) -> Iterator[Fault]:
     """Sequence parallelism shards activations of sequences."""
-    if run.parallel.sequence and run.model.kind != "tokens":
-        what = f"shards activations along the sequence, and {run.model.name} reads {run.model.kind}"
+    if parallel.sequence and model.kind != "tokens":
         yield Fault(
             "parallel.sequence",
-            what,
+            f"shards activations along the sequence, and {model.family} reads {model.kind}",
             got="True",
             need="False",
         )
 
 
-def sequence_fits_model(run: Run) -> Iterable[Fault]:
+def sequence_fits_model(model: ModelConfig, *, seq_len: int) -> Iterator[Fault]:
     """The model takes sequences of this length."""
-    fault = run.model.check_seq_len(run.data.seq_len)
-    return () if fault is None else (fault,)
+    fault = model.check_seq_len(seq_len)
+    if fault is not None:
+        yield fault
 
 
-def vocabulary_holds_bytes(run: Run) -> Iterable[Fault]:
+def vocabulary_holds_bytes(model: ModelConfig, data: DataConfig) -> Iterator[Fault]:
     """Where the default text is read as bytes, the vocabulary has all of them; other sources are
     checked when opened.
     """
-    is_default_text = (
-        run.model.kind == "tokens" and run.data.source == "stdlib" and not run.data.mix
-    )
-    if not is_default_text or run.data.tokenizer != "bytes":
+    is_default_text = model.kind == "tokens" and data.source == "stdlib" and not data.mix
+    if not is_default_text or data.tokenizer != "bytes":
         return
-    size = run.model.axis_sizes().get("vocab", NUM_BYTES)
+    size = model.axis_sizes().get("vocab", NUM_BYTES)
     if size < NUM_BYTES:
-        need, fix = f"at least {NUM_BYTES} for bytes", f"--model.vocab {NUM_BYTES}"
         yield Fault(
             "model.vocab",
             "is smaller than the tokenizer's",
             got=str(size),
-            need=need,
-            fix=fix,
+            need=f"at least {NUM_BYTES} for bytes",
+            fix=f"--model.vocab {NUM_BYTES}",
         )
 
 
-def number_types_fit(run: Run) -> Iterable[Fault]:
+def number_types_fit(precision: PrecisionConfig) -> Iterable[Fault]:
     """Parameters and gradient sums are at least as precise as the computation."""
-    types = run.precision
     return dtype_faults(
-        params=types.params,
-        compute=types.compute,
-        reduce=types.reduce,
+        params=precision.params,
+        compute=precision.compute,
+        reduce=precision.reduce,
     )
 
 
-def spike_is_above_the_median(run: Run) -> Iterable[Fault]:
+def spike_is_above_the_median(guard: GuardConfig) -> Iterator[Fault]:
     """A spike is larger than the losses before it."""
-    factor = run.guard.spike
+    factor = guard.spike
     if 0 < factor <= 1:
         yield Fault(
             "guard.spike",
@@ -277,63 +409,23 @@ def as_words(counts: Sequence[int]) -> str:
     return " ".join(map(str, counts))
 
 
-def _no_suggestions(run: Run) -> Iterable[Suggestion]:
+def _no_suggestions() -> Iterable[Suggestion]:
     """None: the fault names a fix itself."""
     return ()
 
 
-def _smaller_or_dividing(mesh_axis: str) -> Callable[[Run], Iterable[Suggestion]]:
+def _dividing_degrees(
+    mesh: Mesh,
+    model: ModelConfig,
+    mesh_axis: str,
+) -> Iterator[Suggestion]:
     """Degrees of the axis that divide the sizes it shards."""
-
-    def suggest(run: Run) -> Iterable[Suggestion]:
-        sizes = _sharded_sizes(run, mesh_axis).values()
-        return suggestions.degrees_of_axis(run, mesh_axis, divisors(*sizes))
-
-    return suggest
+    sizes = _sharded_sizes(model, mesh_axis).values()
+    yield from suggestions.degrees_of_axis(mesh, mesh_axis, divisors(*sizes))
 
 
-def _alternatives(dimension: Dimension) -> Callable[[Run], Iterable[Suggestion]]:
+def _alternatives(mesh: Mesh, dimension: Dimension) -> Iterator[Suggestion]:
     """The alternatives that a dimension names, then smaller degrees of its axis."""
-
-    def suggest(run: Run) -> Iterable[Suggestion]:
-        for key, value in dimension.alternatives:
-            yield {key: value}
-        yield from suggestions.smaller_degrees(run, dimension.name)
-
-    return suggest
-
-
-def _dimension_checks(dimension: Dimension) -> Iterable[Check]:
-    """The checks that follow from the record of a dimension."""
-    axis = dimension.name
-    if dimension.params:
-        yield Check(
-            ("mesh", "model"), lambda run: axis_divides(run, axis), _smaller_or_dividing(axis)
-        )
-    if dimension.faults is not None:
-        yield Check(
-            ("mesh", "model", "parallel"),
-            lambda run: dimension_faults(run, axis),
-            _alternatives(dimension),
-        )
-
-
-CHECKS = (
-    *(check for dimension in dimensions().values() for check in _dimension_checks(dimension)),
-    Check(("mesh", "batch"), batch_divides, suggestions.batch_sizes),
-    Check(("mesh", "model", "pipeline"), layers_make_stages, suggestions.stages),
-    Check(("mesh", "batch", "pipeline"), schedule_takes_sizes, suggestions.schedules),
-    Check(("mesh", "data.seq_len", "parallel.sequence"), sequence_divides, suggestions.lengths),
-    Check(
-        ("model", "parallel.sequence"),
-        sequence_parallel_has_sequences,
-        suggestions.no_sequence_parallelism,
-    ),
-    Check(("model", "data.seq_len"), sequence_fits_model, suggestions.lengths),
-    Check(
-        ("model.vocab", "data.source", "data.tokenizer"), vocabulary_holds_bytes, _no_suggestions
-    ),
-    Check(("precision",), number_types_fit, _no_suggestions),
-    Check(("guard.spike",), spike_is_above_the_median, _no_suggestions),
-)
-"""Checks that depend on the run alone; a fault keeps its own fix where no suggestion removes it."""
+    for key, value in dimension.alternatives:
+        yield {key: value}
+    yield from suggestions.smaller_degrees(mesh, dimension.name)

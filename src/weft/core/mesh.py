@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from weft.core.dimension import all_axes, dimensions
-from weft.errors import Fault, MeshError, did_you_mean
+from weft.errors import Fault, MeshError, counted, did_you_mean
 
 Axis = str | tuple[str, ...]
 """One mesh axis, or several that together form one group."""
@@ -148,22 +148,21 @@ class Mesh:
             yield self.group(sum(outer_offsets), axis)
 
     def coord_text(self, rank: int) -> str:
-        """Coordinates of `rank` as text: `pp1 dp0 tp1`."""
+        """Coordinates of `rank` as text: `pp1 dp0 tp1`; `single rank` for a mesh without axes."""
         words = [f"{name}{index}" for name, index in self.coord(rank).items()]
-        return " ".join(words) or "alone"
+        return " ".join(words) or "single rank"
 
     def overview(self) -> str:
         """The groups of every axis and what the axis shards, clipped to 80 columns."""
-        ranks = "rank" if self.size == 1 else "ranks"
         name = f"mesh {self}" if self.axes else "mesh"
-        lines = [f"{name}: {self.size} {ranks}"]
+        lines = [f"{name}: {counted(self.size, 'rank')}"]
         for name, degree in self.axes:
             dimension = dimensions()[name]
             num_groups = self.size // degree
-            groups = "group" if num_groups == 1 else "groups"
+            groups = counted(num_groups, "group")
             members = self._groups_text(name, num_groups)
             lines.append(f"  {name}{degree} {dimension.summary}")
-            lines.append(f"    {num_groups} {groups}: {members}")
+            lines.append(f"    {groups}: {members}")
         return "\n".join(lines)
 
     def _groups_text(self, axis: str, num_groups: int) -> str:

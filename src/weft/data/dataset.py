@@ -16,7 +16,7 @@ from weft.data.samples import ImageSamples, MixtureSamples, Samples, SequenceSam
 from weft.data.token_sources import has_documents, open_source
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import TokenStream, file_names
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, counted
 
 EVAL_KEY = "eval.source"
 
@@ -96,7 +96,7 @@ def _open_tokens(data: DataConfig, model: ModelConfig, *, split: Split) -> Seque
             Fault(
                 KEY,
                 what,
-                got=f"{len(stream)} tokens",
+                got=counted(len(stream), "token"),
                 need=need,
                 fix=f"{shorter}a longer source",
             )

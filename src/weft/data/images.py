@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.files import KEY, READ_ERRORS, read_fault
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, counted
 from weft.small_files import UnreadableFile, open_regular
 
 Bytes = NDArray[np.uint8]
@@ -201,7 +201,7 @@ def read_idx(file: Path, *, num_dims: int) -> Bytes:
             Fault(
                 KEY,
                 f"{file} ends inside its header",
-                got=f"{len(data)} bytes",
+                got=counted(len(data), "byte"),
                 need=f"{header_size} bytes",
             )
         )
@@ -213,7 +213,7 @@ def read_idx(file: Path, *, num_dims: int) -> Bytes:
         fault = Fault(
             KEY,
             f"{file} {flaw}",
-            got=f"{len(data)} bytes",
+            got=counted(len(data), "byte"),
             need=f"{size} for {dims_text}",
             fix="fetch the file again",
         )

@@ -26,7 +26,7 @@ from weft.data.prepared import FORMAT, META, SPLITS, PreparedMeta, Split, TokenD
 from weft.data.token_writer import TokenWriter
 from weft.data.tokenizer import BYTES, FILE, ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 from weft.data.verify import block_checksums
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, counted
 
 TRAIN = "train"
 BATCH_CHARS = 2**20
@@ -167,9 +167,8 @@ def _write_folder(
             writers[split] = stack.enter_context(TokenWriter(folder / split, np.dtype(dtype)))
         _encode(read_all(inputs, read_options), tokenizer, writers, options=options, report=report)
     if not writers["train"].num_tokens:
-        plural = "s" if len(inputs) > 1 else ""
-        got = f"no text in {len(inputs)} file{plural}"
-        raise DataError(Fault(KEY, "is empty", got, "some text"))
+        files = counted(len(inputs), "file")
+        raise DataError(Fault(KEY, "is empty", f"no text in {files}", "some text"))
     meta = PreparedMeta(
         format=FORMAT,
         dtype=dtype,

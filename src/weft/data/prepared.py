@@ -25,7 +25,7 @@ from weft.data.files import KEY, TOKEN_SUFFIX
 from weft.data.tokenizer import BYTES, FILE, MAX_ID, Tokenizer, open_tokenizer
 from weft.data.tokenizer import KEY as TOKENIZER_KEY
 from weft.data.tokens import BLOCK_TOKENS, TokenStream, open_tokens
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, counted
 from weft.small_files import MIB, UnreadableFile, is_regular_within, read_bytes
 
 META = "meta.json"
@@ -260,4 +260,6 @@ def _file_faults(folder: Path, meta: PreparedMeta, split: Split) -> Iterator[Fau
         found = file.stat().st_size
         if found != size:
             what = f"{file} is truncated" if found < size else f"{file} is too long"
-            yield Fault(KEY, what, f"{found} bytes", f"{size} as {META} states", PREPARE_AGAIN)
+            yield Fault(
+                KEY, what, counted(found, "byte"), f"{size} as {META} states", PREPARE_AGAIN
+            )

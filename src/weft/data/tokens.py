@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from weft.data.document_bounds import Bounds
 from weft.data.files import KEY, TOKEN_SUFFIX, read_fault
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, counted
 
 Array = NDArray[Any]
 
@@ -246,7 +246,9 @@ def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
         if size % dtype.itemsize:
             need = f"a multiple of {dtype.itemsize} bytes for {dtype.name} (data.token_dtype)"
             fix = "write the file again, or set data.token_dtype"
-            raise DataError(Fault(KEY, f"{file} ends inside a token", f"{size} bytes", need, fix))
+            raise DataError(
+                Fault(KEY, f"{file} ends inside a token", counted(size, "byte"), need, fix)
+            )
         if size < MIN_ON_DISK_BYTES:
             return np.frombuffer(file.read_bytes(), dtype)
         with file.open("rb"):  # raises now if it may not be read

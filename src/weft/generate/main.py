@@ -11,8 +11,10 @@ from functools import partial
 from torch import Tensor
 
 from weft.checkpoint.read import Source, open_checkpoint
-from weft.config.run import Run
+from weft.config.schema import DataConfig
+from weft.core.model_config import ModelConfig
 from weft.data.prepared import tokenizer_of
+from weft.errors import counted
 from weft.generate.decode import Decoder, TextRow, decode, load_model
 from weft.generate.detokenize import GeneratedText
 from weft.generate.model_source import ModelSource
@@ -34,31 +36,37 @@ def generate(job: GenerationJob) -> int:
     """Generate on the ranks that torchrun or Slurm has started, or on local ones started here; the
     exit code.
     """
-    run = job.run
+    mesh = job.request.device_mesh
     main = partial(generate_rank, job)
     world = detect(os.environ)
     if world is not None:
-        return join(main, world, mesh=run.device_mesh)
+        return join(main, world, mesh=mesh)
     return launch(
         main,
-        run.device_mesh.size,
-        transport=run.transport,
-        device=run.device,
-        mesh=run.device_mesh,
+        mesh.size,
+        transport=job.request.transport,
+        device=job.request.device,
+        mesh=mesh,
     )
 
 
 def generate_rank(job: GenerationJob, world: World) -> None:
     """Entry point of one rank; the first one shows what all of them generate."""
-    run = job.run
     device = choose_device(
-        run.device,
+        job.request.device,
         local_rank=world.local_rank,
         local_size=world.local_size,
     )
-    with open_comm(world, run.device_mesh, device) as comm:
+    with open_comm(world, job.request.device_mesh, device) as comm:
         stored = open_source(job.source)
-        model = load_model(family_of(run), job.config, stored, plan=job.plan, comm=comm)
+        family = family_of(job.config, job.source.run.lora)
+        model = load_model(
+            family,
+            job.config,
+            stored,
+            plan=job.plan,
+            comm=comm,
+        )
         vocab = job.config.axis_sizes()["vocab"]
         texts = TextBatch(job)
         output = make_output(job, texts) if world.rank == 0 else None
@@ -172,7 +180,9 @@ class TextBatch:
         if num_later and self.later_tokens_s:
             speed = f", then {num_later / self.later_tokens_s:,.0f} tokens/s"
         prompt_ms = 1e3 * self.first_token_s
-        line = f"{num_tokens} tokens; {num_prompt_tokens} tokens of prompt read in {prompt_ms:,.0f} ms{speed} (measured)"
+        tokens = counted(num_tokens, "token")
+        prompt_tokens = counted(num_prompt_tokens, "token")
+        line = f"{tokens}; {prompt_tokens} of prompt read in {prompt_ms:,.0f} ms{speed} (measured)"
         return [line, *self._early_ends()]
 
     def _early_ends(self) -> Iterator[str]:
@@ -189,24 +199,35 @@ def _sample_with(sampling: Sampling, logits_V: Tensor, at: TokenPosition) -> int
     return sample_token(logits_V, sampling, at)
 
 
-def sample_trained(run: Run, model: ParallelModel, prompt: str) -> str:
-    """Text of `run.sample` tokens that a trained model continues `prompt` with, on the mesh that
+def sample_trained(
+    model: ParallelModel,
+    prompt: str,
+    *,
+    config: ModelConfig,
+    data: DataConfig,
+    num_tokens: int,
+    seed: int,
+) -> str:
+    """Text of `num_tokens` tokens that a trained model continues `prompt` with, on the mesh that
     trained it.
 
     Every rank takes part and returns it; a model with learned positions stops at its last one. The
-    model must not be trained
-    on: its attention computes with a cache from now on.
+    model must not be trained on: its attention computes with a cache from now on.
     """
-    tokenizer = tokenizer_of(run.data)
+    tokenizer = tokenizer_of(data)
     row = TextRow(tuple(tokenizer.encode(prompt)) or (0,))
-    limit = max_positions(run.model)
+    limit = max_positions(config)
 
     def is_finished(row: TextRow) -> bool:
         num_positions = len(row.prompt) + len(row.tokens)
-        return len(row.tokens) == run.sample or num_positions == limit
+        return len(row.tokens) == num_tokens or num_positions == limit
 
-    sampling = Sampling(TRAINING_TEMPERATURE, seed=run.seed)
-    decoder = Decoder(model, vocab=run.model.axis_sizes()["vocab"], max_positions=limit)
+    sampling = Sampling(TRAINING_TEMPERATURE, seed=seed)
+    decoder = Decoder(
+        model,
+        vocab=config.axis_sizes()["vocab"],
+        max_positions=limit,
+    )
     for _ in decode(
         decoder,
         [row],

@@ -10,20 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from weft.config import validate
-from weft.config.checks import Check, run_checks
-from weft.config.run import Run
-from weft.config.schema import (
-    BatchConfig,
-    ConfigSection,
-    ParallelConfig,
-    PipelineConfig,
-    PrecisionConfig,
-)
+from weft.config.schema import ConfigSection, ModelSection, ParallelConfig, PipelineConfig
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.precision import Dtype
 from weft.data.tokenizer import Tokenizer, open_tokenizer
-from weft.errors import ConfigError, Fault, UserError
+from weft.errors import ConfigError, Fault, UserError, counted
 from weft.generate.model_source import ModelSource
 from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.parallel.cp import AXIS as CP
@@ -179,22 +171,19 @@ class GenerationJob:
     """A checked request, as every rank gets it.
 
     Attributes:
-        run: the stored model's run, on the mesh that was asked for.
+        config: the model without what only training reads.
+        dtype: in which it computes.
         prompts: their text.
         tokens: their tokens.
     """
 
     request: Request
     source: ModelSource
-    run: Run
+    config: ModelSection
+    dtype: Dtype
     tokenizer: Tokenizer
     prompts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model without what only training reads."""
-        return self.run.model
 
     @property
     def max_positions(self) -> int | None:
@@ -212,15 +201,15 @@ class GenerationJob:
     @property
     def plan(self) -> Plan:
         """The layout."""
-        dtype = self.run.precision.compute
+        mesh = self.request.device_mesh
         return Plan(
-            mesh=self.run.device_mesh,
-            family=self.run.model.name,
-            architecture=canonical_json(self.run.model.architecture),
-            stages=make_stages(self.config.block_specs(1), self.run.num_stages),
-            params=dtype,
-            compute=dtype,
-            reduce=dtype,
+            mesh=mesh,
+            family=self.config.name,
+            architecture=canonical_json(self.config.architecture),
+            stages=make_stages(self.config.block_specs(1), mesh.degree(PP)),
+            params=self.dtype,
+            compute=self.dtype,
+            reduce=self.dtype,
         )
 
     def notes(self) -> Iterator[str]:
@@ -228,21 +217,24 @@ class GenerationJob:
         yield from self.source.notes
         longest = max(len(tokens) for tokens in self.tokens)
         if self.max_positions is not None and longest + self.request.tokens > self.max_positions:
-            what = f"a prompt of {longest} tokens and {self.request.tokens} more"
+            what = f"a prompt of {counted(longest, 'token')} and {self.request.tokens} more"
             yield f"{what} pass the model's {self.max_positions} positions: texts end there"
 
 
 def make_job(
-    request: Request, source: ModelSource, environment_checks: Iterable[Check] = ()
+    request: Request, source: ModelSource, other_faults: Iterable[Fault] = ()
 ) -> GenerationJob:
     """The job, every part of it checked.
+
+    Args:
+        other_faults: of the environment, reported with those found here.
 
     Raises:
         UserError: with every fault of mesh, prompts and environment.
     """
-    run = _run_of(request, source)
-    faults = [*_mesh_faults(run.device_mesh), *run_checks(run, (*MESH_CHECKS, *environment_checks))]
-    vocab = run.model.axis_sizes()["vocab"]
+    config = _without_training_blocks(source.run.model)
+    faults = [*_mesh_faults(request.device_mesh, config), *other_faults]
+    vocab = config.axis_sizes()["vocab"]
     try:
         tokenizer = _tokenizer_of(request, source)
         prompts = read_prompts(request)
@@ -250,36 +242,37 @@ def make_job(
     except UserError as error:
         raise UserError(*faults, *error.faults) from None
     for prompt_tokens in tokens:
-        faults.extend(_length_faults(prompt_tokens, run.model))
+        faults.extend(_length_faults(prompt_tokens, config))
     if faults:
         raise UserError(*dict.fromkeys(faults))
-    return GenerationJob(request, source, run, tokenizer, prompts, tokens)
-
-
-def _run_of(request: Request, source: ModelSource) -> Run:
-    """The stored model on another mesh; nothing of how it was trained is left."""
-    dtype = request.dtype or source.dtype
-    model = source.run.model
-    if model.reads_later_targets:
-        model = model.model_copy(update={"mtp_depth": 0})
-    return source.run.model_copy(
-        update={
-            "mesh": request.device_mesh.text,
-            "nproc": None,
-            "port": None,
-            "device": request.device,
-            "transport": request.transport,
-            "batch": BatchConfig(global_size=1, micro_size=1),
-            "parallel": ParallelConfig(),
-            "pipeline": PipelineConfig(),
-            "precision": PrecisionConfig(params=dtype, compute=dtype, reduce=dtype),
-            "model": model,
-            "out": None,
-        }
+    return GenerationJob(
+        request,
+        source,
+        config,
+        request.dtype or source.dtype,
+        tokenizer,
+        prompts,
+        tokens,
     )
 
 
-def _mesh_faults(mesh: Mesh) -> Iterator[Fault]:
+def _without_training_blocks(model: ModelSection) -> ModelSection:
+    """The model without blocks that only training computes: multi-token prediction."""
+    if model.reads_later_targets:
+        return model.model_copy(update={"mtp_depth": 0})
+    return model
+
+
+def _mesh_faults(mesh: Mesh, config: ModelSection) -> Iterator[Fault]:
+    """Axes that generation does not support, and sizes of the model that the mesh does not divide."""
+    yield from _axis_faults(mesh)
+    yield from validate.axes_divide(mesh, config)
+    for fault in validate.dimension_faults(mesh, config, ParallelConfig(), mesh_axis=EP):
+        yield replace(fault, fix="give its ranks to tp")
+    yield from validate.layers_make_stages(mesh, config, PipelineConfig(), seq_len=1)
+
+
+def _axis_faults(mesh: Mesh) -> Iterator[Fault]:
     supported = [f"{name}{size}" for name, size in mesh.axes if name in SUPPORTED_AXES]
     for name, size in mesh.axes:
         if name in SUPPORTED_AXES or size == 1:
@@ -292,18 +285,6 @@ def _mesh_faults(mesh: Mesh) -> Iterator[Fault]:
             need="pp, ep and tp alone",
             fix=f"{fix} give its ranks to tp",
         )
-
-
-def _experts_exist(run: Run) -> Iterator[Fault]:
-    for fault in validate.dimension_faults(run, EP):
-        yield replace(fault, fix="give its ranks to tp")
-
-
-MESH_CHECKS = (
-    Check(("mesh", "model"), validate.axes_divide),
-    Check(("mesh", "model"), _experts_exist),
-    Check(("mesh", "model"), validate.layers_make_stages),
-)
 
 
 def _tokenizer_of(request: Request, source: ModelSource) -> Tokenizer:
@@ -357,8 +338,8 @@ def _length_faults(tokens: tuple[int, ...], config: ModelConfig) -> Iterator[Fau
         yield Fault(
             "prompt",
             "leaves no position for another token",
-            got=f"{len(tokens)} tokens",
-            need=f"fewer than the model's {limit} positions",
+            got=counted(len(tokens), "token"),
+            need=f"fewer than the model's {counted(limit, 'position')}",
             fix="shorten it",
         )
 

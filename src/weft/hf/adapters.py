@@ -20,7 +20,7 @@ from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
 from weft.hf.match import mapping_of
 from weft.hf.peft import CONFIG, WEIGHT, WEIGHTS, AdapterTarget, adapter_config, adapter_targets
-from weft.hf.sidecar import refuse_existing
+from weft.hf.sidecar import reject_existing
 from weft.models.common.lora import add_product
 
 BAND = 256
@@ -118,13 +118,13 @@ def write_adapters(
 
     Raises:
         CheckpointError: the model has no adapters, its family has no counterpart in transformers,
-            the folder is not empty, or the disk refuses.
+            the folder is not empty, or a disk error occurs.
     """
     if not lora.rank:
         fix = "export the model itself, or train with --lora.rank 8"
         raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
     mapping_of(cfg.family)
-    refuse_existing(folder)
+    reject_existing(folder)
     weights = save(adapter_tensors(source, cfg=cfg, lora=lora), metadata={"format": "pt"})
     config = json.dumps(adapter_config(cfg, lora, base=base), indent=2, sort_keys=True) + "\n"
     with new_folder(folder, need_bytes=len(weights)) as unfinished:

@@ -15,14 +15,14 @@ from weft.config.hf.read_config import CONFIG
 from weft.config.hf.write_config import config_json, unwritable
 from weft.config.lora import adapted_linears
 from weft.core.model_config import ModelConfig
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, counted
 from weft.hf.adapters import merge_adapters, stored_lora, write_adapters
 from weft.hf.check_logits import NOT_COMPARED, compare_logits
 from weft.hf.import_hf import TransferResult, count_params
 from weft.hf.match import mapping_of
 from weft.hf.peft import unexpected_keys
 from weft.hf.placement import hf_tensors
-from weft.hf.sidecar import read_sidecars, refuse_existing
+from weft.hf.sidecar import read_sidecars, reject_existing
 from weft.hf.write import choose_dtypes, main_dtype, write_folder
 from weft.models import FAMILIES
 from weft.view.quantity import memory
@@ -56,10 +56,10 @@ def export_hf(
         compares: whether to end with a comparison with transformers.
 
     Raises:
-        CheckpointError: transformers has no such model, the folder exists already, or the disk
-            refuses.
+        CheckpointError: transformers has no such model, the folder exists already, or a disk
+            error occurs.
     """
-    refuse_existing(folder)
+    reject_existing(folder)
     model = _open_model(checkpoint)
     source, cfg = model.source, model.cfg
     texts = read_sidecars(sidecar_folders)
@@ -101,7 +101,7 @@ def export_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
     Raises:
         CheckpointError: it has none, or the folder exists already.
     """
-    refuse_existing(folder)
+    reject_existing(folder)
     model = _open_model(checkpoint)
     lora = stored_lora(model.facts)
     stored = open_checkpoint(checkpoint).section("model")
@@ -113,7 +113,7 @@ def export_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
         base=base,
     )
     num_linears = len(adapted_linears(lora.targets, model.cfg.linears()))
-    report = f"{folder}: adapters of rank {lora.rank} on {num_linears} linears"
+    report = f"{folder}: adapters of rank {lora.rank} on {counted(num_linears, 'linear')}"
     unexpected = unexpected_keys(model.cfg, lora)
     if unexpected:
         report += (

@@ -55,8 +55,8 @@ def import_hf(
         compares: whether to end with a comparison with transformers.
 
     Raises:
-        CheckpointError: a tensor has another shape than config.json makes of it, or the disk
-            refuses.
+        CheckpointError: a tensor has another shape than config.json makes of it, or a disk
+            error occurs.
     """
     source = HfFolder(folder, cfg)
     manifest = import_params(out, source, facts, chunk_bytes=chunk_bytes)
@@ -82,7 +82,7 @@ def import_params(
     """Write the checkpoint of step `facts.step`, with the section `model` alone.
 
     Raises:
-        CheckpointError: it exists already, or the disk refuses; what was written is removed then.
+        CheckpointError: it exists already, or a disk error occurs; what was written is removed then.
     """
     final = checkpoint_path(run_folder, facts.step)
     tmp = temporary_path(final)

@@ -1,4 +1,4 @@
-"""The small files of a Hugging Face folder: config.json, tokenizer, defaults of generation; and `refuse_existing`. No torch.
+"""The small files of a Hugging Face folder: config.json, tokenizer, defaults of generation; and `reject_existing`. No torch.
 
 A run keeps them in RUN/hf/; an export writes them into the new folder.
 """
@@ -61,7 +61,7 @@ def write_sidecars(run_folder: Path, texts: Mapping[str, str]) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def refuse_existing(folder: Path) -> None:
+def reject_existing(folder: Path) -> None:
     """Check that `folder` does not exist, or is empty.
 
     Raises:

@@ -23,7 +23,7 @@ from weft.config.hf.safetensors_files import DTYPES, INDEX, SINGLE_FILE
 from weft.core.axes import Box
 from weft.hf.folder import slabs
 from weft.hf.placement import HFTensor
-from weft.hf.sidecar import refuse_existing
+from weft.hf.sidecar import reject_existing
 
 DTYPE_NAMES: Mapping[torch.dtype, str] = {
     getattr(torch, name): stored for stored, (name, _) in DTYPES.items()
@@ -108,10 +108,10 @@ def write_folder(
         config: content of config.json.
 
     Raises:
-        CheckpointError: the folder is not empty, or the disk refuses; what was written is removed
+        CheckpointError: the folder is not empty, or a disk error occurs; what was written is removed
             then.
     """
-    refuse_existing(folder)
+    reject_existing(folder)
     with new_folder(folder, need_bytes=sum(tensor.num_bytes for tensor in typed)) as unfinished:
         _write_weights(unfinished, typed, source, max_shard_bytes=max_shard_bytes)
         for name, text in texts.items():

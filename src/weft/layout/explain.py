@@ -5,6 +5,7 @@ from __future__ import annotations
 from weft.core.axes import data_axes
 from weft.core.dimension import activation_axes, dimensions, pipeline_axis
 from weft.core.mesh import WIDTH
+from weft.errors import counted
 from weft.layout.plan import Plan
 
 ONCE = "once a step, during the backward of the last micro-batch"
@@ -32,21 +33,13 @@ def _clipped(line: str) -> str:
     return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
 
 
-def _count(
-    number: int,
-    noun: str,
-    plural: str = "",
-) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
-
-
 def _batch_lines(plan: Plan) -> list[str]:
-    data_ranks = _count(plan.num_data_ranks, "data rank")
-    microbatches = _count(plan.microbatches, "micro-batch", "micro-batches")
+    data_ranks = counted(plan.num_data_ranks, "data rank")
+    microbatches = counted(plan.microbatches, "micro-batch", "micro-batches")
     when = EVERY_MICROBATCH if plan.zero > 1 else ONCE
     return [
-        f"batch: {_count(plan.global_size, 'sequence')} of {plan.seq_len} a step",
-        f"  {data_ranks} x {microbatches} of {_count(plan.micro_size, 'sequence')}",
+        f"batch: {counted(plan.global_size, 'sequence')} of {plan.seq_len} a step",
+        f"  {data_ranks} x {microbatches} of {counted(plan.micro_size, 'sequence')}",
         f"  gradients are reduced {when}",
     ]
 
@@ -56,13 +49,13 @@ def _stage_lines(plan: Plan) -> list[str]:
         return ["pipeline: none"]
     total = sum(stage.flops for stage in plan.stages) or 1.0
     lines = [
-        f"pipeline: {plan.schedule}, {_count(len(plan.stages), 'stage')}, bubble {100 * plan.bubble:.1f}% (predicted)",
+        f"pipeline: {plan.schedule}, {counted(len(plan.stages), 'stage')}, bubble {100 * plan.bubble:.1f}% (predicted)",
         "  balanced by FLOPs (minimises the slowest stage)",
     ]
     for index, stage in enumerate(plan.stages):
         rank = f"{pipeline_axis()}{plan.table.stage_to_rank[index]}"
         blocks = " ... ".join(dict.fromkeys((stage.blocks[0], stage.blocks[-1])))
-        num_blocks = _count(len(stage.blocks), "block")
+        num_blocks = counted(len(stage.blocks), "block")
         share = f"{100 * stage.flops / total:.0f}% of the FLOPs"
         lines.append(f"  stage {index} on {rank}: {blocks} ({num_blocks}, {share})")
     return lines

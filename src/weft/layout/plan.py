@@ -25,7 +25,7 @@ from weft.core.mesh import Mesh
 from weft.core.model_config import BlockSpec
 from weft.core.precision import Dtype, dtype_faults
 from weft.core.sequence import Context, length_unit
-from weft.errors import Fault, PlanError
+from weft.errors import Fault, PlanError, counted
 from weft.layout.stages import split_by_cost, split_by_counts
 from weft.schedule.actions import Table
 from weft.schedule.catalog import find
@@ -239,7 +239,7 @@ def _stage_faults(plan: Plan) -> Iterator[Fault]:
     """The stages are as many as the schedule has, none is empty, and each block is in one."""
     num_stages = plan.pipeline_size * plan.chunks
     if len(plan.stages) != num_stages:
-        need = f"{num_stages} = {pipeline_axis()}{plan.pipeline_size} x {plan.chunks} chunks"
+        need = f"{num_stages} = {pipeline_axis()}{plan.pipeline_size} x {counted(plan.chunks, 'chunk')}"
         yield Fault(
             "stages",
             "the schedule has another number of stages",

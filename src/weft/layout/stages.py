@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from weft.core.model_config import BlockSpec
-from weft.errors import Fault, PlanError
+from weft.errors import Fault, PlanError, counted
 
 MAX_STAGES = 512
 """Pipeline stages of a model."""
@@ -34,8 +34,8 @@ def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[s
             Fault(
                 "pipeline.chunks" if num_stages % max(len(units), 1) == 0 else "mesh",
                 "more stages than layers",
-                got=f"{num_stages} stages, {len(units)} layers",
-                need=f"at most {len(units)} stages",
+                got=f"{counted(num_stages, 'stage')}, {counted(len(units), 'layer')}",
+                need=f"at most {counted(len(units), 'stage')}",
                 fix="use fewer pipeline ranks or chunks, or more layers",
             )
         )
@@ -58,7 +58,7 @@ def split_by_counts(
                 "pipeline.split",
                 "the layers of the stages do not add up",
                 got=f"{' '.join(map(str, counts))}, together {sum(counts)}",
-                need=f"{len(units)} layers, at least one a stage",
+                need=f"{counted(len(units), 'layer')}, at least one a stage",
                 fix="give one number of layers per stage",
             )
         )

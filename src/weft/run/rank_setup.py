@@ -17,7 +17,7 @@ from weft.comm.observe import Observer
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
-from weft.errors import Fault, LaunchError
+from weft.errors import Fault, LaunchError, counted
 from weft.run.world import ThreadRendezvous, World, num_cores
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -62,7 +62,7 @@ def choose_device(choice: DeviceChoice, *, local_rank: int, local_size: int) -> 
     fault = Fault(
         "device",
         "not enough GPUs",
-        got=f"{num_gpus} GPUs for {local_size} local ranks",
+        got=f"{counted(num_gpus, 'GPU')} for {counted(local_size, 'local rank')}",
         need="one for each rank",
         fix="use fewer ranks, or --device cpu",
     )
@@ -122,9 +122,9 @@ def size_fault(world: World, mesh: Mesh) -> Fault:
     return Fault(
         "mesh",
         "differs from the world size",
-        got=f"{world.size} ranks",
+        got=counted(world.size, "rank"),
         need=f"{mesh.size} for {str(mesh)!r}",
-        fix=f"start {mesh.size} ranks, or choose a mesh of {world.size} such as dp{world.size}",
+        fix=f"start {counted(mesh.size, 'rank')}, or choose a mesh of {world.size} such as dp{world.size}",
     )
 
 

@@ -64,7 +64,7 @@ def fork_worker(rank: int, stack_file: Path, *, close: Iterable[Connection] = ()
         close: connections of the parent that the child closes.
 
     Raises:
-        OSError: the system refuses another process.
+        OSError: the system cannot start another process.
     """
     parent = os.getpid()
     reader, writer = Pipe(duplex=False)

@@ -44,7 +44,7 @@ def fork_workers(
         close: a connection of the parent that the workers close.
 
     Raises:
-        LaunchError: the system refuses another process, or CUDA is initialised.
+        LaunchError: the system cannot start another process, or CUDA is initialised.
     """
     if torch.cuda.is_initialized():
         what = "this process uses CUDA already, and CUDA does not survive a fork"

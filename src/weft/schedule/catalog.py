@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from weft.errors import Fault, ScheduleError, did_you_mean
+from weft.errors import Fault, ScheduleError, counted, did_you_mean
 from weft.schedule.actions import KEY, Table
 from weft.schedule.validate_table import validate
 from weft.small_files import MIB, UnreadableFile, parse_json, read_text
@@ -80,10 +80,10 @@ class Schedule:
 
     def _range_faults(self, ranks: int, chunks: int, microbatches: int) -> Iterator[Fault]:
         if ranks < 1:
-            yield Fault("mesh", f"a pipeline of {ranks} ranks", need="pp at least 1")
+            yield Fault("mesh", f"a pipeline of {counted(ranks, 'rank')}", need="pp at least 1")
         if microbatches < 1:
-            what = f"a pipeline step of {microbatches} micro-batches"
-            yield Fault("batch", what, need="at least 1")
+            micro_batches = counted(microbatches, "micro-batch", "micro-batches")
+            yield Fault("batch", f"a pipeline step of {micro_batches}", need="at least 1")
         num_actions = 2 * ranks * chunks * microbatches
         if num_actions > MAX_ACTIONS:
             got = f"{ranks} ranks x {chunks} chunks x {microbatches} micro-batches"
@@ -94,7 +94,7 @@ class Schedule:
             high = self.chunks[-1]
             yield Fault(
                 "pipeline.chunks",
-                f"{self.name} does not work with {chunks} chunks a rank",
+                f"{self.name} does not work with {counted(chunks, 'chunk')} a rank",
                 need=str(low) if low == high else f"{low} to {high}",
                 fix=f"--pipeline.chunks {low}",
             )
@@ -172,8 +172,8 @@ def _from_file(path: Path) -> Schedule:
         return Fault(
             KEY,
             f"the table in {path} has other sizes",
-            got=f"{ranks} ranks and {microbatches} micro-batches",
-            need=f"{table.num_ranks} ranks and {table.microbatches} micro-batches",
+            got=_sizes_text(ranks, microbatches),
+            need=_sizes_text(table.num_ranks, table.microbatches),
         )
 
     num_chunks = max(Counter(table.stage_to_rank).values())
@@ -209,3 +209,8 @@ def make_table(
     if faults:
         raise ScheduleError(*faults)
     return schedule.table(ranks, chunks, microbatches)
+
+
+def _sizes_text(ranks: int, microbatches: int) -> str:
+    micro_batches = counted(microbatches, "micro-batch", "micro-batches")
+    return f"{counted(ranks, 'rank')} and {micro_batches}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from weft.errors import Fault
+from weft.errors import Fault, counted
 from weft.schedule.actions import KEY, Act, Table
 
 NAME = "interleaved"
@@ -31,7 +31,7 @@ def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
     return Fault(
         KEY,
         "interleaved needs the number of micro-batches to be a multiple of the pipeline ranks",
-        got=f"{microbatches} micro-batches on {ranks} ranks",
+        got=f"{counted(microbatches, 'micro-batch', 'micro-batches')} on {counted(ranks, 'rank')}",
         need=f"a multiple of {ranks}",
         fix=f"run {nearest} micro-batches, or use 1f1b, which accepts any number",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 
-from weft.errors import Fault, ScheduleError
+from weft.errors import Fault, ScheduleError, counted
 from weft.schedule.actions import KEY, Act, Kind, Table
 
 MAX_SHOWN = 6
@@ -102,7 +102,7 @@ def _action_faults(table: Table) -> Iterator[Fault]:
     if missing:
         yield Fault(KEY, f"the table lacks {_shown(missing)}")
     if surplus:
-        sizes = f"{table.num_stages} stages, {table.microbatches} micro-batches"
+        sizes = f"{counted(table.num_stages, 'stage')}, {counted(table.microbatches, 'micro-batch', 'micro-batches')}"
         yield Fault(
             KEY,
             f"the table must not hold {_shown(surplus)}",

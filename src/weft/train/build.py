@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,31 +14,32 @@ from torch import Tensor
 
 from weft.checkpoint.folder import checkpoints, remove_leftovers, set_aside
 from weft.checkpoint.format import Facts
-from weft.checkpoint.read import Source
+from weft.checkpoint.read import Checkpoint, Source
 from weft.checkpoint.restore import load_parameters, open_newest_valid
-from weft.checkpoint.resume import AUTO, data_changes, starts_new
+from weft.checkpoint.resume import AUTO, data_changes
 from weft.checkpoint.saver import Saver
 from weft.checkpoint.state import MODEL
 from weft.comm.comm import Comm
 from weft.comm.text import broadcast_text
 from weft.config.lora import adapted_linears
 from weft.config.run import Run, plan_of
+from weft.config.schema import BatchConfig, GuardConfig, LoraConfig, ModelSection, OptimConfig
 from weft.config.toml import dump
 from weft.core.dimension import position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
 from weft.data.dataset import open_data, open_validation
 from weft.data.order import batch_of_step
 from weft.data.samples import Samples
-from weft.errors import DataError, GuardError
+from weft.errors import DataError, Fault, GuardError, counted
 from weft.hf.folder import HfFolder
 from weft.layout.explain import explain
 from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
-from weft.models.common.batch import Batch, image_example
+from weft.models.common.batch import image_example
 from weft.models.common.lora import adapted
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
 from weft.run.rank_status import RankStatus
-from weft.train.data_loader import DataLoader, samples_of, whole_batch
+from weft.train.data_loader import DataLoader
 from weft.train.digest import StateDigests
 from weft.train.evaluate import Evaluation
 from weft.train.guard import Restored, StepGuard
@@ -117,45 +118,46 @@ def build_model(
     return replace(model, materialize=initialize)
 
 
-def family_of(run: Run) -> Family:
-    """The family of the run's model, with its adapters, if any."""
-    return adapted(FAMILIES[run.model.name], run.lora)
+def family_of(model: ModelSection, lora: LoraConfig) -> Family:
+    """The family of a model, with its adapters, if any."""
+    return adapted(FAMILIES[model.name], lora)
 
 
-def check_initial_parameters(run: Run) -> None:
+def check_initial_parameters(model: ModelSection) -> None:
     """Check the Hugging Face folder that a new run starts from, in one process, before ranks start.
 
     Raises:
         CheckpointError: with every tensor of another shape than the model's.
     """
-    if run.model.from_hf is not None and starts_new(run):
-        check_hf_folder(Path(run.model.from_hf), FAMILIES[run.model.name], run.model)
+    if model.from_hf is not None:
+        check_hf_folder(Path(model.from_hf), FAMILIES[model.name], model)
 
 
-def initial_source(run: Run) -> Source | None:
-    """Where a new run reads initial values; None if they are drawn, or come from a checkpoint to
-    resume.
+def initial_source(model: ModelSection, *, base: str | None) -> Source | None:
+    """Where a new run reads initial values; None if they are drawn.
+
+    Args:
+        base: run or checkpoint with the parameters that adapters extend (`lora.base`).
 
     Raises:
         CheckpointError: the source does not hold this model.
     """
-    if run.resume is not None:
-        return None
-    if run.lora.base is not None:
-        return lora_base(run.lora.base)
-    if run.model.from_hf is not None:
-        return HfFolder(Path(run.model.from_hf), run.model)
+    if base is not None:
+        return lora_base(base)
+    if model.from_hf is not None:
+        return HfFolder(Path(model.from_hf), model)
     return None
 
 
 def build_step(run: Run, comm: Comm) -> TrainStep:
-    """The training step of this rank."""
-    plan = plan_of(run)
-    source = initial_source(run)
+    """The training step of this rank. Parameters have their initial values, unless the run resumes:
+    then they are drawn, and meant to be replaced.
+    """
+    source = initial_source(run.model, base=run.lora.base) if run.resume is None else None
     model = build_model(
-        family_of(run),
+        family_of(run.model, run.lora),
         run.model,
-        plan,
+        plan_of(run),
         comm,
         seed=run.seed,
         source=source,
@@ -168,55 +170,47 @@ def build_step(run: Run, comm: Comm) -> TrainStep:
     return TrainStep(model, make_optimizer=optimizer, clip=run.optim.clip)
 
 
-def build_data_loader(run: Run, comm: Comm, samples: Samples) -> DataLoader:
-    """The loader of this rank's micro-batches."""
+def build_data_loader(
+    samples: Samples,
+    comm: Comm,
+    batch: BatchConfig,
+    *,
+    seed: int,
+    later: bool,
+) -> DataLoader:
+    """The loader of this rank's micro-batches.
+
+    Args:
+        later: whether the model also reads targets of later positions (multi-token prediction).
+    """
     return DataLoader(
         samples,
-        global_size=run.batch.global_size,
-        micro_size=run.batch.micro_size,
-        seed=run.seed,
+        global_size=batch.global_size,
+        micro_size=batch.micro_size,
+        seed=seed,
         index=comm.index(sequence_axes()),
         degree=comm.degree(sequence_axes()),
         device=comm.device,
-        later=run.model.reads_later_targets,
+        later=later,
         context_index=comm.index(position_axes()),
         context_degree=comm.degree(position_axes()),
     )
 
 
-def build_evaluation(run: Run, model: ParallelModel) -> Evaluation | None:
-    """The evaluation between steps; None if the run has none."""
-    if not run.eval.every:
-        return None
-    loader = build_data_loader(
-        run, model.comm, open_validation(run.data, run.model, source=run.eval.source)
-    )
-    return Evaluation(model, loader, most_batches=run.eval.batches)
-
-
-def build_step_range(run: Run, *, start: int = 0) -> StepRange:
-    """Steps, learning rates and prefetching of a run that has done `start` steps."""
+def build_step_range(
+    optim: OptimConfig,
+    *,
+    start: int = 0,
+    total: int,
+    prefetch: int,
+) -> StepRange:
+    """Steps, learning rates and prefetching of a run of `total` steps that has done `start`."""
     return StepRange(
         start=start,
-        total=run.steps,
-        learning_rate=partial(learning_rate, optim=run.optim, total_steps=run.steps),
-        prefetch=run.data.prefetch,
+        total=total,
+        learning_rate=partial(learning_rate, optim=optim, total_steps=total),
+        prefetch=prefetch,
     )
-
-
-def global_batches(run: Run, num_steps: int) -> list[Batch]:
-    """The whole batches of the first steps, as one device reads them."""
-    samples = open_data(run.data, run.model)
-    batches = []
-    for step in range(num_steps):
-        chosen = samples_of(
-            samples,
-            step,
-            global_size=run.batch.global_size,
-            seed=run.seed,
-        )
-        batches.append(whole_batch(samples, chosen, later=run.model.reads_later_targets))
-    return batches
 
 
 def build_training(
@@ -238,7 +232,7 @@ def build_training(
         DataError: the data is not what the checkpoint was trained on.
     """
     out = broadcast_text(comm, run.out or "")  # rank 0 names a new run folder
-    run = run.model_copy(update={"out": out})
+    run = run.with_values({"out": out})
     run_folder = Path(out)
     samples = open_data(run.data, run.model)
     start = start_of(run, comm, samples)
@@ -246,12 +240,18 @@ def build_training(
     if status is not None:
         report_blocks(step.model.blocks, status.on_block)
     set_aside_paths = _clean_folder(run_folder, comm, above=start.num_done)
-    loader = build_data_loader(run, comm, samples)
+    load = partial(
+        build_data_loader,
+        comm=comm,
+        batch=run.batch,
+        seed=run.seed,
+        later=run.model.reads_later_targets,
+    )
+    loader = load(samples)
     guard = _build_guard(
-        run,
+        run.guard,
         start,
         loader,
-        comm=comm,
         run_folder=run_folder,
     )
     saver = Saver(
@@ -264,28 +264,39 @@ def build_training(
         stop_requested=stop_requested,
         last_saved=start.num_done,
     )
-    evaluation = build_evaluation(run, step.model)
+    evaluator = None
+    if run.eval.every:
+        validation = open_validation(run.data, run.model, source=run.eval.source)
+        evaluation = Evaluation(
+            step.model,
+            load(validation),
+            most_batches=run.eval.batches,
+        )
+        evaluator = Evaluator(evaluation, run.eval.every, run.steps)
+    step_range = build_step_range(
+        run.optim,
+        start=start.num_done,
+        total=run.steps,
+        prefetch=run.data.prefetch,
+    )
+    opening_events = [{**_run_event(run, step, samples), "start_step": start.num_done}]
+    if run.resume is not None:
+        opening_events.append(start.resume_event())
+    opening_events.extend(_opening_notes(set_aside_paths, step_range))
     return Training(
         step=step,
         loader=loader,
         guard=guard,
-        digests=_build_digests(run, step),
-        step_range=build_step_range(run, start=start.num_done),
+        digests=_build_digests(run.guard, step),
+        step_range=step_range,
         saver=saver,
-        evaluator=Evaluator(evaluation, run.eval.every, run.steps) if evaluation else None,
+        evaluator=evaluator,
         save_at_end=run.save.at_end,
         run_folder=run_folder,
         peak_lr=run.optim.lr,
         on_phase=status.on_phase if status else None,
         files={"run.toml": dump(run), "plan.json": step.model.plan.to_json() + "\n"},
-        opening_events=tuple(
-            _opening_events(
-                run,
-                start,
-                samples,
-                set_aside_paths,
-            )
-        ),
+        opening_events=tuple(opening_events),
     )
 
 
@@ -294,60 +305,97 @@ class RunStart:
     """Where a run starts.
 
     Attributes:
-        num_done: optimizer steps that are done.
-        path: the checkpoint; None: initial parameters.
-        layout: the layout that wrote it, as text.
+        checkpoint: None: initial parameters.
         passed_over: newer checkpoints that are damaged, and how.
-        guard: what the guards of the run remember.
     """
 
     step: TrainStep
-    num_done: int = 0
-    path: Path | None = None
-    layout: str = ""
+    checkpoint: Checkpoint | None = None
     passed_over: tuple[str, ...] = ()
-    guard: GuardState = field(default_factory=GuardState)
+
+    @property
+    def guard(self) -> GuardState:
+        """What the guards of the run remember."""
+        if self.checkpoint is None:
+            return GuardState()
+        return GuardState.of_position(self.checkpoint.manifest.facts.position)
+
+    @property
+    def path(self) -> str | None:
+        """The folder of the checkpoint."""
+        return str(self.checkpoint.path) if self.checkpoint else None
+
+    @property
+    def num_done(self) -> int:
+        """Optimizer steps that are done."""
+        return self.checkpoint.manifest.facts.step if self.checkpoint else 0
+
+    @property
+    def is_import(self) -> bool:
+        """Whether the checkpoint is an imported model, which has parameters only."""
+        return self.checkpoint is not None and not self.checkpoint.manifest.facts.plan
+
+    @property
+    def layout(self) -> str:
+        """The layout that wrote the checkpoint, as text."""
+        if self.checkpoint is None:
+            return ""
+        if self.is_import:
+            return "an import"
+        return str(self.checkpoint.manifest.facts.plan["mesh"]) or "one rank"
+
+    def restore(self) -> None:
+        """Load the checkpoint, if any, into the step; of an import the parameters only. Every rank
+        must call it.
+        """
+        if self.checkpoint is None:
+            return
+        if self.is_import:
+            load_parameters(self.step.state(), self.checkpoint.section(MODEL))
+        else:
+            self.step.restore(self.checkpoint)
+
+    def resume_event(self) -> Event:
+        """The `resume` event of events.jsonl."""
+        return {
+            "event": "resume",
+            "step": self.num_done,
+            "path": self.path,
+            "layout": self.layout,
+            "passed_over": list(self.passed_over),
+        }
 
 
 def start_of(run: Run, comm: Comm, samples: Samples) -> RunStart:
-    """The training step, restored from the checkpoint that `resume` means, if there is one."""
-    if run.resume is None:
-        return RunStart(build_step(run, comm))
-    checkpoint, faults = open_newest_valid(run.resume, run.out, comm)
+    """The training step, restored from the checkpoint that `resume` means, if there is one; every
+    rank must call it.
+
+    Raises:
+        DataError: the data is not what the checkpoint was trained on.
+    """
+    checkpoint: Checkpoint | None = None
+    faults: Sequence[Fault] = ()
+    if run.resume is not None:
+        checkpoint, faults = open_newest_valid(run.resume, run.out, comm)
     if checkpoint is None:
-        return RunStart(build_step(run.model_copy(update={"resume": None}), comm))
-    facts = checkpoint.manifest.facts
-    changes = tuple(data_changes(facts.data, samples.facts()))
+        return RunStart(build_step(run.with_values({"resume": None}), comm))
+    changes = tuple(data_changes(checkpoint.manifest.facts.data, samples.facts()))
     if changes:
         raise DataError(*changes)
-    step = build_step(run, comm)
-    is_import = not facts.plan
-    if is_import:
-        load_parameters(step.state(), checkpoint.section(MODEL))
-        layout = "an import"
-    else:
-        step.restore(checkpoint)
-        layout = str(facts.plan["mesh"]) or "one rank"
-    passed_over = tuple(str(fault) for fault in faults)
-    return RunStart(
-        step,
-        facts.step,
-        checkpoint.path,
-        layout,
-        passed_over,
-        GuardState.of_position(facts.position),
-    )
+    start = RunStart(build_step(run, comm), checkpoint, tuple(str(fault) for fault in faults))
+    start.restore()
+    return start
 
 
 def _build_guard(
-    run: Run,
+    config: GuardConfig,
     start: RunStart,
     loader: DataLoader,
     *,
-    comm: Comm,
     run_folder: Path,
 ) -> StepGuard:
     """The guard of this run's steps, with what its run folder records; every rank must call it."""
+    comm = start.step.model.comm
     next_batch = batch_of_step(start.num_done, start.guard.skipped_batches)
     local: dict[str, Any] = {}
     if comm.rank == 0:
@@ -356,21 +404,22 @@ def _build_guard(
         local = {"left_out": left_out, "has_checkpoint": has_checkpoint}
     found = json.loads(broadcast_text(comm, json.dumps(local)))
     return StepGuard(
-        run.guard,
+        config,
         loader,
         comm.mesh,
         state=start.guard.without_batches(found["left_out"]),
         restore=partial(restore_newest, start.step, run_folder),
         needs_first_save=not found["has_checkpoint"],
         record_folder=run_folder / GUARD_FOLDER if comm.rank == 0 else None,
-        start={"start_step": start.num_done, "checkpoint": str(start.path) if start.path else None},
+        start={"start_step": start.num_done, "checkpoint": start.path},
     )
 
 
-def _build_digests(run: Run, step: TrainStep) -> StateDigests | None:
-    if not run.guard.digest_every:
+def _build_digests(config: GuardConfig, step: TrainStep) -> StateDigests | None:
+    """The digests of the training state; None where the run has none."""
+    if not config.digest_every:
         return None
-    return StateDigests(step.state(), every=run.guard.digest_every)
+    return StateDigests(step.state(), every=config.digest_every)
 
 
 def restore_newest(step: TrainStep, run_folder: Path) -> Restored:
@@ -384,22 +433,16 @@ def restore_newest(step: TrainStep, run_folder: Path) -> Restored:
     checkpoint, faults = open_newest_valid(AUTO, str(run_folder), step.model.comm)
     if checkpoint is None:
         raise GuardError(f"there is no checkpoint in {run_folder} to go back to")
-    facts = checkpoint.manifest.facts
-    is_import = not facts.plan
-    if is_import:
-        load_parameters(step.state(), checkpoint.section(MODEL))
+    start = RunStart(step, checkpoint, tuple(str(fault) for fault in faults))
+    start.restore()
+    if start.is_import:
         step.reset_optimizer()
-    else:
-        step.restore(checkpoint)
-    event = {
-        "event": "resume",
-        "step": facts.step,
-        "path": str(checkpoint.path),
-        "layout": "an import" if is_import else str(facts.plan["mesh"]) or "one rank",
-        "passed_over": [str(fault) for fault in faults],
-    }
-    state = GuardState.of_position(facts.position)
-    return Restored(facts.step, str(checkpoint.path), state, event)
+    return Restored(
+        start.num_done,
+        str(checkpoint.path),
+        start.guard,
+        start.resume_event(),
+    )
 
 
 def _clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ...]:
@@ -448,25 +491,12 @@ def facts_of(
     return facts_after
 
 
-def _opening_events(
-    run: Run,
-    start: RunStart,
-    samples: Samples,
-    set_aside_paths: Sequence[Path],
-) -> Iterator[Event]:
-    yield {**_run_event(run, start.step, samples), "start_step": start.num_done}
-    if run.resume is not None:
-        yield {
-            "event": "resume",
-            "step": start.num_done,
-            "path": str(start.path) if start.path else None,
-            "layout": start.layout,
-            "passed_over": list(start.passed_over),
-        }
+def _opening_notes(set_aside_paths: Sequence[Path], step_range: StepRange) -> Iterator[Event]:
     for path in set_aside_paths:
         yield _note(f"a checkpoint of later steps is kept as {path}: these steps are trained again")
-    if start.num_done >= run.steps:
-        yield _note(f"all {run.steps} steps are done: to train more, raise --steps")
+    if step_range.start >= step_range.total:
+        steps = counted(step_range.total, "step")
+        yield _note(f"all {steps} are done: to train more, raise --steps")
 
 
 def _note(text: str) -> Event:
@@ -487,7 +517,7 @@ def _run_event(run: Run, step: TrainStep, samples: Samples) -> dict[str, Any]:
         "ranks": plan.mesh.size,
         "device": str(step.model.comm.device),
         "data": samples.facts(),
-        "optimizer": _optimizer_text(run),
+        "optimizer": _optimizer_text(run.optim, run.lora, run.model),
         "seed": run.seed,
         "steps": run.steps,
         "seq_len": run.data.seq_len,
@@ -496,19 +526,19 @@ def _run_event(run: Run, step: TrainStep, samples: Samples) -> dict[str, Any]:
     }
 
 
-def _optimizer_text(run: Run) -> str:
-    optim, lora = run.optim, run.lora
-    text = f"{optim.name}, lr {optim.lr:g} {optim.decay}, warm-up {optim.warmup} steps"
+def _optimizer_text(optim: OptimConfig, lora: LoraConfig, model: ModelConfig) -> str:
+    warmup = counted(optim.warmup, "step")
+    text = f"{optim.name}, lr {optim.lr:g} {optim.decay}, warm-up {warmup}"
     if not lora.rank:
         return text
-    num_linears = len(adapted_linears(lora.targets, run.model.linears()))
-    return f"{text}; trains only adapters of rank {lora.rank} on {num_linears} linears"
+    num_linears = len(adapted_linears(lora.targets, model.linears()))
+    linears = counted(num_linears, "linear")
+    return f"{text}; trains only adapters of rank {lora.rank} on {linears}"
 
 
 def _schedule_text(plan: Plan) -> str:
     """The pipeline schedule; "" without one."""
     if plan.pipeline_size == 1:
         return ""
-    return (
-        f"{plan.schedule}, {len(plan.stages)} stages, bubble {100 * plan.bubble:.0f}% (predicted)"
-    )
+    stages = counted(len(plan.stages), "stage")
+    return f"{plan.schedule}, {stages}, bubble {100 * plan.bubble:.0f}% (predicted)"

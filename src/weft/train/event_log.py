@@ -29,6 +29,7 @@ cannot express NaN and infinity: they are the strings "NaN", "Infinity" and "-In
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import math
@@ -55,6 +56,9 @@ MAX_LINE_BYTES = MIB
 """Length of an event that is read."""
 MAX_TEXT_BYTES = 16 * MIB
 """Size of a text file of the run folder that is compared with a new one."""
+DEAD_AFTER_S = 2.0
+"""Time that a writer whose lock is held has to write its `end` event."""
+LOCK_POLL_S = 0.02
 NON_FINITE_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -142,10 +146,13 @@ class EventLog:
 class LineFile:
     """A file to which whole lines are appended. On a full disk they wait in memory until there is
     room again.
+
+    It is locked (flock) while it is open: the lock ends with the process, also when it is killed.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = _open_for_append(path)
+        _lock(self._file)
         self._pending = b""
 
     def write(self, line: str) -> None:
@@ -239,6 +246,44 @@ def append_end_event(
     return True
 
 
+def end_run_of_dead_writer(out: Path, *, error: str, wait_s: float = DEAD_AFTER_S) -> bool:
+    """Append an `end` event for the process that wrote the events, if it has died without one.
+
+    The writer is dead once its lock on the file is gone; a living one is given `wait_s` seconds to
+    write its own end. Returns whether an event was appended.
+    """
+    path = out / EVENTS
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        deadline = time.perf_counter() + wait_s
+        while not _lock(file):
+            if time.perf_counter() > deadline:
+                return False
+            time.sleep(LOCK_POLL_S)
+        return append_missing_end_event(out, error=error)
+    finally:
+        os.close(file)
+
+
+def append_missing_end_event(out: Path, *, error: str) -> bool:
+    """Append an `end` event with status "failed" to events without one; False if there is one, or
+    no event at all.
+    """
+    path = out / EVENTS
+    if not path.is_file():
+        return False
+    try:
+        events = list(read_run_events(path))
+    except (UnreadableFile, ValueError):  # damaged by others: nothing is known about its end
+        return False
+    if not events or events[-1]["event"] == "end":
+        return False
+    return append_end_event(out, "failed", error=error)
+
+
 def to_line(event: Mapping[str, Any]) -> str:
     """One event as one line of JSON."""
     return (
@@ -311,6 +356,17 @@ def step_history(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         elif event["event"] == "step":
             steps.append(event)
     return steps
+
+
+def _lock(file: int) -> bool:
+    """Take the lock on a file; False if another process (or another opening) has it, or the file
+    system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _open_for_append(path: Path) -> int:

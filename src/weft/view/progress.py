@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from weft.errors import counted
 from weft.view.quantity import count, memory, short_time
 
 Event = Mapping[str, Any]
@@ -150,9 +151,9 @@ def _step_text(run: Event) -> str:
         return f"{batch} images"
     length = run.get("seq_len")
     if not length:
-        return f"{batch} samples"
+        return counted(batch, "sample")
     num_tokens = count(batch * length)
-    return f"{batch} sequences x {length} tokens = {num_tokens} tokens"
+    return f"{counted(batch, 'sequence')} x {length} tokens = {num_tokens} tokens"
 
 
 SUMMARY = (

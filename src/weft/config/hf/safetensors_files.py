@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from weft.errors import CheckpointError, Fault
+from weft.errors import CheckpointError, Fault, counted
 from weft.small_files import (
     MIB,
     UnreadableFile,
@@ -136,7 +136,7 @@ def read_header(path: Path, *, within: Path | None = None) -> dict[str, TensorEn
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    Fault(str(path), "is no safetensors file, or cut short", f"{size} bytes")
+                    Fault(str(path), "is no safetensors file, or cut short", counted(size, "byte"))
                 )
             header = parse_json(file.read(length))
         entries = _parse_header(path, header, data_start=8 + length)
@@ -212,7 +212,7 @@ def _check_overlap(entries: Mapping[str, TensorEntry]) -> None:
 
 def _check_entry(name: str, entry: TensorEntry, size: int) -> None:
     if not 0 <= entry.start <= entry.stop <= size:
-        got = f"{size} bytes; {name} ends at byte {entry.stop}"
+        got = f"{counted(size, 'byte')}; {name} ends at byte {entry.stop}"
         raise CheckpointError(
             Fault(str(entry.file), "is cut short", got, fix="download the file again")
         )

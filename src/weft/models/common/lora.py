@@ -49,7 +49,7 @@ class LoraLinear(nn.Linear):
     lora_b: LoraFactor
 
     @classmethod
-    def beside(cls, linear: nn.Linear, lora: LoraConfig) -> LoraLinear:
+    def from_linear(cls, linear: nn.Linear, lora: LoraConfig) -> LoraLinear:
         """The linear with a fresh adapter; its weight and bias stay the same parameters."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
@@ -153,7 +153,7 @@ class AdaptedFamily:
             assert isinstance(linear, nn.Linear), (
                 f"{name} is a {type(linear).__name__}, and Config.linears names it"
             )
-            adapted_linear = LoraLinear.beside(linear, self.lora)
+            adapted_linear = LoraLinear.from_linear(linear, self.lora)
             block.set_submodule(path, adapted_linear)
         return blocks
 

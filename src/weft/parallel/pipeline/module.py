@@ -115,8 +115,18 @@ class PipelineParallel(nn.Module):
         seed = torch.tensor(1.0 / num_parts, dtype=torch.float64)
         self._reducer.zero_grad()
         loss = self._player.play(batches, seed).loss * seed
-        self._reducer.finish()
+        self._finish_gradients(axes)
         return self.comm.all_reduce(loss, (PP, *axes))
+
+    def _finish_gradients(self, axes: tuple[str, ...]) -> None:
+        """Wait for the sums over the data ranks; `.grad` is None where no rank used a parameter."""
+        reducer = self._reducer
+        reducer.start_remaining()
+        used = reducer.used_on_any_rank(axes)
+        reducer.finish()
+        for group in reducer.groups:
+            for name, param in group.params.items():
+                param.grad = group.grad_view(name) if name in used else None
 
 
 LOSS = "loss"
