@@ -27,6 +27,10 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
     return list(read_events(folder / EVENTS))
 
 
+def step_event(step: int) -> dict[str, Any]:
+    return {"event": "step", "step": step, "loss": 1.0, "grad_norm": 1.0}
+
+
 def train(folder: Path, *words: str) -> Path:
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     out = folder / "run"
@@ -86,11 +90,12 @@ def test_a_run_that_has_ended_gets_no_second_end(tmp_path):
 
 def test_the_end_of_a_killed_run_is_appended_behind_the_last_complete_line(tmp_path):
     (tmp_path / EVENTS).write_text(
-        '{"event":"end","status":"stopped"}\n{"event":"step","step":7}\n{"event":"st'
+        '{"event":"end","status":"stopped"}\n'
+        '{"event":"step","step":7,"loss":1.0,"grad_norm":1.0}\n{"event":"st'
     )
     assert append_end_event(tmp_path, "failed", error="rank 1 was killed", seconds=2.5)
     assert events_of(tmp_path)[1:] == [
-        {"event": "step", "step": 7},
+        step_event(7),
         {
             "event": "end",
             "status": "failed",
@@ -106,14 +111,14 @@ def test_the_end_of_a_killed_run_is_appended_behind_the_last_complete_line(tmp_p
 def test_the_root_cause_replaces_the_error_of_a_failed_rank_0(tmp_path):
     def fail():
         with EventLog(tmp_path) as log:
-            log.emit({"event": "step", "step": 2})
+            log.emit(step_event(2))
             raise ConnectionResetError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
     with pytest.raises(ConnectionResetError):
         fail()
     append_end_event(tmp_path, "failed", error="rank 1 was killed", seconds=9.0)
     step, end = events_of(tmp_path)
-    assert step == {"event": "step", "step": 2}
+    assert step == step_event(2)
     assert (end["status"], end["steps"], end["error"]) == ("failed", 2, "rank 1 was killed")
     assert end["seconds"] < 9.0
 
@@ -122,7 +127,7 @@ def write_two_steps_and_wait(out: Path) -> None:
     """What a rank 0 does that is killed: its events have no end."""
     log = EventLog(out)
     for step in (1, 2):
-        log.emit({"event": "step", "step": step})
+        log.emit(step_event(step))
     (out / "ready").touch()
     time.sleep(60)
 

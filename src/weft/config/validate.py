@@ -100,11 +100,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             partial(number_types_fit, run.precision),
             _no_suggestions,
         ),
-        Check(
-            ("guard.spike",),
-            partial(spike_is_above_the_median, run.guard),
-            _no_suggestions,
-        ),
+        Check(("guard.spike",), partial(spike_is_above_the_median, run.guard)),
         Check(("lora", "model"), partial(lora.targets_exist, run.lora, model)),
         Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
     )
