@@ -22,6 +22,7 @@ from weft.commands import doctor as commands_doctor
 from weft.commands import preflight
 from weft.commands import replay as commands_replay
 from weft.commands import schedule as commands_schedule
+from weft.commands import status as commands_status
 from weft.commands.console import (
     HELP,
     load_checked_run,
@@ -294,6 +295,11 @@ COMMANDS = {
         prove,
     ),
     "replay": Command(commands_replay.USAGE, commands_replay.LINE, commands_replay.replay),
+    "status": Command(
+        commands_status.USAGE,
+        commands_status.LINE,
+        commands_status.status,
+    ),
     "generate": Command(
         "MODEL [--prompt TEXT ...]",
         "generate text with a run, checkpoint or Hugging Face folder",

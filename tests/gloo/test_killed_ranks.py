@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -12,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.supervised import status_board
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from weft.train.event_log import EVENTS, read_events
 
@@ -56,6 +57,8 @@ def training(source: Path, out: Path, *words: str) -> Iterator[subprocess.Popen[
         "--out",
         str(out),
         *ENDLESS,
+        "--run.restarts",
+        "0",
         *words,
     )
     command = [sys.executable, "-c", PROGRAM, "train", *words]
@@ -78,10 +81,9 @@ def wait_for_event(out: Path, kind: str) -> None:
         time.sleep(0.02)
 
 
-def kill_rank(process: subprocess.Popen[str], rank: int) -> None:
-    """SIGKILL a forked rank; they are forked in rank order."""
-    ranks = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
-    os.kill(ranks[rank].pid, signal.SIGKILL)
+def kill_rank(out: Path, rank: int) -> None:
+    """SIGKILL a rank."""
+    os.kill(status_board(out).read(rank).pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -89,11 +91,12 @@ def test_a_killed_rank_leaves_an_end_event_and_the_command_to_resume(source, tmp
     out = tmp_path / "run"
     with training(source, out, "--save.every", "2") as process:
         wait_for_event(out, "save")
-        kill_rank(process, rank)
+        kill_rank(out, rank)
         _, err = process.communicate(timeout=PATIENCE_S)
     first, *_, last = err.splitlines()
     assert process.returncode == EXIT_FAILED
-    assert first == f"error: rank {rank} (dp{rank}): process was killed by SIGKILL (out of memory?)"
+    error = rf"error: rank {rank} \(dp{rank}\): step \d+, .*killed by SIGKILL \(out of memory\?\)"
+    assert re.fullmatch(error, first)
     assert last == f"  resume: weft train {out}/run.toml --resume auto"
 
     *steps, end = read_events(out / EVENTS)
@@ -117,16 +120,14 @@ def test_without_a_checkpoint_the_error_has_the_command_to_start_again(source, t
     out = tmp_path / "run"
     with training(source, out) as process:
         wait_for_event(out, "step")
-        kill_rank(process, 0)
+        kill_rank(out, 0)
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == EXIT_FAILED
-    message = (
-        "rank 0 (dp0): process was killed by SIGKILL (out of memory?)\n"
-        f"  no checkpoint; start again: weft train {out}/run.toml --resume auto"
-    )
-    assert err == f"error: {message}\n"
+    first, last = err.splitlines()
+    assert first.startswith("error: rank 0 (dp0): step ")
+    assert last == f"  no checkpoint; start again: weft train {out}/run.toml --resume auto"
     end = list(read_events(out / EVENTS))[-1]
-    assert (end["status"], end["error"]) == ("failed", message)
+    assert (end["status"], f"error: {end['error']}\n") == ("failed", err)
     assert end["seconds"] > 0
 
 

@@ -16,6 +16,7 @@ from weft.comm.transport import Call
 from weft.commands.console import load_checked_run
 from weft.config.run import Run
 from weft.run.rank_status import NUM_DURATIONS, NUM_GROUPS, Phase, StatusBoard
+from weft.run.world import Attempt
 from weft.testing import run_ranks
 from weft.train.build import build_training
 from weft.train.loop import step_events
@@ -125,7 +126,8 @@ def train(comm: Comm, run: Run, board: StatusBoard | None) -> tuple[Any, ...]:
             places.append(snapshot.place + waiting)
 
         status._changed = changed  # type: ignore[method-assign]
-    training = build_training(run, comm, stop_requested=lambda: False, status=status)
+    attempt = None if status is None else Attempt(status)
+    training = build_training(run, comm, stop_requested=lambda: False, attempt=attempt)
     events = step_events(
         training.step, training.loader, training.step_range, on_phase=training.on_phase
     )

@@ -79,6 +79,7 @@ class Saver:
     Attributes:
         last_saved: steps of the newest save that was started.
         error: why the newest save failed, or ""; after `finish` the same on all ranks.
+        write_s: processor time of this rank's newest write.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Saver:
         self.keep = keep
         self.last_saved = last_saved
         self.error = ""
+        self.write_s = 0.0
         self._state = state
         self._facts = facts
         self._stop_requested = stop_requested
@@ -167,6 +169,10 @@ class Saver:
         self.error = broadcast_text(self.comm, self.error)
         self._commit_thread.shutdown()
 
+    def close(self) -> None:
+        """End without waiting for what is being written."""
+        self._commit_thread.shutdown(wait=False, cancel_futures=True)
+
     def wait(self) -> Iterator[Event]:
         """Wait until no save is pending."""
         if self._writing is not None:
@@ -178,6 +184,7 @@ class Saver:
         none failed.
         """
         self._writing = None
+        self.write_s = pending.write.cpu_s
         local = {"num_bytes": pending.write.num_bytes, "error": _write_error(pending.write)}
         reports = []
         if exchange_errors:

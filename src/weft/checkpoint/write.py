@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -46,6 +47,8 @@ class RankWrite:
     ) -> None:
         self.num_bytes = sum(item.num_bytes for item in items)
         """Bytes of this rank's pieces, without headers."""
+        self.cpu_s = 0.0
+        """Processor time of the write, once it has ended."""
         self._tmp = tmp
         self._rank = rank
         self._require_finite = require_finite
@@ -75,6 +78,7 @@ class RankWrite:
 
     def _run(self) -> None:
         free = 0
+        start_s = time.thread_time()
         try:
             free = free_bytes(self._tmp)
             if self._require_finite:
@@ -91,6 +95,7 @@ class RankWrite:
         except BaseException as error:  # noqa: BLE001 - raised in `wait`
             self._remove_files()
             self._error = error
+        self.cpu_s = time.thread_time() - start_s
 
     def _remove_files(self) -> None:
         self._items.clear()

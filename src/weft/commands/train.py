@@ -15,8 +15,8 @@ from weft.config.run import Run
 from weft.errors import EXIT_PREEMPTED, RankError
 from weft.parallel.model.parallelize import ParallelModel
 from weft.run.failure import describe_error
-from weft.run.folder_lock import heartbeat
-from weft.run.launch import join, launch
+from weft.run.folder_lock import heartbeat, publish_status_board
+from weft.run.launch import Supervision, ignore_board, join, launch
 from weft.run.rank_setup import choose_device, open_comm
 from weft.run.signals import StopRequest
 from weft.run.world import World, detect
@@ -64,6 +64,12 @@ def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
             port=run.port,
             mesh=run.device_mesh,
             out=out,
+            supervision=Supervision(
+                timeout_s=run.run.timeout_s,
+                restarts=run.run.restarts,
+                snapshots=run.run.restarts > 0 and run.save.memory_every != 0,
+                on_board=partial(publish_status_board, out) if out else ignore_board,
+            ),
         )
 
 
@@ -140,7 +146,12 @@ def train_rank(
         heartbeat(log.out),
         nullcontext() if has_launcher else _end_event_of_killed_rank_0(run.out, world),
     ):
-        training = build_training(run, comm, stop_requested=lambda: stop_request.requested)
+        training = build_training(
+            run,
+            comm,
+            stop_requested=lambda: stop_request.requested,
+            attempt=world.attempt,
+        )
         sample = None
         if generate_text is not None:
             sample = partial(_sample_event, training.step.model, generate_text)
@@ -158,8 +169,10 @@ def open_event_log(out: str | None, world: World) -> EventLog:
         return EventLog(None)
     if out is None:
         return EventLog(None, [open_view()])
-    append_missing_end_event(Path(out), error=UNRECORDED_END)
-    return EventLog(Path(out), [open_view()])
+    is_restart = world.attempt is not None and world.attempt.restart is not None
+    if not is_restart:
+        append_missing_end_event(Path(out), error=UNRECORDED_END)
+    return EventLog(Path(out), [open_view()], ends_on_error=world.attempt is None)
 
 
 @contextmanager

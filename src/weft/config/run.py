@@ -21,6 +21,7 @@ from weft.config.schema import (
     PipelineConfig,
     PrecisionConfig,
     SaveConfig,
+    SupervisionConfig,
 )
 from weft.core.dimension import pipeline_axis, sequence_axes
 from weft.core.mesh import Mesh
@@ -83,6 +84,9 @@ class Run(ConfigSection):
     save: SaveConfig = Field(default_factory=SaveConfig, description="checkpoints")
     guard: GuardConfig = Field(
         default_factory=GuardConfig, description="guards against steps that would destroy a run"
+    )
+    run: SupervisionConfig = Field(
+        default_factory=SupervisionConfig, description="supervision of local ranks"
     )
     eval: EvalConfig = Field(
         default_factory=EvalConfig, description="loss on text that is not trained on"

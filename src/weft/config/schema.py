@@ -271,6 +271,23 @@ class GuardConfig(ConfigSection):
     )
 
 
+class SupervisionConfig(ConfigSection):
+    """Supervision of local ranks: hangs and restarts."""
+
+    timeout_s: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="seconds without progress after which a rank is hung; 0: 5 times the step time, at least 2 s",
+    )
+    restarts: int = Field(
+        3,
+        ge=0,
+        le=1000,
+        description="how often ranks are started again after a failure or hang, from the newest snapshot or checkpoint",
+    )
+
+
 class SaveConfig(ConfigSection):
     """Checkpoints."""
 
@@ -279,6 +296,10 @@ class SaveConfig(ConfigSection):
         ge=0,
         le=MAX_COUNT,
         description="steps between checkpoints; 0: none before the end",
+    )
+    memory_every: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="steps between snapshots in memory, from which ranks restart; 0: none; None: under 2% of the time",
     )
     at_end: bool = Field(
         True, description="save after the last step; a run that is asked to stop is always saved"

@@ -10,11 +10,9 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-import shutil
 import sys
-import tempfile
 from contextlib import ExitStack
-from pathlib import Path
+from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn
 
@@ -23,11 +21,13 @@ from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, RankError
 from weft.run.failure import ErrorContext
 from weft.run.launch import local_world, open_listener, wait_for_workers
+from weft.run.private_folder import PrivateFolder
 from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, open_comm, prepare_rank
+from weft.run.rank_status import StatusBoard
 from weft.run.signals import SignalQueue
 from weft.run.worker import WorkerProcess, send_failure
 from weft.run.worker_group import WorkerGroup, fork_workers
-from weft.run.world import World, detect
+from weft.run.world import Attempt, World, detect
 
 
 def init(
@@ -67,26 +67,32 @@ def init(
 def _create_world(mesh: Mesh, device: DeviceChoice, port: int | None) -> World:
     """Fork the ranks of `mesh`. Returns in the ranks only."""
     choose_device(device, local_rank=0, local_size=mesh.size)
-    folder = Path(tempfile.mkdtemp(prefix="weft-"))
+    folder = PrivateFolder()
     nonce = secrets.token_hex(16)
     if mesh.size == 1:
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return local_world(0, 1, folder=folder, nonce=nonce)
+        atexit.register(folder.remove)
+        return local_world(0, 1, folder=folder.path, nonce=nonce)
+    board = StatusBoard.create(folder.path / "board", mesh.size)
     with SignalQueue() as signals, open_listener(port) as listener:
-        forked = fork_workers(mesh.size, folder)
+        forked = fork_workers(mesh.size, folder.path)
         if isinstance(forked, WorkerGroup):
-            _wait_and_exit(forked, signals, folder=folder, context=ErrorContext(mesh))
-        world = local_world(forked.rank, mesh.size, folder=folder, nonce=nonce, listener=listener)
+            with folder:
+                _wait_and_exit(forked, signals, board, context=ErrorContext(mesh))
+        world = local_world(
+            forked.rank, mesh.size, folder=folder.path, nonce=nonce, listener=listener
+        )
     _report_uncaught_errors(forked)
-    return world
+    status = board.rank(forked.rank)
+    status.begin(attempt=0)
+    return replace(world, attempt=Attempt(status))
 
 
 def _wait_and_exit(
-    group: WorkerGroup, signals: SignalQueue, *, folder: Path, context: ErrorContext
+    group: WorkerGroup, signals: SignalQueue, board: StatusBoard, *, context: ErrorContext
 ) -> NoReturn:
     """Wait for the ranks, and exit with their exit code."""
     try:
-        code = wait_for_workers(group, signals, folder=folder, context=context)
+        code = wait_for_workers(group, signals, board, context=context)
     except RankError as error:
         sys.stderr.write(f"error: {error}\n")
         code = EXIT_USER if error.kind == "user" else EXIT_FAILED

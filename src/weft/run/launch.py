@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,15 +18,43 @@ from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, Fault, LaunchError
 from weft.run.failure import ErrorContext, describe_error, root_cause
+from weft.run.private_folder import PrivateFolder
 from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, prepare_rank
+from weft.run.rank_status import StatusBoard
 from weft.run.rank_threads import run_rank_threads
 from weft.run.signals import SignalQueue
+from weft.run.supervisor import RestartPolicy, SupervisedEnd, Supervisor
 from weft.run.worker import WorkerProcess, exit_code_of, exit_now, run_worker
-from weft.run.worker_group import WorkerGroup, fork_workers, supervise
-from weft.run.world import ThreadRendezvous, World
+from weft.run.worker_group import WorkerGroup, fork_workers
+from weft.run.world import Attempt, Restart, ThreadRendezvous, World
 
 RankMain = Callable[[World], None]
 SECONDARY_DELAY_S = 2.0
+
+
+def ignore_board(path: Path) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """How local rank processes are supervised.
+
+    Attributes:
+        timeout_s: time without progress after which a rank hangs; 0: automatic, see
+            `weft.run.hang`.
+        restarts: how often the ranks are started again after a failure.
+        snapshots: whether ranks may keep snapshots in memory.
+        on_board: called with the path of the status board, once it exists.
+    """
+
+    timeout_s: float = 0.0
+    restarts: int = 0
+    snapshots: bool = False
+    on_board: Callable[[Path], None] = ignore_board
+
+
+DEFAULT_SUPERVISION = Supervision()
 
 
 def launch(
@@ -38,22 +66,25 @@ def launch(
     port: int | None = None,
     mesh: Mesh | None = None,
     out: Path | None = None,
+    supervision: Supervision = DEFAULT_SUPERVISION,
 ) -> int:
     """Call `main(world)` on `nproc` local ranks, and wait for them.
 
     Processes are forks of this one: call it from the main thread, before any tensor has been
-    computed. When a rank fails or on Ctrl-C, all are ended; none is left when this function returns
-    or raises, or this process is killed.
+    computed. When a rank fails or hangs or on Ctrl-C, all are ended; none is left when this
+    function returns or raises, or this process is killed. After a failure they may be started
+    again: then `world.attempt` says why.
 
     Args:
         device: validated before a rank starts, so that a missing GPU is one error.
         port: TCP port of the rendezvous, on loopback; None: a private file.
         mesh: for the coordinates in an error.
         out: run folder, for the traceback of an error.
+        supervision: of rank processes; rank threads are not supervised.
 
     Returns:
-        0, or 75 if ranks saved and stopped on SIGTERM or SIGUSR1, or 143 if they stopped without
-        saving.
+        0, or 75 if ranks saved and stopped on SIGTERM, SIGHUP or SIGUSR1, or 143 if they stopped
+        without saving, or 131 after SIGQUIT.
 
     Raises:
         RankError: the first failing rank's error.
@@ -66,14 +97,38 @@ def launch(
         return _launch_threads(
             main, ThreadWorld(nproc, devices=devices, timeout_s=TIMEOUT_S), context
         )
-    folder = Path(tempfile.mkdtemp(prefix="weft-"))
-    nonce = secrets.token_hex(16)
-    with SignalQueue() as signals, open_listener(port) as listener:
-        forked = fork_workers(nproc, folder)
-        if isinstance(forked, WorkerProcess):
-            world = local_world(forked.rank, nproc, folder=folder, nonce=nonce, listener=listener)
-            exit_now(run_worker(lambda: _run_main(main, world), rank=forked.rank, pipe=forked.pipe))
-        return wait_for_workers(forked, signals, folder=folder, context=context)
+    with (
+        SignalQueue() as signals,
+        open_listener(port) as listener,
+        PrivateFolder(in_memory=supervision.snapshots) as folder,
+    ):
+        board = StatusBoard.create(folder.path / "board", nproc)
+        supervision.on_board(folder.path / "board")
+        policy = RestartPolicy(supervision.restarts)
+        restart: Restart | None = None
+        while True:
+            attempt_folder = folder.path / f"attempt{policy.num_done}"
+            attempt_folder.mkdir()
+            nonce = secrets.token_hex(16)
+            board.clear()
+            forked = fork_workers(nproc, attempt_folder)
+            if isinstance(forked, WorkerProcess):
+                rank = forked.rank
+                status = board.rank(rank)
+                status.begin(attempt=policy.num_done)
+                world = local_world(
+                    rank, nproc, folder=attempt_folder, nonce=nonce, listener=listener
+                )
+                world = replace(world, attempt=Attempt(status, folder.memory_path, restart))
+                exit_now(run_worker(partial(_run_main, main, world), rank=rank, pipe=forked.pipe))
+            supervisor = Supervisor(
+                forked, signals, board, timeout_s=supervision.timeout_s, mesh=mesh
+            )
+            end = _end_of(supervisor, may_restart=policy.allows)
+            if not policy.allows(end):
+                return _outcome(end, context)
+            policy = policy.after(end)
+            restart = _restart(end, policy, context, had_started=restart is not None)
 
 
 def join(main: RankMain, world: World, *, mesh: Mesh | None = None, out: Path | None = None) -> int:
@@ -151,18 +206,58 @@ def local_world(
     )
 
 
+def no_restart(end: SupervisedEnd) -> bool:
+    """Never start the ranks again."""
+    return False
+
+
 def wait_for_workers(
-    group: WorkerGroup, signals: SignalQueue, *, folder: Path, context: ErrorContext
+    group: WorkerGroup,
+    signals: SignalQueue,
+    board: StatusBoard,
+    *,
+    context: ErrorContext,
 ) -> int:
-    """Supervise a group to its end and remove its folder; the exit code. Raises as `launch`."""
+    """Supervise a group to its end; the exit code. Raises as `launch`."""
+    supervisor = Supervisor(group, signals, board, mesh=context.mesh)
+    return _outcome(_end_of(supervisor), context)
+
+
+def _end_of(
+    supervisor: Supervisor, *, may_restart: Callable[[SupervisedEnd], bool] = no_restart
+) -> SupervisedEnd:
+    """How the workers ended; none runs any more. If they are not started again, those that are left
+    after a failure have some time to end by themselves.
+    """
     try:
-        supervise(group, signals)
+        end = supervisor.wait()
+        if end.failure is not None and not may_restart(end):
+            supervisor.terminate()
+        return end
     finally:
-        group.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-    if group.failures:
-        raise context.to_error(root_cause(group.failures))
-    return group.exit_code()
+        supervisor.group.kill()
+
+
+def _outcome(end: SupervisedEnd, context: ErrorContext) -> int:
+    if end.failure is not None:
+        raise context.to_error(end.failure)
+    return end.code
+
+
+def _restart(
+    end: SupervisedEnd, policy: RestartPolicy, context: ErrorContext, *, had_started: bool
+) -> Restart:
+    failure = end.failure
+    assert failure is not None, "ranks are started again after a failure"
+    return Restart(
+        number=policy.num_done,
+        most=policy.most,
+        rank=failure.rank,
+        reason=str(context.to_error(failure)).splitlines()[0],
+        detected_s=end.detected_s,
+        at_s=end.at_s,
+        had_started=had_started or end.step > 0,
+    )
 
 
 def _run_main(main: RankMain, world: World) -> None:

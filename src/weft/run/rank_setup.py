@@ -102,7 +102,13 @@ def open_comm(
         listener=world.listener,
     )
     try:
-        yield Comm(mesh, world.rank, transport, observers=tuple(observers))
+        yield Comm(
+            mesh,
+            world.rank,
+            transport,
+            observers=tuple(observers),
+            monitor=world.attempt.status if world.attempt else None,
+        )
     finally:
         transport.close()
 

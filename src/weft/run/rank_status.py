@@ -50,7 +50,7 @@ DURATIONS_AT = 16
 GROUPS_AT = DURATIONS_AT + NUM_DURATIONS
 
 
-class Call(Protocol):
+class ShownCall(Protocol):
     """The part of a collective or message (`weft.comm.transport.Call`) that the board shows."""
 
     @property
@@ -253,7 +253,7 @@ class RankStatus:
         self._slot[BLOCK_AT : BLOCK_AT + len(text)] = text
         self._changed(time.monotonic_ns())
 
-    def started(self, call: Call) -> int:
+    def started(self, call: ShownCall) -> int:
         """A call is about to start; its position among those of its group."""
         index = self._group_words.get(call.group_key)
         if index is None:
@@ -263,7 +263,7 @@ class RankStatus:
         self._words[PROGRESS] += 1
         return position
 
-    def waiting(self, call: Call, position: int) -> None:
+    def waiting(self, call: ShownCall, position: int) -> None:
         """This rank waits for a call."""
         key = (call.signature, call.axis, call.ranks)
         text = self._texts.get(key)
@@ -291,7 +291,7 @@ class RankStatus:
         self._words[DURATIONS_AT + number % NUM_DURATIONS] = time_ns
         self._words[NUM_STEPS] = number + 1
 
-    def _add_group(self, call: Call) -> int:
+    def _add_group(self, call: ShownCall) -> int:
         """The words of a new group: its number and its calls. Groups beyond NUM_GROUPS share the
         last place, which has number 0 and is not shown.
         """
@@ -302,7 +302,7 @@ class RankStatus:
         self._group_words[call.group_key] = index
         return index
 
-    def _add_text(self, call: Call) -> bytes:
+    def _add_text(self, call: ShownCall) -> bytes:
         """Text and members of a call, as one piece of the slot."""
         if len(self._texts) >= MAX_TEXTS:
             self._texts.clear()

@@ -15,7 +15,14 @@ class SignalQueue:
     ignored.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP)
+    SIGNALS = (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGQUIT,
+        signal.SIGTSTP,
+    )
 
     def __init__(self) -> None:
         self.pending: list[int] = []
@@ -40,14 +47,15 @@ class SignalQueue:
 
 
 class StopRequest:
-    """Whether this process was asked to save and stop, while open: by SIGTERM, or by SIGUSR1, which
-    batch systems send some time before the end of a job.
+    """Whether this process was asked to save and stop, while open: by SIGTERM, by SIGHUP (its
+    terminal was closed; ignored under nohup), or by SIGUSR1, which batch systems send some time
+    before the end of a job.
 
     Python delivers signals to the main thread only: opened in another thread, it changes no
     handler.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.requested = False
@@ -56,7 +64,9 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in self.SIGNALS:
-                self._previous[number] = signal.signal(number, self._request)
+                is_ignored = signal.getsignal(number) == signal.SIG_IGN
+                if number != signal.SIGHUP or not is_ignored:
+                    self._previous[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

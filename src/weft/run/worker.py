@@ -92,8 +92,9 @@ def detach(parent: int, *, stack_file: Path) -> None:
     when its parent ends.
     """
     os.setpgid(0, 0)
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP):
-        signal.signal(number, signal.SIG_DFL)
+    for number in SignalQueue.SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(
         signal.SIGTTOU, signal.SIG_IGN

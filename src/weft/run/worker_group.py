@@ -15,7 +15,6 @@ import torch
 
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, Fault, LaunchError
 from weft.run.failure import RankFailure, describe_exit
-from weft.run.signals import SignalQueue
 from weft.run.worker import STACK_SIGNAL, RankResult, WorkerProcess, fork_worker
 
 POLL_S = 0.02
@@ -23,6 +22,8 @@ EXIT_POLL_S = 0.001
 """Between looks at a worker that has closed its pipe and is about to end."""
 SETTLE_S = 0.3
 """After the first failure, time for reports of the others: one of them may be the cause."""
+SURE_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)
+"""Ends that another rank does not cause: they are the root cause at once."""
 GRACE_S = 1.0
 """Between a signal that ends a worker and SIGKILL."""
 PRELOAD = ("numpy.ma", "torch.fx.experimental.symbolic_shapes")
@@ -164,6 +165,22 @@ class WorkerGroup:
         time.sleep(POLL_S)  # the last one may still be writing
         return {worker.rank: worker.stack() for worker in running}
 
+    def stack_of(self, worker: WorkerProcess) -> str:
+        """The stack of one worker that is about to be killed; a stopped one has to run for it."""
+        os.kill(worker.pid, STACK_SIGNAL)
+        os.kill(worker.pid, signal.SIGCONT)
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and not worker.stack():
+            time.sleep(0.005)
+        time.sleep(POLL_S)  # it may still be writing
+        return worker.stack()
+
+    def kill_one(self, worker: WorkerProcess) -> None:
+        """SIGKILL one worker, whose end is no failure of its own any more."""
+        self._is_ending = True
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.pid, signal.SIGKILL)
+
     def results(self) -> dict[int, bytes]:
         """The values that workers reported, by rank."""
         reports = [worker.report for worker in self.workers]
@@ -192,7 +209,9 @@ class WorkerGroup:
         failure = self._failure_of(worker, worker.exit_code)
         if failure is not None and not self._is_ending:
             self.failures.append(failure)
-            self._settled_at = min(self._settled_at, time.monotonic() + SETTLE_S)
+            is_sure = -worker.exit_code in SURE_SIGNALS
+            settle_s = 0.0 if is_sure else SETTLE_S
+            self._settled_at = min(self._settled_at, time.monotonic() + settle_s)
 
     def _failure_of(self, worker: WorkerProcess, code: int) -> RankFailure | None:
         if isinstance(worker.report, RankFailure):
@@ -216,33 +235,3 @@ def _receive(worker: WorkerProcess) -> None:
         worker.report = worker.pipe.recv()
     except (EOFError, OSError):  # OSError: the worker ended within a report
         worker.pipe.close()
-
-
-def supervise(group: WorkerGroup, signals: SignalQueue) -> None:
-    """Wait until all workers have ended, by themselves or because one failed.
-
-    SIGTERM and SIGUSR1 are passed on as SIGTERM: workers may save and exit with code 75. A second
-    SIGTERM kills them. SIGTSTP (Ctrl-Z) pauses them too.
-
-    Raises:
-        KeyboardInterrupt: on SIGINT, after all workers have ended.
-    """
-    was_terminated = False
-    while group.running():
-        group.poll(POLL_S)
-        if group.is_settled():
-            group.terminate(signal.SIGTERM, hurry=lambda: signals.next() is not None)
-            return
-        match signals.next():
-            case signal.SIGINT:
-                group.terminate(signal.SIGINT, hurry=lambda: signals.next() is not None)
-                raise KeyboardInterrupt
-            case signal.SIGTERM if was_terminated:
-                group.kill()
-            case signal.SIGTERM:
-                was_terminated = True
-                group.request_stop()
-            case signal.SIGUSR1:
-                group.request_stop()
-            case signal.SIGTSTP:
-                group.pause()

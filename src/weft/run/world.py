@@ -10,8 +10,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from weft.errors import Fault, LaunchError
+from weft.run.rank_status import RankStatus
 
 Env = Mapping[str, str]
 
@@ -37,6 +39,43 @@ process.
 
 
 @dataclass(frozen=True)
+class Restart:
+    """Why the ranks were started again.
+
+    Attributes:
+        number: 1 for the first restart, of at most `most`.
+        rank, reason: the rank that failed, and how: with coordinates, step and phase.
+        detected_s: from the fault to its detection.
+        at_s: time.monotonic() of the detection.
+        had_started: whether a step was begun before: then checkpoints in the run folder are of this
+            run.
+    """
+
+    number: int
+    most: int
+    rank: int
+    reason: str
+    detected_s: float
+    at_s: float
+    had_started: bool
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of local ranks by the launcher that supervises them.
+
+    Attributes:
+        status: this rank's slot on the launcher's board.
+        memory_folder: folder in memory for snapshots, which outlives the ranks; None: no snapshots.
+        restart: None for the first attempt.
+    """
+
+    status: RankStatus
+    memory_folder: Path | None = None
+    restart: Restart | None = None
+
+
+@dataclass(frozen=True)
 class World:
     """Rank and world size of one process or thread.
 
@@ -47,6 +86,7 @@ class World:
         nonce: random name of a local world, inherited by its ranks; "" in others.
         listener: file descriptor of the socket on which the store of rank 0 listens; None if it
             opens one, or needs none.
+        attempt: None unless a launcher on this machine has forked and supervises the ranks.
     """
 
     rank: int
@@ -57,6 +97,7 @@ class World:
     job: str = ""
     nonce: str = ""
     listener: int | None = None
+    attempt: Attempt | None = None
 
     @property
     def is_on_one_machine(self) -> bool:

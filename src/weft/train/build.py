@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from weft.checkpoint.folder import checkpoints, remove_leftovers, set_aside
 from weft.checkpoint.format import Facts
+from weft.checkpoint.memory import MemorySnapshots, clean, room_problem
 from weft.checkpoint.read import Checkpoint, Source
 from weft.checkpoint.restore import load_parameters, open_newest_valid
 from weft.checkpoint.resume import AUTO, data_changes
@@ -30,7 +32,7 @@ from weft.core.model_config import ModelConfig
 from weft.data.dataset import open_data, open_validation
 from weft.data.order import batch_of_step
 from weft.data.samples import Samples
-from weft.errors import DataError, Fault, GuardError, counted
+from weft.errors import CheckpointError, DataError, Fault, GuardError, counted
 from weft.hf.folder import HfFolder
 from weft.layout.explain import explain
 from weft.layout.plan import Plan
@@ -38,7 +40,7 @@ from weft.models import FAMILIES, Family
 from weft.models.common.batch import image_example
 from weft.models.common.lora import adapted
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
-from weft.run.rank_status import RankStatus
+from weft.run.world import Attempt, Restart
 from weft.train.data_loader import DataLoader
 from weft.train.digest import StateDigests
 from weft.train.evaluate import Evaluation
@@ -218,13 +220,14 @@ def build_training(
     comm: Comm,
     *,
     stop_requested: Callable[[], bool],
-    status: RankStatus | None = None,
+    attempt: Attempt | None = None,
 ) -> Training:
     """The training run of this rank, initialised or restored from the checkpoint that `resume`
     means; every rank calls it.
 
     Args:
-        status: shows the phases, blocks and waits of this rank.
+        attempt: of a supervised rank: its status, where it takes snapshots, and why it was started
+            again; then it resumes from the newest snapshot or checkpoint.
 
     Raises:
         CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
@@ -235,10 +238,10 @@ def build_training(
     run = run.with_values({"out": out})
     run_folder = Path(out)
     samples = open_data(run.data, run.model)
-    start = start_of(run, comm, samples)
+    start = start_of(run, comm, samples, attempt=attempt)
     step = start.step
-    if status is not None:
-        report_blocks(step.model.blocks, status.on_block)
+    if attempt is not None:
+        report_blocks(step.model.blocks, attempt.status.on_block)
     set_aside_paths = _clean_folder(run_folder, comm, above=start.num_done)
     load = partial(
         build_data_loader,
@@ -254,11 +257,22 @@ def build_training(
         loader,
         run_folder=run_folder,
     )
+    facts = facts_of(run, step, samples, guard=lambda: guard.state)
+    snapshots = _Snapshots()
+    if attempt is not None and attempt.memory_folder is not None:
+        if comm.rank == 0:
+            clean(attempt.memory_folder, above=start.num_done)
+        snapshots = _build_snapshots(
+            step,
+            attempt.memory_folder,
+            facts=facts,
+            every=run.save.memory_every,
+        )
     saver = Saver(
         comm,
         run_folder,
         state=step.state,
-        facts=facts_of(run, step, samples, guard=lambda: guard.state),
+        facts=facts,
         every=run.save.every,
         keep=run.save.keep,
         stop_requested=stop_requested,
@@ -279,10 +293,16 @@ def build_training(
         total=run.steps,
         prefetch=run.data.prefetch,
     )
-    opening_events = [{**_run_event(run, step, samples), "start_step": start.num_done}]
-    if run.resume is not None:
-        opening_events.append(start.resume_event())
-    opening_events.extend(_opening_notes(set_aside_paths, step_range))
+    opening_events: list[Event] = []
+    restart = attempt.restart if attempt else None
+    if restart is not None:
+        opening_events.append(start.restart_event(restart, num_steps=run.steps))
+    if restart is None or not restart.had_started:
+        opening_events.append({**_run_event(run, step, samples), "start_step": start.num_done})
+        if run.resume is not None:
+            opening_events.append(start.resume_event())
+        opening_events.extend(_opening_notes(set_aside_paths, step_range))
+    opening_events.extend(snapshots.notes)
     return Training(
         step=step,
         loader=loader,
@@ -294,10 +314,47 @@ def build_training(
         save_at_end=run.save.at_end,
         run_folder=run_folder,
         peak_lr=run.optim.lr,
-        on_phase=status.on_phase if status else None,
+        on_phase=attempt.status.on_phase if attempt else None,
+        snapshots=snapshots.taker,
         files={"run.toml": dump(run), "plan.json": step.model.plan.to_json() + "\n"},
         opening_events=tuple(opening_events),
     )
+
+
+@dataclass(frozen=True)
+class _Snapshots:
+    """Takes snapshots in memory, or None; and notes for the reader."""
+
+    taker: MemorySnapshots | None = None
+    notes: tuple[Event, ...] = ()
+
+
+def _build_snapshots(
+    step: TrainStep,
+    folder: Path,
+    *,
+    facts: Callable[[int], Facts],
+    every: int | None,
+) -> _Snapshots:
+    """Snapshots in memory, if there is room for them; every rank must call it."""
+    comm = step.model.comm
+    problem = room_problem(comm, folder, step.state())
+    if problem and every:
+        note = _note(f"warning: save.memory_every: no snapshots in memory: {problem}")
+        return _Snapshots(notes=(note,))
+    if problem:
+        return _Snapshots()
+    taker = MemorySnapshots(
+        comm,
+        folder,
+        state=step.state,
+        facts=facts,
+        every=every,
+    )
+    return _Snapshots(taker)
+
+
+StateSource = Literal["memory", "checkpoint", "start"]
 
 
 @dataclass(frozen=True)
@@ -307,11 +364,13 @@ class RunStart:
     Attributes:
         checkpoint: None: initial parameters.
         passed_over: newer checkpoints that are damaged, and how.
+        source: of the state, where ranks were started again.
     """
 
     step: TrainStep
     checkpoint: Checkpoint | None = None
     passed_over: tuple[str, ...] = ()
+    source: StateSource = "start"
 
     @property
     def guard(self) -> GuardState:
@@ -365,24 +424,81 @@ class RunStart:
             "passed_over": list(self.passed_over),
         }
 
+    def restart_event(self, restart: Restart, *, num_steps: int) -> Event:
+        """The `restart` event of events.jsonl, of a run of `num_steps`."""
+        return {
+            "event": "restart",
+            "attempt": restart.number,
+            "of": restart.most,
+            "step": self.num_done,
+            "steps": num_steps,
+            "source": self.source,
+            "rank": restart.rank,
+            "reason": restart.reason,
+            "detected_s": restart.detected_s,
+            "recovered_s": time.monotonic() - restart.at_s,
+        }
 
-def start_of(run: Run, comm: Comm, samples: Samples) -> RunStart:
-    """The training step, restored from the checkpoint that `resume` means, if there is one; every
-    rank must call it.
+
+@dataclass(frozen=True)
+class _StateFolder:
+    """A folder with states of a run."""
+
+    newest_step: int
+    source: StateSource
+    path: Path
+
+
+def _state_folders(run_folder: Path, attempt: Attempt) -> list[_StateFolder]:
+    """Where a run that is started again finds its state, the newest first. No rank writes now."""
+    folders: list[_StateFolder] = []
+    candidates: list[tuple[StateSource, Path]] = []
+    if attempt.memory_folder is not None:
+        candidates.append(("memory", attempt.memory_folder))
+    if attempt.restart is not None and attempt.restart.had_started:
+        candidates.append(("checkpoint", run_folder))
+    for source, folder in candidates:
+        newest = next(checkpoints(folder), None)
+        if newest is not None:
+            folders.append(_StateFolder(newest[0], source, folder))
+    folders.sort(key=lambda folder: folder.newest_step, reverse=True)
+    return folders
+
+
+def start_of(run: Run, comm: Comm, samples: Samples, *, attempt: Attempt | None = None) -> RunStart:
+    """The training step, restored from the checkpoint that `resume` means, if there is one, or
+    after a restart from the newest snapshot or checkpoint; every rank must call it.
 
     Raises:
         DataError: the data is not what the checkpoint was trained on.
     """
     checkpoint: Checkpoint | None = None
     faults: Sequence[Fault] = ()
-    if run.resume is not None:
+    source: StateSource = "start"
+    if attempt is not None and attempt.restart is not None:
+        for folder in _state_folders(Path(run.out or ""), attempt):
+            try:
+                checkpoint, faults = open_newest_valid(str(folder.path), None, comm)
+            except CheckpointError:  # on all ranks: no state there is valid
+                continue
+            if checkpoint is not None:
+                source = folder.source
+                break
+    if checkpoint is None and run.resume is not None:
         checkpoint, faults = open_newest_valid(run.resume, run.out, comm)
     if checkpoint is None:
         return RunStart(build_step(run.with_values({"resume": None}), comm))
     changes = tuple(data_changes(checkpoint.manifest.facts.data, samples.facts()))
     if changes:
         raise DataError(*changes)
-    start = RunStart(build_step(run, comm), checkpoint, tuple(str(fault) for fault in faults))
+    step = build_step(run.with_values({"resume": run.resume or AUTO}), comm)
+    passed_over = tuple(str(fault) for fault in faults)
+    start = RunStart(
+        step,
+        checkpoint,
+        passed_over,
+        source,
+    )
     start.restore()
     return start
 

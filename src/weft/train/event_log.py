@@ -17,6 +17,9 @@ An event is a flat dict with an "event" key:
     guard   kind (nonfinite, spike, digest), step, action (report, skip, rollback, stop), text. Of a step: loss, grad_norm,
             batch (number), samples; rank, block, place (output, gradient, sum) of a non-finite value. Of a digest: rank, ranks,
             tensors. A resume event follows a rollback
+    restart attempt (of how many: of), step, source (memory, checkpoint or start), rank, reason, detected_s, recovered_s: the
+            ranks were started again; steps above `step` before this line are trained again, as after
+            a resume
     end     last: status (finished, stopped, failed, interrupted), steps, seconds; checkpoint (the newest) and text (a line for
             the reader), or error if it failed
 
@@ -38,6 +41,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,7 +52,7 @@ from weft.small_files import MIB, UnreadableFile, capped_lines, open_regular, pa
 from weft.view.progress import Event, View
 
 EVENTS = "events.jsonl"
-STEP_COUNTING = ("step", "resume")
+STEP_COUNTING = ("step", "resume", "restart")
 """Events whose `step` is the number of steps done; that of a save, which is asynchronous, may be an
 earlier one.
 """
@@ -59,6 +63,8 @@ MAX_TEXT_BYTES = 16 * MIB
 DEAD_AFTER_S = 2.0
 """Time that a writer whose lock is held has to write its `end` event."""
 LOCK_POLL_S = 0.02
+OUTPUT_GONE_ERRNOS = (errno.EIO, errno.EPIPE)
+"""The terminal was closed; the reader of the pipe has ended."""
 NON_FINITE_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -68,17 +74,24 @@ class EventLog:
 
     Used as a context manager it ends with an `end` event, also if an exception leaves it.
 
+    Args:
+        ends_on_error: False where a launcher writes that event, after it has decided that the ranks
+            are not started again.
+
     Raises:
         LaunchError: the folder cannot be created or written.
     """
 
-    def __init__(self, out: Path | None, views: Sequence[View] = ()) -> None:
+    def __init__(
+        self, out: Path | None, views: Sequence[View] = (), *, ends_on_error: bool = True
+    ) -> None:
         self.out = out
         self.views = tuple(views)
         self._file = None if out is None else LineFile(create_run_folder(out) / EVENTS)
         self._start_s = time.perf_counter()
         self._num_steps = 0
         self._has_ended = False
+        self._ends_on_error = ends_on_error
 
     def emit(self, event: Event) -> None:
         """Write one event and pass it to the views."""
@@ -87,8 +100,17 @@ class EventLog:
         self._has_ended = event["event"] == "end"
         if self._file is not None:
             self._file.write(to_line(event))
+        self._show(event)
+
+    def _show(self, event: Event) -> None:
+        """Pass an event to the views; one whose terminal or pipe is gone gets no more."""
         for view in self.views:
-            view.handle(event)
+            try:
+                view.handle(event)
+            except OSError as error:
+                if error.errno not in OUTPUT_GONE_ERRNOS:
+                    raise
+                self.views = tuple(other for other in self.views if other is not view)
 
     def end(self, status: str, **fields: Any) -> None:
         """Write the `end` event."""
@@ -121,10 +143,10 @@ class EventLog:
             lost_bytes = file.close()
             if lost_bytes:
                 text = f"warning: the disk is full, and the last {lost_bytes:,} bytes of {EVENTS} are lost"
-                for view in self.views:
-                    view.handle({"event": "note", "text": text})
+                self._show({"event": "note", "text": text})
         for view in self.views:
-            view.close()
+            with suppress(OSError):  # its terminal or pipe may be gone
+                view.close()
 
     def __enter__(self) -> EventLog:
         return self
@@ -136,7 +158,7 @@ class EventLog:
         tb: TracebackType | None,
     ) -> None:
         try:
-            if error is not None and not self._has_ended:
+            if error is not None and self._ends_on_error and not self._has_ended:
                 status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
                 self.end(status, error=f"{type(error).__name__}: {error}")
         finally:
@@ -351,7 +373,7 @@ def step_history(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The step events of a run without those that a resume went back behind."""
     steps: list[dict[str, Any]] = []
     for event in events:
-        if event["event"] == "resume":
+        if event["event"] in ("resume", "restart"):
             steps = [step for step in steps if step["step"] <= event["step"]]
         elif event["event"] == "step":
             steps.append(event)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.memory import MemorySnapshots
 from weft.checkpoint.saver import Saver, StatusFlag, newest_path
 from weft.config.schema import GuardConfig
 from weft.errors import CorruptionError, GuardError, NonFiniteError, WeftError
@@ -77,6 +78,7 @@ class Training:
         digests: compare the training state of replicas; None: not at all.
         peak_lr: the configured learning rate, for the advice after a non-finite step.
         on_phase: called with the step and the phase whenever this rank begins a phase.
+        snapshots: in memory; None if there are none.
     """
 
     step: TrainStep
@@ -92,6 +94,7 @@ class Training:
     digests: StateDigests | None = None
     peak_lr: float = MAX_ADVISED_LR
     on_phase: OnPhase | None = None
+    snapshots: MemorySnapshots | None = None
 
 
 def run_training(
@@ -122,6 +125,7 @@ def run_training(
             guard=training.guard,
             digests=training.digests,
             on_phase=training.on_phase,
+            snapshots=training.snapshots,
         ):
             log.emit(event)
             if event["event"] in STEP_COUNTING:
@@ -166,6 +170,7 @@ def step_events(
     guard: StepGuard | None = None,
     digests: StateDigests | None = None,
     on_phase: OnPhase | None = None,
+    snapshots: MemorySnapshots | None = None,
 ) -> Iterator[Event]:
     """Train step by step; yields the events of steps, evaluations, saves and guards. Ends early
     after a stop request.
@@ -189,6 +194,7 @@ def step_events(
         guard,
         digests,
         on_phase,
+        snapshots,
     )
     if saver is not None and guard.needs_first_save:
         yield from saver.save(step_range.start)
@@ -209,6 +215,7 @@ class _Steps:
     guard: StepGuard
     digests: StateDigests | None
     on_phase: OnPhase | None
+    snapshots: MemorySnapshots | None
 
     def train_from(self, start: int) -> Generator[Event, None, int | None]:
         """Train the steps after the first `start`; returns where to go on after a rollback, None at
@@ -255,8 +262,10 @@ class _Steps:
                 if self.saver is not None:
                     report_phase(number, "save")
                     yield from self.saver.after_step(number, report.status)
-                    if report.status & StatusFlag.STOP_REQUESTED:
-                        return None
+                if self.snapshots is not None:
+                    yield from self.snapshots.after_step(number, report.status)
+                if report.status & StatusFlag.STOP_REQUESTED:
+                    return None
         return None
 
     def _status(self) -> int:
@@ -264,7 +273,9 @@ class _Steps:
         status = self.saver.status() if self.saver else StatusFlag(0)
         if self.digests is not None and self.digests.has_changed():
             status |= StatusFlag.STATE_CHANGED
-        return int(status)
+        if self.snapshots is None:
+            return int(status)
+        return int(status) | self.snapshots.status()
 
     def _check_unchanged(self, number: int, report: StepReport) -> Iterator[Event]:
         """Stop if the state of a rank changed since the last comparison of replicas.
@@ -308,6 +319,8 @@ class _Steps:
         """Go back to the newest checkpoint; returns its number of steps."""
         if self.saver is not None:
             yield from self.saver.wait()
+        if self.snapshots is not None:
+            yield from self.snapshots.wait()
         restored = self.guard.roll_back(failed)
         if self.digests is not None:
             self.digests.forget()

@@ -52,8 +52,8 @@ class StepTotals:
 
 NUM_SUMS = 2
 """Columns of a row of statistics that are summed over ranks; of the others the largest counts."""
-NUM_FLAGS = 4
-"""Status flags of a rank."""
+NUM_FLAGS = 7
+"""Status flags of a rank: those of saves, and of snapshots in memory."""
 
 
 def total_stats(comm: Comm, local: RankStats) -> StepTotals:

@@ -47,6 +47,8 @@ class Progress:
         match event.get("event"):
             case "run":
                 self.run = event
+            case "restart":
+                self.run = {"start_step": event["step"], **self.run, "steps": event["steps"]}
             case "end":
                 self.end = event
             case "step":
@@ -195,6 +197,8 @@ def event_text(event: Event) -> str:
             return _save_failed_text(event)
         case "resume":
             return _resume_text(event)
+        case "restart":
+            return _restart_text(event)
         case "sample":
             prompt = event.get("prompt", "")
             return f"sample after the prompt {prompt!r}:\n{prompt}{event.get('text', '')}"
@@ -242,6 +246,23 @@ def _resume_text(event: Event) -> str:
         layout = event.get("layout")
         lines.append(f"resumed after step {step}: {path}, written by {layout}")
     return "\n".join(lines)
+
+
+RESTART_SOURCES = {
+    "memory": "the snapshot in memory",
+    "checkpoint": "the checkpoint",
+    "start": "the start",
+}
+
+
+def _restart_text(event: Event) -> str:
+    """`rank 1 (dp1): ...: restart 1 of 3 from the snapshot in memory after step 40, in 1.2 s`."""
+    number = f"restart {event['attempt']} of {event['of']}"
+    source = RESTART_SOURCES[event["source"]]
+    if event["source"] != "start":
+        source += f" of step {event['step']}"
+    took = short_time(event["detected_s"] + event["recovered_s"])
+    return f"{event['reason']}: {number} from {source}, after {took}"
 
 
 def stage_memory(sizes: tuple[float, ...]) -> str:

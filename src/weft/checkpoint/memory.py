@@ -1,0 +1,161 @@
+"""Snapshots in memory: checkpoints in a tmpfs folder of the launcher, from which ranks that are started again resume.
+
+The format, the writer and the commit are those of checkpoints on disk (`weft.checkpoint.saver`): a
+snapshot is complete once its folder is renamed, and the one before is removed after that, so a death
+at any moment leaves a valid one. The folder survives all ranks; the launcher removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.checkpoint.folder import checkpoints, remove_leftovers
+from weft.checkpoint.format import Facts
+from weft.checkpoint.saver import Saver, StatusFlag
+from weft.checkpoint.state import TrainState, write_items
+from weft.comm.comm import Comm
+
+Event = dict[str, Any]
+
+COPIES = 3
+"""Of the state, in memory while a snapshot is written: the copy that is written, the new snapshot,
+and the one before."""
+MAX_SHARE = 0.5
+"""Of the available memory, which the copies may take."""
+MAX_COST = 0.02
+"""Share of the time that automatic snapshots may take."""
+MIN_INTERVAL_S = 10.0
+"""Between automatic snapshots; a run that is shorter has none."""
+FLAG_SHIFT = 3
+"""Place of the flags of a snapshot in a rank's status, beside those of a save."""
+DUE = 64
+"""Status flag of rank 0: a snapshot follows this step."""
+
+
+def room_problem(comm: Comm, folder: Path, state: TrainState) -> str:
+    """Why there is no room for snapshots, or ""; the same on all ranks, which all call it."""
+    own_bytes = sum(item.num_bytes for item in write_items(state))
+    free = min(shutil.disk_usage(folder).free, _available_bytes())
+    sizes = torch.tensor([own_bytes], dtype=torch.int64, device=comm.device)
+    every_axis = tuple(name for name, _ in comm.mesh.axes)
+    total_bytes = int(comm.all_reduce(sizes, every_axis).item())
+    lowest = torch.tensor([free], dtype=torch.int64, device=comm.device)
+    free_bytes = int(comm.all_reduce(lowest, every_axis, op="min").item())
+    need_bytes = COPIES * total_bytes
+    if need_bytes <= MAX_SHARE * free_bytes:
+        return ""
+    return f"{need_bytes:,} bytes are needed, and {free_bytes:,} bytes of memory are available"
+
+
+def _available_bytes() -> int:
+    """Memory that new allocations can get without swapping."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return 1024 * int(value.split()[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class MemorySnapshots:
+    """Takes snapshots of a training state; every rank has one and calls it at the same points.
+
+    Args:
+        folder: of the launcher, in memory.
+        every: steps between snapshots; None: as often as MAX_COST allows, decided by rank 0.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        folder: Path,
+        *,
+        state: Callable[[], TrainState],
+        facts: Callable[[int], Facts],
+        every: int | None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.comm = comm
+        self.folder = folder
+        self.every = every
+        self.cost_s = 0.0
+        """Of the newest snapshot on this rank: the time that training waited, and that of the
+        writing thread."""
+        self.num_taken = 0
+        self._now_s = now_s
+        self._last_s = now_s()
+        self._saver = Saver(
+            comm,
+            folder,
+            state=state,
+            facts=facts,
+            every=0,
+            keep=1,
+            stop_requested=lambda: False,
+        )
+
+    def status(self) -> int:
+        """This rank's flags for the next gather."""
+        flags = int(self._saver.status()) << FLAG_SHIFT
+        if self.comm.rank == 0 and self._is_due():
+            flags |= DUE
+        return flags
+
+    def after_step(self, step: int, status: int) -> Iterator[Event]:
+        """Continue or start a snapshot after step `step`, in which some rank had each flag of
+        `status`; yields a note where one failed.
+        """
+        own_status = status >> FLAG_SHIFT
+        yield from self._notes(self._saver.after_step(step, own_status))
+        is_due = bool(status & DUE) if self.every is None else step % self.every == 0
+        if is_due and not own_status & StatusFlag.WRITING:
+            yield from self._take(step)
+
+    def wait(self) -> Iterator[Event]:
+        """Wait until no snapshot is pending."""
+        yield from self._notes(self._saver.wait())
+
+    def close(self) -> None:
+        """Take no further snapshot; what is being written is left to its thread."""
+        self._saver.close()
+
+    def _is_due(self) -> bool:
+        if self.every is not None:
+            return False
+        interval_s = max(MIN_INTERVAL_S, self.cost_s / MAX_COST)
+        return self._now_s() - self._last_s >= interval_s
+
+    def _take(self, step: int) -> Iterator[Event]:
+        start_s = self._now_s()
+        if self.comm.rank == 0:
+            _remove_above(self.folder, step - 1)
+        yield from self._notes(self._saver.save(step))
+        self.num_taken += 1
+        self._last_s = self._now_s()
+        self.cost_s = self._last_s - start_s + self._saver.write_s
+
+    def _notes(self, events: Iterator[Event]) -> Iterator[Event]:
+        for event in events:
+            if event["event"] == "save_failed":
+                text = f"warning: no snapshot of step {event['step']} in memory: {event['why']}"
+                yield {"event": "note", "text": text}
+
+
+def clean(folder: Path, *, above: int) -> None:
+    """Remove partly written snapshots, and those of more than `above` steps, which are trained
+    again; one rank calls it, before any rank takes one.
+    """
+    remove_leftovers(folder)
+    _remove_above(folder, above)
+
+
+def _remove_above(folder: Path, above: int) -> None:
+    for number, path in tuple(checkpoints(folder)):
+        if number > above:
+            shutil.rmtree(path, ignore_errors=True)

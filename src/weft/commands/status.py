@@ -1,0 +1,255 @@
+"""`weft status`: what a run is doing, from its lock, its status board and its events. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from weft.commands.console import print_result, show_help, wants_help
+from weft.config import flags, toml
+from weft.config.schema import ConfigSection
+from weft.core.mesh import Mesh
+from weft.errors import Fault, UserError, WeftError
+from weft.run.folder_lock import FolderLock, LockHolder, find_lock
+from weft.run.hang import Hang, diagnose
+from weft.run.process_state import STOPPED, process_state
+from weft.run.rank_status import RankSnapshot, StatusBoard
+from weft.view.quantity import short_time
+
+USAGE = "RUN [--json]"
+LINE = "show whether a run is running, stuck, failed or done, and where"
+EVENTS = "events.jsonl"
+TAIL_BYTES = 1 << 18
+
+State = Literal["running", "stuck", "failed", "done", "stopped", "interrupted"]
+STATES: dict[str, State] = {
+    "finished": "done",
+    "failed": "failed",
+    "stopped": "stopped",
+    "interrupted": "interrupted",
+}
+"""Status of an `end` event -> state."""
+NO_END = "it ended without a word (killed?)"
+
+
+class StatusOptions(ConfigSection):
+    """How `weft status` prints."""
+
+    format: Literal["text", "json"] = Field(
+        "text", description="json: one object; --json for short"
+    )
+
+
+@dataclass(frozen=True)
+class RankLine:
+    """One rank of a run on this machine.
+
+    Attributes:
+        where: its mesh coordinates.
+        place: step, phase and block, and the collective that it waits for.
+        idle_s: time since its last progress.
+    """
+
+    rank: int
+    where: str
+    pid: int
+    place: str
+    idle_s: float
+    is_stopped: bool
+
+    def __str__(self) -> str:
+        stopped = ", stopped" if self.is_stopped else ""
+        idle = short_time(self.idle_s)
+        return (
+            f"  rank {self.rank} ({self.where})  pid {self.pid}  {self.place}, {idle} ago{stopped}"
+        )
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What `weft status` shows.
+
+    Attributes:
+        text: of a stuck run the culprit, of a failed one the error.
+        step: the last step that was finished, of `steps`.
+        restarts: how often the ranks were started again.
+        pid: the launcher, or the first rank of a world that torchrun or Slurm has started.
+    """
+
+    run: str
+    state: State
+    text: str = ""
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    restarts: int = 0
+    host: str = ""
+    pid: int = 0
+    ranks: tuple[RankLine, ...] = field(default=())
+
+    def lines(self) -> Iterator[str]:
+        """The report, the state first."""
+        steps = f"step {self.step} of {self.steps}" if self.steps else f"step {self.step}"
+        parts = [self.state, steps]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}")
+        if self.tokens_per_s is not None:
+            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+        if self.restarts:
+            parts.append(f"restarts {self.restarts}")
+        if self.pid:
+            parts.append(f"process {self.pid} on {self.host}")
+        yield f"{self.run}: {', '.join(parts)}"
+        if self.text:
+            yield f"  {self.text}"
+        for rank in self.ranks:
+            yield str(rank)
+
+
+def status(words: Sequence[str]) -> int:
+    """Print the status of a run.
+
+    Raises:
+        UserError: there is no run in the folder.
+    """
+    if wants_help(words) or not words:
+        return show_help(StatusOptions(), f"weft status {USAGE}", LINE)
+    option_words: list[str] = []
+    for word in words[1:]:
+        option_words += ("--format", "json") if word == "--json" else (word,)
+    options = flags.read_config(option_words, StatusOptions)
+    found = run_status(Path(words[0]), now_s=time.monotonic())
+    if options.format == "json":
+        return print_result(json.dumps(asdict(found)))
+    return print_result("\n".join(found.lines()))
+
+
+def run_status(folder: Path, *, now_s: float) -> RunStatus:
+    """The status of the run in a folder; `now_s` is time.monotonic().
+
+    Raises:
+        UserError: there is no run in the folder.
+    """
+    lock = find_lock(folder) if folder.is_dir() else None
+    events = _last_events(folder / EVENTS)
+    if lock is None and not events:
+        fault = Fault("weft status", "there is no run here", str(folder), "a run folder")
+        raise UserError(fault)
+    config = _config(folder)
+    found = _with_progress(
+        RunStatus(str(folder), "running", steps=int(config.get("steps", 0))), events
+    )
+    if lock is None or lock.state() != "held":
+        return _ended(found, events)
+    return _running(found, lock, mesh_text=str(config.get("mesh", "")), now_s=now_s)
+
+
+def _with_progress(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunStatus:
+    """The status with the last step of the events."""
+    for event in reversed(events):
+        if event.get("event") == "step":
+            return replace(
+                found,
+                step=int(event["step"]),
+                loss=float(event["loss"]),
+                tokens_per_s=float(event["tokens_per_s"]),
+            )
+    return found
+
+
+def _ended(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunStatus:
+    """The status of a run that no process writes."""
+    last = events[-1] if events else {}
+    if last.get("event") != "end":
+        return replace(found, state="failed", text=NO_END)
+    state = STATES.get(str(last.get("status")), "failed")
+    text = str(last.get("error") or last.get("text") or "")
+    return replace(found, state=state, text=text)
+
+
+def _running(found: RunStatus, lock: FolderLock, *, mesh_text: str, now_s: float) -> RunStatus:
+    """The status of a run that a process writes, with its ranks if they are on this machine."""
+    holder = lock.holder
+    if holder is None:
+        return found
+    found = replace(found, host=holder.host, pid=holder.pid)
+    board = _board(holder)
+    if board is None:
+        return found
+    mesh = Mesh.parse(mesh_text)
+    snapshots = [board.read(rank) for rank in range(board.num_ranks)]
+    idle_s = [max(0.0, now_s - 1e-9 * snapshot.changed_ns) for snapshot in snapshots]
+    states = [process_state(snapshot.pid) for snapshot in snapshots]
+    lines: list[RankLine] = []
+    for snapshot, rank_idle_s, state in zip(snapshots, idle_s, states, strict=True):
+        lines.append(
+            RankLine(
+                snapshot.rank,
+                mesh.coord_text(snapshot.rank) if mesh.size == board.num_ranks else "",
+                snapshot.pid,
+                _place(snapshot),
+                rank_idle_s,
+                is_stopped=state.state == STOPPED,
+            )
+        )
+    found = replace(found, ranks=tuple(lines), restarts=snapshots[0].attempt)
+    ended = frozenset(s.rank for s, state in zip(snapshots, states, strict=True) if not state.state)
+    hang = diagnose(snapshots, ended=ended, states=states, stalled_s=idle_s)
+    if hang is None:
+        return found
+    return replace(found, state="stuck", text=_culprit(hang, mesh))
+
+
+def _culprit(hang: Hang, mesh: Mesh) -> str:
+    rank = hang.ranks[0]
+    return f"rank {rank} ({mesh.coord_text(rank)}): {hang.text}"
+
+
+def _place(snapshot: RankSnapshot) -> str:
+    if snapshot.waiting is None:
+        return snapshot.place
+    return f"{snapshot.place}, in {snapshot.waiting.text}"
+
+
+def _board(holder: LockHolder) -> StatusBoard | None:
+    """The board of a run on this machine; None if there is none (any more)."""
+    if holder.status_board is None or not holder.is_on_this_machine():
+        return None
+    try:
+        return StatusBoard.open(Path(holder.status_board))
+    except (OSError, ValueError):
+        return None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """The run's config; empty if it cannot be read."""
+    try:
+        return dict(toml.read(str(folder / "run.toml")))
+    except (WeftError, OSError):
+        return {}
+
+
+def _last_events(path: Path) -> list[dict[str, Any]]:
+    """The events at the end of a file, without lines that are cut or damaged."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - TAIL_BYTES))
+        data = file.read(TAIL_BYTES)
+    events: list[dict[str, Any]] = []
+    for line in data.split(b"\n"):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict):
+            events.append(event)
+    return events

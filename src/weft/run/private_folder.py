@@ -1,0 +1,94 @@
+"""A private temporary folder of a launcher, removed when the launcher and its ranks have ended, however they end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from weft.errors import EXIT_FAILED, EXIT_OK
+
+PREFIX = "weft-"
+MEMORY_FOLDER = Path("/dev/shm")
+PR_SET_NAME = 15
+CLEANER_NAME = b"weft-cleaner"
+
+# Note [The cleaner process]
+# SIGKILL gives a launcher no chance to remove anything. So a small process is forked first, which reads a pipe that the
+# launcher and all ranks (forked later) hold open, and never write. The read returns once the last of them has ended; then
+# the process removes the folders. It has its own session and ignores the signals that end a job, and holds no other file.
+
+
+class PrivateFolder:
+    """A new folder that only this user can read, while open.
+
+    Attributes:
+        path: the folder.
+        memory_path: a second one in memory (tmpfs), or None.
+    """
+
+    def __init__(self, *, in_memory: bool = False) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self.memory_path: Path | None = None
+        folders = [self.path]
+        if in_memory and os.access(MEMORY_FOLDER, os.W_OK):
+            self.memory_path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY_FOLDER))
+            folders.append(self.memory_path)
+        self._owner = os.getpid()
+        self._folders = tuple(folders)
+        self._cleaner, self._held = _fork_cleaner(self._folders)
+
+    def __enter__(self) -> PrivateFolder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the folders; only the process that has created them does. All ranks have ended."""
+        if os.getpid() != self._owner:
+            return
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(self._held)
+        os.waitpid(self._cleaner, 0)
+
+
+def _fork_cleaner(folders: tuple[Path, ...]) -> tuple[int, int]:
+    """Process id of the cleaner, and the end of the pipe that keeps it waiting."""
+    reading, held = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = EXIT_FAILED
+        try:
+            _wait_and_remove(reading, folders)
+            code = EXIT_OK
+        finally:
+            os._exit(code)
+    os.close(reading)
+    return pid, held
+
+
+def _wait_and_remove(reading: int, folders: tuple[Path, ...]) -> None:
+    """What the cleaner does; see Note [The cleaner process]."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_NAME, CLEANER_NAME, 0, 0, 0)
+    os.dup2(reading, 0)
+    os.closerange(1, os.sysconf("SC_OPEN_MAX"))
+    os.chdir("/")
+    os.read(0, 1)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

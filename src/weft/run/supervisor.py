@@ -1,0 +1,255 @@
+"""Supervision of local ranks by the process that forked them: signals, deaths, hangs, and when to start the ranks again.
+
+wait for reports and ends ---> a rank has failed ------------+
+  | every CHECK_S                                            +--> Failed: end all ranks; `launch` restarts them
+  read the status board ---> a rank hangs (weft.run.hang) ---+
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from dataclasses import dataclass, replace
+
+from weft.core.mesh import Mesh
+from weft.errors import EXIT_QUIT
+from weft.run.failure import NO_LOCATION_KINDS, RankFailure, root_cause
+from weft.run.hang import ENDED, Hang, HangDetector
+from weft.run.process_state import ProcessState, process_state
+from weft.run.rank_status import RankSnapshot, StatusBoard
+from weft.run.signals import SignalQueue
+from weft.run.worker_group import POLL_S, WorkerGroup
+
+CHECK_S = 0.1
+"""Between two looks at the status board."""
+STACK_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+
+
+@dataclass(frozen=True)
+class SupervisedEnd:
+    """How the ranks of one attempt have ended.
+
+    Attributes:
+        code: the exit code, if none failed.
+        failure: the root cause, with its place in the text; None if none failed.
+        step: the last step that any rank worked on; 0 before the first.
+        detected_s: from the fault to its detection: for a hang the time without progress, for a
+            death the time since the rank was last seen alive.
+        at_s: time.monotonic() of the detection.
+        is_requested: whether the user has asked the run to end.
+    """
+
+    code: int = 0
+    failure: RankFailure | None = None
+    step: int = 0
+    detected_s: float = 0.0
+    at_s: float = 0.0
+    is_requested: bool = False
+
+
+class Supervisor:
+    """Waits for the workers of one attempt.
+
+    SIGTERM, SIGHUP and SIGUSR1 are passed on as SIGTERM: workers may save and exit with code 75. A
+    second SIGTERM or SIGHUP kills them, and so does SIGQUIT. SIGTSTP (Ctrl-Z) pauses them too.
+
+    Args:
+        timeout_s: see `HangDetector`.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        signals: SignalQueue,
+        board: StatusBoard,
+        *,
+        timeout_s: float = 0.0,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.group = group
+        self.signals = signals
+        self.board = board
+        self.mesh = mesh
+        self._detector = HangDetector(len(group.workers), timeout_s=timeout_s)
+        self._next_check_s = 0.0
+        self._seen_alive_s = time.monotonic()
+        self._was_terminated = False
+        self._is_requested = False
+
+    def wait(self) -> SupervisedEnd:
+        """Wait until all workers have ended, by themselves or because one failed.
+
+        Raises:
+            KeyboardInterrupt: on SIGINT, after all workers have ended.
+        """
+        group = self.group
+        while group.running():
+            polled_s = time.monotonic()
+            group.poll(POLL_S)
+            if not group.failures:
+                self._seen_alive_s = polled_s
+            if group.is_settled():
+                return self._failed(root_cause(group.failures))
+            code = self._handle_signal()
+            if code is not None:
+                return SupervisedEnd(code, is_requested=True)
+            hang = self._check_progress()
+            if hang is not None:
+                return self._hung(hang)
+        if group.failures:
+            return self._failed(root_cause(group.failures))
+        return SupervisedEnd(group.exit_code(), is_requested=self._is_requested)
+
+    def terminate(self) -> None:
+        """Ask the workers that are left after a failure to end, and kill them after some time."""
+        self.group.terminate(signal.SIGTERM, hurry=lambda: self.signals.next() is not None)
+
+    def _handle_signal(self) -> int | None:
+        """Handle the oldest signal; the exit code if it has ended the ranks at once."""
+        group = self.group
+        match self.signals.next():
+            case signal.SIGINT:
+                group.terminate(signal.SIGINT, hurry=lambda: self.signals.next() is not None)
+                raise KeyboardInterrupt
+            case signal.SIGTERM | signal.SIGHUP if self._was_terminated:
+                group.kill()
+            case signal.SIGTERM | signal.SIGHUP:
+                self._was_terminated = True
+                self._is_requested = True
+                group.request_stop()
+            case signal.SIGUSR1:
+                self._is_requested = True
+                group.request_stop()
+            case signal.SIGQUIT:
+                group.kill()
+                return EXIT_QUIT
+            case signal.SIGTSTP:
+                group.pause()
+        return None
+
+    def _check_progress(self) -> Hang | None:
+        """Look at the status board, and at the processes of ranks without progress."""
+        now_s = time.monotonic()
+        if now_s < self._next_check_s:
+            return None
+        self._next_check_s = now_s + CHECK_S
+        running = self.group.running()
+        progress = [ENDED] * len(self.group.workers)
+        for worker in running:
+            progress[worker.rank] = self.board.progress(worker.rank)
+        suspicious = self._detector.suspicious(progress, now_s=now_s)
+        if not suspicious:
+            return None
+        states: dict[int, ProcessState] = {}
+        for rank in suspicious:
+            states[rank] = process_state(self.group.workers[rank].pid)
+        self._detector.discount(states, num_running=len(running))
+        if max(self._detector.stalled_s) < self._detector.shortest_limit_s:
+            return None
+        alive = {worker.rank for worker in running}
+        ended = frozenset(range(len(progress))) - alive
+        return self._detector.find(self._snapshots(), ended=ended)
+
+    def _snapshots(self) -> list[RankSnapshot]:
+        return [self.board.read(rank) for rank in range(self.board.num_ranks)]
+
+    def _hung(self, hang: Hang) -> SupervisedEnd:
+        """The end of a hang: the stack of the culprit is taken before all ranks are killed."""
+        detected_s = time.monotonic()
+        rank = hang.ranks[0]
+        worker = self.group.workers[rank]
+        stack = ""
+        if worker.exit_code is None:
+            stack = self.group.stack_of(worker)
+            self.group.kill_one(worker)
+        text = self._with_coordinates(hang)
+        text += location(stack)
+        failure = RankFailure(rank, "error", detected_s, text, trace=stack)
+        return SupervisedEnd(
+            failure=failure,
+            step=self._step(),
+            detected_s=hang.seconds,
+            at_s=detected_s,
+            is_requested=self._is_requested,
+        )
+
+    def _with_coordinates(self, hang: Hang) -> str:
+        """The text of a hang, with the coordinates of the other ranks that it names."""
+        if self.mesh is None or len(hang.ranks) == 1:
+            return hang.text
+        places: list[str] = []
+        for rank in hang.ranks:
+            places.append(f"{rank} = {self.mesh.coord_text(rank)}")
+        return f"{hang.text} (ranks: {', '.join(places)})"
+
+    def _failed(self, failure: RankFailure) -> SupervisedEnd:
+        now_s = time.monotonic()
+        found_s = min(now_s, failure.at_s)
+        return SupervisedEnd(
+            failure=self._with_place(failure),
+            step=self._step(),
+            detected_s=max(0.0, found_s - self._seen_alive_s),
+            at_s=now_s,
+            is_requested=self._is_requested,
+        )
+
+    def _with_place(self, failure: RankFailure) -> RankFailure:
+        """The failure with the step and phase of its rank."""
+        snapshot = self.board.read(failure.rank)
+        if failure.kind in NO_LOCATION_KINDS or not snapshot.step:
+            return failure
+        return replace(failure, text=f"{snapshot.place}: {failure.text}")
+
+    def _step(self) -> int:
+        return max(snapshot.step for snapshot in self._snapshots())
+
+
+def location(stack: str) -> str:
+    """Where the main thread of a stack file is, in weft if it is there: ` [loop.py:31 in train]`."""
+    main_thread = stack.strip().rpartition("\n\n")[2]  # faulthandler writes it last
+    frames = list(STACK_FRAME.finditer(main_thread))
+    if not frames:
+        return ""
+    inside = [frame for frame in frames if "/weft/" in frame["file"]]
+    frame = (inside or frames)[0]
+    file = frame["file"].rpartition("/")[2]
+    return f" [{file}:{frame['line']} in {frame['function']}]"
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """Whether the ranks are started again after a failure: at most `most` times, not after errors
+    that every start would repeat, and not when the same failure comes back without progress.
+    """
+
+    most: int
+    num_done: int = 0
+    last_text: str = ""
+    last_step: int = -1
+
+    def allows(self, end: SupervisedEnd) -> bool:
+        """Whether the ranks are started again."""
+        failure = end.failure
+        if failure is None or end.is_requested or self.num_done >= self.most:
+            return False
+        if failure.kind in NO_LOCATION_KINDS:
+            return False
+        is_repeated = (_without_numbers(failure), end.step) == (self.last_text, self.last_step)
+        return not is_repeated
+
+    def after(self, end: SupervisedEnd) -> RestartPolicy:
+        """The policy after a restart."""
+        assert end.failure is not None, "ranks are started again after a failure"
+        return RestartPolicy(
+            self.most,
+            self.num_done + 1,
+            last_text=_without_numbers(end.failure),
+            last_step=end.step,
+        )
+
+
+def _without_numbers(failure: RankFailure) -> str:
+    """Rank and text of a failure without seconds, which differ from time to time."""
+    text = re.sub(r"\d+\.\d+ s", "", failure.text)
+    return f"{failure.rank}: {text}"

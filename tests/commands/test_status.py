@@ -1,0 +1,105 @@
+"""`weft status` of running, stuck, failed, finished and abandoned runs; real ones in tests/gloo/test_recovery.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.cli import main
+from weft.comm.transport import Call
+from weft.commands.status import NO_END, RunStatus, run_status
+from weft.errors import UserError
+from weft.run.folder_lock import acquire, publish_status_board
+from weft.run.rank_status import StatusBoard
+
+STEP = {"event": "step", "step": 7, "loss": 2.5, "grad_norm": 1.0, "tokens_per_s": 1234.0}
+
+
+def write(folder: Path, *events: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps(event) + "\n" for event in events]
+    (folder / "events.jsonl").write_text("".join(lines) + '{"event":"st')
+    (folder / "run.toml").write_text('mesh = "dp2"\nsteps = 20\n')
+    return folder
+
+
+def status_of(folder: Path) -> RunStatus:
+    return run_status(folder, now_s=time.monotonic())
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "text"),
+    [
+        ({"status": "finished", "text": ""}, "done", ""),
+        ({"status": "failed", "error": "rank 1 (dp1): killed"}, "failed", "rank 1 (dp1): killed"),
+        ({"status": "stopped", "text": "stopped after step 7"}, "stopped", "stopped after step 7"),
+        ({"status": "interrupted", "error": ""}, "interrupted", ""),
+    ],
+)
+def test_an_ended_run_shows_how_it_ended(tmp_path, end, state, text):
+    found = status_of(write(tmp_path / "run", STEP, {"event": "end", **end}))
+    assert (found.state, found.text) == (state, text)
+    assert (found.step, found.steps, found.loss, found.tokens_per_s) == (7, 20, 2.5, 1234.0)
+
+
+def test_a_run_without_an_end_whose_launcher_is_gone_has_failed(tmp_path):
+    found = status_of(write(tmp_path / "run", STEP))
+    assert (found.state, found.text) == ("failed", NO_END)
+
+
+def test_no_run_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="there is no run here"):
+        status_of(tmp_path)
+    with pytest.raises(UserError, match="there is no run here"):
+        status_of(tmp_path / "missing")
+
+
+def test_a_running_run_shows_its_ranks(tmp_path, capsys):
+    folder = write(tmp_path / "run", STEP)
+    board = StatusBoard.create(tmp_path / "board", 2)
+    for rank in range(2):
+        board.rank(rank).begin(attempt=1)
+        board.rank(rank).on_phase(8, "backward")
+    with acquire(folder):
+        publish_status_board(folder, tmp_path / "board")
+        assert main(["status", str(folder)]) == 0
+        first, *ranks = capsys.readouterr().out.splitlines()
+        assert main(["status", str(folder), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+    assert first.startswith(
+        f"{folder}: running, step 7 of 20, loss 2.5000, 1,234 tokens/s, restarts 1, process {os.getpid()} on "
+    )
+    assert [
+        line.startswith(f"  rank {rank} (dp{rank})  pid {os.getpid()}  step 8, backward, ")
+        for rank, line in enumerate(ranks)
+    ] == [True, True]
+    assert (found["state"], found["pid"], len(found["ranks"])) == ("running", os.getpid(), 2)
+
+
+def test_a_stuck_run_names_the_culprit(tmp_path):
+    folder = write(tmp_path / "run", STEP)
+    board = StatusBoard.create(tmp_path / "board", 2)
+    call = Call("all_reduce", "dp", (0, 1), 0, "all_reduce(sum) float32[4]")
+    for rank in range(2):
+        status = board.rank(rank)
+        status.begin(attempt=0)
+        for step in range(1, 9):
+            status.on_phase(step, "data")
+            status.on_phase(step, "update")
+        status.on_phase(9, "reduce")
+        if rank == 0:
+            status.waiting(call, status.started(call))
+    with acquire(folder):
+        publish_status_board(folder, tmp_path / "board")
+        assert status_of(folder).state == "running"
+        found = run_status(folder, now_s=time.monotonic() + 3.0)
+    assert found.state == "stuck"
+    assert found.text.startswith(
+        "rank 1 (dp1): step 9, reduce: no progress for 3.0 s; missing in all_reduce(sum)"
+    )
+    assert [rank.is_stopped for rank in found.ranks] == [False, False]

@@ -1,0 +1,105 @@
+"""Killed and stopped ranks: the run goes on by itself and computes the bits of a run without faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.supervised import (
+    final_state,
+    finish,
+    numbers,
+    send_signal,
+    training,
+    wait_for_rank,
+    words_of,
+)
+from weft.errors import EXIT_OK
+from weft.train.event_log import EVENTS, read_events
+
+DP3 = ("--mesh", "dp3", "--parallel.zero", "3", "--batch.global_size", "6")
+PP2_TP2 = ("--mesh", "pp2 tp2", "--batch.global_size", "4")
+NUM_STEPS = 24
+
+
+def undisturbed(out: Path, layout: tuple[str, ...]) -> Path:
+    words = words_of(layout, steps=NUM_STEPS, save__every=6, save__memory_every=2)
+    with training(out, *words) as process:
+        assert finish(process)[0] == EXIT_OK
+    return out
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Path]:
+    """Run folders of both layouts without faults."""
+    folder = tmp_path_factory.mktemp("clean")
+    return {
+        layout: undisturbed(folder / layout[1].replace(" ", ""), layout)
+        for layout in (DP3, PP2_TP2)
+    }
+
+
+def restarts(out: Path) -> list[dict[str, Any]]:
+    events = list(read_events(out / EVENTS))
+    assert events[-1]["event"] == "end"
+    assert [event["event"] for event in events].count("end") == 1
+    return [event for event in events if event["event"] == "restart"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "memory_every", "number", "sources"),
+    [
+        (DP3, 2, signal.SIGKILL, ("memory",)),
+        (PP2_TP2, 2, signal.SIGSTOP, ("memory",)),
+        (PP2_TP2, 0, signal.SIGKILL, ("checkpoint", "start")),
+    ],
+    ids=["dp3-zero3-killed-memory", "pp2-tp2-stopped-memory", "pp2-tp2-killed-disk"],
+)
+def test_a_run_with_a_fault_ends_with_the_bits_of_one_without(
+    clean, tmp_path, layout, memory_every, number, sources
+):
+    out = tmp_path / "run"
+    words = words_of(layout, steps=NUM_STEPS, save__every=6, save__memory_every=memory_every)
+    with training(out, *words) as process:
+        hit = send_signal(out, 1, number, step=11)
+        code, stdout, stderr = finish(process)
+    assert (code, stderr) == (EXIT_OK, "")
+    assert numbers(out) == numbers(clean[layout])
+    assert final_state(out) == final_state(clean[layout])
+    (restart,) = restarts(out)
+    assert restart["rank"] == 1
+    assert restart["source"] in sources
+    assert restart["step"] < hit.step + 5
+    what = "killed by SIGKILL" if number == signal.SIGKILL else "stopped (SIGSTOP) for 2."
+    assert what in restart["reason"]
+    assert restart["reason"].startswith("rank 1 (")
+    assert f"{restart['reason']}: restart 1 of 3 from " in stdout
+
+
+def test_a_rank_killed_at_the_start_is_started_again(clean, tmp_path):
+    out = tmp_path / "run"
+    words = words_of(DP3, steps=NUM_STEPS, save__every=6, save__memory_every=2)
+    with training(out, *words) as process:
+        rank = wait_for_rank(out, 2, lambda found: found.phase == "start")
+        os.kill(rank.pid, signal.SIGKILL)
+        assert finish(process)[0] == EXIT_OK
+    assert numbers(out) == numbers(clean[DP3])
+    (restart,) = restarts(out)
+    assert (restart["source"], restart["step"], restart["rank"]) == ("start", 0, 2)
+
+
+def test_more_faults_than_restarts_end_the_run(tmp_path):
+    out = tmp_path / "run"
+    words = words_of(DP3, steps=100_000, save__memory_every=1, run__restarts=1)
+    with training(out, *words) as process:
+        first = send_signal(out, 0, signal.SIGKILL, step=5)
+        wait_for_rank(out, 0, lambda found: found.attempt == 1 and found.step > first.step + 2)
+        send_signal(out, 2, signal.SIGKILL, step=1)
+        code, _, stderr = finish(process)
+    assert code == 1
+    assert stderr.startswith("error: rank 2 (dp2): step ")
+    assert len(restarts(out)) == 1
