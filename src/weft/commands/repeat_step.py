@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from weft.comm.comm import Comm
-from weft.commands.replay import StepToRepeat
 from weft.config.run import Run
 from weft.config.schema import GuardConfig
 from weft.data.dataset import open_data
@@ -18,7 +17,7 @@ from weft.prove.trace import relative_difference
 from weft.run.run_ranks import run_ranks
 from weft.train.build import build_data_loader, build_step_range, start_of
 from weft.train.guard import FailedStep, StepGuard, samples_text
-from weft.train.guard_records import GuardState
+from weft.train.guard_records import GuardState, StepToRepeat
 
 TIMEOUT_S = 24 * 3600.0
 

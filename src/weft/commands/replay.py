@@ -25,7 +25,7 @@ from weft.data.order import batch_of_step
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, DataError, Fault, UserError
 from weft.small_files import UnreadableFile
 from weft.train.event_log import EVENTS, read_run_events, step_history
-from weft.train.guard_records import GuardState, left_out_batches, read_records
+from weft.train.guard_records import GuardState, StepToRepeat, left_out_batches, read_records
 
 NAME = "weft replay"
 USAGE = 'RUN [--step N] [--layout "dp2"]'
@@ -44,32 +44,6 @@ class ReplayOptions(ConfigSection):
     layout: str = Field(
         "", description='mesh to repeat it on, ranks as threads: "dp2 tp2"; empty: one device'
     )
-
-
-@dataclass(frozen=True)
-class StepToRepeat:
-    """A step of a recorded run, and how to reach it.
-
-    Attributes:
-        number: the step (the first is 1).
-        loss, grad_norm: as recorded; None if the run has no result of this step.
-        record: of the failed step, if it failed.
-        checkpoint: where to start; None: the initial parameters.
-        num_done: steps that it has done.
-        skipped_batches: batches that no step trains on.
-        lrs: step -> recorded learning rate.
-        not_updated: steps whose update a guard skipped.
-    """
-
-    number: int
-    loss: float | None
-    grad_norm: float | None
-    record: Mapping[str, Any] | None
-    checkpoint: Path | None
-    num_done: int
-    skipped_batches: tuple[int, ...]
-    lrs: Mapping[int, float]
-    not_updated: frozenset[int]
 
 
 def replay(words: Sequence[str]) -> int:

@@ -284,8 +284,9 @@ class _Diagnosis:
     def _call_that_waits_for(self, rank: int) -> WaitingCall | None:
         for snapshot in self.snapshots:
             call = snapshot.waiting
-            is_waiting = call is not None and snapshot.rank not in (rank, *self.ended)
-            if is_waiting and rank in missing_members(call, self.snapshots):
+            if call is None or snapshot.rank in (rank, *self.ended):
+                continue
+            if rank in missing_members(call, self.snapshots):
                 return call
         return None
 

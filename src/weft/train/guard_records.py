@@ -21,6 +21,32 @@ WINDOW = 32
 
 
 @dataclass(frozen=True)
+class StepToRepeat:
+    """A step of a recorded run, and how to reach it.
+
+    Attributes:
+        number: the step (the first is 1).
+        loss, grad_norm: as recorded; None if the run has no result of this step.
+        record: of the failed step, if it failed.
+        checkpoint: where to start; None: the initial parameters.
+        num_done: steps that it has done.
+        skipped_batches: batches that no step trains on.
+        lrs: step -> recorded learning rate.
+        not_updated: steps whose update a guard skipped.
+    """
+
+    number: int
+    loss: float | None
+    grad_norm: float | None
+    record: Mapping[str, Any] | None
+    checkpoint: Path | None
+    num_done: int
+    skipped_batches: tuple[int, ...]
+    lrs: Mapping[int, float]
+    not_updated: frozenset[int]
+
+
+@dataclass(frozen=True)
 class GuardState:
     """What the guards of a run remember between steps; part of every checkpoint.
 

@@ -130,8 +130,8 @@ def _hash_columns(columns: Tensor, keys: Tensor) -> Tensor:
     words ^= (words >> 15) & 0x1FFFF
     words *= _MULTIPLIER_32_2
     words ^= third_key
-    words ^= (words >> 16) & 0xFFFF
-    return words
+    hashed: Tensor = words ^ ((words >> 16) & 0xFFFF)
+    return hashed
 
 
 def _sum_of_quantiles(bits: Tensor, table: Tensor) -> Tensor:

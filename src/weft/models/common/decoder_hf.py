@@ -25,8 +25,9 @@ def full_width_head_size(config: Json) -> int:
 def full_attention_layers(config: Json) -> list[str]:
     """`layer_types` of a model in which every token sees all tokens before it."""
     layers = config.get("num_hidden_layers")
-    is_count = isinstance(layers, int) and layers <= MAX_LAYERS
-    return ["full_attention"] * (layers if is_count else 0)
+    if not isinstance(layers, int) or layers > MAX_LAYERS:
+        return []
+    return ["full_attention"] * layers
 
 
 DECODER_KEYS = (
