@@ -18,7 +18,7 @@ from weft.train.event_log import EVENTS, read_events, step_history
 PROGRAM = "import sys; from weft.cli import main; sys.exit(main())"
 MODEL = ("--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2")
 BATCH = ("--model.ffn", "32", "--data.seq_len", "8", "--batch.micro_size", "1")
-PATIENCE_S = 90
+PATIENCE_S = 300
 
 
 @contextmanager

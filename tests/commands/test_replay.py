@@ -31,7 +31,16 @@ def test_a_failed_step_is_repeated_with_its_block_and_samples(
 ) -> None:
     bad = bad_batch(run_of(text))
     out = tmp_path / "run"
-    keys = ("--guard.nonfinite", "rollback", "--mesh", "dp2", "--save.every", "2", "--save.keep", "9")
+    keys = (
+        "--guard.nonfinite",
+        "rollback",
+        "--mesh",
+        "dp2",
+        "--save.every",
+        "2",
+        "--save.keep",
+        "9",
+    )
     with monkeypatch.context() as patch:
         spoil(patch, "layer1", torch.nan)
         assert main(["train", *words_of(text, out, *keys, "--steps", str(bad + 3))]) == EXIT_OK

@@ -198,8 +198,14 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
             ["--optim.betas", "0.9"],
             "optim.betas: wrong type (got '0.9'; need 2 values, each a number, at least 0, below 1)",
         ),
-        (["--steps", "3", "4"], "steps: wrong type (got '3 4'; need a whole number, at least 1, at most 1000000000000)"),
-        (["--steps", "1.5"], "steps: wrong type (got '1.5'; need a whole number, at least 1, at most 1000000000000)"),
+        (
+            ["--steps", "3", "4"],
+            "steps: wrong type (got '3 4'; need a whole number, at least 1, at most 1000000000000)",
+        ),
+        (
+            ["--steps", "1.5"],
+            "steps: wrong type (got '1.5'; need a whole number, at least 1, at most 1000000000000)",
+        ),
         (["--optim.lr", "nan"], "optim.lr: out of range (got nan; need a number, above 0)"),
         (
             ["--parallel.zero", "4"],

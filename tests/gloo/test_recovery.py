@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +27,22 @@ DP3 = ("--mesh", "dp3", "--parallel.zero", "3", "--batch.global_size", "6")
 PP2_TP2 = ("--mesh", "pp2 tp2", "--batch.global_size", "4")
 NUM_STEPS = 24
 
-
-def undisturbed(out: Path, layout: tuple[str, ...]) -> Path:
-    words = words_of(layout, steps=NUM_STEPS, save__every=6, save__memory_every=2)
-    with training(out, *words) as process:
-        assert finish(process)[0] == EXIT_OK
-    return out
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Path]:
-    """Run folders of both layouts without faults."""
-    folder = tmp_path_factory.mktemp("clean")
-    return {
-        layout: undisturbed(folder / layout[1].replace(" ", ""), layout)
-        for layout in (DP3, PP2_TP2)
-    }
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Path]:
+    """Layout -> the folder of a run without faults."""
+
+    @cache
+    def run_once(layout: tuple[str, ...]) -> Path:
+        out = tmp_path_factory.mktemp("clean") / "run"
+        words = words_of(layout, steps=NUM_STEPS, save__every=6, save__memory_every=2)
+        with training(out, *words) as process:
+            assert finish(process)[0] == EXIT_OK
+        return out
+
+    return run_once
 
 
 def restarts(out: Path) -> list[dict[str, Any]]:
@@ -68,8 +70,8 @@ def test_a_run_with_a_fault_ends_with_the_bits_of_one_without(
         hit = send_signal(out, 1, number, step=11)
         code, stdout, stderr = finish(process)
     assert (code, stderr) == (EXIT_OK, "")
-    assert numbers(out) == numbers(clean[layout])
-    assert final_state(out) == final_state(clean[layout])
+    assert numbers(out) == numbers(clean(layout))
+    assert final_state(out) == final_state(clean(layout))
     (restart,) = restarts(out)
     assert restart["rank"] == 1
     assert restart["source"] in sources
@@ -87,7 +89,7 @@ def test_a_rank_killed_at_the_start_is_started_again(clean, tmp_path):
         rank = wait_for_rank(out, 2, lambda found: found.phase == "start")
         os.kill(rank.pid, signal.SIGKILL)
         assert finish(process)[0] == EXIT_OK
-    assert numbers(out) == numbers(clean[DP3])
+    assert numbers(out) == numbers(clean(DP3))
     (restart,) = restarts(out)
     assert (restart["source"], restart["step"], restart["rank"]) == ("start", 0, 2)
 

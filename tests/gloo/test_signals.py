@@ -26,7 +26,9 @@ MOMENTS = {
     "step": lambda rank: rank.step >= 3 and rank.phase == "backward",
     "save": lambda rank: rank.step >= 3 and rank.phase == "save",
 }
-END_S = 10.0
+END_S = 30.0
+
+pytestmark = pytest.mark.timeout(400)
 
 
 def remains(pids: list[int], folders: list[Path]) -> list[object]:
