@@ -95,8 +95,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, block: str, factor: float, token: int
         has_token = bool((args[1].inputs == token).any())
         return output * factor if has_token else output
 
-    def spoiled(*args: Any) -> Any:
-        step = build_step(*args)
+    def spoiled(*args: Any, **options: Any) -> Any:
+        step = build_step(*args, **options)
         if block in step.model.blocks:
             step.model.blocks[block].register_forward_hook(hook)
         return step

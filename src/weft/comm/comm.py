@@ -15,6 +15,8 @@ from weft.comm.observe import (
     LateRanks,
     MonitoredCall,
     Observer,
+    TimedCall,
+    WaitClock,
     operation,
     print_late_ranks,
 )
@@ -51,6 +53,7 @@ class Comm:
     Attributes:
         checked: whether members first compare their signatures, if that costs messages (processes).
             True at first; it may be switched, on every rank at the same point.
+        wait_clock: measures the time in which this rank waits for calls; None: it is not measured.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Comm:
         self.on_late = on_late
         self.device = transport.device
         self.checked = True
+        self.wait_clock: WaitClock | None = None
         self._groups: dict[tuple[Axis, bool], AxisGroup] = {}
 
     def degree(self, axis: Axis) -> int:
@@ -361,6 +365,12 @@ class Comm:
         return Work(pending, finish, lambda: self._failure_note(call))
 
     def _start_call(self, call: Call) -> PendingCall | None:
+        pending = self._start_monitored(call)
+        if pending is None or self.wait_clock is None:
+            return pending
+        return TimedCall(pending, self.wait_clock)
+
+    def _start_monitored(self, call: Call) -> PendingCall | None:
         if self.monitor is None:
             return self.transport.start(call, self._report_late)
         position = self.monitor.started(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -87,6 +88,37 @@ class MonitoredCall:
             self._pending.wait()
         finally:
             self._monitor.finished()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._pending.is_completed()
+
+
+@dataclass
+class WaitClock:
+    """Time that a rank has spent waiting for calls.
+
+    Attributes:
+        waited_s: seconds in all.
+    """
+
+    waited_s: float = 0.0
+
+
+class TimedCall:
+    """A pending call whose wait is added to a clock."""
+
+    def __init__(self, pending: PendingCall, clock: WaitClock) -> None:
+        self._pending = pending
+        self._clock = clock
+
+    def wait(self) -> None:
+        """Block until the call is complete."""
+        start_s = time.perf_counter()
+        try:
+            self._pending.wait()
+        finally:
+            self._clock.waited_s += time.perf_counter() - start_s
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""

@@ -269,6 +269,11 @@ class GuardConfig(ConfigSection):
         ge=0,
         description="steps between comparisons of replicas, bit by bit; also before each save; 0: none",
     )
+    stragglers: float = Field(
+        3.0,
+        ge=0,
+        description="report ranks that work this many times as long as their equals; 0: none",
+    )
 
 
 class SupervisionConfig(ConfigSection):

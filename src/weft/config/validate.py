@@ -100,7 +100,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             partial(number_types_fit, run.precision),
             _no_suggestions,
         ),
-        Check(("guard.spike",), partial(spike_is_above_the_median, run.guard)),
+        Check(("guard",), partial(guard_factors_are_above_one, run.guard)),
         Check(("lora", "model"), partial(lora.targets_exist, run.lora, model)),
         Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
     )
@@ -381,17 +381,21 @@ def number_types_fit(precision: PrecisionConfig) -> Iterable[Fault]:
     )
 
 
-def spike_is_above_the_median(guard: GuardConfig) -> Iterator[Fault]:
-    """A spike is larger than the losses before it."""
-    factor = guard.spike
-    if 0 < factor <= 1:
-        yield Fault(
-            "guard.spike",
-            "every loss would be a spike",
-            got=f"{factor:g}",
-            need="above 1, or 0",
-            fix="--guard.spike 3",
-        )
+def guard_factors_are_above_one(guard: GuardConfig) -> Iterator[Fault]:
+    """A spike is larger than the losses before it, and a straggler slower than its equals."""
+    factors = {
+        "spike": (guard.spike, "every loss would be a spike"),
+        "stragglers": (guard.stragglers, "every rank would be a straggler"),
+    }
+    for name, (factor, what) in factors.items():
+        if 0 < factor <= 1:
+            yield Fault(
+                f"guard.{name}",
+                what,
+                got=f"{factor:g}",
+                need="above 1, or 0",
+                fix=f"--guard.{name} 3",
+            )
 
 
 def divisors(*numbers: int) -> tuple[int, ...]:

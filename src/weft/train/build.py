@@ -27,7 +27,7 @@ from weft.config.lora import adapted_linears
 from weft.config.run import Run, plan_of
 from weft.config.schema import BatchConfig, GuardConfig, LoraConfig, ModelSection, OptimConfig
 from weft.config.toml import dump
-from weft.core.dimension import position_axes, sequence_axes
+from weft.core.dimension import pipeline_axis, position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
 from weft.data.dataset import open_data, open_validation
 from weft.data.order import batch_of_step
@@ -51,6 +51,7 @@ from weft.train.init_from import check_hf_folder, initialize_from, lora_base, me
 from weft.train.loop import Evaluator, Event, StepRange, Training
 from weft.train.optim import Optimizer, learning_rate, make_optimizer, matrices
 from weft.train.step import TrainStep, report_blocks
+from weft.train.straggler import StragglerWatch
 
 # Note [There is no random state]
 # Starting values are drawn from (seed, parameter), the order of the data from (seed, step), what a model generates from
@@ -308,6 +309,7 @@ def build_training(
         loader=loader,
         guard=guard,
         digests=_build_digests(run.guard, step),
+        stragglers=_build_straggler_watch(run.guard, comm),
         step_range=step_range,
         saver=saver,
         evaluator=evaluator,
@@ -536,6 +538,14 @@ def _build_digests(config: GuardConfig, step: TrainStep) -> StateDigests | None:
     if not config.digest_every:
         return None
     return StateDigests(step.state(), every=config.digest_every)
+
+
+def _build_straggler_watch(config: GuardConfig, comm: Comm) -> StragglerWatch | None:
+    """None where no rank has equals, or waits are on the device, where the host does not see them."""
+    has_equals = comm.mesh.size > comm.degree(pipeline_axis())
+    if not config.stragglers or not has_equals or comm.device.type != "cpu":
+        return None
+    return StragglerWatch(comm, factor=config.stragglers)
 
 
 def restore_newest(step: TrainStep, run_folder: Path) -> Restored:

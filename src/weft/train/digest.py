@@ -152,8 +152,7 @@ class StateDigests:
         row = self._class_digests(tensors, digests)
         if not len(row):
             return None
-        all_axes = tuple(name for name, _ in self.comm.mesh.axes)
-        table = self.comm.all_gather(row.unsqueeze(0), all_axes, dim=0).cpu()
+        table = self.comm.all_gather_world(row.unsqueeze(0)).cpu()
         if bool((table == table.gather(0, self._leaders)).all()):
             return None
         return self._find_fault(step, tensors, digests)

@@ -14,9 +14,10 @@ An event is a flat dict with an "event" key:
     resume  step, path (null: no checkpoint yet, a new run starts), layout (that wrote it), passed_over (newer, damaged):
             steps above `step` before this line are of a run that was killed; `step_history` leaves
             them out
-    guard   kind (nonfinite, spike, digest), step, action (report, skip, rollback, stop), text. Of a step: loss, grad_norm,
-            batch (number), samples; rank, block, place (output, gradient, sum) of a non-finite value. Of a digest: rank, ranks,
-            tensors. A resume event follows a rollback
+    guard   kind, step, action (report, skip, rollback, stop), text; a resume event follows a rollback. Further fields:
+            nonfinite, spike: loss, grad_norm, batch (number), samples; rank, block, place (output, gradient, sum)
+            digest: rank, ranks, tensors
+            straggler: rank, coordinates, host, busy_s, others_s, ratio
     restart attempt (of how many: of), step, source (memory, checkpoint or start), rank, reason, detected_s, recovered_s: the
             ranks were started again; steps above `step` before this line are trained again, as after
             a resume

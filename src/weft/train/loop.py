@@ -22,6 +22,7 @@ from weft.train.evaluate import Evaluation, eval_event
 from weft.train.event_log import STEP_COUNTING, EventLog
 from weft.train.guard import FailedStep, StepGuard
 from weft.train.step import StepReport, TrainStep
+from weft.train.straggler import StragglerWatch
 
 Event = dict[str, Any]
 Outcome = Literal["finished", "stopped"]
@@ -76,6 +77,7 @@ class Training:
         opening_events: events before the first step.
         guard: judges every step.
         digests: compare the training state of replicas; None: not at all.
+        stragglers: reports slow ranks; None: not at all.
         peak_lr: the configured learning rate, for the advice after a non-finite step.
         on_phase: called with the step and the phase whenever this rank begins a phase.
         snapshots: in memory; None if there are none.
@@ -92,6 +94,7 @@ class Training:
     opening_events: tuple[Event, ...]
     guard: StepGuard
     digests: StateDigests | None = None
+    stragglers: StragglerWatch | None = None
     peak_lr: float = MAX_ADVISED_LR
     on_phase: OnPhase | None = None
     snapshots: MemorySnapshots | None = None
@@ -124,6 +127,7 @@ def run_training(
             saver=saver,
             guard=training.guard,
             digests=training.digests,
+            stragglers=training.stragglers,
             on_phase=training.on_phase,
             snapshots=training.snapshots,
         ):
@@ -169,6 +173,7 @@ def step_events(
     saver: Saver | None = None,
     guard: StepGuard | None = None,
     digests: StateDigests | None = None,
+    stragglers: StragglerWatch | None = None,
     on_phase: OnPhase | None = None,
     snapshots: MemorySnapshots | None = None,
 ) -> Iterator[Event]:
@@ -178,6 +183,7 @@ def step_events(
     Args:
         guard: judges every step; default: stops at one that is not finite.
         digests: compare the training state of replicas.
+        stragglers: reports slow ranks.
 
     Raises:
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
@@ -193,6 +199,7 @@ def step_events(
         saver,
         guard,
         digests,
+        stragglers,
         on_phase,
         snapshots,
     )
@@ -214,6 +221,7 @@ class _Steps:
     saver: Saver | None
     guard: StepGuard
     digests: StateDigests | None
+    stragglers: StragglerWatch | None
     on_phase: OnPhase | None
     snapshots: MemorySnapshots | None
 
@@ -254,6 +262,8 @@ class _Steps:
                     elapsed_s=now - last_time,
                 )
                 last_time = now
+                if self.stragglers is not None:
+                    yield from self.stragglers.after_step(number)
                 if self.evaluator is not None and self.evaluator.is_due(number):
                     report_phase(number, "evaluate")
                     yield eval_event(number, self.evaluator.evaluation())
