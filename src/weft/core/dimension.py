@@ -92,6 +92,8 @@ class Dimension:
             degrees of the axis.
         transform: "module:function" of its `Transform`, imported when a model is built (torch is
             imported then); empty: none.
+        preload: modules that every rank imports when it builds its model; a launcher that forks
+            ranks imports them once.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Dimension:
     faults: Callable[[LayoutRequest], Iterable[Fault]] | None = None
     alternatives: tuple[tuple[str, str], ...] = ()
     transform: str = ""
+    preload: tuple[str, ...] = ()
 
     @property
     def is_replicated(self) -> bool:

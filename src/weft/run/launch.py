@@ -111,7 +111,7 @@ def launch(
             attempt_folder.mkdir()
             nonce = secrets.token_hex(16)
             board.clear()
-            forked = fork_workers(nproc, attempt_folder)
+            forked = fork_workers(nproc, attempt_folder, mesh=mesh)
             if isinstance(forked, WorkerProcess):
                 rank = forked.rank
                 status = board.rank(rank)

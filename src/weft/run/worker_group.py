@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from weft.core.dimension import dimensions
+from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, Fault, LaunchError
 from weft.run.failure import RankFailure, describe_exit
 from weft.run.worker import STACK_SIGNAL, RankResult, WorkerProcess, fork_worker
@@ -32,7 +34,11 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def fork_workers(
-    size: int, folder: Path, *, close: Connection | None = None
+    size: int,
+    folder: Path,
+    *,
+    mesh: Mesh | None = None,
+    close: Connection | None = None,
 ) -> WorkerProcess | WorkerGroup:
     """Fork this process `size` times: each fork returns its WorkerProcess, the parent returns the
     WorkerGroup.
@@ -42,6 +48,7 @@ def fork_workers(
 
     Args:
         folder: holds the stack files.
+        mesh: the modules that its dimensions need are imported before the ranks are forked.
         close: a connection of the parent that the workers close.
 
     Raises:
@@ -52,7 +59,7 @@ def fork_workers(
         raise LaunchError(
             Fault("ranks", what, fix="start the ranks before anything is computed, or use torchrun")
         )
-    for name in PRELOAD:
+    for name in (*PRELOAD, *_modules_of_dimensions(mesh)):
         with suppress(ImportError):
             import_module(name)
     group = WorkerGroup()
@@ -70,6 +77,14 @@ def fork_workers(
         group.workers.append(worker)
         inherited.append(worker.pipe)
     return group
+
+
+def _modules_of_dimensions(mesh: Mesh | None) -> Iterator[str]:
+    if mesh is None:
+        return
+    for name, degree in mesh.axes:
+        if degree > 1:
+            yield from dimensions()[name].preload
 
 
 class WorkerGroup:
