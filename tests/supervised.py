@@ -22,12 +22,12 @@ PATIENCE_S = 300
 
 
 @contextmanager
-def training(out: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def training(out: Path, *words: str, program: str = PROGRAM) -> Iterator[subprocess.Popen[str]]:
     """`weft train` of a tiny model into `out`."""
     source = out.parent / "text.txt"
     source.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     where = ("--data.source", str(source), "--out", str(out))
-    command = [sys.executable, "-c", PROGRAM, "train", *MODEL, *BATCH, *where, *words]
+    command = [sys.executable, "-c", program, "train", *MODEL, *BATCH, *where, *words]
     with subprocess.Popen(
         command, text=True, stdin=-1, stdout=-1, stderr=-1, process_group=0
     ) as process:

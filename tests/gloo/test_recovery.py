@@ -94,6 +94,46 @@ def test_a_rank_killed_at_the_start_is_started_again(clean, tmp_path):
     assert (restart["source"], restart["step"], restart["rank"]) == ("start", 0, 2)
 
 
+FLIP_ONE_BIT = """
+import sys
+from pathlib import Path
+import torch
+from weft.train.digest import StateDigests
+compare = StateDigests.compare
+marker = Path(sys.argv[-1])
+
+def compare_once_spoiled(self, step):
+    if step == 9 and self.comm.rank == 2 and not marker.exists():
+        marker.touch()
+        weight = self.state.model.params["layer0.attn.q.weight"].detach()
+        weight.view(torch.int32).view(-1)[5] ^= 1 << 20
+    return compare(self, step)
+
+StateDigests.compare = compare_once_spoiled
+from weft.cli import main
+sys.exit(main(sys.argv[1:-1]))
+"""
+
+
+def test_a_flipped_bit_restarts_the_run_from_a_state_without_it(tmp_path):
+    layout = ("--mesh", "dp3", "--batch.global_size", "6")
+    options = {"save__every": 4, "save__memory_every": 1, "guard__digest_every": 3}
+    words = words_of(layout, steps=12, **options)
+    clean_out, out = tmp_path / "clean", tmp_path / "run"
+    with training(clean_out, *words) as process:
+        assert finish(process)[0] == EXIT_OK
+    with training(out, *words, str(tmp_path / "flipped"), program=FLIP_ONE_BIT) as process:
+        code, stdout, stderr = finish(process)
+    assert (code, stderr) == (EXIT_OK, "")
+    (restart,) = restarts(out)
+    assert restart["step"] == 8
+    where = "step 9: rank 2 (dp2) differs from its replicas: model/layer0.attn.q.weight"
+    assert where in restart["reason"]
+    assert where in stdout
+    assert numbers(out) == numbers(clean_out)
+    assert final_state(out) == final_state(clean_out)
+
+
 def test_more_faults_than_restarts_end_the_run(tmp_path):
     out = tmp_path / "run"
     words = words_of(DP3, steps=100_000, save__memory_every=1, run__restarts=1)

@@ -28,6 +28,11 @@ def test_an_error_that_every_start_repeats_is_not_tried_again(kind):
     assert not RestartPolicy(3).allows(replace(END, failure=replace(KILLED, kind=kind)))
 
 
+def test_a_damaged_training_state_is_tried_again():
+    end = replace(END, failure=replace(KILLED, kind="corruption"))
+    assert RestartPolicy(3).allows(end)
+
+
 def test_a_lost_connection_alone_is_tried_again():
     assert RestartPolicy(3).allows(replace(END, failure=replace(KILLED, kind="secondary")))
 

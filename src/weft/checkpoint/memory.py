@@ -33,9 +33,9 @@ MAX_COST = 0.02
 """Share of the time that automatic snapshots may take."""
 MIN_INTERVAL_S = 10.0
 """Between automatic snapshots; a run that is shorter has none."""
-FLAG_SHIFT = 3
+FLAG_SHIFT = 4
 """Place of the flags of a snapshot in a rank's status, beside those of a save."""
-DUE = 64
+DUE = 128
 """Status flag of rank 0: a snapshot follows this step."""
 
 
@@ -103,7 +103,7 @@ class MemorySnapshots:
     def status(self) -> int:
         """This rank's flags for the next gather."""
         flags = int(self._saver.status()) << FLAG_SHIFT
-        if self.comm.rank == 0 and self._is_due():
+        if self.comm.rank == 0 and self._has_interval_passed():
             flags |= DUE
         return flags
 
@@ -113,9 +113,21 @@ class MemorySnapshots:
         """
         own_status = status >> FLAG_SHIFT
         yield from self._notes(self._saver.after_step(step, own_status))
-        is_due = bool(status & DUE) if self.every is None else step % self.every == 0
-        if is_due and not own_status & StatusFlag.WRITING:
+        if self.is_due(step, status):
             yield from self._take(step)
+
+    def is_due(self, step: int, status: int) -> bool:
+        """Whether a snapshot follows step `step`, in which some rank had each flag of `status`."""
+        is_writing = status >> FLAG_SHIFT & StatusFlag.WRITING
+        is_due = bool(status & DUE) if self.every is None else step % self.every == 0
+        return is_due and not is_writing
+
+    def remove_above(self, step: int) -> None:
+        """Remove the snapshots of more than `step` steps, which are trained again otherwise, after
+        a rollback.
+        """
+        if self.comm.rank == 0:
+            _remove_above(self.folder, step)
 
     def wait(self) -> Iterator[Event]:
         """Wait until no snapshot is pending."""
@@ -125,7 +137,7 @@ class MemorySnapshots:
         """Take no further snapshot; what is being written is left to its thread."""
         self._saver.close()
 
-    def _is_due(self) -> bool:
+    def _has_interval_passed(self) -> bool:
         if self.every is not None:
             return False
         interval_s = max(MIN_INTERVAL_S, self.cost_s / MAX_COST)

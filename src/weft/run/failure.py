@@ -15,6 +15,7 @@ from weft.checkpoint.disk import replace_file
 from weft.core.mesh import Mesh
 from weft.errors import (
     CommError,
+    CorruptionError,
     GuardError,
     MismatchError,
     RankError,
@@ -29,10 +30,12 @@ from weft.errors import (
 # of one kind the earliest is the cause; all processes of a machine share one monotonic clock. A rank that is killed sends
 # no report: its parent records when it found the process dead.
 
-Kind = Literal["user", "all ranks", "error", "secondary"]
+Kind = Literal["user", "all ranks", "corruption", "error", "secondary"]
 
-NO_LOCATION_KINDS = ("user", "all ranks")
-"""Failures whose message suffices: no exception name, source line or traceback."""
+NO_LOCATION_KINDS = ("user", "all ranks", "corruption")
+"""Failures whose message suffices: no exception name, source line or traceback. All ranks have them."""
+REPEATED_KINDS = ("user", "all ranks")
+"""Failures that come back when the ranks are started again."""
 
 TRACE_VARIABLE = "WEFT_TRACEBACK"
 """Environment variable: print tracebacks below errors."""
@@ -83,8 +86,10 @@ class ErrorContext:
         elif failure.trace and failure.kind not in NO_LOCATION_KINDS:
             lines.append(f"  traceback: {self._save_trace(failure)}")
         kind: RankErrorKind = "failure"
-        if failure.kind == "user" or failure.kind == "all ranks":
-            kind = failure.kind
+        if failure.kind == "user":
+            kind = "user"
+        elif failure.kind in NO_LOCATION_KINDS:
+            kind = "all ranks"
         return RankError(
             failure.rank,
             self._coordinates(failure.rank),
@@ -130,6 +135,8 @@ def describe_error(error: BaseException, *, rank: int, at_s: float) -> RankFailu
 def _kind_of(error: BaseException) -> Kind:
     if isinstance(error, UserError):
         return "user"
+    if isinstance(error, CorruptionError):
+        return "corruption"
     if isinstance(error, GuardError):
         return "all ranks"
     if isinstance(error, MismatchError):

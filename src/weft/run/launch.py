@@ -17,7 +17,7 @@ from weft.comm.interfaces import LOOPBACK, listen
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, Fault, LaunchError
-from weft.run.failure import ErrorContext, describe_error, root_cause
+from weft.run.failure import NO_LOCATION_KINDS, ErrorContext, describe_error, root_cause
 from weft.run.private_folder import PrivateFolder
 from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, prepare_rank
 from weft.run.rank_status import StatusBoard
@@ -146,7 +146,7 @@ def join(main: RankMain, world: World, *, mesh: Mesh | None = None, out: Path | 
         _run_main(main, world)
     except Exception as error:
         failure = describe_error(error, rank=world.rank, at_s=time.monotonic())
-        is_repeated = failure.kind in ("user", "all ranks") and world.rank > 0
+        is_repeated = failure.kind in NO_LOCATION_KINDS and world.rank > 0
         if failure.kind == "secondary" or is_repeated:
             time.sleep(SECONDARY_DELAY_S)
         raise ErrorContext(mesh, out).to_error(failure) from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_QUIT
-from weft.run.failure import NO_LOCATION_KINDS, RankFailure, root_cause
+from weft.run.failure import NO_LOCATION_KINDS, REPEATED_KINDS, RankFailure, root_cause
 from weft.run.hang import ENDED, Hang, HangDetector
 from weft.run.process_state import ProcessState, process_state
 from weft.run.rank_status import RankSnapshot, StatusBoard
@@ -233,7 +233,7 @@ class RestartPolicy:
         failure = end.failure
         if failure is None or end.is_requested or self.num_done >= self.most:
             return False
-        if failure.kind in NO_LOCATION_KINDS:
+        if failure.kind in REPEATED_KINDS:
             return False
         is_repeated = (_without_numbers(failure), end.step) == (self.last_text, self.last_step)
         return not is_repeated

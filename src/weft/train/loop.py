@@ -297,7 +297,7 @@ class _Steps:
             yield from _stop_at(number, self.digests.changed_fault(number))
 
     def _compare_replicas(self, number: int, report: StepReport) -> Iterator[Event]:
-        """Compare replicas, where that is due, and before every save.
+        """Compare replicas, where that is due, and before every save and snapshot.
 
         Raises:
             CorruptionError: they differ.
@@ -307,6 +307,8 @@ class _Steps:
         is_last = number == self.step_range.total
         is_stopping = bool(report.status & StatusFlag.STOP_REQUESTED)
         is_saved = self.saver is not None and self.saver.is_due(number)
+        if self.snapshots is not None and self.snapshots.is_due(number, report.status):
+            is_saved = True
         if not (self.digests.is_due(number) or is_saved or is_last or is_stopping):
             return
         fault = self.digests.compare(number)
@@ -332,6 +334,8 @@ class _Steps:
         if self.snapshots is not None:
             yield from self.snapshots.wait()
         restored = self.guard.roll_back(failed)
+        if self.snapshots is not None:
+            self.snapshots.remove_above(restored.num_done)
         if self.digests is not None:
             self.digests.forget()
         yield restored.event

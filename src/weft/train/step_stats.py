@@ -52,7 +52,7 @@ class StepTotals:
 
 NUM_SUMS = 2
 """Columns of a row of statistics that are summed over ranks; of the others the largest counts."""
-NUM_FLAGS = 7
+NUM_FLAGS = 8
 """Status flags of a rank: those of saves, and of snapshots in memory."""
 
 
