@@ -120,6 +120,22 @@ def test_a_run_whose_terminal_is_closed_saves_and_stops(tmp_path):
     assert Path(end["checkpoint"]).is_dir()
 
 
+@pytest.mark.slow
+def test_a_suspended_run_goes_on_without_a_restart(tmp_path):
+    out = tmp_path / "run"
+    with training(out, *words_of(DP2, steps=1_000_000)) as process:
+        wait_for_rank(out, 0, lambda rank: rank.step >= 12)
+        for number in (signal.SIGTSTP, signal.SIGSTOP):
+            process.send_signal(number)
+            time.sleep(4.0)
+            process.send_signal(signal.SIGCONT)
+            step = wait_for_rank(out, 0, has_done_steps).step
+            wait_for_rank(out, 0, lambda rank, step=step: rank.step >= step + 5)
+        process.terminate()
+        process.communicate(timeout=PATIENCE_S)
+    assert "restart" not in [event["event"] for event in read_events(out / EVENTS)]
+
+
 def has_done_steps(rank: RankSnapshot) -> bool:
     return rank.step >= 3
 

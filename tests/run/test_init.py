@@ -49,6 +49,33 @@ def test_an_error_of_one_rank_is_printed_once(tmp_path):
     assert rest == ["  traceback: set WEFT_TRACEBACK=1 and run again"]
 
 
+DEADLOCK = """
+import torch, weft
+
+comm = weft.init("dp2 tp2", device="cpu")
+first, second = ("dp", "tp") if comm.rank in (0, 3) else ("tp", "dp")
+comm.all_reduce(torch.ones(4), first)
+comm.all_reduce(torch.ones(4), second)
+"""
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_are_all_named_within_seconds():
+    done = subprocess.run(
+        [sys.executable, "-c", DEADLOCK], capture_output=True, text=True, env=ENV, check=False
+    )
+    assert done.returncode == 1
+    first, *_ = done.stderr.splitlines()
+    assert ": deadlock for 2." in first
+    for waits in (
+        "rank 0 waits in all_reduce(sum) float32[4] over dp, ranks 0 2 for rank 2",
+        "rank 2 waits in all_reduce(sum) float32[4] over tp, ranks 2 3 for rank 3",
+        "rank 3 waits in all_reduce(sum) float32[4] over dp, ranks 1 3 for rank 1",
+        "rank 1 waits in all_reduce(sum) float32[4] over tp, ranks 0 1 for rank 0",
+        "2 = dp1 tp0",
+    ):
+        assert waits in first
+
+
 def test_one_rank_is_this_process():
     script = "import os, weft; pid = os.getpid(); comm = weft.init(''); assert os.getpid() == pid; assert comm.rank == 0"
     done = subprocess.run(
