@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -94,6 +95,11 @@ class RunStatus:
     pid: int = 0
     ranks: tuple[RankLine, ...] = field(default=())
 
+    def to_json(self) -> dict[str, Any]:
+        """The fields; null for a loss that is not finite."""
+        is_finite = self.loss is not None and math.isfinite(self.loss)
+        return {**asdict(self), "loss": self.loss if is_finite else None}
+
     def lines(self) -> Iterator[str]:
         """The report, the state first."""
         steps = f"step {self.step} of {self.steps}" if self.steps else f"step {self.step}"
@@ -127,7 +133,7 @@ def status(words: Sequence[str]) -> int:
     options = flags.read_config(option_words, StatusOptions)
     found = run_status(Path(words[0]), now_s=time.monotonic())
     if options.format == "json":
-        return print_result(json.dumps(asdict(found)))
+        return print_result(json.dumps(found.to_json()))
     return print_result("\n".join(found.lines()))
 
 

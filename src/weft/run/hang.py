@@ -35,14 +35,14 @@ SUSPICIOUS_S = 0.5
 MAX_INTERVAL_S = 0.5
 """Longer intervals between two checks count as this: the supervisor did not run."""
 PHASE_LIMITS_S: dict[Phase, float] = {
-    "start": 600.0,
-    "data": 60.0,
-    "forward": 120.0,
-    "backward": 120.0,
-    "reduce": 120.0,
-    "update": 120.0,
+    "start": 3600.0,
+    "data": 300.0,
+    "forward": 300.0,
+    "backward": 300.0,
+    "reduce": 300.0,
+    "update": 300.0,
     "evaluate": 120.0,
-    "save": 600.0,
+    "save": 3600.0,
     "end": 120.0,
 }
 """Limits while step times are unknown, and in phases that are not part of a step."""
