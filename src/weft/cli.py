@@ -164,6 +164,8 @@ def train(words: Sequence[str]) -> int:
     )
     with preflight.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
         run = run.with_values({"out": out})
+        if run.run.elastic:
+            preflight.mark_job(Path(out), os.environ)
         print_messages(f"note: {note}" for note in preflight.training_notes(run))
         set_openmp_policy()
         from weft.commands.train import train as train_run

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from weft.comm import interfaces
-from weft.comm.interfaces import address_toward, is_loopback_name, listen
+from weft.comm.interfaces import address_toward, is_loopback_name, listen, listen_address
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.3.4.5", "::1", "x.localhost"])
@@ -31,6 +31,7 @@ def test_a_host_name_that_resolves_to_loopback_gets_the_default_route(monkeypatc
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(interfaces, "_source_address", source)
     assert address_toward("node07", 29500) == "198.51.100.7"
+    assert listen_address("node07", 29500) is None, "ranks of this machine use loopback"
 
 
 def test_a_name_that_does_not_resolve_has_no_address(monkeypatch):

@@ -1,7 +1,8 @@
 """Addresses on which a rank listens: loopback within one machine, else the interface that routes to the master.
 
     ranks of one machine     127.0.0.1
-    several machines         the address from which this machine reaches the master; never all interfaces
+    several machines         the address from which this machine reaches the master; the master listens on all
+                             interfaces only where its own name resolves to loopback
     GLOO_SOCKET_IFNAME       these interfaces for the data of gloo, whatever else holds
 
 What torch opens by itself is not chosen here: the store of torchrun's agent (rendezvous backends c10d
@@ -49,6 +50,25 @@ def address_toward(host: str, port: int) -> str | None:
     return _source_address(socket.AF_INET, DOCUMENTATION_ADDRESS)
 
 
+def listen_address(host: str, port: int) -> str | None:
+    """The address on which the master, named `host`, listens; None: all interfaces.
+
+    Where the name of the master resolves to loopback on the master itself, ranks of this machine
+    use loopback and others an interface, so that no single address serves all.
+    """
+    if is_loopback_name(host):
+        return LOOPBACK
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, _, _, _, target in found:
+        address = _source_address(family, target)
+        if address is not None and not ipaddress.ip_address(address).is_loopback:
+            return address
+    return None
+
+
 def _source_address(family: int, target: tuple[object, ...]) -> str | None:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -57,6 +77,17 @@ def _source_address(family: int, target: tuple[object, ...]) -> str | None:
     except OSError:
         return None
     return address.partition("%")[0]
+
+
+def listen_anywhere(port: int) -> socket.socket:
+    """A listening socket on all interfaces.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    if socket.has_dualstack_ipv6():
+        return listen("::", port)
+    return listen("0.0.0.0", port)
 
 
 def listen(address: str, port: int) -> socket.socket:

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
 from weft.comm.backend import ProcessGroupBackend, TorchProcessGroup
 from weft.comm.group_queue import GroupCall, GroupQueue
-from weft.comm.interfaces import LOOPBACK, address_toward, is_loopback_name, listen
+from weft.comm.interfaces import LOOPBACK, listen, listen_address, listen_anywhere
 from weft.comm.presence import PresenceStore, poll_intervals
 from weft.comm.store_namespace import agree_on_namespace
 from weft.comm.transport import Call, GroupKey, OnLate, Reduce
@@ -143,6 +143,11 @@ class ProcessTransport:
             device=device,
             timeout_s=timeout_s,
         )
+
+    @property
+    def store(self) -> Store:
+        """The store of this world, in which keys of other worlds are not seen."""
+        return self._store
 
     def start(self, call: Call, on_late: OnLate) -> GroupCall:
         """Hand `call` to the queue of its group; each ordered pair has a queue for its messages."""
@@ -350,13 +355,14 @@ def _tcp_store(url: str, rank: int, *, timeout: timedelta, listener: int | None)
     if rank > 0:
         return dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
     if listener is None:
-        address = LOOPBACK if is_loopback_name(host) else address_toward(host, port)
-        file = listen(address or "::", port).detach()
+        address = listen_address(host, port)
+        listening = listen(address, port) if address else listen_anywhere(port)
+        file = listening.detach()
     else:
         file = os.dup(listener)
         address = host
     return dist.TCPStore(
-        address or host,
+        address or LOOPBACK,
         port,
         is_master=True,
         timeout=timeout,

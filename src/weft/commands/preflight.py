@@ -14,6 +14,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from weft.checkpoint.disk import replace_file
 from weft.checkpoint.folder import FOLDER, checkpoints
 from weft.checkpoint.resume import (
     AUTO,
@@ -25,17 +26,22 @@ from weft.checkpoint.resume import (
 )
 from weft.comm.interfaces import LOOPBACK
 from weft.config.checks import Check
+from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
 from weft.config.run import Run
 from weft.config.schema import LoraConfig, ModelSection
+from weft.config.validate import config_checks
 from weft.core.mesh import Mesh
 from weft.errors import CheckpointError, Fault, LaunchError, UserError, counted
 from weft.hf.folder_checks import weight_faults
 from weft.run.agent import restart_number
 from weft.run.folder_lock import acquire, acquire_new, held_fault
 from weft.run.world import detect, job_name, num_cores
+from weft.small_files import UnreadableFile, read_text
 
 RUNS = Path("runs")
+JOB = ".job"
+"""File in the folder of an elastic run: the name of the job that trains it."""
 EVENTS = "events.jsonl"
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
@@ -46,7 +52,15 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
     """The checks of a training run that read files, ports and devices, bound to its sections."""
     starts_from = {"resume": run.resume, "out": run.out}
     return (
-        Check(("mesh", "nproc"), partial(world_faults, run.device_mesh, run.nproc)),
+        Check(
+            ("mesh", "nproc"),
+            partial(
+                world_faults,
+                run.device_mesh,
+                run.nproc,
+                is_elastic=run.run.elastic,
+            ),
+        ),
         Check(("out", "resume"), partial(out_faults, run.out, run.resume)),
         Check(("port",), partial(port_faults, run.port)),
         Check(("device",), partial(device_faults, run.device)),
@@ -93,14 +107,67 @@ def new_run_folder(model: ModelSection, now: datetime) -> Path:
 
 def after_restart(run: Run) -> Run:
     """The run as it goes on when its agent (torchrun, Slurm) has started the ranks again: from the
-    newest checkpoint of its own folder, if there is one.
+    newest checkpoint of its own folder, if there is one; an elastic run on the ranks that there are.
     """
-    if not restart_number(os.environ) or not run.out or resumes_in(Path(run.out), run.resume):
+    run = _fit_to_world(run)
+    if not run.out or resumes_in(Path(run.out), run.resume):
+        return run
+    if not _is_started_again(Path(run.out), is_elastic=run.run.elastic):
         return run
     has_checkpoint = any(checkpoints(Path(run.out)))
     if run.resume is not None and not has_checkpoint:
         return run
     return run.with_values({"resume": AUTO})
+
+
+def _fit_to_world(run: Run) -> Run:
+    """An elastic run on the best layout for the ranks that there are, at most the full one."""
+    if not run.run.elastic:
+        return run
+    try:
+        world = detect(os.environ)
+    except LaunchError:
+        return run
+    size = world.size if world is not None else run.nproc
+    full_mesh = run.run.full_mesh or run.mesh
+    full = run.with_values({"mesh": full_mesh, "run.full_mesh": ""})
+    if size is None:
+        return full
+
+    def is_valid(mesh: str) -> bool:
+        checks = config_checks(full.with_values({"mesh": mesh}))
+        return not any(check.fails() for check in checks)
+
+    fitting = fit_to_ranks(full.device_mesh, size, is_valid=is_valid)
+    if fitting is None:
+        return run
+    if size == full.device_mesh.size:
+        return full
+    return run.with_values({"mesh": fitting, "run.full_mesh": full_mesh})
+
+
+def _is_started_again(out: Path, *, is_elastic: bool) -> bool:
+    """Whether the agent has started the ranks of this run before.
+
+    torchrun counts restarts after failures only: not those that add or remove machines, and anew on
+    a machine that is added. So the folder of an elastic run names its job.
+    """
+    if restart_number(os.environ):
+        return True
+    job = job_name(os.environ)
+    if not is_elastic or not job:
+        return False
+    try:
+        return read_text(out / JOB) == job
+    except UnreadableFile:
+        return False
+
+
+def mark_job(out: Path, env: Mapping[str, str]) -> None:
+    """Write the name of the job into the folder of an elastic run; the first rank does."""
+    job = job_name(env)
+    if job and is_first(env):
+        replace_file(out / JOB, job)
 
 
 @contextlib.contextmanager
@@ -133,7 +200,7 @@ def locked_out(
         yield out
 
 
-def world_faults(mesh: Mesh, nproc: int | None) -> Iterator[Fault]:
+def world_faults(mesh: Mesh, nproc: int | None, *, is_elastic: bool = False) -> Iterator[Fault]:
     """The number of ranks, started or requested, must be the size of the mesh."""
     size = mesh.size
     need = f"{size} for {str(mesh)!r}"
@@ -149,6 +216,8 @@ def world_faults(mesh: Mesh, nproc: int | None) -> Iterator[Fault]:
             got = f"{counted(world.size, 'rank')} started"
         ranks = counted(size, "rank")
         fix = f"start {ranks}, or choose a mesh of {started} such as --mesh dp{started}"
+        if started.isdecimal() and int(started) < size and not is_elastic:
+            fix += ", or --run.elastic True for the best smaller layout"
         yield Fault(
             "mesh",
             "differs from the world size",
@@ -371,6 +440,10 @@ def training_notes(run: Run) -> tuple[str, ...]:
     """`notes`, and remarks on what a new run trains."""
     model, lora = run.model, run.lora
     found = list(notes(run.device_mesh, run.device))
+    if run.run.full_mesh:
+        found.append(elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh)))
+    if restart_number(os.environ) and not run.resume:
+        found.append("started again by the agent without a checkpoint in --out: from step 0")
     if not starts_new(run.resume, run.out):
         return tuple(found)
     if lora.rank and model.from_hf is None and lora.base is None:

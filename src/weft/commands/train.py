@@ -11,12 +11,13 @@ from pathlib import Path
 
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.resume import starts_new
+from weft.commands.joined import Watch, run_joined
 from weft.config.run import Run
 from weft.errors import EXIT_PREEMPTED, RankError
 from weft.parallel.model.parallelize import ParallelModel
 from weft.run.failure import describe_error
 from weft.run.folder_lock import heartbeat, publish_status_board
-from weft.run.launch import Supervision, ignore_board, join, launch
+from weft.run.launch import Supervision, ignore_board, launch
 from weft.run.rank_setup import choose_device, open_comm
 from weft.run.signals import StopRequest
 from weft.run.world import World, detect
@@ -50,8 +51,14 @@ def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
     main = partial(train_rank, run, stop_request, generate_text)
     world = detect(os.environ)
     if world is not None:
-        main = partial(main, has_launcher=False)
-        return join(main, world, mesh=run.device_mesh, out=out)
+        return run_joined(
+            lambda watch, joined: main(joined, watch=watch),
+            world,
+            mesh=run.device_mesh,
+            out=out,
+            timeout_s=run.run.timeout_s,
+            is_ending=lambda: stop_request.requested,
+        )
     with (
         _end_event(out),
         stop_request if run.transport == "threads" else nullcontext(),
@@ -123,13 +130,13 @@ def train_rank(
     generate_text: GenerateText | None,
     world: World,
     *,
-    has_launcher: bool = True,
+    watch: Watch | None = None,
 ) -> None:
     """Entry point of one rank.
 
     Args:
-        has_launcher: whether the process that started the ranks writes the `end` event of a killed
-            rank 0; torchrun and Slurm do not.
+        watch: of a rank of torchrun or Slurm, which do not look for hung ranks, nor write the `end`
+            event of a killed rank 0.
 
     Raises:
         SystemExit: with code 75, if the run was asked to stop and has saved.
@@ -142,9 +149,10 @@ def train_rank(
     with (
         stop_request,
         open_comm(world, run.device_mesh, device) as comm,
-        open_event_log(run.out, world) as log,
+        open_event_log(run.out, world, has_launcher=watch is None) as log,
         heartbeat(log.out),
-        nullcontext() if has_launcher else _end_event_of_killed_rank_0(run.out, world),
+        nullcontext() if watch is None else _end_event_of_killed_rank_0(run.out, world),
+        nullcontext() if watch is None else watch(comm, log),
     ):
         training = build_training(
             run,
@@ -160,10 +168,14 @@ def train_rank(
         raise SystemExit(EXIT_PREEMPTED)
 
 
-def open_event_log(out: str | None, world: World) -> EventLog:
+def open_event_log(out: str | None, world: World, *, has_launcher: bool) -> EventLog:
     """The run folder and the view on rank 0; an event log without outputs on other ranks.
 
     An earlier attempt in the same folder that was killed without an `end` event gets one.
+
+    Args:
+        has_launcher: whether the process that started the ranks writes the `end` event after an
+            error.
     """
     if world.rank > 0:
         return EventLog(None)
@@ -172,7 +184,9 @@ def open_event_log(out: str | None, world: World) -> EventLog:
     is_restart = world.attempt is not None and world.attempt.restart is not None
     if not is_restart:
         append_missing_end_event(Path(out), error=UNRECORDED_END)
-    return EventLog(Path(out), [open_view()], ends_on_error=world.attempt is None)
+    return EventLog(
+        Path(out), [open_view()], ends_on_error=world.attempt is None or not has_launcher
+    )
 
 
 @contextmanager

@@ -291,6 +291,13 @@ class SupervisionConfig(ConfigSection):
         le=1000,
         description="how often ranks are started again after a failure or hang, from the newest snapshot or checkpoint",
     )
+    elastic: bool = Field(
+        False,
+        description="with fewer ranks than the mesh has (torchrun, Slurm, nproc), use the best smaller layout",
+    )
+    full_mesh: str = Field(
+        "", description="elastic: mesh to return to when its ranks are back; empty: mesh"
+    )
 
 
 class SaveConfig(ConfigSection):

@@ -41,8 +41,8 @@ def degrees_of_axis(
     for degree in sorted(set(degrees), key=distance):
         data_ranks, rest = divmod(num_ranks, degree)
         if degree < now and rest == 0:
-            yield {"mesh": _mesh_text(mesh, {axis: degree, data: data_ranks})}
-        yield {"mesh": _mesh_text(mesh, {axis: degree})}
+            yield {"mesh": mesh_text(mesh, {axis: degree, data: data_ranks})}
+        yield {"mesh": mesh_text(mesh, {axis: degree})}
 
 
 def smaller_degrees(mesh: Mesh, axis: str) -> Iterator[Suggestion]:
@@ -54,7 +54,7 @@ def smaller_degrees(mesh: Mesh, axis: str) -> Iterator[Suggestion]:
         yield from degrees_of_axis(mesh, axis, [1])
 
 
-def _mesh_text(mesh: Mesh, change: dict[str, int]) -> str:
+def mesh_text(mesh: Mesh, change: dict[str, int]) -> str:
     """The mesh with other degrees; a new data axis stands after the pipeline axis, outside all
     others.
     """

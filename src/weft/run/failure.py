@@ -97,6 +97,13 @@ class ErrorContext:
             kind=kind,
         )
 
+    def lost_rank(self, lost: int, failure: RankFailure) -> RankError:
+        """The error about a rank that another one has found missing: it begins with the lost one."""
+        finder = self.to_error(failure)
+        place = f"rank {finder.rank} ({finder.where})" if finder.where else f"rank {finder.rank}"
+        message = f"lost; found by {place}: {finder.message}"
+        return RankError(lost, self._coordinates(lost), message)
+
     def _coordinates(self, rank: int) -> str:
         """The rank's mesh coordinates; "" on a single rank."""
         if self.mesh is None:

@@ -16,7 +16,8 @@ from typing import Literal
 from weft.comm.interfaces import LOOPBACK, listen
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
-from weft.errors import EXIT_OK, Fault, LaunchError
+from weft.errors import EXIT_OK, CommError, Fault, LaunchError
+from weft.run.agent import end_with_agent
 from weft.run.failure import NO_LOCATION_KINDS, ErrorContext, describe_error, root_cause
 from weft.run.private_folder import PrivateFolder
 from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, prepare_rank
@@ -131,7 +132,14 @@ def launch(
             restart = _restart(end, policy, context, had_started=restart is not None)
 
 
-def join(main: RankMain, world: World, *, mesh: Mesh | None = None, out: Path | None = None) -> int:
+def join(
+    main: RankMain,
+    world: World,
+    *,
+    mesh: Mesh | None = None,
+    out: Path | None = None,
+    is_ending: Callable[[], bool] = bool,
+) -> int:
     """Call `main(world)` in this process, which is one rank of an existing world; 0 when it has
     returned.
 
@@ -139,17 +147,24 @@ def join(main: RankMain, world: World, *, mesh: Mesh | None = None, out: Path | 
     error that rank 0 has too, waits SECONDARY_DELAY_S, in which it is usually ended, before it
     reports.
 
+    Args:
+        is_ending: whether this process was asked to end already; then it does not wait.
+
     Raises:
-        RankError: what went wrong, with this rank's coordinates.
+        RankError: what went wrong, with the coordinates of the rank that is lost, else of this one.
     """
+    end_with_agent(os.environ)
     try:
         _run_main(main, world)
     except Exception as error:
         failure = describe_error(error, rank=world.rank, at_s=time.monotonic())
         is_repeated = failure.kind in NO_LOCATION_KINDS and world.rank > 0
-        if failure.kind == "secondary" or is_repeated:
+        if (failure.kind == "secondary" or is_repeated) and not is_ending():
             time.sleep(SECONDARY_DELAY_S)
-        raise ErrorContext(mesh, out).to_error(failure) from error
+        context = ErrorContext(mesh, out)
+        if failure.kind == "secondary" and isinstance(error, CommError) and error.missing:
+            raise context.lost_rank(error.missing[0], failure) from error
+        raise context.to_error(failure) from error
     return EXIT_OK
 
 

@@ -137,6 +137,16 @@ class StatusBoard:
             os.close(file)
 
     @staticmethod
+    def in_memory(num_ranks: int) -> StatusBoard:
+        """A new board without a file, for ranks of this process."""
+        file = os.memfd_create("weft-board", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, num_ranks * SLOT_BYTES)
+            return StatusBoard(file, num_ranks)
+        finally:
+            os.close(file)
+
+    @staticmethod
     def open(path: Path) -> StatusBoard:
         """The board in an existing file.
 

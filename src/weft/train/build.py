@@ -23,11 +23,13 @@ from weft.checkpoint.saver import Saver
 from weft.checkpoint.state import MODEL
 from weft.comm.comm import Comm
 from weft.comm.text import broadcast_text
+from weft.config.elastic import elastic_note
 from weft.config.lora import adapted_linears
 from weft.config.run import Run, plan_of
 from weft.config.schema import BatchConfig, GuardConfig, LoraConfig, ModelSection, OptimConfig
 from weft.config.toml import dump
 from weft.core.dimension import pipeline_axis, position_axes, sequence_axes
+from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.data.dataset import open_data, open_validation
 from weft.data.order import batch_of_step
@@ -235,8 +237,10 @@ def build_training(
             same on all ranks.
         DataError: the data is not what the checkpoint was trained on.
     """
-    out = broadcast_text(comm, run.out or "")  # rank 0 names a new run folder
-    run = run.with_values({"out": out})
+    # Rank 0 names a new run folder, and sees whether an agent has started the ranks again.
+    words = broadcast_text(comm, f"{run.out or ''}\0{run.resume or ''}")
+    out, _, resume = words.partition("\0")
+    run = run.with_values({"out": out, "resume": resume or None})
     run_folder = Path(out)
     samples = open_data(run.data, run.model)
     start = start_of(run, comm, samples, attempt=attempt)
@@ -303,6 +307,9 @@ def build_training(
         if run.resume is not None:
             opening_events.append(start.resume_event())
         opening_events.extend(_opening_notes(set_aside_paths, step_range))
+    if run.run.full_mesh:
+        text = elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh))
+        opening_events.append({**_note(text), "kind": "elastic", "mesh": run.mesh})
     opening_events.extend(snapshots.notes)
     return Training(
         step=step,

@@ -1,0 +1,79 @@
+"""A rank of torchrun or Slurm: it reports its status, looks for hung peers, and ends after a verdict on one of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from weft.comm.comm import Comm
+from weft.comm.process_groups import ProcessTransport
+from weft.core.mesh import Mesh
+from weft.errors import EXIT_FAILED
+from weft.run.agent import restart_number
+from weft.run.launch import join
+from weft.run.peer_watch import PeerWatch, Verdict
+from weft.run.rank_status import StatusBoard
+from weft.run.world import Attempt, World
+from weft.train.event_log import EventLog, end_run_of_dead_writer
+
+Watch = Callable[[Comm, EventLog], AbstractContextManager[object]]
+"""Opened while a rank trains."""
+
+
+def run_joined(
+    main: Callable[[Watch, World], None],
+    world: World,
+    *,
+    mesh: Mesh,
+    out: Path | None,
+    timeout_s: float,
+    is_ending: Callable[[], bool],
+) -> int:
+    """Call `main` as one rank of an existing world; 0 when it has returned. Raises as `join`.
+
+    Args:
+        timeout_s: see `PeerWatch`.
+        is_ending: whether this process was asked to end.
+    """
+    board = StatusBoard.in_memory(1)
+    status = board.rank(0)
+    status.begin(attempt=restart_number(os.environ))
+
+    def watch(comm: Comm, log: EventLog) -> PeerWatch:
+        assert isinstance(comm.transport, ProcessTransport), "joined ranks are processes"
+        return PeerWatch(
+            comm.transport.store,
+            world.rank,
+            mesh,
+            board,
+            timeout_s=timeout_s,
+            on_verdict=partial(end_rank, out, log),
+        )
+
+    return join(
+        partial(main, watch),
+        replace(world, attempt=Attempt(status)),
+        mesh=mesh,
+        out=out,
+        is_ending=is_ending,
+    )
+
+
+def end_rank(out: Path | None, log: EventLog, verdict: Verdict, is_own: bool) -> NoReturn:
+    """End this process because a rank is hung. The rank that has found it prints the error; the
+    `end` event is written by rank 0, or if rank 0 is the one that hangs, after its death.
+    """
+    if is_own:
+        sys.stderr.write(f"error: {verdict.text}\n")
+        sys.stderr.flush()
+    if log.out is not None:
+        log.end("failed", error=verdict.text)
+    elif is_own and verdict.rank == 0 and out is not None:
+        end_run_of_dead_writer(out, error=verdict.text)
+    os._exit(EXIT_FAILED)

@@ -1,0 +1,217 @@
+"""`weft train` under the real torchrun: faults of ranks and of the agent, restarts, and a mesh that shrinks and grows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.run.test_launch import free_port, is_running
+from weft.errors import EXIT_OK
+from weft.train.event_log import EVENTS, read_events, step_history
+
+WORDS = (
+    *("--mesh", "dp2", "--model.layers", "2", "--model.dim", "16", "--model.heads", "2"),
+    *("--model.kv_heads", "2", "--model.ffn", "32", "--data.seq_len", "8"),
+    *("--batch.global_size", "4", "--batch.micro_size", "1", "--optim.decay", "constant"),
+)
+PATIENCE_S = 90
+NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""With a shared store, torch 2.13 does not announce its address to a machine that joins later."""
+pytestmark = pytest.mark.timeout(300)
+
+
+@dataclass
+class Agent:
+    """A running torchrun, and the run folder of its ranks."""
+
+    process: subprocess.Popen[str]
+    out: Path
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.out / EVENTS
+        return list(read_events(path)) if path.exists() else []
+
+    def count(self, kind: str) -> int:
+        return sum(event["event"] == kind for event in self.events())
+
+    def wait(self, seen: Callable[[], bool]) -> None:
+        """Until something is seen, or the agent ends."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not seen():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, "it did not come"
+            time.sleep(0.05)
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The rank processes, by rank."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children():
+            rank = child.environ().get("RANK")
+            if rank is not None:
+                found[int(rank)] = child
+        return found
+
+
+@contextmanager
+def torchrun(
+    out: Path, *words: str, options: tuple[str, ...], env: Mapping[str, str] = {}
+) -> Iterator[Agent]:
+    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "weft", "train"]
+    data = ("--data.source", str(out.parent / "text.txt"))
+    with subprocess.Popen(
+        [*command, *WORDS, *data, "--out", str(out), *words],
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+    ) as process:
+        try:
+            yield Agent(process, out)
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def one_machine(restarts: int) -> tuple[str, ...]:
+    port = str(free_port())
+    return ("--nproc-per-node", "2", "--master-port", port, "--max-restarts", str(restarts))
+
+
+def numbers(out: Path) -> list[tuple[int, float, float]]:
+    return [
+        (step["step"], step["loss"], step["grad_norm"])
+        for step in step_history(read_events(out / EVENTS))
+    ]
+
+
+def until_gone(processes: list[psutil.Process], *, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(is_running(process.pid) for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("torchrun")
+    (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return place
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_the_agent_leaves_no_rank(folder, number):
+    out = folder / number.name
+    with torchrun(out, "--steps", "1000000", options=one_machine(0)) as agent:
+        agent.wait(lambda: agent.count("step") > 2)
+        ranks = list(agent.ranks().values())
+        assert len(ranks) == 2
+        agent.process.send_signal(number)
+        within_s = 2.0 if number in (signal.SIGKILL, signal.SIGUSR1) else 20.0
+        assert until_gone(ranks, within_s=within_s)
+        shown, _ = agent.process.communicate(timeout=PATIENCE_S)
+    if number in (signal.SIGTERM, signal.SIGHUP):
+        *_, end = agent.events()
+        assert (end["event"], end["status"]) == ("end", "stopped")
+        assert f"and saved. Resume: weft train {out}/run.toml --resume auto" in shown
+        assert (out / "ckpt" / f"step-{end['steps']:06d}").is_dir()
+
+
+def fail_and_restart(folder: Path, rank: int, number: int) -> tuple[Agent, str, float]:
+    """A run of 400 steps, in which a rank gets a signal; what was printed, and the seconds from the
+    signal to the end of that attempt.
+    """
+    out = folder / f"restart-{rank}-{number}"
+    words = ("--steps", "400", "--save.every", "10")
+    with torchrun(out, *words, options=one_machine(2)) as agent:
+        agent.wait(lambda: agent.count("save") > 0)
+        agent.ranks()[rank].send_signal(number)
+        start = time.monotonic()
+        agent.wait(lambda: agent.count("end") > 0)
+        detected_s = time.monotonic() - start
+        shown, _ = agent.process.communicate(timeout=PATIENCE_S)
+    assert agent.process.returncode == EXIT_OK, shown
+    return agent, shown, detected_s
+
+
+def assert_resumed_with_the_same_numbers(agent: Agent, folder: Path) -> None:
+    kinds = [event["event"] for event in agent.events()]
+    assert (kinds.count("run"), kinds.count("resume"), kinds.count("end")) == (2, 1, 2)
+    assert kinds[-1] == "end"
+    straight = folder / "straight"
+    if not straight.exists():
+        program = "import sys; from weft.cli import main; sys.exit(main())"
+        words = ("--data.source", str(folder / "text.txt"), "--out", str(straight))
+        command = [sys.executable, "-c", program, "train", *WORDS, *words, "--steps", "400"]
+        subprocess.run(command, check=True, capture_output=True)
+    assert numbers(agent.out) == numbers(straight)
+
+
+def test_a_killed_rank_is_named_and_the_run_resumes_bit_identically(folder):
+    agent, shown, _ = fail_and_restart(folder, 0, signal.SIGKILL)
+    assert "error: rank 0 (dp0): lost; found by rank 1 (dp1): CommError: " in shown
+    assert_resumed_with_the_same_numbers(agent, folder)
+
+
+def test_a_stopped_rank_is_found_killed_and_named_and_the_run_resumes_bit_identically(folder):
+    agent, shown, detected_s = fail_and_restart(folder, 1, signal.SIGSTOP)
+    assert "error: rank 1 (dp1): no answer for 1 s: stopped, or its machine is unreachable" in shown
+    assert detected_s < 10.0, "2 s, on busy cores more"
+    assert_resumed_with_the_same_numbers(agent, folder)
+
+
+def machine(port: int) -> tuple[str, ...]:
+    """One of one or two machines with one rank each."""
+    conf = "last_call_timeout=2,join_timeout=90,keep_alive_interval=2,keep_alive_max_attempt=5"
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    job = ("--rdzv-id", "job7", "--rdzv-conf", conf)
+    return ("--nnodes", "1:2", "--nproc-per-node", "1", *rendezvous, *job, "--max-restarts", "3")
+
+
+def layouts(agent: Agent) -> list[str]:
+    return [event["layout"] for event in agent.events() if event["event"] == "run"]
+
+
+@pytest.mark.slow
+def test_an_elastic_run_shrinks_to_the_machines_left_and_returns_to_its_mesh(folder):
+    out = folder / "elastic"
+    words = ("--run.elastic", "True", "--save.every", "10", "--steps", "1000000")
+    options = machine(free_port())
+    with torchrun(out, *words, options=options, env=NEW_STORE) as first:
+        time.sleep(3.0)
+        with torchrun(out, *words, options=options, env=NEW_STORE) as second:
+            first.wait(lambda: first.count("save") > 0)
+            assert layouts(first) == ["dp2"]
+            second.process.kill()
+        first.wait(lambda: len(layouts(first)) == 2 and first.events()[-1]["event"] == "step")
+        with torchrun(out, *words, options=options, env=NEW_STORE) as third:
+            first.wait(lambda: len(layouts(first)) == 3 and first.events()[-1]["event"] == "step")
+            third.process.kill()
+    assert layouts(first) == ["dp2", "1 rank", "dp2"]
+    (note,) = [event for event in first.events() if event.get("kind") == "elastic"]
+    assert note["text"] == (
+        "1 of 2 ranks: layout 1 rank instead of dp2 (run.elastic), same global batch"
+    )
