@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
@@ -353,7 +354,7 @@ def _tcp_store(url: str, rank: int, *, timeout: timedelta, listener: int | None)
     if not host or port is None:
         raise ValueError(f"{url} names no host and port")
     if rank > 0:
-        return dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+        return TCPStore(host, port, timeout=timeout, wait_for_workers=False)
     if listener is None:
         address = listen_address(host, port)
         listening = listen(address, port) if address else listen_anywhere(port)
@@ -361,7 +362,7 @@ def _tcp_store(url: str, rank: int, *, timeout: timedelta, listener: int | None)
     else:
         file = os.dup(listener)
         address = host
-    return dist.TCPStore(
+    return TCPStore(
         address or LOOPBACK,
         port,
         is_master=True,

@@ -42,6 +42,7 @@ from weft.small_files import UnreadableFile, read_text
 RUNS = Path("runs")
 JOB = ".job"
 """File in the folder of an elastic run: the name of the job that trains it."""
+MAX_JOB_BYTES = 4096
 EVENTS = "events.jsonl"
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
@@ -158,7 +159,7 @@ def _is_started_again(out: Path, *, is_elastic: bool) -> bool:
     if not is_elastic or not job:
         return False
     try:
-        return read_text(out / JOB) == job
+        return read_text(out / JOB, max_bytes=MAX_JOB_BYTES) == job
     except UnreadableFile:
         return False
 
