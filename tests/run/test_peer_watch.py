@@ -12,7 +12,7 @@ from tests.comm.test_store_namespace import MemoryStore
 from weft.comm.transport import Call
 from weft.core.mesh import Mesh
 from weft.run import peer_watch
-from weft.run.peer_watch import PeerWatch, Verdict
+from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.rank_status import StatusBoard
 
 MESH = Mesh.parse("pp2 dp2")
@@ -30,7 +30,7 @@ class Rank:
 
     watch: PeerWatch
     status: object
-    verdicts: list[tuple[Verdict, bool]] = field(default_factory=list)
+    verdicts: list[tuple[PeerFailure, bool]] = field(default_factory=list)
 
     def enter(self, step: int, *calls: Call) -> None:
         """Begin a backward, and wait for the last of these calls."""
@@ -51,7 +51,7 @@ def ranks(monkeypatch, tmp_path) -> list[Rank]:
     made = []
     for rank in range(4):
         board = StatusBoard.create(tmp_path / f"board{rank}", 1)
-        verdicts: list[tuple[Verdict, bool]] = []
+        verdicts: list[tuple[PeerFailure, bool]] = []
         watch = PeerWatch(
             store,
             rank,
@@ -66,7 +66,7 @@ def ranks(monkeypatch, tmp_path) -> list[Rank]:
     return made
 
 
-def verdict_of(rank: Rank, *watching: Rank) -> Verdict:
+def verdict_of(rank: Rank, *watching: Rank) -> PeerFailure:
     """What `rank` finds while these ranks have a running watch."""
     for each in watching:
         each.watch.__enter__()

@@ -17,7 +17,7 @@ from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED
 from weft.run.agent import restart_number
 from weft.run.launch import join
-from weft.run.peer_watch import PeerWatch, Verdict
+from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.rank_status import StatusBoard
 from weft.run.world import Attempt, World
 from weft.train.event_log import EventLog, end_run_of_dead_writer
@@ -65,7 +65,7 @@ def run_joined(
     )
 
 
-def end_rank(out: Path | None, log: EventLog, verdict: Verdict, is_own: bool) -> NoReturn:
+def end_rank(out: Path | None, log: EventLog, verdict: PeerFailure, is_own: bool) -> NoReturn:
     """End this process because a rank is hung. The rank that has found it prints the error; the
     `end` event is written by rank 0, or if rank 0 is the one that hangs, after its death.
     """

@@ -93,7 +93,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PeerFailure:
     """The hung rank, and the error text, which begins with it."""
 
     rank: int
@@ -119,7 +119,7 @@ class PeerWatch:
         board: StatusBoard,
         *,
         timeout_s: float,
-        on_verdict: Callable[[Verdict, bool], None],
+        on_verdict: Callable[[PeerFailure, bool], None],
     ) -> None:
         self._store = store
         self._rank = rank
@@ -226,7 +226,7 @@ class PeerWatch:
         path = [self._rank]
         while True:
             member = self._first_missing(call, path)
-            if isinstance(member, Verdict):
+            if isinstance(member, PeerFailure):
                 self._publish(member, call)
                 return
             if member is None:
@@ -247,7 +247,7 @@ class PeerWatch:
 
     def _first_missing(
         self, call: WaitingCall, path: list[int]
-    ) -> Verdict | tuple[int, Answer] | None:
+    ) -> PeerFailure | tuple[int, Answer] | None:
         """The first member that has not joined `call`, with its answer, or the verdict on one that
         does not answer; None if all have joined.
         """
@@ -264,10 +264,10 @@ class PeerWatch:
                 return member, answer
         return None
 
-    def _verdict(self, rank: int, text: str) -> Verdict:
-        return Verdict(rank, f"rank {rank} ({self._mesh.coord_text(rank)}): {text}")
+    def _verdict(self, rank: int, text: str) -> PeerFailure:
+        return PeerFailure(rank, f"rank {rank} ({self._mesh.coord_text(rank)}): {text}")
 
-    def _publish(self, verdict: Verdict, call: WaitingCall) -> None:
+    def _publish(self, verdict: PeerFailure, call: WaitingCall) -> None:
         if self._stalled_s == 0.0 or self._board.read(0).waiting is None:
             return  # it went on meanwhile
         members = " ".join(map(str, call.members))
@@ -284,7 +284,7 @@ class PeerWatch:
         if not self._store.check(["verdict"]):
             return
         stored = json.loads(self._store.get("verdict").decode())
-        verdict = Verdict(stored["rank"], stored["text"])
+        verdict = PeerFailure(stored["rank"], stored["text"])
         if verdict.rank != self._rank:
             self._kill(verdict.rank)
         self._on_verdict(verdict, stored["by"] == self._rank)
