@@ -75,6 +75,8 @@ def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:
         real = Path(os.path.realpath(path))
         if within is not None:
             _check_location(path, real, within)
+        if not stat.S_ISREG(os.stat(real).st_mode):  # opening a device may have effects
+            raise UnreadableFile(path, "is no regular file", need="a regular file")
         descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         raise UnreadableFile(path, "no such file", is_missing=True) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from collections import defaultdict
@@ -114,7 +115,7 @@ def _parse(path: Path, text: bytes) -> Manifest:
             )
         )
     try:
-        return Manifest.model_validate(data)
+        return Manifest.model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -149,6 +150,11 @@ def _offset_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
                 )
                 return
             ranges_of_file[piece.file].append((piece.at, piece.at + num_bytes))
+        num_entries = sum(piece.box.size for piece in stored.pieces)
+        if num_entries < math.prod(stored.shape):
+            what = f"the pieces of tensor {name!r} do not cover it"
+            yield Fault(where, what, fix=FIX_USE_ANOTHER)
+            return
     for name, file in manifest.files.items():
         end = file.header_bytes
         for start, stop in sorted(ranges_of_file[name]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +95,7 @@ def prepare_data(words: Sequence[str]) -> int:
     options = PrepareOptions(**arguments.model_dump(exclude={"out"}))
     try:
         with ByteProgress() as bar:
-            meta = prepare(options, Path(arguments.out).expanduser(), bar.show)
+            meta = prepare(options, Path(os.path.expanduser(arguments.out)), bar.show)
     except DataError as error:
         faults = [
             replace(fault, key=ARGUMENT_OF_KEY.get(fault.key, fault.key)) for fault in error.faults
@@ -114,7 +115,7 @@ def show(words: Sequence[str]) -> int:
         )
     if not words or words[0].startswith("-"):
         raise UserError(Fault("weft data show", "names no folder", fix="weft data show FOLDER"))
-    folder = Path(words[0]).expanduser()
+    folder = Path(os.path.expanduser(words[0]))
     arguments = flags.read_config(words[1:], ShowArguments)
     if not is_prepared(folder):
         fix = f"weft data prepare INPUT --out {folder}"

@@ -35,7 +35,7 @@ from weft.core.model_config import ModelConfig
 from weft.core.precision import dtype_faults
 from weft.core.sequence import length_unit
 from weft.errors import Fault, UserError, counted, did_you_mean
-from weft.layout.stages import split_by_cost, split_by_counts
+from weft.layout.stages import check_number_of_stages, split_by_counts
 from weft.schedule.catalog import SCHEDULES, find
 
 MOST_MICROBATCHES = 2**16
@@ -258,7 +258,7 @@ def layers_make_stages(
         if split:
             split_by_counts(blocks, split)
         else:
-            split_by_cost(blocks, num_stages)
+            check_number_of_stages(blocks, num_stages)
     except UserError as error:
         key = _stage_key(pipeline)
         for fault in error.faults:

@@ -21,7 +21,7 @@ STDLIB_EXCLUDED = {
     *("encodings", "pydoc_data", "msilib"),  # tables rather than text
 }
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-TOKEN_SUFFIX = ".bin"
+TOKEN_SUFFIX = ".bin"  # noqa: S105 - of token files
 GZIP_SUFFIX = ".gz"
 LINES_SUFFIX, TABLE_SUFFIX = ".jsonl", ".parquet"
 READ_SUFFIXES = (
@@ -83,7 +83,7 @@ def is_plain_text(file: Path) -> bool:
 
 
 def _matching_files(source: str) -> tuple[Path, ...]:
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if source == "stdlib":
         return tuple(stdlib_files())
     if path.is_dir():

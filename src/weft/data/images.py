@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import importlib.util
 import math
+import os
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -127,7 +128,7 @@ def read_pair(source: str) -> LabelledImages:
     Raises:
         DataError: no such pair, a broken file, or counts that differ.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not path.exists():
         fix = "check the path; --data.source digits needs no files"
         raise DataError(

@@ -169,7 +169,7 @@ def prepared_of(source: str) -> Prepared | None:
     Raises:
         DataError: the folder is incomplete.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     names_split = path.suffix == TOKEN_SUFFIX and path.stem in SPLITS
     folder = path.parent if names_split else path
     return open_prepared(folder) if is_prepared(folder) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -147,7 +148,7 @@ def open_tokenizer(name: str, *, within: Path | None = None) -> Tokenizer:
     """
     if name == BYTES:
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     path = path / FILE if path.is_dir() else path
     try:
         content = read_bytes(path, max_bytes=MAX_BYTES, within=within)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from weft.checkpoint.folder import FOLDER, find_newest
 from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
+from weft.checkpoint.resume import check_model
 from weft.config.families import run_type
 from weft.config.hf.read_config import CONFIG, describe_folder
 from weft.config.hf.safetensors_files import DTYPES, MAX_CONFIG_BYTES, list_tensors
@@ -91,7 +93,7 @@ def find_model(word: str) -> ModelSource:
     Raises:
         CheckpointError: nothing is there, it is no model, or a run that has saved nothing.
     """
-    path = Path(word).expanduser()
+    path = Path(os.path.expanduser(word))
     for mark, read in _READERS.items():
         if (path / mark).exists():
             return read(path)
@@ -165,9 +167,16 @@ def _read_checkpoint(path: Path) -> ModelSource:
 def _run_of_checkpoint(path: Path, facts: Facts) -> Run:
     stored = facts.run or {"model": facts.architecture}
     try:
-        return run_type(facts.family, FAMILIES[facts.family].Config).model_validate_json(
+        run = run_type(facts.family, FAMILIES[facts.family].Config).model_validate_json(
             json.dumps(stored)
         )
+        check_model(
+            path,
+            facts,
+            family=run.model.name,
+            architecture=run.model.architecture,
+        )
+        return run
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

@@ -58,8 +58,9 @@ def import_faults(folder: Path, cfg: ModelConfig) -> Iterator[Fault]:
 
 
 def _shape_faults(folder: Path, matched: MatchedFolder, cfg: ModelConfig) -> Iterator[Fault]:
-    """Weights of linears of another shape than config.json makes of them."""
+    """Weights of linears and of the embedding of another shape than config.json makes of them."""
     expected = {f"{name}.weight": shape for name, shape in cfg.linears().items()}
+    expected["embed.tok.weight"] = (cfg.axis_sizes()["vocab"], cfg.model_dump()["dim"])
     for name, shape in expected.items():
         source = matched.params.get(name)
         if source is not None and source.shape != shape:

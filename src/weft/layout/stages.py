@@ -25,6 +25,18 @@ def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[s
     Raises:
         PlanError: when there are more stages than layers.
     """
+    check_number_of_stages(blocks, num_stages)
+    units = _layer_units(blocks)
+    costs = tuple(round(sum(block.flops for block in unit)) for unit in units)
+    return _names_between(units, _balanced_bounds(costs, num_stages))
+
+
+def check_number_of_stages(blocks: Sequence[BlockSpec], num_stages: int) -> None:
+    """Check that there is a layer for every stage.
+
+    Raises:
+        PlanError: when there are more stages than layers, or than `MAX_STAGES`.
+    """
     units = _layer_units(blocks)
     if num_stages > MAX_STAGES:
         got = f"{num_stages} stages"
@@ -39,8 +51,6 @@ def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[s
                 fix="use fewer pipeline ranks or chunks, or more layers",
             )
         )
-    costs = tuple(round(sum(block.flops for block in unit)) for unit in units)
-    return _names_between(units, _balanced_bounds(costs, num_stages))
 
 
 def split_by_counts(

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import cloudpickle
+import cloudpickle  # noqa: TID251 - between this process and its own children
 import torch
 
 from weft.comm.comm import Comm
@@ -89,7 +89,7 @@ class ForkServer:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._address)
             listener.listen()
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - this Python, with a module of weft
                 [sys.executable, "-c", START, str(listener.fileno()), *_imported_modules()],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],

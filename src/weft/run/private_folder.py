@@ -13,7 +13,7 @@ from types import TracebackType
 from weft.errors import EXIT_FAILED, EXIT_OK
 
 PREFIX = "weft-"
-MEMORY_FOLDER = Path("/dev/shm")
+MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in it, with rights for the user alone
 PR_SET_NAME = 15
 CLEANER_NAME = b"weft-cleaner"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-import cloudpickle
+import cloudpickle  # noqa: TID251 - between this process and its own children
 import torch
 
 from weft.comm.comm import Comm

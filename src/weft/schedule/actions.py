@@ -40,7 +40,7 @@ class Act(NamedTuple):
         Raises:
             ScheduleError: when `text` is no action.
         """
-        match = re.fullmatch(r"([FBIW])(\d+)\.(\d+)", text)
+        match = re.fullmatch(r"([FBIW])(\d{1,9})\.(\d{1,9})", text)
         if match is None:
             need = "like F0.3: F, B, I or W, then stage.micro-batch"
             raise ScheduleError(Fault(KEY, f"cannot read the action {text!r}", need=need))
@@ -183,8 +183,10 @@ class Table:
         rows: list[tuple[Act, ...]] = []
         for number, line in enumerate(text.splitlines(), start=1):
             content = line.partition("#")[0].strip()
-            header_match = re.fullmatch(r"(microbatches|stage_to_rank|home)((?:\s+\d+)+)", content)
-            row_match = re.fullmatch(r"rank\s+(\d+)\s*:(.*)", content)
+            header_match = re.fullmatch(
+                r"(microbatches|stage_to_rank|home)((?:\s+\d{1,9})+)", content
+            )
+            row_match = re.fullmatch(r"rank\s+(\d{1,9})\s*:(.*)", content)
             if header_match:
                 key = header_match[1].replace("home", "stage_to_rank")
                 numbers = header_match[2].split()
@@ -212,8 +214,15 @@ class Table:
 
     @staticmethod
     def from_json(text: str) -> Table:
-        """Read what `to_json` wrote."""
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: it is no JSON, or numbers are no whole numbers.
+        """
         fields = json.loads(text)
+        numbers = [fields["microbatches"], *fields["stage_to_rank"]]
+        if not all(type(number) is int for number in numbers):
+            raise ValueError("microbatches and stage_to_rank are whole numbers")
         return Table.of_rows(
             map(parse_row, fields["rows"]),
             stage_to_rank=fields["stage_to_rank"],

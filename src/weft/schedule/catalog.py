@@ -164,6 +164,12 @@ def _read_table(path: Path) -> Table:
 
 def _from_file(path: Path) -> Schedule:
     table = _read_table(path)
+    num_actions = sum(map(len, table.rows))
+    if table.microbatches > num_actions or table.num_stages > num_actions:
+        got = (
+            f"{table.microbatches} micro-batches, {table.num_stages} stages, {num_actions} actions"
+        )
+        raise ScheduleError(Fault(KEY, f"the table in {path} lacks actions", got=got))
     validate(table)
 
     def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:

@@ -17,7 +17,7 @@ Note [Fingerprints]
 from __future__ import annotations
 
 import io
-import pickle
+import pickle  # noqa: TID251 - of objects of this process, for this process
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -1,0 +1,932 @@
+"""The table of bad inputs: words of a command, what is done to the valid folders before, and a part of the one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.input.folders import (
+    HF_CONFIG,
+    NORM,
+    Q,
+    edit_header,
+    edit_json,
+    forge_manifest,
+    tensors,
+    write,
+    write_manifest,
+    write_safetensors,
+)
+
+Change = Callable[[Path], object]
+MIB = 2**20
+DEEP = 100_000
+"""Levels of nesting that end a recursive parser."""
+STEP = "run/ckpt/step-000003"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One bad input.
+
+    Attributes:
+        words: of the command line.
+        line: part of its line on stderr.
+        change: what is done to the valid folders before.
+        faults: lines it may have: an input may be wrong in several ways.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    line: str = ""
+    change: Change | None = None
+    faults: int = 1
+
+
+def _nothing(_folder: Path) -> None:
+    pass
+
+
+def link(name: str, target: str) -> Change:
+    def make(folder: Path) -> None:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+
+    return make
+
+
+def fifo(name: str) -> Change:
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return make
+
+
+def as_folder(name: str) -> Change:
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()
+
+    return make
+
+
+def remove(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut(name: str, size: int) -> Change:
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def flip(name: str, at: int) -> Change:
+    def change(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[at] ^= 0x10
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+# ---------------------------------------------------------------------------------------------- values of the config
+
+VALUES: dict[str, tuple[str, ...]] = {
+    "mesh": (
+        "dp0",
+        "dp-1",
+        "x2",
+        "dp2dp2",
+        "dp2 dp2",
+        "dp1.5",
+        "pp99999999",
+        "dp1000000000000000000000",
+        "tp",
+        "2",
+    ),
+    "steps": (
+        "0",
+        "-1",
+        "1.5",
+        "nan",
+        "inf",
+        "x",
+        "99999999999999999999999",
+        "1e400",
+        "0x10",
+        "None",
+    ),
+    "seed": ("-1", "9223372036854775808", "1.5", "seed"),
+    "nproc": ("0", "-2", "3"),
+    "port": ("0", "-1", "65536", "http"),
+    "device": ("gpu", "cuda:0", "tpu"),
+    "transport": ("mpi", "nccl"),
+    "sample": ("-1", "1e30"),
+    "batch.global_size": ("0", "-8", "3", "1e18", "x"),
+    "batch.micro_size": ("0", "-1", "3", "1e18"),
+    "data.seq_len": ("0", "-5", "16777217", "1e12"),
+    "data.token_dtype": ("uint8", "int64"),
+    "data.packing": ("tight",),
+    "data.prefetch": ("-1", "65"),
+    "data.source": (
+        "nowhere",
+        "",
+        "/proc/self/mem",
+        "/dev/zero",
+        "/dev/random",
+        "a" * 5000,
+        "**/*.nothing",
+        "~unknown-user/y",
+    ),
+    "data.tokenizer": ("nowhere.json", "/dev/zero", "text.txt"),
+    "optim.name": ("adam", "lion"),
+    "optim.lr": ("0", "-1", "nan", "inf", "fast", "1e400"),
+    "optim.min_lr": ("-1", "nan"),
+    "optim.warmup": ("-1", "1e13"),
+    "optim.betas": ("0.9", "0.9 1.0", "0.9 -0.1", "a b"),
+    "optim.eps": ("0", "-1"),
+    "optim.clip": ("-1", "nan"),
+    "optim.momentum": ("1", "-1"),
+    "optim.decay": ("exp",),
+    "parallel.zero": ("4", "-1", "yes"),
+    "parallel.context": ("star",),
+    "parallel.recompute": ("all",),
+    "pipeline.schedule": ("1fb1", "nowhere.txt", "/dev/zero", "prep", "text.txt"),
+    "pipeline.chunks": ("0", "257"),
+    "pipeline.split": ("0", "1 2", "x"),
+    "precision.compute": ("float8", "int8"),
+    "precision.params": ("bfloat16", "float8"),
+    "lora.rank": ("-1", "65537"),
+    "lora.alpha": ("0", "nan"),
+    "lora.base": ("nowhere",),
+    "save.every": ("-1", "1e13"),
+    "save.keep": ("0", "1e13"),
+    "eval.every": ("-1", "1e13"),
+    "resume": ("nowhere", "text.txt", "prep"),
+    "model.name": ("lama", "", "LLAMA3"),
+    "model.preset": ("llama3-9b", "gpt2-tiny-x"),
+    "model.from_hf": ("nowhere", "text.txt", "prep", "meta-llama/Llama-3.2-1B"),
+    "model.layers": ("0", "10001", "1e12", "-4"),
+    "model.dim": ("0", "2147483649", "127"),
+    "model.heads": ("0", "3", "-1"),
+    "model.vocab": ("0", "99", "1e18"),
+    "model.rope_theta": ("0", "nan"),
+    "out": ("text.txt/run", "/proc/x", "run", "a" * 5000),
+}
+
+
+def config_values() -> Iterator[Case]:
+    for key, values in VALUES.items():
+        for value in values:
+            given = value.split(" ") if key in ("optim.betas", "pipeline.split") else [value]
+            yield Case(f"{key} {value[:20]!r}", ("train", f"--{key}", *given), "", faults=4)
+    for line in ("rope_theta", "steps", "model.layers"):
+        yield Case(f"{line} without a value", ("train", f"--{line}"))
+
+
+# ---------------------------------------------------------------------------------------------- TOML files
+
+TOML: dict[str, tuple[str | bytes, str]] = {
+    "two equals": ("steps == 3", "is not TOML"),
+    "an open string": ('mesh = "dp2', "is not TOML"),
+    "an open table": ("[optim\nlr = 1", "is not TOML"),
+    "a key twice": ("steps = 1\nsteps = 2", "is not TOML"),
+    "a table twice": ("[optim]\nlr=1.0\n[optim]\nlr=2.0", "is not TOML"),
+    "a section as a value": ("optim = 3", "is a section"),
+    "a value as a section": ("[steps]\nx = 1", "unknown key"),
+    "an unknown key": ("stepz = 3", "unknown key"),
+    "an unknown section": ("[optimizer]\nlr = 1", "unknown key"),
+    "text for a number": ('steps = "many"', "steps: wrong type"),
+    "a list for a number": ("steps = [3]", "steps: wrong type"),
+    "a date": ("steps = 1979-05-27", "steps: wrong type"),
+    "true for a number": ("steps = true", "steps: wrong type"),
+    "a number for text": ("mesh = 2", "mesh: wrong type"),
+    "NaN": ("[optim]\nlr = nan", "optim.lr: out of range"),
+    "infinity": ("[optim]\nlr = inf", "optim.lr: out of range"),
+    "5,000 digits": (f"steps = {'9' * 5000}", "is not a config"),
+    "100 digits": (f"steps = {'9' * 100}", "is not a config"),
+    "nested lists": ("steps = " + "[" * 5000 + "]" * 5000, "is not a config"),
+    "nested tables": ("steps = " + "{a=" * 5000 + "1" + "}" * 5000, "is not a config"),
+    "a key of 50,000 parts": ("a" + ".a" * 50_000 + " = 1", "is not a config"),
+    "a table of 50,000 parts": ("[a" + ".a" * 50_000 + "]", "is not a config"),
+    "2 MiB of comment": ("#" * 2 * MIB, "is too large"),
+    "20,000 unknown keys": ("".join(f"k{i} = 1\n" for i in range(20_000)), "20000 keys"),
+    "not UTF-8": (b"mesh = '\xff'", "not UTF-8"),
+    "UTF-16": ("steps = 3".encode("utf-16"), "not UTF-8"),
+    "a byte order mark": (b"\xef\xbb\xbfsteps = 3", "is not TOML"),
+    "zero bytes": (b"\0" * 100, "is not TOML"),
+    "JSON": ('{"steps": 3}', "is not TOML"),
+    "YAML": ("steps: 3", "is not TOML"),
+    "Python": ("import os; os.system('x')", "is not TOML"),
+    "an escape sequence as key": ('"\\u001b[31mx" = 1', "unknown key"),
+    "an ELF file": (b"\x7fELF\x02\x01\x01" + b"\0" * 64, "is not TOML"),
+    "a zip file": (b"PK\x03\x04" + b"\0\xff" * 40, "not UTF-8"),
+    "a negative size": ("[batch]\nglobal_size = -1", "batch.global_size: out of range"),
+    "a mix without weights": ('[data]\nmix = ["text.txt"]', "data.mix"),
+    "a mix with negative weights": ('[data]\nmix = ["text.txt=-1"]', "data.mix"),
+    "a mix with NaN": ('[data]\nmix = ["text.txt=nan"]', "data.mix"),
+}
+
+
+def toml_files() -> Iterator[Case]:
+    for name, (content, line) in TOML.items():
+        yield Case(name, ("train", "bad.toml"), line, write("bad.toml", content), faults=2)
+    words = ("explain", "bad.toml")
+    yield Case("a pipe", words, "is no regular file", fifo("bad.toml"))
+    yield Case("a folder", words, "is no regular file", as_folder("bad.toml"))
+    yield Case("a device", words, "is no regular file", link("bad.toml", "/dev/zero"))
+    yield Case("a dangling link", words, "no such file", link("bad.toml", "nowhere"))
+    yield Case("a link to itself", words, "error: config", link("bad.toml", "bad.toml"))
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+TEXT_NESTED = '{"text": ' + "[" * DEEP + "]" * DEEP + "}\n"
+LINES: dict[str, tuple[str | bytes, str]] = {
+    "no JSON": ("hello\n", "data.jsonl:1 is not JSON"),
+    "half a line": ('{"text": "a"}\n{"text": "b', "data.jsonl:2 is not JSON"),
+    "a list": ('["text"]\n', "is not a JSON object"),
+    "a number": ("3\n", "is not a JSON object"),
+    "no field": ('{"body": "x"}\n', "has no such field"),
+    "a number as text": ('{"text": 3}\n', "is not text"),
+    "null as text": ('{"text": null}\n', "is not text"),
+    "nested": (TEXT_NESTED, "nested more than"),
+    "5,000 digits": ('{"text": "a", "n": ' + "9" * 5000 + "}\n", "is not JSON"),
+    "not UTF-8": (b'{"text": "\xff"}\n', "is not JSON"),
+    "UTF-16": ('{"text": "a"}\n'.encode("utf-16"), "is not JSON"),
+    "nothing": ("", "is empty"),
+    "empty texts": ('{"text": ""}\n' * 9, "is empty"),
+    "zero bytes": (b"\0" * 1000, "is not JSON"),
+}
+
+
+def long_line(folder: Path) -> None:
+    """100 MiB in one line, 100 KB compressed."""
+    with gzip.open(folder / "bomb.jsonl.gz", "wb", compresslevel=1) as file:
+        file.write(b'{"text": "')
+        for _ in range(100):
+            file.write(b"a" * MIB)
+        file.write(b'"}\n')
+
+
+def data_files() -> Iterator[Case]:
+    for name, (content, line) in LINES.items():
+        change = write("data.jsonl", content)
+        yield Case(f"train, {name}", ("train", "--data.source", "data.jsonl"), line, change)
+        yield Case(
+            f"prepare, {name}", ("data", "prepare", "data.jsonl", "--out", "new"), line, change
+        )
+    yield Case(
+        "a line of 100 MiB",
+        ("data", "prepare", "bomb.jsonl.gz", "--out", "new"),
+        "is too long",
+        long_line,
+    )
+    yield Case(
+        "100 MiB, in train", ("train", "--data.source", "bomb.jsonl.gz"), "is too long", long_line
+    )
+    broken = write("x.txt.gz", b"\x1f\x8b\x08broken")
+    yield Case("a broken gzip file", ("train", "--data.source", "x.txt.gz"), "broken gzip", broken)
+    cut_gzip = write("x.jsonl.gz", gzip.compress(b'{"text": "abc"}\n' * 999)[:-20])
+    yield Case(
+        "a cut gzip file",
+        ("data", "prepare", "x.jsonl.gz", "--out", "new"),
+        "broken gzip",
+        cut_gzip,
+    )
+    train = ("train", "--data.source", "d")
+    yield Case("a folder with a pipe", train, "is no regular file", _folder_with(fifo("d/a.txt")))
+    outside = _folder_with(link("d/a.txt", "/etc/passwd"))
+    yield Case("a folder with a link out of it", train, "leads out of its folder", outside)
+    yield Case(
+        "a folder with a device", train, "d/a.txt", _folder_with(link("d/a.txt", "/dev/zero"))
+    )
+    yield Case("an empty folder", train, "no file to read", lambda folder: (folder / "d").mkdir())
+    yield Case(
+        "prepare a link out of it", ("data", "prepare", "d", "--out", "new"), "leads out", outside
+    )
+    odd = write("x.bin", b"123")
+    yield Case("half a token", ("train", "--data.source", "x.bin"), "ends inside a token", odd)
+    ids = np.full(999, 60_000, "<u2").tobytes()
+    yield Case(
+        "ids too large",
+        ("train", "--data.source", "x.bin"),
+        "outside the vocabulary",
+        write("x.bin", ids),
+    )
+    yield Case("a pipe of text", ("train", "--data.source", "p.txt"), "regular file", fifo("p.txt"))
+    yield Case("not UTF-8 text", ("data", "prepare", "x.txt", "--out", "new", "--tokenizer", "train"), "UTF-8",
+               write("x.txt", b"\xff\xfe" * 999))  # fmt: skip
+    parquet = write("x.parquet", b"PAR1" + b"\xff" * 999 + b"PAR1")
+    yield Case(
+        "no parquet file", ("train", "--data.source", "x.parquet"), "is not a parquet file", parquet
+    )
+    for name, words in {
+        "no input": ("data", "prepare", "--out", "new"),
+        "no out": ("data", "prepare", "text.txt"),
+        "out exists": ("data", "prepare", "text.txt", "--out", "prep"),
+        "out below a file": ("data", "prepare", "text.txt", "--out", "text.txt/new"),
+        "out in /proc": ("data", "prepare", "text.txt", "--out", "/proc/new"),
+        "input missing": ("data", "prepare", "nowhere", "--out", "new"),
+        "tokenizer missing": (
+            "data",
+            "prepare",
+            "text.txt",
+            "--out",
+            "new",
+            "--tokenizer",
+            "nowhere",
+        ),
+        "vocab too small": (
+            "data",
+            "prepare",
+            "text.txt",
+            "--out",
+            "new",
+            "--tokenizer",
+            "train",
+            "--vocab",
+            "9",
+        ),
+        "valid 1": ("data", "prepare", "text.txt", "--out", "new", "--valid", "1"),
+        "split_on": ("data", "prepare", "text.txt", "--out", "new", "--split_on", "word"),
+        "show nothing": ("data", "show", "text.txt"),
+        "show missing": ("data", "show", "nowhere"),
+        "an unknown word": ("data", "delete", "prep"),
+    }.items():
+        yield Case(name, words)
+    images = ("train", "--model.name", "mnist", "--data.source", "m")
+    yield Case("no images", images, "no pair of IDX files", lambda folder: (folder / "m").mkdir())
+    yield Case(
+        "images cut", images, "m/train", _images(b"\0\0\x08\x03\0\0\xff\xff\0\0\0\x1c\0\0\0\x1c")
+    )
+    yield Case(
+        "images of 2^96 bytes", images, "is truncated", _images(b"\0\0\x08\x03" + b"\xff" * 12)
+    )
+
+
+def _folder_with(change: Change) -> Change:
+    def make(folder: Path) -> None:
+        (folder / "d").mkdir()
+        (folder / "d" / "b.txt").write_text("text " * 99)
+        change(folder)
+
+    return make
+
+
+def _images(content: bytes) -> Change:
+    def make(folder: Path) -> None:
+        (folder / "m").mkdir()
+        (folder / "m" / "train-images-idx3-ubyte").write_bytes(content)
+        (folder / "m" / "train-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x01\0")
+
+    return make
+
+
+# ---------------------------------------------------------------------------------------------- prepared folders
+
+
+def prepared() -> Iterator[Case]:
+    words = ("train", "--data.source", "prep")
+    meta = "prep/meta.json"
+    changes: dict[str, tuple[Change, str]] = {
+        "no meta": (remove(meta), "lacks meta.json"),
+        "meta is no JSON": (write(meta, "x"), "meta.json cannot be read"),
+        "meta is a list": (write(meta, "[]"), "meta.json cannot be read"),
+        "meta nested": (write(meta, "[" * DEEP), "meta.json cannot be read"),
+        "meta of 5 MiB": (write(meta, " " * 5 * MIB), "is too large"),
+        "meta not UTF-8": (write(meta, b"\xff"), "meta.json cannot be read"),
+        "meta is a pipe": (fifo(meta), "is no regular file"),
+        "meta is a link": (link(meta, "/etc/passwd"), "leads out"),
+        "meta is a folder": (as_folder(meta), "is no regular file"),
+        "format 99": (edit_json(meta, format=99), "newer weft"),
+        "dtype": (edit_json(meta, dtype="float32"), "dtype"),
+        "vocab -1": (edit_json(meta, vocab=-1), "vocab"),
+        "vocab 70000": (edit_json(meta, vocab=70_000), "contradicts itself"),
+        "vocab text": (edit_json(meta, vocab="256"), "vocab"),
+        "end outside": (edit_json(meta, end=999), "contradicts itself"),
+        "no splits": (edit_json(meta, splits={}), "newer weft"),
+        "negative documents": (_split(documents=-5), "documents"),
+        "more tokens": (_split(tokens=10**15), "is truncated"),
+        "2^62 documents": (_split(documents=2**62), "is truncated"),
+        "another hash": (_split(sha256="0" * 64), "SHA-256"),
+        "tokenizer hash": (
+            edit_json(meta, tokenizer_sha256="0" * 64),
+            "did not produce the tokens",
+        ),
+        "tokenizer missing": (edit_json(meta, tokenizer="tokenizer.json"), "lacks tokenizer.json"),
+        "a byte of the tokens": (flip("prep/train.bin", 100), "SHA-256"),
+        "a byte of the bounds": (flip("prep/train.idx", 9), "SHA-256"),
+        "bounds of garbage": (write("prep/train.idx", b"\xff" * 16), "train.idx is damaged"),
+        "bounds that descend": (_bounds(5, 0), "do"),
+        "bounds from 5": (_bounds(5, 1320), "begins at token 5"),
+        "tokens cut": (cut("prep/train.bin", 10), "is truncated"),
+        "tokens gone": (remove("prep/train.bin"), "lacks train.bin"),
+        "tokens are a link": (_linked_tokens, "lies elsewhere"),
+        "tokens are a pipe": (fifo("prep/train.bin"), "train.bin"),
+        "bounds gone": (remove("prep/train.idx"), "lacks train.idx"),
+    }
+    for name, (change, line) in changes.items():
+        yield Case(name, words, line, change, faults=2)
+
+
+def _split(**values: Any) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / "prep/meta.json"
+        meta = json.loads(path.read_text())
+        meta["splits"]["train"].update(values)
+        path.write_text(json.dumps(meta))
+
+    return change
+
+
+def _bounds(*bounds: int) -> Change:
+    """Other bounds, and their hash in meta.json."""
+
+    def change(folder: Path) -> None:
+        import hashlib
+
+        content = np.array(bounds, "<i8").tobytes()
+        (folder / "prep/train.idx").write_bytes(content)
+        _split(bounds_sha256=hashlib.sha256(content).hexdigest())(folder)
+
+    return change
+
+
+def _linked_tokens(folder: Path) -> None:
+    shutil.move(folder / "prep/train.bin", folder / "elsewhere.bin")
+    (folder / "prep/train.bin").symlink_to(folder / "elsewhere.bin")
+
+
+# ---------------------------------------------------------------------------------------------- Hugging Face folders
+
+IMPORT = ("import", "hf", "--out", "new", "--compare", "False")
+CONFIG = "hf/config.json"
+WEIGHTS = "hf/model.safetensors"
+
+CONFIG_KEYS: dict[str, Any] = {
+    "architectures": ["EvilForCausalLM"],
+    "num_hidden_layers": (0, -1, 2, 10**9, 2**70, "1", None, 1.5, [1], True),
+    "hidden_size": (0, -8, 10**9, "8", [8], {}, 1e30, 7),
+    "num_attention_heads": (0, 3, -2, "x", 10**9),
+    "num_key_value_heads": (0, 3, -1),
+    "intermediate_size": (0, 17, 10**9, "x"),
+    "vocab_size": (0, 33, 10**12, "x"),
+    "rms_norm_eps": (0, -1, "x"),
+    "rope_theta": (0, -1, "x", [1]),
+    "max_position_embeddings": (0, -1, "x"),
+    "hidden_act": ("gelu", 3, [], {"a": 1}),
+    "rope_scaling": ("x", [1], {"rope_type": "evil"}, {"rope_type": "llama3", "factor": "x"}),
+    "attention_bias": (True,),
+    "quantization_config": ({"bits": 4},),
+    "unknown_key": (1, "x", [[[]]]),
+    "tie_word_embeddings": ("maybe", [1]),
+    "head_dim": (3, "x"),
+}
+
+
+def hf_folders() -> Iterator[Case]:
+    for key, values in CONFIG_KEYS.items():
+        for value in values if isinstance(values, tuple) else (values,):
+            change = edit_json(CONFIG, **{key: value})
+            yield Case(f"config {key} {str(value)[:20]}", IMPORT, "", change, faults=9)
+    texts: dict[str, tuple[str | bytes, str]] = {
+        "no JSON": ("x", "is no JSON"),
+        "a list": ("[]", "is no JSON object"),
+        "empty": ("", "is no JSON"),
+        "nested": ("[" * DEEP + "]" * DEEP, "nested more than"),
+        "nested objects": ('{"a":' * DEEP + "1" + "}" * DEEP, "nested more than"),
+        "5 MiB": (" " * 5 * MIB, "is too large"),
+        "not UTF-8": (b'{"a": "\xff"}', "is not UTF-8"),
+        "5,000 digits": ('{"vocab_size": ' + "9" * 5000 + "}", "digits"),
+        "NaN": (json.dumps({**HF_CONFIG, "rms_norm_eps": float("nan")}), "rms_norm_eps"),
+        "infinity": (json.dumps({**HF_CONFIG, "rope_theta": float("inf")}), "rope_theta"),
+    }
+    for name, (content, line) in texts.items():
+        yield Case(f"config.json, {name}", IMPORT, line, write(CONFIG, content), faults=2)
+    for name, file in {"config.json": CONFIG, "weights": WEIGHTS}.items():
+        yield Case(f"{name} missing", IMPORT, "", remove(file))
+        yield Case(f"{name} a pipe", IMPORT, "is no regular file", fifo(file))
+        yield Case(f"{name} a folder", IMPORT, "is no regular file", as_folder(file))
+        yield Case(f"{name} a device", IMPORT, "leads out", link(file, "/dev/zero"))
+        yield Case(f"{name} a link out", IMPORT, "leads out", link(file, "/etc/passwd"))
+        yield Case(f"{name} a link to itself", IMPORT, "", link(file, file.rpartition("/")[2]))
+    for small in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "merges.txt"):
+        yield Case(f"{small} a link out", IMPORT, "leads out", link(f"hf/{small}", "/etc/passwd"))
+        yield Case(f"{small} a pipe", IMPORT, "is no regular file", fifo(f"hf/{small}"))
+        yield Case(
+            f"{small} not UTF-8", IMPORT, "is not UTF-8", write(f"hf/{small}", b"\xff\xfe\xff")
+        )
+    tokenizer = "hf/tokenizer.json"
+    yield Case("tokenizer garbage", IMPORT, "is not a tokenizer", write(tokenizer, "{}"))
+    yield Case("tokenizer nested", IMPORT, "is not a tokenizer", write(tokenizer, "[" * DEEP))
+    yield Case(
+        "tokenizer too large", IMPORT, "has more tokens", write(tokenizer, tokenizer_text(40))
+    )
+    yield from _weights()
+    yield from _indexes()
+    for name, words in {
+        "out exists": ("import", "hf", "--out", "run"),
+        "out in /proc": ("import", "hf", "--out", "/proc/x"),
+        "out below a file": ("import", "hf", "--out", "text.txt/x"),
+        "no out": ("import", "hf"),
+        "no folder": ("import",),
+        "folder missing": ("import", "nowhere", "--out", "new"),
+        "folder is a file": ("import", "text.txt", "--out", "new"),
+        "another model key": ("import", "hf", "--out", "new", "--model.layers", "3"),
+    }.items():
+        yield Case(f"import, {name}", words)
+    train = ("train", "--model.from_hf", "hf", "--data.source", "text.txt")
+    yield Case("train from NaN", train, "NaN", _values(np.nan), faults=3)
+    generate = ("generate", "hf", "--prompt", "\t", "--tokenizer", "bytes")
+    yield Case("generate from NaN", generate, "NaN", _values(np.nan), faults=3)
+
+
+def tokenizer_text(size: int) -> str:
+    vocab = {f"t{index}": index for index in range(size)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"}
+    return json.dumps({"version": "1.0", "added_tokens": [], "model": model})
+
+
+def _values(value: float) -> Change:
+    """One value of the weights replaced."""
+
+    def change(folder: Path) -> None:
+        header, data = tensors()
+        values = np.frombuffer(data, "<f4").copy()
+        values[300] = value
+        write_safetensors(folder / WEIGHTS, header, values.tobytes())
+
+    return change
+
+
+def _weights() -> Iterator[Case]:
+    _, data = tensors()
+    header_changes: dict[str, Callable[[dict[str, Any]], object]] = {
+        "a tensor is missing": lambda h: h.pop(NORM),
+        "a tensor is left over": lambda h: h.update(evil=h[NORM]),
+        "two tensors over the same bytes": lambda h: h[NORM].update(data_offsets=[0, 32]),
+        "offsets reversed": lambda h: h[NORM].update(data_offsets=[64, 32]),
+        "offsets negative": lambda h: h[NORM].update(data_offsets=[-32, 0]),
+        "offsets beyond": lambda h: h[NORM].update(data_offsets=[10**15, 10**15 + 32]),
+        "offsets as text": lambda h: h[NORM].update(data_offsets=["0", "32"]),
+        "offsets as floats": lambda h: h[NORM].update(data_offsets=[0.0, 32.0]),
+        "three offsets": lambda h: h[NORM].update(data_offsets=[0, 16, 32]),
+        "shape as text": lambda h: h[NORM].update(shape=["8"]),
+        "shape as floats": lambda h: h[NORM].update(shape=[8.0]),
+        "shape of true": lambda h: h[NORM].update(shape=[8, True]),
+        "shape negative": lambda h: h[NORM].update(shape=[-8]),
+        "shape of 10^18": lambda h: h[NORM].update(shape=[10**18]),
+        "shape of 0 x 2^62": lambda h: h[NORM].update(shape=[0, 2**62]),
+        "shape of 1,000 dims": lambda h: h[NORM].update(shape=[1] * 1000 + [8]),
+        "shape another": lambda h: h[Q].update(shape=[4, 16]),
+        "dtype unknown": lambda h: h[NORM].update(dtype="F3"),
+        "dtype I64": lambda h: h[NORM].update(dtype="I64"),
+        "dtype F8": lambda h: h[NORM].update(dtype="F8_E4M3"),
+        "dtype a list": lambda h: h[NORM].update(dtype=["F32"]),
+        "dtype another": lambda h: h[NORM].update(dtype="F16"),
+        "an entry is a list": lambda h: h.update({NORM: [1, 2]}),
+        "an entry is null": lambda h: h.update({NORM: None}),
+        "no offsets": lambda h: h[NORM].pop("data_offsets"),
+        "another name": lambda h: h.update({"../../evil": h.pop(NORM)}),
+    }  # fmt: skip
+    for name, change in header_changes.items():
+        yield Case(f"weights, {name}", IMPORT, "", edit_header(change), faults=3)
+    headers: dict[str, bytes] = {
+        "no JSON": b"x" * 100,
+        "a list": b"[]",
+        "nested": b"[" * DEEP + b"]" * DEEP,
+        "not UTF-8": b'{"\xff": 1}',
+        "5,000 digits": b'{"a": ' + b"9" * 5000 + b"}",
+    }
+    for name, header in headers.items():
+        forged = _file(header, data)
+        yield Case(f"header, {name}", IMPORT, "", forged)
+    for length in (2**60, 2**63, 26_000_000, 0):
+        yield Case(
+            f"header of {length} bytes", IMPORT, "", _file(b"{}", data, length=length), faults=3
+        )
+    yield Case("weights empty", IMPORT, "is no safetensors file", write(WEIGHTS, b""))
+    yield Case("weights of 7 bytes", IMPORT, "is no safetensors file", write(WEIGHTS, b"1234567"))
+    yield Case("weights cut", IMPORT, "is cut short", cut(WEIGHTS, 2000))
+    yield Case("weights NaN", IMPORT, "NaN", _values(np.nan))
+    yield Case("weights infinite", IMPORT, "NaN", _values(np.inf))
+    pickled = _renamed(WEIGHTS, "hf/pytorch_model.bin")
+    yield Case("weights pickled", IMPORT, "Fix: save it as safetensors", pickled)
+    yield Case("GGUF", IMPORT, "holds no weights", _renamed(WEIGHTS, "hf/model.gguf"))
+
+
+def _file(header: bytes, data: bytes, *, length: int | None = None) -> Change:
+    return lambda folder: write_safetensors(folder / WEIGHTS, header, data, length=length)
+
+
+def _renamed(old: str, new: str) -> Change:
+    return lambda folder: (folder / old).rename(folder / new)
+
+
+def _indexes() -> Iterator[Case]:
+    contents: dict[str, Any] = {
+        "no map": {},
+        "a list": {"weight_map": ["a"]},
+        "empty": {"weight_map": {}},
+        "numbers": {"weight_map": {"a": 3}},
+        "a path": {"weight_map": {"a": "../evil.safetensors"}},
+        "an absolute path": {"weight_map": {"a": "/etc/passwd"}},
+        "two dots": {"weight_map": {"a": ".."}},
+        "a dot": {"weight_map": {"a": "."}},
+        "no name": {"weight_map": {"a": ""}},
+        "a zero byte": {"weight_map": {"a": "a\0b"}},
+        "a missing file": {"weight_map": {"a": "missing.safetensors"}},
+        "a long name": {"weight_map": {"a": "a" * 5000}},
+        "another tensor": {"weight_map": {"evil": "model.safetensors"}},
+    }
+    index = "hf/model.safetensors.index.json"
+    for name, content in contents.items():
+        yield Case(f"index, {name}", IMPORT, "", write(index, json.dumps(content)))
+    yield Case("index nested", IMPORT, "nested more than", write(index, "[" * DEEP + "]" * DEEP))
+    yield Case("index a pipe", IMPORT, "is no regular file", fifo(index))
+    yield Case("index a device", IMPORT, "leads out", link(index, "/dev/zero"))
+
+
+# ---------------------------------------------------------------------------------------------- runs and checkpoints
+
+
+def checkpoints() -> Iterator[Case]:
+    manifest = f"{STEP}/manifest.json"
+    data_file = f"{STEP}/rank-00000.safetensors"
+    name = "model/head.norm.weight"
+    forged: dict[str, Callable[[dict[str, Any]], object]] = {
+        "format 99": lambda m: m.update(format=99),
+        "format text": lambda m: m.update(format="1"),
+        "step -1": lambda m: m["facts"].update(step=-1),
+        "step text": lambda m: m["facts"].update(step="3"),
+        "no facts": lambda m: m.pop("facts"),
+        "an unknown key": lambda m: m.update(evil=1),
+        "family unknown": lambda m: m["facts"].update(family="evil"),
+        "family of images": lambda m: m["facts"].update(family="mnist"),
+        "another architecture": lambda m: m["facts"]["architecture"].update(dim=64),
+        "a path": lambda m: m["files"].update({"../../../etc/passwd": m["files"].popitem()[1]}),
+        "block_bytes 0": lambda m: m.update(block_bytes=0),
+        "block_bytes 1": lambda m: m.update(block_bytes=1),
+        "a shape of 10^15": lambda m: m["tensors"][name].update(shape=[10**15]),
+        "a piece outside": lambda m: m["tensors"][name]["pieces"][0].update(hi=[64]),
+        "a piece at -1": lambda m: m["tensors"][name]["pieces"][0].update(at=-1),
+        "a piece at 10^18": lambda m: m["tensors"][name]["pieces"][0].update(at=10**18),
+        "a piece of two dims": lambda m: m["tensors"][name]["pieces"][0].update(
+            lo=[0, 0], hi=[1, 1]
+        ),
+        "a dtype": lambda m: m["tensors"][name].update(dtype="object"),
+        "no crc": lambda m: m["tensors"][name]["pieces"][0].update(crc32=[]),
+        "another crc": lambda m: m["tensors"][name]["pieces"][0].update(crc32=[1]),
+    }
+    generate = ("generate", STEP, "--prompt", "x")
+    for case, change in forged.items():
+        yield Case(f"manifest, {case}", generate, "", forge_manifest(change), faults=2)
+    texts: dict[str, bytes] = {
+        "no JSON": b"x",
+        "nested": b"[" * DEEP + b"]" * DEEP,
+        "a list": b"[]",
+        "not UTF-8": b"\xff",
+        "5,000 digits": b'{"format": ' + b"9" * 5000 + b"}",
+    }
+    for case, text in texts.items():
+        yield Case(f"manifest {case}", generate, "manifest.json", _manifest(text))
+    resume = ("train", "run/run.toml", "--out", "new", "--resume", STEP)
+    files: dict[str, tuple[Change, str]] = {
+        "a flipped byte of the manifest": (flip(manifest, 40), "do not agree"),
+        "no checksum": (remove(f"{manifest}.sha256"), "checksum cannot be read"),
+        "checksum a pipe": (fifo(f"{manifest}.sha256"), "checksum cannot be read"),
+        "checksum of 1 MiB": (write(f"{manifest}.sha256", b"0" * MIB), "checksum cannot be read"),
+        "manifest missing": (remove(manifest), "not a checkpoint"),
+        "manifest a pipe": (fifo(manifest), "is no regular file"),
+        "manifest a link": (link(manifest, "/etc/passwd"), "leads out"),
+        "data missing": (remove(data_file), "missing"),
+        "data cut": (cut(data_file, 500), "cut short"),
+        "data a link": (link(data_file, "/etc/passwd"), "is no regular file"),
+        "data a pipe": (fifo(data_file), "is no regular file"),
+        "data a folder": (as_folder(data_file), "is no regular file"),
+    }
+    for case, (change, line) in files.items():
+        yield Case(f"resume, {case}", resume, line, change, faults=2)
+        yield Case(
+            f"generate, {case}", generate, line if "manifest missing" not in case else "", change
+        )
+    flipped = flip(data_file, 3000)
+    export = ("export", "run", "new", "--compare", "False")
+    yield Case(
+        "generate from a flipped byte", ("generate", "run", "--prompt", "x"), "is damaged", flipped
+    )
+    yield Case("export of a flipped byte", export, "is damaged", flipped)
+    yield Case("another seed", (*resume, "--seed", "7"), "seed: differs")
+    yield Case("another model", (*resume, "--model.dim", "64"), "another model")
+    yield Case("another optimizer", (*resume, "--optim.name", "sgd"), "optim.name: differs")
+    exports: dict[str, tuple[tuple[str, ...], Change | None]] = {
+        "one folder": (("export", "run"), None),
+        "a missing run": (("export", "nowhere", "new"), None),
+        "a Hugging Face folder": (("export", "hf", "new"), None),
+        "out exists": (("export", "run", "prep"), None),
+        "out in /proc": (("export", "run", "/proc/new"), None),
+        "no adapters": (("export", "run", "new", "--adapters", "True"), None),
+        "a dtype": ((*export, "--dtype", "int8"), None),
+        "a link among the small files": (export, _linked_template),
+        "run.toml a link": (export, link("run/run.toml", "/etc/passwd")),
+        "run.toml a pipe": (export, fifo("run/run.toml")),
+        "run.toml garbage": (export, write("run/run.toml", b"\xff")),
+    }
+    for case, (words, change) in exports.items():
+        yield Case(f"export, {case}", words, "", change or _nothing)
+    yield from _proofs()
+    yield from _prompts()
+
+
+def _manifest(text: bytes) -> Change:
+    return lambda folder: write_manifest(folder, text)
+
+
+def _linked_template(folder: Path) -> None:
+    (folder / "run/hf").mkdir()
+    (folder / "run/hf/chat_template.jinja").symlink_to("/etc/passwd")
+
+
+def _proofs() -> Iterator[Case]:
+    words = ("prove", "run")
+    events = "run/events.jsonl"
+    step = '{"event": "step", "step": 1, "loss": 5.5, "grad_norm": 1.0}\n'
+    contents: dict[str, tuple[str | bytes, str]] = {
+        "garbage": ("x\n", "damaged line"),
+        "a list": ("[]\n", "damaged line"),
+        "a number": ("3\n", "damaged line"),
+        "nested": ("[" * DEEP + "]" * DEEP + "\n", "damaged line"),
+        "no event": ("{}\n", "no event of a run"),
+        "a step of text": ('{"event": "step", "step": "1"}\n', "no event of a run"),
+        "a step without loss": ('{"event": "step", "step": 1}\n', "no event of a run"),
+        "a loss of text": (step.replace("5.5", '"x"'), "no event of a run"),
+        "not UTF-8": (b"\xff\n", "damaged line"),
+        "5,000 digits": ('{"event": "step", "step": ' + "9" * 5000 + "}\n", "damaged line"),
+        "a line of 2 MiB": ("a" * 2 * MIB, "damaged line"),
+        "empty": ("", "no step has been recorded"),
+        "starts later": (
+            step.replace('"step": 1', '"step": 9'),
+            "from a checkpoint of another folder",
+        ),
+    }
+    for name, (content, line) in contents.items():
+        yield Case(f"prove, events {name}", words, line, write(events, content))
+    yield Case("prove, events missing", words, "no run in this folder", remove(events))
+    yield Case("prove, events a pipe", words, "is no regular file", fifo(events))
+    yield Case("prove, events a link", words, "leads out", link(events, "/etc/passwd"))
+    yield Case("prove, events a device", words, "leads out", link(events, "/dev/zero"))
+    yield Case("prove, run.toml a pipe", words, "is no regular file", fifo("run/run.toml"))
+    yield Case("prove, no run", ("prove", "prep"), "no run in this folder")
+    yield Case("prove, a key besides", ("prove", "run", "--steps", "3"), "takes no keys")
+    yield Case("prove, first 0", ("prove", "run", "--first", "0"), "first: out of range")
+    yield Case("prove, first without value", ("prove", "run", "--first"), "first")
+
+
+def _prompts() -> Iterator[Case]:
+    ask = ("generate", "run", "--prompt_file", "p.jsonl")
+    contents: dict[str, str | bytes] = {
+        "garbage": "x\n",
+        "a number": "3\n",
+        "nested": "[" * DEEP + "]" * DEEP + "\n",
+        "not UTF-8": b"\xff\n",
+        "empty": "",
+        "17 MiB": " " * 17 * MIB,
+        "5,000 digits": '{"prompt": ' + "9" * 5000 + "}\n",
+    }
+    for name, content in contents.items():
+        yield Case(f"prompts, {name}", ask, "prompt_file", write("p.jsonl", content))
+    yield Case("prompts, a pipe", ask, "prompt_file", fifo("p.jsonl"))
+    yield Case("prompts, a device", ask, "prompt_file", link("p.jsonl", "/dev/zero"))
+    for flag, value in {
+        "tokens": "0", "samples": "1e9", "temperature": "-1", "top_p": "2", "top_k": "0", "mesh": "dp2",
+        "dtype": "int8", "device": "gpu", "tokenizer": "nowhere", "format": "xml",
+    }.items():  # fmt: skip
+        yield Case(
+            f"generate --{flag} {value}",
+            ("generate", "run", "--prompt", "x", f"--{flag}", value),
+            flag,
+        )
+    ends = {**HF_CONFIG, "eos_token_id": {"a": 1}}
+    yield Case("end token a table", ("generate", "hf", "--prompt", "x", "--tokenizer", "bytes"), "eos_token_id",
+               write("hf/config.json", json.dumps(ends)))  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- schedules, command lines
+
+
+def schedules() -> Iterator[Case]:
+    head = "microbatches 1\nstage_to_rank 0\n"
+    tables: dict[str, str | bytes] = {
+        "garbage": "hello",
+        "empty": "",
+        "no header": "rank 0: F0.0 B0.0",
+        "an unknown action": head + "rank 0: F0.0 X0.0",
+        "a missing backward": head + "rank 0: F0.0",
+        "an action twice": head + "rank 0: F0.0 F0.0 B0.0",
+        "a deadlock": head + "rank 0: B0.0 F0.0",
+        "another stage": head + "rank 0: F9.0 B9.0",
+        "a huge stage": head + "rank 0: F99999999999999999999.0 B0.0",
+        "5,000 digits": head + "rank 0: F" + "9" * 5000 + ".0",
+        "a rank too many": head + "rank 0: F0.0 B0.0\nrank 1: F0.0",
+        "10^12 micro-batches": "microbatches 1000000000000\nstage_to_rank 0\nrank 0: F0.0 B0.0",
+        "no rows": "microbatches 1\nstage_to_rank 5\n",
+        "JSON": '{"table": 3}',
+        "JSON without rows": '{"microbatches": 1, "stage_to_rank": [0]}',
+        "JSON with text": '{"microbatches": "1", "stage_to_rank": ["a"], "rows": ["F0.0 B0.0"]}',
+        "JSON nested": "{" + '"a":{' * DEEP,
+        "not UTF-8": b"\xff\xfe",
+        "5 MiB": "#" * 5 * MIB,
+    }
+    words = ("schedule", "t.txt", "--ranks", "1", "--microbatches", "1")
+    for name, content in tables.items():
+        yield Case(f"table, {name}", words, "", write("t.txt", content), faults=4)
+    yield Case("table, a pipe", words, "is no regular file", fifo("t.txt"))
+    yield Case("table, a device", words, "is no regular file", link("t.txt", "/dev/zero"))
+    yield Case("table, a folder", ("schedule", "prep"), "is no regular file")
+    for sizes in ("--ranks 1000000000", "--ranks 3000 --microbatches 3000", "--microbatches 1e15", "--ranks 0",
+                  "--ranks 100 --microbatches 3000", "--chunks 99999", "--width 1", "--ranks -4"):  # fmt: skip
+        yield Case(f"schedule {sizes}", ("schedule", *sizes.split()), faults=2)
+    layers = ("explain", "--model.layers", "2000")
+    yield Case(
+        "1,500 stages",
+        (*layers, "--mesh", "pp1500", "--batch.global_size", "20000"),
+        "stages",
+        faults=3,
+    )
+    yield Case("svg in /proc", ("schedule", "--svg", "/proc/x.svg"), "svg")
+    yield Case("json below a file", ("schedule", "--json", "text.txt/x"), "json")
+
+
+def command_lines() -> Iterator[Case]:
+    lines: dict[str, tuple[str, ...]] = {
+        "an unknown command": ("trian",),
+        "a config as command": ("run.toml",),
+        "a flag as command": ("--steps", "3"),
+        "an empty command": ("",),
+        "a command with a line break": ("a\nb",),
+        "a command with an escape sequence": ("\x1b[2J",),
+        "a command of 100,000 characters": ("a" * 100_000,),
+        "a lone surrogate": ("train", "--data.source", "\udcff"),
+        "two configs": ("train", "a.toml", "b.toml"),
+        "a zero byte": ("train", "--data.source", "a\0b"),
+        "a zero byte in out": ("train", "--data.source", "text.txt", "--out", "a\0b"),
+        "a short flag": ("train", "-n", "3"),
+        "an empty flag": ("train", "--", "3"),
+        "an equals flag": ("train", "--=3"),
+        "a flag twice": ("train", "--steps", "x", "--steps", "y"),
+        "a word too many": ("train", "--steps", "3", "4"),
+        "a flag of dots": ("train", "--...", "1"),
+        "an unknown key with an escape": ("train", "--\x1b[31m", "1"),
+        "a section": ("train", "--optim", "3"),
+        "a word for schedule": ("schedule", "1f1b", "gpipe"),
+        "doctor with a word": ("doctor", "evil"),
+        "generate nothing": ("generate",),
+        "generate from nothing": ("generate", "nowhere", "--prompt", "x"),
+        "generate from a file": ("generate", "text.txt", "--prompt", "x"),
+        "generate from a folder": ("generate", "prep", "--prompt", "x"),
+        "generate with a zero byte": ("generate", "a\0b", "--prompt", "x"),
+        "prove a zero byte": ("prove", "a\0b"),
+        "import a zero byte": ("import", "a\0b", "--out", "new"),
+        "export a zero byte": ("export", "a\0b", "new"),
+        "show a zero byte": ("data", "show", "a\0b"),
+        "out of 5,000 characters": ("import", "hf", "--out", "a" * 5000),
+        "generate 5,000 characters": ("generate", "a" * 5000),
+        "export 5,000 characters": ("export", "a" * 5000, "new"),
+        "prove 5,000 characters": ("prove", "a" * 5000),
+        "show 5,000 characters": ("data", "show", "a" * 5000),
+        "resume with a zero byte": ("train", "--resume", "a\0b"),
+        "replay nothing": ("replay",),
+        "replay a missing run": ("replay", "nowhere", "--step", "1"),
+    }
+    for name, words in lines.items():
+        yield Case(name, words, faults=3)
+    many = [word for index in range(2000) for word in (f"--key{index}", "1")]
+    yield Case("2,000 unknown keys", ("train", *many), "unknown key", faults=60)
+
+
+GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
+    "config": config_values,
+    "toml": toml_files,
+    "data": data_files,
+    "prepared": prepared,
+    "hf": hf_folders,
+    "checkpoint": checkpoints,
+    "schedule": schedules,
+    "words": command_lines,
+}
+
+
+def all_cases() -> list[tuple[str, Case]]:
+    """Every case with its group."""
+    return [(group, case) for group, make in GROUPS.items() for case in make()]
