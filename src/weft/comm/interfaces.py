@@ -87,7 +87,7 @@ def listen_anywhere(port: int) -> socket.socket:
     """
     if socket.has_dualstack_ipv6():
         return listen("::", port)
-    return listen("0.0.0.0", port)  # noqa: S104 - the wildcard is recognised, not bound
+    return listen("0.0.0.0", port)  # noqa: S104 - ranks of other hosts join; their nonce is checked
 
 
 def listen(address: str, port: int) -> socket.socket:
