@@ -28,7 +28,7 @@ class PrivateFolder:
 
     Attributes:
         path: the folder.
-        memory_path: a second one in memory (tmpfs), or None.
+        memory_path: a second one of the same name in memory (tmpfs), or None.
     """
 
     def __init__(self, *, in_memory: bool = False) -> None:
@@ -36,7 +36,8 @@ class PrivateFolder:
         self.memory_path: Path | None = None
         folders = [self.path]
         if in_memory and os.access(MEMORY_FOLDER, os.W_OK):
-            self.memory_path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY_FOLDER))
+            self.memory_path = MEMORY_FOLDER / self.path.name
+            self.memory_path.mkdir(mode=0o700)
             folders.append(self.memory_path)
         self._owner = os.getpid()
         self._folders = tuple(folders)
