@@ -30,7 +30,7 @@ from weft.run.worker_group import WorkerGroup, fork_workers
 from weft.run.world import Attempt, Restart, ThreadRendezvous, World
 
 RankMain = Callable[[World], None]
-SECONDARY_DELAY_S = 2.0
+SECONDARY_DELAY_S = 4.0
 
 
 def ignore_board(path: Path) -> None:
