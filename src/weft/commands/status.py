@@ -21,6 +21,7 @@ from weft.run.folder_lock import FolderLock, LockHolder, find_lock
 from weft.run.hang import Hang, diagnose
 from weft.run.process_state import STOPPED, process_state
 from weft.run.rank_status import RankSnapshot, StatusBoard
+from weft.small_files import UnreadableFile, open_regular, parse_json
 from weft.view.quantity import short_time
 
 USAGE = "RUN [--json]"
@@ -244,17 +245,18 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _last_events(path: Path) -> list[dict[str, Any]]:
     """The events at the end of a file, without lines that are cut or damaged."""
-    if not path.is_file():
+    try:
+        with open_regular(path, within=path.parent) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - TAIL_BYTES))
+            data = file.read(TAIL_BYTES)
+    except UnreadableFile:
         return []
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - TAIL_BYTES))
-        data = file.read(TAIL_BYTES)
     events: list[dict[str, Any]] = []
     for line in data.split(b"\n"):
         try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
+            event = parse_json(line)
+        except ValueError:
             continue
         if isinstance(event, dict):
             events.append(event)
