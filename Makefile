@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 MESH ?= pp2 dp2 tp2
 RESULTS := $(CURDIR)/runs/matrix.jsonl
 
-.PHONY: help setup train test slow check docs matrix support bench clean
+.PHONY: help setup train test slow check docs matrix support bench chaos clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -63,6 +63,9 @@ matrix: $(STAMP)  ## the whole sweep of layouts x schedules x models against one
 
 slow: $(STAMP)  ## the slow tests besides the matrix: 200 kills in the middle of a save, random cuts, adapters on 120 layouts
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --ignore tests/matrix tests $(ARGS)
+
+chaos: $(STAMP)  ## 500 faults of 12 kinds injected on 8 layouts, compared with runs without faults (half an hour)
+	@OMP_NUM_THREADS=1 $(BIN)/weft chaos --faults 500 --seed 8 $(ARGS)
 
 support: $(STAMP)  ## docs/support.md from the last results of make matrix
 	@PYTHONPATH=. $(BIN)/python -m tests.matrix.support $(RESULTS)

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
+from weft.commands import chaos as commands_chaos
 from weft.commands import doctor as commands_doctor
 from weft.commands import preflight
 from weft.commands import replay as commands_replay
@@ -302,6 +303,7 @@ COMMANDS = {
         commands_status.LINE,
         commands_status.status,
     ),
+    "chaos": Command(commands_chaos.USAGE, commands_chaos.LINE, commands_chaos.chaos),
     "generate": Command(
         "MODEL [--prompt TEXT ...]",
         "generate text with a run, checkpoint or Hugging Face folder",

@@ -17,10 +17,10 @@ from weft.errors import EXIT_PREEMPTED, RankError
 from weft.parallel.model.parallelize import ParallelModel
 from weft.run.failure import describe_error
 from weft.run.folder_lock import heartbeat, publish_status_board
-from weft.run.launch import Supervision, ignore_board, launch
+from weft.run.launch import Supervision, ignore_board, launch, same_attempt
 from weft.run.rank_setup import choose_device, open_comm
 from weft.run.signals import StopRequest
-from weft.run.world import World, detect
+from weft.run.world import Attempt, World, detect
 from weft.train.build import build_training, check_initial_parameters
 from weft.train.event_log import (
     EventLog,
@@ -38,11 +38,18 @@ GenerateText = Callable[[ParallelModel, str], str]
 """(the trained model, a prompt) -> text; called on every rank, equal on every rank."""
 
 
-def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
+def train(
+    run: Run,
+    *,
+    generate_text: GenerateText | None = None,
+    adapt_attempt: Callable[[int, Attempt], Attempt] = same_attempt,
+) -> int:
     """Train on the ranks that torchrun or Slurm has started, or on local ones started here; returns
     the exit code.
 
-    `generate_text` is called on every rank after the last step; its text is an event.
+    Args:
+        generate_text: called on every rank after the last step; its text is an event.
+        adapt_attempt: see `Supervision`.
     """
     if starts_new(run.resume, run.out):
         check_initial_parameters(run.model)
@@ -76,6 +83,7 @@ def train(run: Run, *, generate_text: GenerateText | None = None) -> int:
                 restarts=run.run.restarts,
                 snapshots=run.run.restarts > 0 and run.save.memory_every != 0,
                 on_board=partial(publish_status_board, out) if out else ignore_board,
+                adapt_attempt=adapt_attempt,
             ),
         )
 

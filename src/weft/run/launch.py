@@ -37,6 +37,11 @@ def ignore_board(path: Path) -> None:
     """Do nothing."""
 
 
+def same_attempt(rank: int, attempt: Attempt) -> Attempt:
+    """The attempt as it is."""
+    return attempt
+
+
 @dataclass(frozen=True)
 class Supervision:
     """How local rank processes are supervised.
@@ -47,12 +52,14 @@ class Supervision:
         restarts: how often the ranks are started again after a failure.
         snapshots: whether ranks may keep snapshots in memory.
         on_board: called with the path of the status board, once it exists.
+        adapt_attempt: called in each rank before anything else; injects faults in `weft chaos`.
     """
 
     timeout_s: float = 0.0
     restarts: int = 0
     snapshots: bool = False
     on_board: Callable[[Path], None] = ignore_board
+    adapt_attempt: Callable[[int, Attempt], Attempt] = same_attempt
 
 
 DEFAULT_SUPERVISION = Supervision()
@@ -120,7 +127,8 @@ def launch(
                 world = local_world(
                     rank, nproc, folder=attempt_folder, nonce=nonce, listener=listener
                 )
-                world = replace(world, attempt=Attempt(status, folder.memory_path, restart))
+                attempt = Attempt(status, folder.memory_path, restart)
+                world = replace(world, attempt=supervision.adapt_attempt(rank, attempt))
                 exit_now(run_worker(partial(_run_main, main, world), rank=rank, pipe=forked.pipe))
             supervisor = Supervisor(
                 forked, signals, board, timeout_s=supervision.timeout_s, mesh=mesh

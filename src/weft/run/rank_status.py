@@ -222,7 +222,7 @@ class RankStatus:
     """
 
     def __init__(self, slot: memoryview) -> None:
-        self._slot = slot
+        self.slot = slot
         self._words = slot[: NUM_WORDS * WORD_BYTES].cast("q")
         self._phase: Phase = "start"
         self._step_began_ns = 0
@@ -260,7 +260,7 @@ class RankStatus:
         if text is None:
             text = _text(name, CALL_AT - BLOCK_AT)
             self._block_texts[name] = text
-        self._slot[BLOCK_AT : BLOCK_AT + len(text)] = text
+        self.slot[BLOCK_AT : BLOCK_AT + len(text)] = text
         self._changed(time.monotonic_ns())
 
     def started(self, call: ShownCall) -> int:
@@ -279,7 +279,7 @@ class RankStatus:
         text = self._texts.get(key)
         if text is None:
             text = self._add_text(call)
-        self._slot[CALL_AT : CALL_AT + len(text)] = text
+        self.slot[CALL_AT : CALL_AT + len(text)] = text
         words = self._words
         now_ns = time.monotonic_ns()
         words[GROUP] = words[self._group_words[call.group_key]]

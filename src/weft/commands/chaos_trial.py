@@ -1,0 +1,160 @@
+"""One layout of `weft chaos`: a training run without faults and one with, each in a process of its own, and their comparison."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.folder import checkpoints
+from weft.commands import preflight
+from weft.commands.chaos import ChaosLayout
+from weft.commands.chaos_report import TrialResult, outcomes_of
+from weft.commands.console import load_checked_run
+from weft.commands.data_checks import data_checks
+from weft.commands.train import train
+from weft.errors import EXIT_FAILED, EXIT_OK, WeftError
+from weft.run.fault_injection import FaultInjection, read_ledger
+from weft.run.fault_plan import Cell, FaultPlan, num_steps, plan_faults
+from weft.run.launch import same_attempt
+from weft.small_files import UnreadableFile
+from weft.train.event_log import EVENTS, read_events, step_history
+
+HANG_S = 60.0
+"""Without a new event for this long, a run hangs: far more than any detection takes."""
+POLL_S = 0.05
+MAX_SPARE_RESTARTS = 5
+ERRORS = "errors.txt"
+
+MakeWords = Callable[[Path], Sequence[str]]
+"""The run folder -> the command line of a run."""
+
+
+def run_trial(
+    layout: ChaosLayout,
+    cells: Sequence[Cell],
+    make_words: MakeWords,
+    *,
+    folder: Path,
+    seed: int,
+) -> TrialResult:
+    """Train with the faults of one layout and without, and compare.
+
+    Raises:
+        UserError: the layout is not valid.
+    """
+    start_s = time.monotonic()
+    folder.mkdir()
+    faults = plan_faults(cells, num_ranks=layout.mesh.size, seed=seed)
+    plan = FaultPlan(faults, folder / "ledger.jsonl", folder / "faulty", layout.reduced_axes)
+    steps = num_steps(faults)
+    restarts = len(faults) + MAX_SPARE_RESTARTS
+    common = ["--steps", str(steps), "--run.restarts", str(restarts)]
+    clean = folder / "clean"
+    load_checked_run([*make_words(clean), *common], data_checks)
+    clean_end = _run([*make_words(clean), *common], clean, None)
+    if clean_end != "finished":
+        text = f"the run without faults has {clean_end}: {_last_line(clean)}"
+        raise WeftError(f"{layout.text}: {text}")
+    end = _run([*make_words(plan.run_folder), *common], plan.run_folder, plan)
+    events = _events(plan.run_folder)
+    return TrialResult(
+        layout=layout.text,
+        num_ranks=layout.mesh.size,
+        steps=steps,
+        outcomes=outcomes_of(faults, read_ledger(plan.ledger), events, end=end),
+        end=end,
+        is_identical=end == "finished" and record_of(plan.run_folder) == record_of(clean),
+        num_restarts=sum(event["event"] == "restart" for event in events),
+        seconds=time.monotonic() - start_s,
+        error="" if end == "finished" else _last_line(plan.run_folder),
+    )
+
+
+def _run(words: Sequence[str], out: Path, plan: FaultPlan | None) -> str:
+    """Train in a fork of this process: `finished`, `failed` or `hung`."""
+    out.mkdir()
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_train_in_child, args=(words, out, plan))
+    process.start()
+    try:
+        hangs = _wait(process, out)
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    if hangs:
+        return "hung"
+    return "finished" if process.exitcode == EXIT_OK else "failed"
+
+
+def _wait(process: BaseProcess, out: Path) -> bool:
+    """Wait for a run; whether it has written no event for HANG_S."""
+    size, changed_s = -1, time.monotonic()
+    while process.is_alive():
+        process.join(POLL_S)
+        events = out / EVENTS
+        new_size = events.stat().st_size if events.exists() else 0
+        if new_size != size:
+            size, changed_s = new_size, time.monotonic()
+        elif time.monotonic() - changed_s > HANG_S:
+            return True
+    return False
+
+
+def _train_in_child(words: Sequence[str], out: Path, plan: FaultPlan | None) -> None:
+    """Train; the standard streams of the run go to the run folder."""
+    _redirect(out)
+    run = load_checked_run(words)
+    adapt = same_attempt if plan is None else FaultInjection(plan).adapt
+    code = EXIT_FAILED
+    try:
+        with preflight.locked_out(run.model, run.out, run.resume, now=datetime.now()):
+            code = train(run, adapt_attempt=adapt)
+    except WeftError as error:
+        sys.stderr.write(f"error: {error}\n")
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _redirect(out: Path) -> None:
+    silent = os.open(os.devnull, os.O_RDWR)
+    errors = os.open(out / ERRORS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(silent, 1)
+    os.dup2(errors, 2)
+
+
+def _last_line(out: Path) -> str:
+    path = out / ERRORS
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or [""])[-1]
+
+
+def _events(out: Path) -> list[dict[str, Any]]:
+    try:
+        return list(read_events(out / EVENTS))
+    except (UnreadableFile, ValueError):
+        return []
+
+
+def record_of(out: Path) -> tuple[list[Any], dict[str, str]]:
+    """Step, loss and gradient norm of every step that counts, and the hashes of the tensor files of
+    the last checkpoint.
+    """
+    steps: list[Any] = []
+    for event in step_history(_events(out)):
+        steps.append((event["step"], event["loss"], event["grad_norm"], event["lr"]))
+    hashes: dict[str, str] = {}
+    for _, path in checkpoints(out):
+        for file in sorted(path.glob("*.safetensors")):
+            hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        break
+    return steps, hashes

@@ -1,0 +1,312 @@
+"""Injection of planned faults into a rank, for `weft chaos`: real signals, limits, sockets and files.
+
+    launch(..., Supervision(adapt_attempt=FaultInjection(plan).adapt))
+      rank: InjectingStatus.on_phase, .started, .finished ---> a planned fault ---> the ledger, then the fault
+
+Only the caller of `launch` can pass a plan: no config key, environment variable or file of a run
+does. A rank without a plan has a plain `RankStatus`, and no code of this module runs in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint.folder import checkpoints
+from weft.comm.transport import Call
+from weft.run.fault_plan import MESSAGE_PHASES, FaultKind, FaultPlan, PlannedFault, cause_of_start
+from weft.run.rank_status import Phase, RankStatus, ShownCall
+from weft.run.world import Attempt
+
+NUM_STEPS_ACTIVE = 2
+"""Steps after which a full or slow disk and a slow link are as before."""
+SLOW_WRITE_S = 0.15
+SLOW_CALL_S = 0.01
+MEMORY_MARGIN_BYTES = 2**26
+MIN_MESSAGE_NUMEL = 16
+CLOCK_JUMP_S = 86_400.0 * 365
+CALLS_BEFORE_START_FAULT = 2
+"""Calls of a start after which its fault happens: connections exist then."""
+
+
+class InjectedError(RuntimeError):
+    """An exception that a fault plan asks for."""
+
+
+@dataclass(frozen=True)
+class FaultInjection:
+    """Replaces the status of a rank by one that injects the faults of a plan."""
+
+    plan: FaultPlan
+
+    def adapt(self, rank: int, attempt: Attempt) -> Attempt:
+        """The attempt of a rank, with its faults; called in the rank."""
+        number = attempt.restart.number if attempt.restart else 0
+        injector = _Injector(self.plan, rank, number, attempt.memory_folder)
+        if rank == 0 and attempt.restart is not None:
+            injector.record({"detected_at_s": attempt.restart.at_s})
+        return replace(attempt, status=InjectingStatus(attempt.status, injector))
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """What ranks have recorded, in order."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+
+
+class InjectingStatus(RankStatus):
+    """A rank's status that injects planned faults where it is reported."""
+
+    def __init__(self, status: RankStatus, injector: _Injector) -> None:
+        super().__init__(status.slot)
+        self._injector = injector
+        self._call: ShownCall | None = None
+
+    def on_phase(self, step: int, phase: Phase) -> None:
+        """Report the phase, then inject what is planned for it."""
+        super().on_phase(step, phase)
+        self._injector.on_phase(step, phase)
+
+    def started(self, call: ShownCall) -> int:
+        """Report the call; in a start, inject what is planned for it."""
+        position = super().started(call)
+        self._injector.on_call(self.place)
+        return position
+
+    def waiting(self, call: ShownCall, position: int) -> None:
+        """Remember the call, whose buffer may be corrupted."""
+        self._call = call
+        super().waiting(call, position)
+
+    def finished(self) -> None:
+        """Report the end of the wait; corrupt what was received, if that is planned."""
+        super().finished()
+        call, self._call = self._call, None
+        if isinstance(call, Call):
+            self._injector.on_received(call, self.place)
+
+
+class _Injector:
+    """The faults of one rank in one attempt."""
+
+    def __init__(
+        self, plan: FaultPlan, rank: int, attempt: int, memory_folder: Path | None
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.attempt = attempt
+        folders = [plan.run_folder] if memory_folder is None else [memory_folder, plan.run_folder]
+        self.folders = tuple(folders)
+        done = {line["fault"] for line in read_ledger(plan.ledger) if "fault" in line}
+        self.due = [fault for fault in plan.faults if self._is_mine(fault, done)]
+        self.num_calls = 0
+        self.call_delay_s = 0.0
+        self.has_resumed = False
+        self.corrupts_next: PlannedFault | None = None
+        self._undo: list[tuple[int, Callable[[], None]]] = []
+
+    def _is_mine(self, fault: PlannedFault, done: set[int]) -> bool:
+        if fault.rank != self.rank or fault.number in done:
+            return False
+        if fault.phase != "start":
+            return True
+        cause = cause_of_start(fault, self.plan.faults)
+        return cause is None or cause.number in done
+
+    def record(self, line: dict[str, Any]) -> None:
+        """Append a line to the ledger in one call, also while the disk is full."""
+        text = json.dumps({"attempt": self.attempt, **line}) + "\n"
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
+        file = os.open(self.plan.ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(file, text.encode())
+        finally:
+            os.close(file)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def on_phase(self, step: int, phase: Phase) -> None:
+        """End the faults that have lasted long enough; inject those that are due."""
+        if self.rank == 0 and phase == "data" and not self.has_resumed:
+            self.has_resumed = True
+            self.record({"resumed_at_s": time.monotonic(), "step": step})
+        for pair in tuple(self._undo):
+            if step >= pair[0]:
+                self._undo.remove(pair)
+                pair[1]()
+        for fault in tuple(self.due):
+            if fault.phase == phase and fault.phase != "start" and step >= fault.step:
+                self._begin(fault, step, phase)
+
+    def on_call(self, place: tuple[int, Phase]) -> None:
+        """Delay a call over a slow link; inject what is due in a start."""
+        if self.call_delay_s:
+            time.sleep(self.call_delay_s)
+        step, phase = place
+        if phase != "start":
+            return
+        self.num_calls += 1
+        if self.num_calls == CALLS_BEFORE_START_FAULT:
+            for fault in tuple(self.due):
+                if fault.phase == "start":
+                    self._begin(fault, step, phase)
+
+    def on_received(self, call: Call, place: tuple[int, Phase]) -> None:
+        """Flip a bit of a reduced gradient, if that is due."""
+        fault = self.corrupts_next
+        step, phase = place
+        if fault is None or phase not in MESSAGE_PHASES:
+            return
+        buffer = call.output
+        is_gradient = (
+            call.op == "all_reduce"
+            and buffer is not None
+            and buffer.is_floating_point()
+            and buffer.numel() >= MIN_MESSAGE_NUMEL
+            and set(call.axis.split("+")) <= set(self.plan.reduced_axes)
+        )
+        if buffer is not None and is_gradient:
+            self.corrupts_next = None
+            self._record_fault(fault, step, phase)
+            flip_bit(buffer, random.Random(fault.number))
+
+    def _begin(self, fault: PlannedFault, step: int, phase: Phase) -> None:
+        self.due.remove(fault)
+        if fault.kind == "corrupted_message":
+            self.corrupts_next = fault
+            return
+        self._record_fault(fault, step, phase)
+        _EFFECTS[fault.kind](self, step)
+
+    def _record_fault(self, fault: PlannedFault, step: int, phase: Phase) -> None:
+        has_updated = phase in ("evaluate", "save", "end")
+        num_done = max(0, step if has_updated else step - 1)
+        self.record({"fault": fault.number, "at_s": time.monotonic(), "num_done": num_done})
+
+    def kill(self, step: int) -> None:
+        """SIGKILL, as by the kernel when memory is used up."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop(self, step: int) -> None:
+        """SIGSTOP: the process is there and does nothing."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def segfault(self, step: int) -> None:
+        """Read address 0."""
+        ctypes.string_at(0)
+
+    def exception(self, step: int) -> None:
+        """Raise."""
+        raise InjectedError(f"injected at step {step}")
+
+    def out_of_memory(self, step: int) -> None:
+        """Allocate more than the address space of the process may grow by."""
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        used_bytes = pages * os.sysconf("SC_PAGE_SIZE")
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_MARGIN_BYTES, most))
+        torch.empty(2**34, dtype=torch.uint8)
+
+    def full_disk(self, step: int) -> None:
+        """No file can grow: writes fail with EFBIG, which counts as a full disk."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        self._later(step, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before))
+
+    def slow_disk(self, step: int) -> None:
+        """Every flush to the disk takes longer."""
+        before = os.fsync
+
+        def fsync(file: Any) -> None:
+            time.sleep(SLOW_WRITE_S)
+            before(file)
+
+        os.fsync = fsync
+        self._later(step, lambda: setattr(os, "fsync", before))
+
+    def lost_link(self, step: int) -> None:
+        """Shut down every connection to another rank."""
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                _shut_down(int(name))
+
+    def slow_link(self, step: int) -> None:
+        """Every call takes longer."""
+        self.call_delay_s = SLOW_CALL_S
+        self._later(step, lambda: setattr(self, "call_delay_s", 0.0))
+
+    def corrupt_files(self, step: int) -> None:
+        """Flip a bit of the newest snapshot and of the newest checkpoint, then SIGKILL."""
+        for folder in self.folders:
+            for _, path in checkpoints(folder):
+                with suppress(OSError):  # another rank removes it just now
+                    _flip_bit_of_file(path)
+                break
+        self.kill(step)
+
+    def clock(self, step: int) -> None:
+        """The wall clock of the process jumps: back on even ranks, ahead on odd ones."""
+        jump_s = CLOCK_JUMP_S if self.rank % 2 else -CLOCK_JUMP_S
+        wall_s, wall_ns = time.time, time.time_ns
+        setattr(time, "time", lambda: wall_s() + jump_s)  # noqa: B010 - mypy rejects the assignment
+        setattr(time, "time_ns", lambda: wall_ns() + int(1e9 * jump_s))  # noqa: B010
+
+    def _later(self, step: int, undo: Callable[[], None]) -> None:
+        self._undo.append((step + NUM_STEPS_ACTIVE, undo))
+
+
+_EFFECTS: dict[FaultKind, Callable[[_Injector, int], None]] = {
+    "kill": _Injector.kill,
+    "stop": _Injector.stop,
+    "segfault": _Injector.segfault,
+    "exception": _Injector.exception,
+    "out_of_memory": _Injector.out_of_memory,
+    "full_disk": _Injector.full_disk,
+    "slow_disk": _Injector.slow_disk,
+    "lost_link": _Injector.lost_link,
+    "slow_link": _Injector.slow_link,
+    "corrupted_file": _Injector.corrupt_files,
+    "clock": _Injector.clock,
+}
+
+
+def flip_bit(buffer: Tensor, draw: random.Random) -> None:
+    """Flip a random bit of the mantissa of a random element."""
+    raw = buffer.detach().view(torch.uint8)
+    element = draw.randrange(buffer.numel())
+    lowest_byte = element * buffer.element_size()
+    raw[lowest_byte] ^= 1 << draw.randrange(8)
+
+
+def _shut_down(file: int) -> None:
+    """Shut down a connected TCP socket; other files raise OSError."""
+    connection = socket.socket(fileno=os.dup(file))
+    with connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _flip_bit_of_file(checkpoint: Path) -> None:
+    """Flip a bit near the end of the largest file of a checkpoint."""
+    largest = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
+    with largest.open("r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-8, os.SEEK_END)
+        file.write(bytes([byte ^ 16]))

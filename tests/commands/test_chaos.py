@@ -1,0 +1,103 @@
+"""`weft chaos`: what it reports, and real runs with faults on two layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from weft.cli import main
+from weft.commands.chaos import LAYOUTS, ChaosLayout
+from weft.commands.chaos_report import ChaosReport, FaultOutcome, TrialResult, outcomes_of
+from weft.run.fault_plan import PlannedFault
+
+PROGRAM = "import sys; from weft.cli import main; sys.exit(main())"
+KILL = PlannedFault(0, "kill", "forward", rank=1, step=4)
+CLOCK = PlannedFault(1, "clock", "data", rank=0, step=8)
+STOP = PlannedFault(2, "stop", "save", rank=2, step=12)
+LEDGER = [
+    {"attempt": 0, "resumed_at_s": 1.0, "step": 1},
+    {"attempt": 0, "fault": 0, "at_s": 2.0, "num_done": 3},
+    {"attempt": 1, "detected_at_s": 2.25},
+    {"attempt": 1, "resumed_at_s": 3.0, "step": 3},
+    {"attempt": 1, "fault": 1, "at_s": 4.0, "num_done": 7},
+    {"attempt": 1, "fault": 2, "at_s": 5.0, "num_done": 12},
+]
+RESTART = {"event": "restart", "attempt": 1, "source": "memory", "reason": "rank 1: killed"}
+
+
+def report_of(*outcomes: FaultOutcome, is_identical: bool = True, end: str = "finished"):
+    trial = TrialResult("dp3", 3, 20, outcomes, end, is_identical, num_restarts=1, seconds=1.0)
+    return ChaosReport(len(outcomes), 0, (trial,))
+
+
+def test_times_and_lost_steps_are_those_between_injection_detection_and_the_next_step():
+    kill, clock, stop = outcomes_of((KILL, CLOCK, STOP), LEDGER, [RESTART], end="failed")
+    assert (kill.detection_s, kill.recovery_s, kill.steps_lost) == (0.25, 0.75, 1)
+    assert (kill.is_survived, kill.source, kill.reason) == (True, "memory", "rank 1: killed")
+    assert (clock.is_injected, clock.is_restarted, clock.detection_s) == (True, False, None)
+    assert (stop.is_injected, stop.is_survived, stop.is_restarted) == (True, False, False)
+    (later,) = outcomes_of((PlannedFault(9, "kill", "end", 0, 90),), LEDGER, [], end="failed")
+    assert not later.is_injected
+
+
+def test_a_restart_after_a_fault_that_should_be_tolerated_is_needless():
+    ledger = [*LEDGER[:1], {**LEDGER[1], "fault": 1}, *LEDGER[2:4]]
+    _, clock = outcomes_of((KILL, CLOCK), ledger, [RESTART], end="finished")
+    assert clock.is_needless_restart
+    assert not report_of(clock).holds("no_needless_restart")
+
+
+def test_claims_and_the_table():
+    (kill,) = outcomes_of((KILL,), LEDGER[:4], [RESTART], end="finished")
+    report = report_of(kill)
+    claims = ("bit_identical", "no_hang", "survived", "injected", "no_needless_restart")
+    assert all(report.holds(claim) for claim in claims)
+    assert "| kill | 1 | 1 | 1 | 0.25, 0.25 | 0.75, 0.75 | 1, 1 |" in report.lines(claims)
+    found = json.loads(json.dumps(report.to_json(claims)))
+    assert found["detection_s"] == {"median": 0.25, "max": 0.25}
+    assert (found["injected"], found["survived"], found["hung"]) == (1, 1, 0)
+    assert not report_of(kill, is_identical=False).holds("bit_identical")
+    assert not report_of(kill, end="hung").holds("no_hang")
+    assert not report_of(FaultOutcome(KILL)).holds("injected")
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_the_default_layouts_are_valid(text, tmp_path):
+    layout = ChaosLayout.parse(text)
+    (tmp_path / "text.txt").write_text("text " * 400)
+    words = layout.words([], source=tmp_path / "text.txt", out=tmp_path / "run")
+    assert main(["explain", *words]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kinds", "kil"], "error: kinds: is unknown (got 'kil'"),
+        (["--phases", "never"], "error: phases: is unknown"),
+        (["--assert", "fast"], "error: assert: is unknown"),
+        (["--layout"], "error: layout: has no value"),
+        (["--layout", "dp"], "error: "),
+        (["--faults", "0"], "error: faults: "),
+    ],
+)
+def test_bad_options_are_faults(words, message, capsys):
+    assert main(["chaos", *words]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_ten_faults_on_two_layouts_leave_every_bit_as_without_them():
+    kinds = "kill,stop,segfault,exception,out_of_memory,full_disk,lost_link,clock"
+    command = [sys.executable, "-c", PROGRAM, "chaos", "--json", "--faults", "10", "--seed", "2"]
+    command += ["--layout", "dp3", "--layout", "pp2 tp2"]
+    command += ["--kinds", f"{kinds},corrupted_message,corrupted_file"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert found["claims"] == dict.fromkeys(found["claims"], True), json.dumps(found, indent=1)
+    assert (found["injected"], found["survived"], found["hung"]) == (10, 10, 0)
+    assert done.returncode == 0
+    assert found["kinds"]["kill"]["restarted"] == 1
+    assert found["kinds"]["clock"]["restarted"] == 0

@@ -1,0 +1,75 @@
+"""Plans of injected faults: even, seeded, and possible."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from weft.run.fault_plan import (
+    FAULT_KINDS,
+    MESSAGE_PHASES,
+    STEP_GAP,
+    Cell,
+    cause_of_start,
+    cells,
+    deal,
+    num_steps,
+    plan_faults,
+)
+from weft.run.rank_status import PHASES
+
+REPLICAS = (True, False, True)
+
+
+def test_every_pair_of_kind_and_phase_is_injected_but_corrupted_messages_elsewhere_than_in_reductions():
+    found = set(cells(FAULT_KINDS, PHASES))
+    assert len(found) == 11 * 9 + len(MESSAGE_PHASES)
+    dealt = deal(12 * 9, finds_corruption=REPLICAS, seed=1)
+    assert {cell for layout in dealt for cell in layout} == found
+
+
+def test_faults_are_dealt_evenly_over_layouts_and_kinds_and_corrupted_messages_only_where_found():
+    dealt = deal(120, finds_corruption=REPLICAS, seed=3)
+    assert [len(layout) for layout in dealt] == [40, 40, 40]
+    kinds = Counter(kind for layout in dealt for kind, _ in layout)
+    assert set(kinds.values()) == {10}
+    assert "corrupted_message" not in {kind for kind, _ in dealt[1]}
+    nowhere = deal(22, finds_corruption=[False], seed=3)
+    assert {kind for kind, _ in nowhere[0]} == set(FAULT_KINDS) - {"corrupted_message"}
+    assert deal(9, kinds=["corrupted_message"], finds_corruption=[False], seed=3) == [[]]
+
+
+def test_plans_are_functions_of_their_seed():
+    (dealt,) = deal(40, finds_corruption=[True], seed=5)
+    first = plan_faults(dealt, num_ranks=4, seed=5)
+    assert first == plan_faults(dealt, num_ranks=4, seed=5)
+    assert first != plan_faults(dealt, num_ranks=4, seed=6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_faults_are_apart_and_those_of_a_start_follow_one_that_ends_ranks(seed):
+    (dealt,) = deal(60, finds_corruption=[True], seed=seed)
+    faults = plan_faults(dealt, num_ranks=3, seed=seed)
+    assert sorted((fault.kind, fault.phase) for fault in faults) == sorted(dealt)
+    assert [fault.number for fault in faults] == list(range(60))
+    steps = [fault.step for fault in faults if fault.phase != "start"]
+    assert all(later - earlier == STEP_GAP for earlier, later in itertools.pairwise(steps))
+    assert num_steps(faults) > steps[-1] + STEP_GAP
+    for fault in faults[1:]:
+        if fault.phase == "start":
+            assert faults[fault.number - 1] == cause_of_start(fault, faults)
+
+
+def test_all_faults_of_starts_are_planned_even_if_there_are_more_of_them_than_of_others():
+    starts: list[Cell] = [
+        ("kill", "start"),
+        ("kill", "start"),
+        ("clock", "start"),
+        ("stop", "start"),
+    ]
+    faults = plan_faults([*starts, ("kill", "data")], num_ranks=2, seed=0)
+    assert len(faults) == 5
+    for one, other in itertools.pairwise(faults):
+        assert (one.phase, one.rank) != (other.phase, other.rank)
