@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from weft.cli import main
-from weft.commands.chaos import LAYOUTS, ChaosLayout
+from weft.commands.chaos_layout import LAYOUTS, ChaosLayout
 from weft.commands.chaos_report import ChaosReport, FaultOutcome, TrialResult, outcomes_of
 from weft.run.fault_plan import PlannedFault
 
@@ -50,6 +50,16 @@ def test_a_restart_after_a_fault_that_should_be_tolerated_is_needless():
     assert not report_of(clock).holds("no_needless_restart")
 
 
+def test_a_flipped_bit_without_effect_is_not_the_cause_of_a_later_restart():
+    flipped = PlannedFault(0, "corrupted_message", "reduce", rank=0, step=4)
+    later = {**LEDGER[1], "fault": 1, "at_s": 2.2}
+    stop = PlannedFault(1, "stop", "data", rank=0, step=8)
+    ledger = [*LEDGER[:2], later, *LEDGER[2:4]]
+    first, second = outcomes_of((flipped, stop), ledger, [RESTART], end="finished")
+    assert (first.is_survived, first.is_restarted) == (True, False)
+    assert second.detection_s == pytest.approx(0.05)
+
+
 def test_claims_and_the_table():
     (kill,) = outcomes_of((KILL,), LEDGER[:4], [RESTART], end="finished")
     report = report_of(kill)
@@ -68,7 +78,7 @@ def test_claims_and_the_table():
 def test_the_default_layouts_are_valid(text, tmp_path):
     layout = ChaosLayout.parse(text)
     (tmp_path / "text.txt").write_text("text " * 400)
-    words = layout.words([], source=tmp_path / "text.txt", out=tmp_path / "run")
+    words = layout.words(tmp_path / "run", config=[], source=tmp_path / "text.txt")
     assert main(["explain", *words]) == 0
 
 

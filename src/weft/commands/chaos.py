@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 from pydantic import Field
 
+from weft.commands.chaos_layout import LAYOUTS, ChaosLayout
 from weft.commands.chaos_report import ChaosReport, TrialResult
 from weft.commands.console import (
     print_result,
@@ -23,8 +23,6 @@ from weft.commands.console import (
 )
 from weft.config import flags
 from weft.config.schema import ConfigSection
-from weft.core.dimension import sequence_axes, token_axes
-from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.run.fault_plan import FAULT_KINDS, FaultKind, deal
 from weft.run.rank_status import PHASES, Phase
@@ -36,35 +34,8 @@ LINE = "inject faults into training runs and compare them with runs without"
 Claim = Literal["bit_identical", "no_hang", "survived", "injected", "no_needless_restart"]
 CLAIMS: tuple[Claim, ...] = get_args(Claim)
 
-LAYOUTS = (
-    "dp3",
-    "dp3 zero3",
-    "dp4 zero2",
-    "pp2 dp3",
-    "dp3 tp2",
-    "dp3 cp2",
-    "dp2 ep2 moe",
-    "pp2 tp2 zero1",
-)
-"""The default layouts."""
 TEXT = "the quick brown fox jumps over the lazy dog. " * 400
-SIZES: dict[str, int] = {
-    "model.layers": 2,
-    "model.dim": 16,
-    "model.heads": 2,
-    "model.kv_heads": 2,
-    "data.seq_len": 8,
-    "batch.micro_size": 1,
-}
-DENSE: dict[str, str | int] = {"model.name": "llama3", "model.ffn": 32}
-MIXTURE: dict[str, str | int] = {
-    "model.name": "qwen3-moe",
-    "model.head_size": 8,
-    "model.experts": 4,
-    "model.top_k": 2,
-    "model.expert_ffn": 16,
-}
-SEQUENCES_A_RANK = 2
+"""The training data."""
 
 T = TypeVar("T", bound=str)
 
@@ -88,82 +59,6 @@ class ChaosOptions(ConfigSection):
     )
 
 
-@dataclass(frozen=True)
-class ChaosLayout:
-    """A layout of a run: its mesh, ZeRO stage, and whether its model is a mixture of experts."""
-
-    text: str
-    mesh: Mesh
-    zero: int
-    is_mixture: bool
-
-    @staticmethod
-    def parse(text: str) -> ChaosLayout:
-        """`dp3 zero3`, `dp2 ep2 moe`.
-
-        Raises:
-            MeshError: the mesh cannot be read.
-        """
-        axes: list[str] = []
-        zero, is_mixture = 0, False
-        for word in text.split():
-            if word == "moe":
-                is_mixture = True
-            elif word in ("zero1", "zero2", "zero3"):
-                zero = int(word[-1])
-            else:
-                axes.append(word)
-        return ChaosLayout(text, Mesh.parse(" ".join(axes)), zero, is_mixture)
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Ranks that read different sequences."""
-        count = 1
-        for axis, degree in self.mesh.axes:
-            if axis in sequence_axes():
-                count *= degree
-        return count
-
-    @property
-    def finds_corruption(self) -> bool:
-        """Whether a flipped bit in a reduced gradient makes replicas differ."""
-        return self.zero == 0 and not self.is_mixture and self.num_data_ranks > 1
-
-    @property
-    def reduced_axes(self) -> tuple[str, ...]:
-        """Axes over which gradients are reduced."""
-        return token_axes()
-
-    def words(self, config: Sequence[str], *, source: Path, out: Path) -> list[str]:
-        """The command line of a run, without its faults.
-
-        Args:
-            config: words of the user's own config, or none: then the model is tiny.
-        """
-        values: dict[str, object] = {}
-        if not config:
-            model = MIXTURE if self.is_mixture else DENSE
-            values = {**SIZES, **model, "data.source": source, "eval.source": source}
-            values["batch.global_size"] = SEQUENCES_A_RANK * self.num_data_ranks
-        values |= {
-            "mesh": self.mesh,
-            "parallel.zero": self.zero,
-            "out": out,
-            "guard.digest_every": 1,
-            "guard.stragglers": 0,
-            "eval.every": 4 if not config else 0,
-            "eval.batches": 1,
-            "sample": 0,
-            "save.every": 8,
-            "save.keep": 3,
-            "save.memory_every": 2,
-        }
-        words = list(config)
-        for name, value in values.items():
-            words += [f"--{name}", str(value)]
-        return words
-
-
 def chaos(words: Sequence[str]) -> int:
     """Inject faults, compare and report; exit code 1 where a claim does not hold."""
     if wants_help(words):
@@ -178,6 +73,8 @@ def chaos(words: Sequence[str]) -> int:
     kinds: tuple[FaultKind, ...] = _choices("kinds", options.kinds, FAULT_KINDS)
     phases: tuple[Phase, ...] = _choices("phases", options.phases, PHASES)
     claims: tuple[Claim, ...] = _choices("assert", options.claims, CLAIMS)
+    if options.layout:  # written as --layout=dp3
+        layout_texts.append(options.layout)
     layouts = [ChaosLayout.parse(text) for text in layout_texts or LAYOUTS]
     dealt = deal(
         options.faults,
@@ -191,7 +88,8 @@ def chaos(words: Sequence[str]) -> int:
     from weft.commands.chaos_trial import run_trial  # imports torch, and so comes after all checks
 
     results: list[TrialResult] = []
-    with _private_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="weft-chaos-") as name:
+        folder = Path(name)
         source = folder / "text.txt"
         source.write_text(TEXT, encoding="ascii")
         for number, (layout, cells) in enumerate(zip(layouts, dealt, strict=True)):
@@ -200,7 +98,7 @@ def chaos(words: Sequence[str]) -> int:
             trial = run_trial(
                 layout,
                 cells,
-                lambda out, layout=layout: layout.words(config, source=source, out=out),
+                partial(layout.words, config=config, source=source),
                 folder=folder / f"layout{number}",
                 seed=options.seed + number,
             )
@@ -213,12 +111,6 @@ def chaos(words: Sequence[str]) -> int:
     else:
         print_result("\n".join(report.lines(claims)))
     return EXIT_OK if all(report.holds(claim) for claim in claims) else EXIT_FAILED
-
-
-@contextmanager
-def _private_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="weft-chaos-") as folder:
-        yield Path(folder)
 
 
 def _take_layouts(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from weft.run.fault_plan import FaultKind, PlannedFault
+
+Line = Mapping[str, Any]
+"""A line of a ledger or of events.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class FaultOutcome:
 
 def outcomes_of(
     faults: Sequence[PlannedFault],
-    ledger: Sequence[Mapping[str, Any]],
-    events: Sequence[Mapping[str, Any]],
+    ledger: Sequence[Line],
+    events: Sequence[Line],
     *,
     end: str,
 ) -> tuple[FaultOutcome, ...]:
@@ -59,58 +62,72 @@ def outcomes_of(
         end: `finished`, `failed` or `hung`.
     """
     injected = {line["fault"]: line for line in ledger if "fault" in line}
-    detected = {
-        line["attempt"]: line["detected_at_s"] for line in ledger if "detected_at_s" in line
-    }
-    resumed = {line["attempt"]: line for line in ledger if "resumed_at_s" in line}
-    restarts = {event["attempt"]: event for event in events if event["event"] == "restart"}
-    causes = _causes(faults, injected)
-    last_attempt = max([0, *resumed])
-    outcomes: list[FaultOutcome] = []
-    for fault in faults:
-        line = injected.get(fault.number)
+    records = _Records(
+        injected=injected,
+        causes=_causes(faults, injected),
+        starts={line["attempt"]: line for line in ledger if "detected_at_s" in line},
+        resumes={line["attempt"]: line for line in ledger if "resumed_at_s" in line},
+        restarts={event["attempt"]: event for event in events if event["event"] == "restart"},
+        is_finished=end == "finished",
+    )
+    return tuple(records.outcome(fault) for fault in faults)
+
+
+@dataclass(frozen=True)
+class _Records:
+    """The records of one run.
+
+    Attributes:
+        injected: fault -> line of the ledger.
+        causes: attempt -> the fault that ended it.
+        starts, resumes, restarts: attempt -> its start, its first step, its event.
+    """
+
+    injected: Mapping[int, Line]
+    causes: Mapping[int, int]
+    starts: Mapping[int, Line]
+    resumes: Mapping[int, Line]
+    restarts: Mapping[int, Line]
+    is_finished: bool
+
+    def outcome(self, fault: PlannedFault) -> FaultOutcome:
+        """The outcome of one fault."""
+        line = self.injected.get(fault.number)
         if line is None:
-            outcomes.append(FaultOutcome(fault))
-            continue
+            return FaultOutcome(fault)
         attempt = line["attempt"]
-        next_attempt = attempt + 1
-        detected_s = detected.get(next_attempt)
-        was_last = attempt == last_attempt or not any(number > attempt for number in resumed)
-        is_survived = end == "finished" or not was_last
-        if causes.get(attempt) != fault.number or detected_s is None:
-            outcomes.append(FaultOutcome(fault, True, is_survived))
-            continue
-        resume = resumed.get(next_attempt)
-        restart = restarts.get(next_attempt, {})
-        outcomes.append(
-            FaultOutcome(
-                fault,
-                is_injected=True,
-                is_survived=is_survived,
-                is_restarted=True,
-                detection_s=detected_s - line["at_s"],
-                recovery_s=resume["resumed_at_s"] - detected_s if resume else None,
-                steps_lost=max(0, line["num_done"] - (resume["step"] - 1)) if resume else None,
-                source=str(restart.get("source", "")),
-                reason=str(restart.get("reason", "")),
-            )
+        has_resumed = any(number > attempt for number in self.resumes)
+        known = FaultOutcome(fault, is_injected=True, is_survived=self.is_finished or has_resumed)
+        start = self.starts.get(attempt + 1)
+        if start is None or self.causes[attempt] != fault.number:
+            return known
+        restart = self.restarts.get(attempt + 1, {})
+        known = replace(
+            known,
+            is_restarted=True,
+            detection_s=start["detected_at_s"] - line["at_s"],
+            source=str(restart.get("source", "")),
+            reason=str(restart.get("reason", "")),
         )
-    return tuple(outcomes)
+        resume = self.resumes.get(attempt + 1)
+        if resume is None:
+            return known
+        num_left = resume["step"] - 1
+        return replace(
+            known,
+            recovery_s=resume["resumed_at_s"] - start["detected_at_s"],
+            steps_lost=max(0, line["num_done"] - num_left),
+        )
 
 
-def _causes(
-    faults: Sequence[PlannedFault], injected: Mapping[int, Mapping[str, Any]]
-) -> dict[int, int]:
-    """Attempt -> the fault that ended it: the first that ends a rank, else the last one."""
+def _causes(faults: Sequence[PlannedFault], injected: Mapping[int, Line]) -> dict[int, int]:
+    """Attempt -> the fault that ended it: the last that ends ranks, else the last one."""
     causes: dict[int, int] = {}
-    ends: set[int] = set()
-    for fault in faults:
-        line = injected.get(fault.number)
-        if line is None or line["attempt"] in ends:
-            continue
-        causes[line["attempt"]] = fault.number
-        if fault.ends_rank:
-            ends.add(line["attempt"])
+    for ends_rank in (False, True):
+        for fault in faults:
+            line = injected.get(fault.number)
+            if line is not None and fault.ends_rank == ends_rank:
+                causes[line["attempt"]] = fault.number
     return causes
 
 

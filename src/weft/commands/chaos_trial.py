@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.checkpoint.folder import checkpoints
 from weft.commands import preflight
-from weft.commands.chaos import ChaosLayout
+from weft.commands.chaos_layout import ChaosLayout
 from weft.commands.chaos_report import TrialResult, outcomes_of
 from weft.commands.console import load_checked_run
 from weft.commands.data_checks import data_checks
@@ -24,6 +24,7 @@ from weft.errors import EXIT_FAILED, EXIT_OK, WeftError
 from weft.run.fault_injection import FaultInjection, read_ledger
 from weft.run.fault_plan import Cell, FaultPlan, num_steps, plan_faults
 from weft.run.launch import same_attempt
+from weft.run.worker import end_with_parent
 from weft.small_files import UnreadableFile
 from weft.train.event_log import EVENTS, read_events, step_history
 
@@ -82,7 +83,7 @@ def _run(words: Sequence[str], out: Path, plan: FaultPlan | None) -> str:
     """Train in a fork of this process: `finished`, `failed` or `hung`."""
     out.mkdir()
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=_train_in_child, args=(words, out, plan))
+    process = context.Process(target=_train_in_child, args=(words, out, plan, os.getpid()))
     process.start()
     try:
         hangs = _wait(process, out)
@@ -109,8 +110,9 @@ def _wait(process: BaseProcess, out: Path) -> bool:
     return False
 
 
-def _train_in_child(words: Sequence[str], out: Path, plan: FaultPlan | None) -> None:
-    """Train; the standard streams of the run go to the run folder."""
+def _train_in_child(words: Sequence[str], out: Path, plan: FaultPlan | None, parent: int) -> None:
+    """Train until the end of the run or of the parent; errors go to a file of the run folder."""
+    end_with_parent(parent)
     _redirect(out)
     run = load_checked_run(words)
     adapt = same_attempt if plan is None else FaultInjection(plan).adapt

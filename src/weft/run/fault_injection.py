@@ -38,6 +38,8 @@ SLOW_WRITE_S = 0.15
 SLOW_CALL_S = 0.01
 MEMORY_MARGIN_BYTES = 2**26
 MIN_MESSAGE_NUMEL = 16
+NUM_MANTISSA_BITS = 4
+"""Bits of a number's second byte that are of the mantissa in every dtype."""
 CLOCK_JUMP_S = 86_400.0 * 365
 CALLS_BEFORE_START_FAULT = 2
 """Calls of a start after which its fault happens: connections exist then."""
@@ -286,11 +288,15 @@ _EFFECTS: dict[FaultKind, Callable[[_Injector, int], None]] = {
 
 
 def flip_bit(buffer: Tensor, draw: random.Random) -> None:
-    """Flip a random bit of the mantissa of a random element."""
-    raw = buffer.detach().view(torch.uint8)
-    element = draw.randrange(buffer.numel())
-    lowest_byte = element * buffer.element_size()
-    raw[lowest_byte] ^= 1 << draw.randrange(8)
+    """Flip one of the upper bits of the mantissa of the largest element.
+
+    A flip in a gradient of zero is no more than a denormal number, which is flushed to zero.
+    """
+    flat = buffer.detach()
+    element = int(flat.abs().argmax())
+    size = buffer.element_size()
+    byte = size * element + max(0, size - 2)
+    flat.view(torch.uint8)[byte] ^= 1 << draw.randrange(NUM_MANTISSA_BITS)
 
 
 def _shut_down(file: int) -> None:

@@ -99,7 +99,7 @@ def detach(parent: int, *, stack_file: Path) -> None:
     signal.signal(
         signal.SIGTTOU, signal.SIG_IGN
     )  # rank 0 may write to a terminal in the mode `stty tostop`
-    _end_with_parent(parent)
+    end_with_parent(parent)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
@@ -108,7 +108,7 @@ def detach(parent: int, *, stack_file: Path) -> None:
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends; exit if the parent has ended already."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
