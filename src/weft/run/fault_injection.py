@@ -185,7 +185,7 @@ class _Injector:
         if buffer is not None and is_gradient:
             self.corrupts_next = None
             self._record_fault(fault, step, phase)
-            flip_bit(buffer, random.Random(fault.number))
+            flip_bit(buffer, random.Random(fault.number))  # noqa: S311 - no secret
 
     def _begin(self, fault: PlannedFault, step: int, phase: Phase) -> None:
         self.due.remove(fault)

@@ -113,7 +113,7 @@ def deal(
     Args:
         finds_corruption: for each layout, whether it has replicas that are compared.
     """
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311 - no secret
     phases_of: dict[FaultKind, list[Phase]] = {}
     for kind, phase in cells(kinds, phases):
         phases_of.setdefault(kind, []).append(phase)
@@ -143,7 +143,7 @@ def plan_faults(dealt: Sequence[Cell], *, num_ranks: int, seed: int) -> tuple[Pl
     A fault in a start happens in the start that follows another fault, or in the first one; see
     `cause_of_start`.
     """
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311 - no secret
     in_steps = [cell for cell in dealt if cell[1] != "start"]
     in_starts = [cell for cell in dealt if cell[1] == "start"]
     draw.shuffle(in_steps)
