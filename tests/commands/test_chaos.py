@@ -29,7 +29,7 @@ RESTART = {"event": "restart", "attempt": 1, "source": "memory", "reason": "rank
 
 
 def report_of(*outcomes: FaultOutcome, is_identical: bool = True, end: str = "finished"):
-    trial = TrialResult("dp3", 3, 20, outcomes, end, is_identical, num_restarts=1, seconds=1.0)
+    trial = TrialResult("dp3", 3, 20, outcomes, end, is_identical, restarts=(RESTART,), seconds=1.0)
     return ChaosReport(len(outcomes), 0, (trial,))
 
 

@@ -213,6 +213,7 @@ class TrialResult:
         end: `finished`, `failed` or `hung`: how the run with faults ended.
         is_identical: losses, norms and final parameters equal those of the run without faults, bit
             by bit.
+        restarts: the `restart` events; a start that another fault hit has none.
         error: the last message of a run that did not finish.
     """
 
@@ -222,7 +223,7 @@ class TrialResult:
     outcomes: tuple[FaultOutcome, ...]
     end: str
     is_identical: bool
-    num_restarts: int
+    restarts: tuple[Line, ...]
     seconds: float
     error: str = ""
 
@@ -232,7 +233,7 @@ class TrialResult:
         bits = "bit-identical" if self.is_identical else "NOT bit-identical"
         text = (
             f"{self.layout}: {self.end}, {summary.injected} of {summary.planned} faults injected, "
-            f"{summary.survived} survived, {self.num_restarts} restarts, {bits}, {self.seconds:.0f} s"
+            f"{summary.survived} survived, {summary.restarted} restarts, {bits}, {self.seconds:.0f} s"
         )
         return f"{text}: {self.error}" if self.error else text
 

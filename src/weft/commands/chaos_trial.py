@@ -73,7 +73,7 @@ def run_trial(
         outcomes=outcomes_of(faults, read_ledger(plan.ledger), events, end=end),
         end=end,
         is_identical=end == "finished" and record_of(plan.run_folder) == record_of(clean),
-        num_restarts=sum(event["event"] == "restart" for event in events),
+        restarts=tuple(event for event in events if event["event"] == "restart"),
         seconds=time.monotonic() - start_s,
         error="" if end == "finished" else _last_line(plan.run_folder),
     )

@@ -65,10 +65,11 @@ class FaultInjection:
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """What ranks have recorded, in order."""
+    """What ranks have recorded, in order, without a line that is being written."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+    *lines, _ = path.read_text(encoding="ascii").split("\n")
+    return [json.loads(line) for line in lines]
 
 
 class InjectingStatus(RankStatus):
