@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from weft.cli import main
 from weft.commands.chaos_layout import LAYOUTS, ChaosLayout
-from weft.commands.chaos_report import ChaosReport, FaultOutcome, TrialResult, outcomes_of
+from weft.commands.chaos_report import (
+    ChaosReport,
+    FaultOutcome,
+    TrialResult,
+    num_restarts,
+    outcomes_of,
+)
 from weft.run.fault_plan import PlannedFault
 
 PROGRAM = "import sys; from weft.cli import main; sys.exit(main())"
@@ -28,8 +35,11 @@ LEDGER = [
 RESTART = {"event": "restart", "attempt": 1, "source": "memory", "reason": "rank 1: killed"}
 
 
-def report_of(*outcomes: FaultOutcome, is_identical: bool = True, end: str = "finished"):
-    trial = TrialResult("dp3", 3, 20, outcomes, end, is_identical, restarts=(RESTART,), seconds=1.0)
+def report_of(*outcomes: FaultOutcome, num_unexplained: int = 0, **fields: Any):
+    known = {"end": "finished", "is_identical": True, "restarts": (RESTART,), "seconds": 1.0}
+    trial = TrialResult(
+        "dp3", 3, 20, outcomes, num_unexplained=num_unexplained, **{**known, **fields}
+    )
     return ChaosReport(len(outcomes), 0, (trial,))
 
 
@@ -72,6 +82,8 @@ def test_claims_and_the_table():
     assert not report_of(kill, is_identical=False).holds("bit_identical")
     assert not report_of(kill, end="hung").holds("no_hang")
     assert not report_of(FaultOutcome(KILL)).holds("injected")
+    assert not report_of(kill, num_unexplained=1).holds("no_needless_restart")
+    assert num_restarts(LEDGER) == 1
 
 
 @pytest.mark.parametrize("text", LAYOUTS)

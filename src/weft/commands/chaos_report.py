@@ -120,6 +120,11 @@ class _Records:
         )
 
 
+def num_restarts(ledger: Sequence[Line]) -> int:
+    """How often ranks were started again."""
+    return max((line["attempt"] for line in ledger), default=0)
+
+
 def _causes(faults: Sequence[PlannedFault], injected: Mapping[int, Line]) -> dict[int, int]:
     """Attempt -> the fault that ended it: the last that ends ranks, else the last one."""
     causes: dict[int, int] = {}
@@ -214,6 +219,7 @@ class TrialResult:
         is_identical: losses, norms and final parameters equal those of the run without faults, bit
             by bit.
         restarts: the `restart` events; a start that another fault hit has none.
+        num_unexplained: restarts that no fault has caused.
         error: the last message of a run that did not finish.
     """
 
@@ -224,6 +230,7 @@ class TrialResult:
     end: str
     is_identical: bool
     restarts: tuple[Line, ...]
+    num_unexplained: int
     seconds: float
     error: str = ""
 
@@ -235,6 +242,8 @@ class TrialResult:
             f"{self.layout}: {self.end}, {summary.injected} of {summary.planned} faults injected, "
             f"{summary.survived} survived, {summary.restarted} restarts, {bits}, {self.seconds:.0f} s"
         )
+        if self.num_unexplained:
+            text += f", {self.num_unexplained} restarts WITHOUT A FAULT"
         return f"{text}: {self.error}" if self.error else text
 
 
@@ -269,7 +278,8 @@ class ChaosReport:
             case "injected":
                 return all(outcome.is_injected for outcome in outcomes)
             case _:
-                return not any(outcome.is_needless_restart for outcome in outcomes)
+                is_needless = any(outcome.is_needless_restart for outcome in outcomes)
+                return not is_needless and not any(trial.num_unexplained for trial in self.trials)
 
     def to_json(self, claims: Sequence[str]) -> dict[str, Any]:
         """The report as one object."""

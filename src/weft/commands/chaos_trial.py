@@ -16,7 +16,7 @@ from typing import Any
 from weft.checkpoint.folder import checkpoints
 from weft.commands import preflight
 from weft.commands.chaos_layout import ChaosLayout
-from weft.commands.chaos_report import TrialResult, outcomes_of
+from weft.commands.chaos_report import TrialResult, num_restarts, outcomes_of
 from weft.commands.console import load_checked_run
 from weft.commands.data_checks import data_checks
 from weft.commands.train import train
@@ -66,14 +66,17 @@ def run_trial(
         raise WeftError(f"{layout.text}: {text}")
     end = _run([*make_words(plan.run_folder), *common], plan.run_folder, plan)
     events = _events(plan.run_folder)
+    ledger = read_ledger(plan.ledger)
+    outcomes = outcomes_of(faults, ledger, events, end=end)
     return TrialResult(
         layout=layout.text,
         num_ranks=layout.mesh.size,
         steps=steps,
-        outcomes=outcomes_of(faults, read_ledger(plan.ledger), events, end=end),
+        outcomes=outcomes,
         end=end,
         is_identical=end == "finished" and record_of(plan.run_folder) == record_of(clean),
         restarts=tuple(event for event in events if event["event"] == "restart"),
+        num_unexplained=num_restarts(ledger) - sum(outcome.is_restarted for outcome in outcomes),
         seconds=time.monotonic() - start_s,
         error="" if end == "finished" else _last_line(plan.run_folder),
     )
