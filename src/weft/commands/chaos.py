@@ -29,7 +29,7 @@ from weft.run.rank_status import PHASES, Phase
 
 NAME = "weft chaos"
 USAGE = '[CONFIG.toml] [--faults N] [--layout "dp3 zero3" ...] [--kinds kill,stop]'
-LINE = "inject faults into training runs and compare them with runs without"
+LINE = "inject faults into runs and compare them with runs without"
 
 Claim = Literal["bit_identical", "no_hang", "survived", "injected", "no_needless_restart"]
 CLAIMS: tuple[Claim, ...] = get_args(Claim)
