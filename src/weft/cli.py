@@ -20,6 +20,7 @@ from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.commands import chaos as commands_chaos
 from weft.commands import doctor as commands_doctor
+from weft.commands import launch as commands_launch
 from weft.commands import preflight
 from weft.commands import replay as commands_replay
 from weft.commands import schedule as commands_schedule
@@ -323,6 +324,11 @@ COMMANDS = {
         "RUN | CHECKPOINT HF-FOLDER",
         "export a checkpoint as a Hugging Face folder",
         imported("weft.commands.export:export"),
+    ),
+    "launch": Command(
+        "ENGINE [CONFIG.toml] [--nodes N ...]",
+        commands_launch.LINE,
+        commands_launch.launch,
     ),
     "doctor": Command("", commands_doctor.LINE, commands_doctor.doctor),
 }

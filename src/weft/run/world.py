@@ -20,6 +20,7 @@ Env = Mapping[str, str]
 SLURM_PORTS = range(20_000, 30_000)
 """Ports for Slurm jobs: below Linux's range for outgoing connections."""
 
+JOB_VARIABLE = "WEFT_JOB"
 HOST_WORD = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 HOST_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 HOST_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -123,8 +124,10 @@ def detect(env: Env) -> World | None:
 def job_name(env: Env) -> str:
     """Name of the torchrun or Slurm job that started this process; "" where nothing names it.
 
-    It stays the same when the job is restarted.
+    It stays the same when the job is restarted: in job files of `weft launch`, WEFT_JOB names it.
     """
+    if env.get(JOB_VARIABLE):
+        return env[JOB_VARIABLE]
     if "RANK" in env:
         run_id = env.get("TORCHELASTIC_RUN_ID", "none")
         return "" if run_id == "none" else f"torchrun {run_id}"

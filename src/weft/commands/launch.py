@@ -1,0 +1,194 @@
+"""`weft launch`: write the job files of a run for a cluster engine, and submit them. Imports no torch."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from weft.checkpoint.disk import replace_file
+from weft.checkpoint.resume import AUTO
+from weft.commands.console import load_checked_run, print_result, show_help, wants_help
+from weft.commands.data_checks import data_checks
+from weft.commands.preflight import new_run_folder, out_faults
+from weft.config import flags, toml
+from weft.config.checks import Check, CheckTable
+from weft.config.run import Run
+from weft.errors import EXIT_OK, Fault, UserError, WeftError, did_you_mean
+from weft.launchers.catalog import ENGINES
+from weft.launchers.job import (
+    CONFIG,
+    CONTAINER_RUNS,
+    JOB_FOLDER,
+    Engine,
+    Job,
+    LaunchOptions,
+    job_name,
+    num_gpus,
+    size_faults,
+    text_faults,
+)
+
+USAGE = "ENGINE [CONFIG.toml] [--key value ...] [--nodes N] [--gpus-per-node G] [--dry-run]"
+LINE = "write and submit a job: slurm, ray, kubeflow, skypilot"
+DRY_RUN = MappingProxyType({"--dry-run": "--dry_run=true", "--dry_run": "--dry_run=true"})
+"""The flag that needs no value."""
+SHARED_OPTIONS = tuple(LaunchOptions.model_fields)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The words of the command: its engine with options, and the words of the run config."""
+
+    engine: Engine
+    options: LaunchOptions
+    run_words: list[str]
+
+
+def launch(words: Sequence[str]) -> int:
+    """Write the job files into RUN/job, print them, and submit them where the engine is installed.
+
+    Raises:
+        UserError: with every fault of options, config and folders; nothing is written.
+    """
+    if wants_help(words):
+        return _help(words)
+    request = _request(words)
+    engine, options = request.engine, request.options
+    run = load_checked_run(request.run_words, *_tables(engine))
+    out = Path(run.out or new_run_folder(run.model, datetime.now())).absolute()
+    job = _job(run, options, out=out, engine=engine)
+    faults = tuple(_faults(run, job, out, options=options, engine=engine))
+    if faults:
+        raise UserError(*faults)
+    files = {CONFIG: job.config, **engine.files(job, options)}
+    first = job.folder / next(name for name in files if name != CONFIG)
+    command = engine.submit(first, options)
+    print_result(_text_of_files(job.folder, files))
+    if options.dry_run:
+        return print_result(f"dry run: nothing is written. Submit with: {shlex.join(command)}")
+    _write(job.folder, files)
+    return _submit(command)
+
+
+def _help(words: Sequence[str]) -> int:
+    """Options of the named engine, or of all engines."""
+    for word in words:
+        if word in ENGINES:
+            engine = ENGINES[word]
+            description = f"Write a {engine.line}, and submit it. All keys of weft train as well"
+            usage = f"weft launch {word} [CONFIG.toml] [--key value ...]"
+            return show_help(engine.options(), usage, description)
+    engines = "; ".join(f"{name}: {engine.line}" for name, engine in ENGINES.items())
+    return show_help(
+        LaunchOptions(),
+        f"weft launch {USAGE}",
+        f"{LINE}. {engines}. weft launch ENGINE --help shows all options; all keys of weft train as well",
+    )
+
+
+def _request(words: Sequence[str]) -> _Request:
+    """Split the words into engine, options and run config.
+
+    Raises:
+        UserError: no or an unknown engine, or wrong options.
+    """
+    name = words[0] if words else ""
+    if name not in ENGINES:
+        known = ", ".join(ENGINES)
+        hint = did_you_mean(name, ENGINES)
+        fix = hint if hint.startswith("did") else "for example weft launch slurm --nodes 2"
+        raise UserError(
+            Fault("weft launch", "needs an engine first", repr(name), f"one of {known}", fix)
+        )
+    engine = ENGINES[name]
+    split = flags.split([DRY_RUN.get(word, word) for word in words[1:]])
+    own: list[str] = []
+    others: list[str] = list(split.loose)
+    for flag, given in split.flags:
+        is_own = flag in engine.options.model_fields
+        target = own if is_own else others
+        target += [f"--{flag}" if len(flag) != 2 or flag[0] != "-" else flag, *given]
+    return _Request(engine, flags.read_config(own, engine.options), others)
+
+
+def _tables(engine: Engine) -> tuple[CheckTable, ...]:
+    """Checks of data and folders, if the machines of the engine have those of this one."""
+    return (data_checks, _folder_checks) if engine.shares_folder else ()
+
+
+def _folder_checks(run: Run) -> tuple[Check, ...]:
+    return (Check(("out", "resume"), partial(out_faults, run.out, run.resume)),)
+
+
+def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> Job:
+    """The job; its config has the folder of the run as the ranks see it, and resumes."""
+    name = job_name(options, out)
+    folder_of_ranks = str(out) if engine.shares_folder else f"{CONTAINER_RUNS}/{out.name}"
+    values: dict[str, Any] = {"out": folder_of_ranks}
+    if run.resume is None:
+        values["resume"] = AUTO
+    config = toml.dump(run.with_values(values))
+    ranks_per_node = max(1, run.device_mesh.size // options.nodes)
+    return Job(
+        name=name,
+        nodes=options.nodes,
+        ranks_per_node=ranks_per_node,
+        gpus_per_node=num_gpus(options, ranks_per_node, run.device),
+        cpus_per_rank=options.cpus_per_rank,
+        restarts=run.run.restarts,
+        folder=out / JOB_FOLDER,
+        work_folder=Path.cwd(),
+        config=config,
+    )
+
+
+def _faults(
+    run: Run, job: Job, out: Path, *, options: LaunchOptions, engine: Engine
+) -> Iterator[Fault]:
+    yield from size_faults(options, run.device_mesh, run.device)
+    own = [name for name in type(options).model_fields if name not in SHARED_OPTIONS]
+    words = [name for name in own if isinstance(getattr(options, name), str)]
+    yield from text_faults(options, (out, job.work_folder), words)
+    yield from engine.option_faults(options)
+    if run.transport == "threads":
+        what = "ranks as threads cannot run on a cluster"
+        yield Fault("transport", what, "threads", "process")
+
+
+def _text_of_files(folder: Path, files: Mapping[str, str]) -> str:
+    """The job files, each below its path; of the config only the path."""
+    parts = [f"# {folder / CONFIG}: the run config"]
+    parts += [f"# {folder / name}\n{text}" for name, text in files.items() if name != CONFIG]
+    return "\n".join(parts)
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            replace_file(folder / name, text)
+    except OSError as error:
+        got = f"{str(folder)!r}: {error.strerror}"
+        raise UserError(Fault("out", "cannot be written", got, fix="another --out")) from error
+
+
+def _submit(command: Sequence[str]) -> int:
+    """Submit the job, if the command of the engine is installed."""
+    line = shlex.join(command)
+    if shutil.which(command[0]) is None:
+        return print_result(
+            f"written, not submitted: there is no {command[0]} here. Submit: {line}"
+        )
+    done = subprocess.run(command, check=False)
+    if done.returncode:
+        raise WeftError(f"{line}: exit code {done.returncode}; the job is not submitted")
+    print_result(f"submitted: {line}")
+    return EXIT_OK

@@ -1,0 +1,228 @@
+"""`weft launch`: job files of every engine against reviewed golden files, and what is rejected before anything is written.
+
+WEFT_GOLDEN=1 writes the golden files again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from weft.cli import main
+from weft.commands.launch import _request as parse_request
+from weft.config.load import load
+from weft.launchers.catalog import ENGINES
+from weft.launchers.job import Job
+from weft.launchers.yaml_text import yaml_text
+from weft.models import FAMILIES
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "launchers"
+CONFIG = 'mesh = "dp2 tp2"\nsteps = 3\nout = "/shared/runs/first"\n'
+OPTIONS = {
+    "slurm": ["--time", "4:00:00", "--partition", "gpu", "--cpus-per-rank", "8"],
+    "ray": ["--cpus-per-rank", "8"],
+    "kubeflow": ["--image", "registry/weft:1", "--volume", "runs"],
+    "skypilot": ["--bucket", "s3://runs", "--cpus-per-rank", "8"],
+}
+MESH = ("--mesh", "dp2 tp2", "--nodes", "2")
+
+
+def job() -> Job:
+    return Job(
+        name="first",
+        nodes=2,
+        ranks_per_node=2,
+        gpus_per_node=2,
+        cpus_per_rank=8,
+        restarts=3,
+        folder=Path("/shared/runs/first/job"),
+        work_folder=Path("/home/user/a project"),
+        config=CONFIG,
+        python="/shared/venv/bin/python",
+    )
+
+
+def rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["launch", *words]) == 2
+    text = capsys.readouterr().err
+    assert all(line.startswith("error: ") for line in text.splitlines())
+    return text
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_job_files_are_the_golden_files(name):
+    engine = ENGINES[name]
+    options = parse_request([name, *OPTIONS[name]]).options
+    for file, text in engine.files(job(), options).items():
+        if os.environ.get("WEFT_GOLDEN"):
+            (GOLDEN / file).write_text(text, encoding="utf-8")
+        assert text == (GOLDEN / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_gets_the_same_run_config(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    out = tmp_path / "run"
+    words = [name, *MESH, "--optim.lr", "0.001", "--out", str(out), *OPTIONS[name]]
+    assert main(["launch", *words]) == 0
+    assert "not submitted" in capsys.readouterr().out
+    run = load([str(out / "job" / "config.toml")], FAMILIES)
+    expected = load(["--mesh", "dp2 tp2", "--optim.lr", "0.001"], FAMILIES)
+    folder = str(out) if ENGINES[name].shares_folder else "/weft/runs/run"
+    assert run == expected.with_values({"out": folder, "resume": "auto"})
+
+
+def test_an_installed_engine_gets_the_job_file(tmp_path, capfd, monkeypatch):
+    program = tmp_path / "bin" / "sbatch"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "got $# $1"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    out = tmp_path / "a run"
+    assert main(["launch", "slurm", *MESH, "--out", str(out)]) == 0
+    assert f"got 1 {out}/job/slurm.sh" in capfd.readouterr().out
+
+
+def test_a_refused_submission_is_an_error(tmp_path, capfd, monkeypatch):
+    program = tmp_path / "sbatch"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(["launch", "slurm", *MESH, "--out", str(tmp_path / "run")]) == 1
+    assert "exit code 3; the job is not submitted" in capfd.readouterr().err
+
+
+def test_a_dry_run_writes_nothing(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["launch", "slurm", "--dry-run", *MESH, "--out", str(out)]) == 0
+    assert "#SBATCH --nodes=2" in capsys.readouterr().out
+    assert not out.exists()
+
+
+def test_the_batch_script_is_valid_bash():
+    script = GOLDEN / "slurm.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts", "end", "is_queued_again"),
+    [
+        ("0", 1, 0, False),
+        ("2", 1, 2, False),
+        ("75", 1, 75, True),
+        ("137 1 0", 3, 0, False),
+        ("1 75", 2, 75, True),
+        ("1 1 1 1 1 1", 4, 1, False),
+    ],
+)
+def test_the_batch_script_starts_failed_ranks_again_and_queues_saved_ones(
+    codes, starts, end, is_queued_again, tmp_path
+):
+    """srun and scontrol are scripts that record their calls; srun ends with each code in turn."""
+    (tmp_path / "codes").write_text("\n".join(codes.split()) + "\n")
+    srun = """#!/bin/bash
+echo "$SLURM_RESTART_COUNT $WEFT_JOB" >> starts
+code=$(head -n 1 codes); sed -i 1d codes; exit $code
+"""
+    scontrol = '#!/bin/bash\necho "$@" >> queued\n'
+    for name, text in {"srun": srun, "scontrol": scontrol}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": "2",
+    }
+    command = ["bash", str(GOLDEN / "slurm.sh")]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, check=False, stdout=subprocess.DEVNULL
+    )
+    assert done.returncode == end
+    lines = [f"{2 + number} slurm 7" for number in range(starts)]
+    assert (tmp_path / "starts").read_text().splitlines() == lines
+    queued = tmp_path / "queued"
+    assert queued.exists() == is_queued_again
+    if is_queued_again:
+        assert queued.read_text() == "requeue 7\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "needs an engine first"),
+        (["slrum"], "did you mean 'slurm'?"),
+        (["slurm", "--mesh", "dp4", "--nodes", "3"], "nodes: does not divide the 4 ranks"),
+        (["slurm", *MESH, "--gpus-per-node", "3"], "--gpus-per-node 2, or a mesh of 6"),
+        (["slurm", *MESH, "--device", "cpu", "--gpus-per-node", "2"], "the run uses no GPU"),
+        (["slurm", *MESH, "--nodes", "0"], "nodes: "),
+        (["slurm", *MESH, "--nodez", "2"], "nodez: unknown key"),
+        (["slurm", *MESH, "--image", "x"], "image: unknown key"),
+        (["slurm", *MESH, "--name", "a; rm -rf x"], "is not a safe name"),
+        (["slurm", *MESH, "--partition", "$(id)"], "is not a safe value"),
+        (["slurm", *MESH, "--time", "soon"], "is no time limit"),
+        (["slurm", *MESH, "--out", '/tmp/a"b'], "is not a safe path"),
+        (["slurm", *MESH, "--out", "/tmp/a\nb"], "is not a safe path"),
+        (["slurm", *MESH, "--transport", "threads"], "ranks as threads"),
+        (["slurm", *MESH, "--optim.lr", "fast"], "optim.lr: "),
+        (["kubeflow", *MESH], "image: is needed"),
+        (["kubeflow", *MESH, "--image", "a", "--volume", "Runs"], "is no name of Kubernetes"),
+        (["skypilot", *MESH], "bucket: is needed"),
+        (["skypilot", *MESH, "--bucket", "s3://a;b"], "bucket: "),
+    ],
+)
+def test_what_cannot_run_is_rejected_and_nothing_is_written(
+    words, text, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert text in rejected(words, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_yaml_reads_back_as_it_was():
+    yaml = pytest.importorskip("yaml")
+    value = {
+        "text": "no: yes # 'x' \u2028 \x85 \x7f \U0001f600",
+        "block": "first\n\n  second: |\n",
+        "spaces": " first\n",
+        "empty": {"list": [], "map": {}, "text": "", "none": None},
+        "list": [{"a": 1, "b": ["on", True, 0.5]}, ["x"], "1e3"],
+    }
+    assert yaml.safe_load(yaml_text(value)) == value
+
+
+def test_the_trainjob_is_valid_for_kubeflow():
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    yaml = pytest.importorskip("yaml")
+    text = (GOLDEN / "kubeflow.yaml").read_text(encoding="utf-8")
+    config_map, train_job = yaml.safe_load_all(text)
+    assert config_map["data"]["config.toml"] == CONFIG
+    read = models.TrainerV1alpha1TrainJob.from_dict(train_job)
+    assert read.to_dict() == train_job
+    models.IoK8sApiCoreV1ConfigMap.from_dict(config_map)
+
+
+def test_the_task_is_valid_for_skypilot(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sky = pytest.importorskip("sky")
+    yaml = pytest.importorskip("yaml")
+    config = yaml.safe_load((GOLDEN / "skypilot.yaml").read_text(encoding="utf-8"))
+    local = tmp_path / "config.toml"
+    local.write_text(CONFIG)
+    mounts = config["file_mounts"]
+    mounts["/weft/job/config.toml"] = str(local)
+    bucket = mounts.pop("/weft/runs")
+    assert bucket == {"source": "s3://runs", "mode": "MOUNT"}
+    task = sky.Task.from_yaml_config(config)
+    assert task.num_nodes == 2
+    (resources,) = task.resources
+    assert resources.use_spot
+    assert resources.accelerators == {"H100": 2}
+    assert resources.job_recovery["max_restarts_on_errors"] == 3
+
+
+def test_the_driver_script_of_ray_is_python():
+    compile((GOLDEN / "ray_job.py").read_text(encoding="utf-8"), "ray_job.py", "exec")
