@@ -1,0 +1,182 @@
+"""Hosts on one machine: network namespaces joined by a bridge, with a limited rate, whose links can be cut. Needs root.
+
+    host i   namespace PREFIXi, eth0 = 10.NET.0.(i+1), names PREFIX0, PREFIX1, ... in /etc/hosts
+    bridge   PREFIXbr, 10.NET.0.254: this machine
+
+Usable by hand: python -m tests.clusters.hosts up 2 --rate 1gbit; ... run 0 COMMAND; ... cut 1; ... restore 1; ... down 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+NAMES_FOLDER = Path("/run/weft-hosts")
+ENTER = 'mount --bind "$0" /etc/hosts && exec "$@"'
+"""Shell text that sees a file as /etc/hosts. `ip netns exec` could do it, but it hides cgroups."""
+
+
+def unavailable() -> str:
+    """Why hosts cannot be made here; "" if they can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "needs ip and tc (iproute2)"
+    probe = subprocess.run(
+        ["ip", "netns", "add", "weftprobe"], capture_output=True, check=False, text=True
+    )
+    subprocess.run(["ip", "netns", "del", "weftprobe"], capture_output=True, check=False)
+    return probe.stderr.strip()
+
+
+class Hosts:
+    """`size` hosts; made on entry of the `with` block, removed on exit.
+
+    Args:
+        rate: of every link, as tc reads it: 1gbit; "": not limited.
+        prefix: of the names; at most 8 letters.
+    """
+
+    def __init__(self, size: int, *, rate: str = "", prefix: str = "weft", network: int = 78):
+        self.size = size
+        self.rate = rate
+        self.prefix = prefix
+        self.network = network
+
+    def __enter__(self) -> Hosts:
+        self.remove()
+        try:
+            self.make()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all hosts."""
+        return [f"{self.prefix}{index}" for index in range(self.size)]
+
+    @property
+    def bridge_address(self) -> str:
+        """Address of this machine as the hosts see it."""
+        return f"10.{self.network}.0.254"
+
+    def address(self, index: int) -> str:
+        """Address of one host."""
+        return f"10.{self.network}.0.{index + 1}"
+
+    def make(self) -> None:
+        """Make bridge, namespaces and links."""
+        bridge = f"{self.prefix}br"
+        _run("ip", "link", "add", bridge, "type", "bridge")
+        _run("ip", "addr", "add", f"{self.bridge_address}/24", "dev", bridge)
+        _run("ip", "link", "set", bridge, "up")
+        for index, name in enumerate(self.names):
+            self._write_names(name)
+            _run("ip", "netns", "add", name)
+            outer = f"{self.prefix}v{index}"
+            _run(
+                *f"ip link add {outer} type veth peer name eth0 netns {name}".split(),
+            )
+            _run("ip", "link", "set", outer, "master", bridge, "up")
+            _run("ip", "-n", name, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "route", "add", "default", "via", self.bridge_address)
+            if self.rate:
+                shape = f"tc qdisc add dev eth0 root tbf rate {self.rate} burst 256kb latency 100ms"
+                _run("ip", "netns", "exec", name, *shape.split())
+
+    def _write_names(self, name: str) -> None:
+        NAMES_FOLDER.mkdir(parents=True, exist_ok=True)
+        lines = ["127.0.0.1 localhost"]
+        lines += [f"{self.address(index)} {other}" for index, other in enumerate(self.names)]
+        lines.append(f"{self.bridge_address} {os.uname().nodename}")
+        (NAMES_FOLDER / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    def remove(self) -> None:
+        """Remove what `make` has made; processes in the namespaces must have ended."""
+        for index, name in enumerate(self.names):
+            _try("ip", "link", "del", f"{self.prefix}v{index}")
+            _try("ip", "netns", "del", name)
+            (NAMES_FOLDER / name).unlink(missing_ok=True)
+        _try("ip", "link", "del", f"{self.prefix}br")
+
+    def command(self, index: int, words: Sequence[str]) -> list[str]:
+        """A command that runs `words` on host `index`."""
+        name = self.names[index]
+        in_network = ["nsenter", f"--net=/run/netns/{name}"]
+        with_names = ["unshare", "--mount", "sh", "-c", ENTER, str(NAMES_FOLDER / name)]
+        return [*in_network, *with_names, *words]
+
+    def start(
+        self, index: int, words: Sequence[str], *, env: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        """Start a process on host `index`, in a session of its own; its output goes to `log`."""
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                self.command(index, words),
+                env={**os.environ, **env},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def cut(self, index: int) -> None:
+        """Cut the link of host `index`: packets are lost, connections stay open."""
+        _run("ip", "link", "set", f"{self.prefix}v{index}", "nomaster")
+
+    def restore(self, index: int) -> None:
+        """Join the link of host `index` again."""
+        _run("ip", "link", "set", f"{self.prefix}v{index}", "master", f"{self.prefix}br")
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def _try(*words: str) -> None:
+    subprocess.run(words, capture_output=True, check=False)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=("up", "run", "cut", "restore", "down"))
+    parser.add_argument("number", type=int, help="of hosts for up and down, else of the host")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="the command of run")
+    parser.add_argument("--rate", default="", help="of every link: 1gbit")
+    given = parser.parse_args()
+    hosts = Hosts(max(1, given.number), rate=given.rate)
+    if given.action == "up":
+        hosts.make()
+    elif given.action == "down":
+        hosts.remove()
+    elif given.action == "run":
+        hosts = Hosts(given.number + 1)
+        return subprocess.run(hosts.command(given.number, given.words), check=False).returncode
+    else:
+        hosts = Hosts(given.number + 1)
+        (hosts.cut if given.action == "cut" else hosts.restore)(given.number)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
