@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 MESH ?= pp2 dp2 tp2
 RESULTS := $(CURDIR)/runs/matrix.jsonl
 
-.PHONY: help setup train test slow check docs matrix support bench chaos clean
+.PHONY: help setup train test slow check docs matrix clusters support bench chaos clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -38,7 +38,7 @@ train: $(STAMP)  ## the main job: a small LLaMA 3 on 8 ranks (or MESH="cp2 dp2")
 	@echo "  $(BIN)/weft train --help                                     every key"
 
 test: $(STAMP)  ## all tests, about 8 minutes on 2 idle cores
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not gpu" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not gpu and not cluster" $(ARGS)
 
 check: $(STAMP)  ## style, types, layers
 	@$(BIN)/ruff format --check src tests examples
@@ -62,7 +62,13 @@ matrix: $(STAMP)  ## the whole sweep of layouts x schedules x models against one
 		code=$$?; $(MAKE) --no-print-directory support; exit $$code
 
 slow: $(STAMP)  ## the slow tests besides the matrix: 200 kills in the middle of a save, random cuts, adapters on 120 layouts
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --ignore tests/matrix tests $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not cluster" --ignore tests/matrix tests $(ARGS)
+
+clusters: $(STAMP)  ## real Slurm, Ray and torchrun clusters on this machine (root; installs slurm-wlm, munge, ray)
+	@which slurmd munged >/dev/null 2>&1 || apt-get install -y --no-install-recommends slurm-wlm munge
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,launchers]"
+	@mkdir -p runs
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster -o junit_family=xunit1 --junitxml=runs/clusters.xml tests/clusters $(ARGS)
 
 chaos: $(STAMP)  ## 500 faults of 12 kinds injected on 8 layouts, compared with runs without faults (half an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/weft chaos --faults 500 --seed 8 $(ARGS)

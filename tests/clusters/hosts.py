@@ -18,8 +18,11 @@ from pathlib import Path
 from types import TracebackType
 
 NAMES_FOLDER = Path("/run/weft-hosts")
-ENTER = 'mount --bind "$0" /etc/hosts && exec "$@"'
-"""Shell text that sees a file as /etc/hosts. `ip netns exec` could do it, but it hides cgroups."""
+ENTER = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
+"""Shell text that sees a file or folder in another place, and runs a command. `ip netns exec` mounts
+/etc/hosts too, but it hides cgroups."""
+
+SET_HOST_NAME = 'hostname "$1" && shift && exec "$@"'
 
 
 def unavailable() -> str:
@@ -41,13 +44,23 @@ class Hosts:
     Args:
         rate: of every link, as tc reads it: 1gbit; "": not limited.
         prefix: of the names; at most 8 letters.
+        private: a folder of which every host has its own: FOLDER-NAME, seen as FOLDER.
     """
 
-    def __init__(self, size: int, *, rate: str = "", prefix: str = "weft", network: int = 78):
+    def __init__(
+        self,
+        size: int,
+        *,
+        rate: str = "",
+        prefix: str = "weft",
+        network: int = 78,
+        private: Path | None = None,
+    ):
         self.size = size
         self.rate = rate
         self.prefix = prefix
         self.network = network
+        self.private = private
 
     def __enter__(self) -> Hosts:
         self.remove()
@@ -88,6 +101,9 @@ class Hosts:
         _run("ip", "link", "set", bridge, "up")
         for index, name in enumerate(self.names):
             self._write_names(name)
+            if self.private is not None:
+                self.private.mkdir(exist_ok=True)
+                self.private_folder(index).mkdir(exist_ok=True)
             _run("ip", "netns", "add", name)
             outer = f"{self.prefix}v{index}"
             _run(
@@ -120,9 +136,19 @@ class Hosts:
     def command(self, index: int, words: Sequence[str]) -> list[str]:
         """A command that runs `words` on host `index`."""
         name = self.names[index]
-        in_network = ["nsenter", f"--net=/run/netns/{name}"]
-        with_names = ["unshare", "--mount", "sh", "-c", ENTER, str(NAMES_FOLDER / name)]
-        return [*in_network, *with_names, *words]
+        in_network = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--mount"]
+        mounts = {str(NAMES_FOLDER / name): "/etc/hosts"}
+        if self.private is not None:
+            mounts[str(self.private_folder(index))] = str(self.private)
+        entered = ["--uts", "sh", "-c", SET_HOST_NAME, "enter", name]
+        for source, target in mounts.items():
+            entered += ["sh", "-c", ENTER, "enter", source, target]
+        return [*in_network, *entered, *words]
+
+    def private_folder(self, index: int) -> Path:
+        """What host `index` sees as the private folder."""
+        assert self.private is not None
+        return self.private.with_name(f"{self.private.name}-{self.names[index]}")
 
     def start(
         self, index: int, words: Sequence[str], *, env: Mapping[str, str], log: Path

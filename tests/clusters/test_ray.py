@@ -20,7 +20,7 @@ from tests.clusters.training import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 MEMORY_BYTES = 80 * 2**20
 
 

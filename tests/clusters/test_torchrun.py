@@ -25,6 +25,7 @@ from tests.clusters.training import (
 
 REASON = hosts_module.unavailable()
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.cluster,
     pytest.mark.skipif(bool(REASON), reason=REASON),
     pytest.mark.timeout(900),

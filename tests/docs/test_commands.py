@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import shutil
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "docs/checkpoints.md",
+    "docs/clusters.md",
     "docs/data.md",
     "docs/faults.md",
     "docs/generate.md",
@@ -84,9 +86,17 @@ def folder(tmp_path: Path, hugging_face_folder: Path) -> Path:
     return tmp_path
 
 
+@functools.cache
+def has_slurm() -> bool:
+    """Whether a Slurm controller answers."""
+    if shutil.which("sinfo") is None:
+        return False
+    return subprocess.run(["sinfo"], capture_output=True, check=False, timeout=60).returncode == 0
+
+
 def is_run(command: Command) -> bool:
     if command.program == "srun":
-        return shutil.which("srun") is not None
+        return has_slurm()
     return command.program not in NOT_RUN
 
 

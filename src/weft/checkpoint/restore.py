@@ -11,15 +11,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.checkpoint.folder import FoundCheckpoint
+from weft.checkpoint.folder import FoundCheckpoint, checkpoints
 from weft.checkpoint.format import Manifest
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.read import Checkpoint, Source, open_checkpoint
-from weft.checkpoint.resume import find_checkpoint
+from weft.checkpoint.resume import find_checkpoint, run_folder_of
 from weft.checkpoint.state import OPTIMIZER, ParamState, TrainState, param_states, param_values
+from weft.checkpoint.transfer import distribute
 from weft.checkpoint.write_item import dtype_name
 from weft.comm.comm import Comm
-from weft.comm.text import broadcast_text, raise_on_all_ranks
+from weft.comm.text import all_gather_text, raise_on_all_ranks
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
 from weft.parallel.model.parallelize import ParallelModel
@@ -199,45 +200,65 @@ def open_newest_valid(
     faults: list[Fault] = []
     below: int | None = None
     while True:
-        found = _find_on_first_rank(resume, out, comm, below=below)
+        root = _rank_with_newest(resume, out, comm, below=below)
+        found = _find_on_rank(root, resume, out, comm, below=below)
         faults += found.faults
         if found.path is None and faults:
             raise CheckpointError(*faults)
         if found.path is None:
             return None, ()
         try:
-            return _open_verified(found.path, comm), tuple(faults)
+            return _open_verified(found.path, comm, root=root), tuple(faults)
         except CheckpointError as error:
             faults += error.faults
-            below = read_manifest(found.path).facts.step
+            below = _step_on_rank(root, found.path, comm)
 
 
-def _find_on_first_rank(
+def _rank_with_newest(resume: str, out: str | None, comm: Comm, *, below: int | None) -> int:
+    """The first rank that sees the newest checkpoint: 0 with a shared folder; without one the host
+    of rank 0 may have changed since the save.
+    """
+    folder = run_folder_of(resume, out)
+    steps = [step for step, _ in checkpoints(folder)] if folder is not None else []
+    newest = max((step for step in steps if below is None or step < below), default=-1)
+    newest_of_ranks = [int(text) for text in all_gather_text(comm, str(newest))]
+    return newest_of_ranks.index(max(newest_of_ranks))
+
+
+def _step_on_rank(root: int, path: Path, comm: Comm) -> int:
+    """The step of a checkpoint that rank `root` has; other hosts may have none."""
+    step = str(read_manifest(path).facts.step) if comm.rank == root else ""
+    return int(all_gather_text(comm, step)[root])
+
+
+def _find_on_rank(
+    root: int,
     resume: str,
     out: str | None,
     comm: Comm,
     *,
     below: int | None,
 ) -> FoundCheckpoint:
-    """What rank 0 finds, on every rank (without the manifest)."""
+    """What rank `root` finds, on every rank (without the manifest)."""
     found = FoundCheckpoint(None, None, ())
 
     def find() -> None:
         nonlocal found
-        if comm.rank == 0:
+        if comm.rank == root:
             found = find_checkpoint(resume, out, below=below)
 
     raise_on_all_ranks(comm, find)
     local = {"path": str(found.path or ""), "faults": [asdict(fault) for fault in found.faults]}
-    shared = json.loads(broadcast_text(comm, json.dumps(local)))
+    shared = json.loads(all_gather_text(comm, json.dumps(local))[root])
     path = Path(shared["path"]) if shared["path"] else None
     faults = tuple(Fault(**fault) for fault in shared["faults"])
     return FoundCheckpoint(path, None, faults)
 
 
-def _open_verified(path: Path, comm: Comm) -> Checkpoint:
+def _open_verified(path: Path, comm: Comm, *, root: int) -> Checkpoint:
     """The checkpoint, of which each rank has verified its share of all bytes."""
     opened: list[Checkpoint] = []
+    distribute(comm, path, root=root)
 
     def verify() -> None:
         checkpoint = open_checkpoint(path)

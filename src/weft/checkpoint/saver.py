@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntFlag
@@ -25,6 +25,7 @@ from weft.checkpoint.disk import free_bytes
 from weft.checkpoint.folder import checkpoint_path, checkpoints, prune, temporary_path
 from weft.checkpoint.format import Facts
 from weft.checkpoint.state import TrainState, write_items
+from weft.checkpoint.transfer import collect
 from weft.checkpoint.write import RankWrite, start_write
 from weft.checkpoint.write_item import snapshot
 from weft.comm.comm import Comm
@@ -75,6 +76,7 @@ class Saver:
         keep: number of newest checkpoints that are kept.
         stop_requested: whether this process has been asked to save and exit.
         last_saved: steps of the checkpoint that the run resumed from.
+        separate: ranks that do not share the run folder with rank 0: their files are sent to it.
 
     Attributes:
         last_saved: steps of the newest save that was started.
@@ -93,6 +95,7 @@ class Saver:
         keep: int,
         stop_requested: Callable[[], bool],
         last_saved: int = 0,
+        separate: Sequence[int] = (),
     ) -> None:
         self.comm = comm
         self.run_folder = run_folder
@@ -101,6 +104,7 @@ class Saver:
         self.last_saved = last_saved
         self.error = ""
         self.write_s = 0.0
+        self._separate = separate
         self._state = state
         self._facts = facts
         self._stop_requested = stop_requested
@@ -189,7 +193,14 @@ class Saver:
         reports = []
         if exchange_errors:
             reports = [json.loads(text) for text in all_gather_text(self.comm, json.dumps(local))]
+        collect_error = ""
+        if not any(report["error"] for report in reports):
+            collect_error = self._collect(temporary_path(pending.final))
         if self.comm.rank > 0:
+            return
+        if collect_error:
+            discard(temporary_path(pending.final))
+            yield self._failure(pending, collect_error, need_bytes=pending.write.num_bytes)
             return
         for rank, report in enumerate(reports):
             if report["error"]:
@@ -200,6 +211,16 @@ class Saver:
                 )
                 return
         self._committing = (pending, self._commit_thread.submit(self._commit, pending))
+
+    def _collect(self, tmp: Path) -> str:
+        """Send the files of other hosts to rank 0; why that failed, or ""."""
+        if not self._separate:
+            return ""
+        try:
+            collect(self.comm, tmp, self._separate)
+        except CheckpointError as error:
+            return _fault_text(error)
+        return ""
 
     def _reason(self, rank: int, error: str) -> str:
         if self.comm.mesh.size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_USER, Fault, LaunchError
+from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_USER
 
 POLL_S = 0.2
 PLACEMENT_NOTE_S = 60.0
@@ -80,8 +81,11 @@ def run_job(job: RayJob) -> int:
 
     SIGTERM (`ray job stop`) makes the ranks save and end.
     """
-    import ray
-
+    try:
+        import ray
+    except ImportError:
+        _note("error: ray is not installed. Fix: pip install 'weft-train[ray]'")
+        return EXIT_USER
     ray.init(address="auto", ignore_reinit_error=True)
     stop = _StopSignal()
     failures = 0
@@ -172,11 +176,13 @@ def _wait(nodes: list[Any], stop: _StopSignal) -> int:
     deadline: float | None = None
     while True:
         per_node = ray.get([node.codes.remote() for node in nodes])
-        codes = [code for codes in per_node for code in codes]
+        codes = list(itertools.chain.from_iterable(per_node))
         ended = [code for code in codes if code is not None]
-        if len(ended) == len(codes) or (deadline is not None and time.monotonic() > deadline):
+        has_failed = any(code != EXIT_OK for code in ended)
+        is_late = deadline is not None and time.monotonic() > deadline
+        if len(ended) == len(codes) or is_late:
             return _job_code(ended)
-        if any(ended) and deadline is None:
+        if has_failed and deadline is None:
             deadline = time.monotonic() + END_S
         if stop.received and not stop.is_sent:
             ray.get([node.signal.remote(signal.SIGTERM) for node in nodes])
@@ -209,12 +215,3 @@ class _StopSignal:
 def _note(text: str) -> None:
     sys.stderr.write(f"weft: {text}\n")
     sys.stderr.flush()
-
-
-def check_ray() -> None:
-    """Raises LaunchError where Ray is not installed."""
-    try:
-        import ray  # noqa: F401
-    except ImportError:
-        fault = Fault("ray", "is not installed", fix="pip install 'weft-train[ray]'")
-        raise LaunchError(fault) from None

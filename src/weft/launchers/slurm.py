@@ -43,6 +43,32 @@ def option_faults(options: SlurmOptions) -> Iterator[Fault]:
 
 def files(job: Job, options: SlurmOptions) -> Mapping[str, str]:
     """The batch script."""
+    directives = "\n".join(f"#SBATCH {directive}" for directive in _directives(job, options))
+    text = f"""#!/bin/bash
+# Training run, written by `weft launch slurm`. It is submitted with sbatch.
+{directives}
+
+export WEFT_JOB="slurm $SLURM_JOB_ID"   # one writer of the run folder, on whichever nodes it starts again
+queued=${{SLURM_RESTART_COUNT:-0}}
+failures=0
+while true; do
+  export SLURM_RESTART_COUNT=$((queued + failures))
+  {_step_command(job)}
+  code=$?
+  case $code in
+    {EXIT_OK} | {EXIT_USER}) exit $code ;;
+    {EXIT_PREEMPTED}) echo "weft: saved; the job is queued again"; scontrol requeue "$SLURM_JOB_ID"; exit $code ;;
+  esac
+  failures=$((failures + 1))
+  if [ $failures -gt {job.restarts} ]; then exit $code; fi
+  echo "weft: exit code $code; start $failures of {job.restarts} after a failure"
+done
+"""
+    return {FILE: text}
+
+
+def _directives(job: Job, options: SlurmOptions) -> list[str]:
+    """The options of sbatch."""
     directives = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
@@ -64,32 +90,15 @@ def files(job: Job, options: SlurmOptions) -> Mapping[str, str]:
         f'--chdir="{job.work_folder}"',
         f'--output="{job.folder}/slurm-%j.log"',
     ]
-    directive_lines = "\n".join(f"#SBATCH {directive}" for directive in directives)
-    command = ["srun", "--kill-on-bad-exit=0", "--wait=60"]
-    if job.cpus_per_rank:
-        command.append(f"--cpus-per-task={job.cpus_per_rank}")
-    command += [job.python, "-m", "weft", "train", str(job.config_path)]
-    text = f"""#!/bin/bash
-# Training run, written by `weft launch slurm`. It is submitted with sbatch.
-{directive_lines}
+    return directives
 
-export WEFT_JOB="slurm $SLURM_JOB_ID"   # one writer of the run folder, on whichever nodes it starts again
-queued=${{SLURM_RESTART_COUNT:-0}}
-failures=0
-while true; do
-  export SLURM_RESTART_COUNT=$((queued + failures))
-  {shlex.join(command)}
-  code=$?
-  case $code in
-    {EXIT_OK} | {EXIT_USER}) exit $code ;;
-    {EXIT_PREEMPTED}) echo "weft: saved; the job is queued again"; scontrol requeue "$SLURM_JOB_ID"; exit $code ;;
-  esac
-  failures=$((failures + 1))
-  if [ $failures -gt {job.restarts} ]; then exit $code; fi
-  echo "weft: exit code $code; start $failures of {job.restarts} after a failure"
-done
-"""
-    return {FILE: text}
+
+def _step_command(job: Job) -> str:
+    """The command that starts all ranks."""
+    words = ["srun", "--kill-on-bad-exit=0", "--wait=60"]
+    if job.cpus_per_rank:
+        words.append(f"--cpus-per-task={job.cpus_per_rank}")
+    return shlex.join([*words, job.python, "-m", "weft", "train", str(job.config_path)])
 
 
 def submit(file: Path, options: SlurmOptions) -> list[str]:

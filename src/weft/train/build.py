@@ -21,6 +21,7 @@ from weft.checkpoint.restore import load_parameters, open_newest_valid
 from weft.checkpoint.resume import AUTO, data_changes
 from weft.checkpoint.saver import Saver
 from weft.checkpoint.state import MODEL
+from weft.checkpoint.transfer import ranks_without_folder
 from weft.comm.comm import Comm
 from weft.comm.text import broadcast_text
 from weft.config.elastic import elastic_note
@@ -282,6 +283,7 @@ def build_training(
         keep=run.save.keep,
         stop_requested=stop_requested,
         last_saved=start.num_done,
+        separate=() if attempt is not None else ranks_without_folder(comm, run_folder),
     )
     evaluator = None
     if run.eval.every:

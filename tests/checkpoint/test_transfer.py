@@ -1,0 +1,95 @@
+"""Checkpoints of hosts that share no folder: ranks with folders of their own save one checkpoint, and all read it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.saving import NoSamples
+from tests.matrix.layouts import LR, Case, batches
+from weft.checkpoint import transfer
+from weft.checkpoint.folder import checkpoint_path, checkpoints
+from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.saver import Saver
+from weft.checkpoint.transfer import distribute, ranks_without_folder
+from weft.comm.comm import Comm
+from weft.prove.layout import micro_batches
+from weft.testing import run_ranks
+from weft.train.build import build_step, facts_of
+
+CASE = Case("pp2 dp2", family="gpt2")
+
+
+def folder_of(root: Path, rank: int) -> Path:
+    """Two hosts with two ranks each."""
+    return root / f"host{rank // 2}"
+
+
+def save_on_two_hosts(root: Path) -> list[list[str]]:
+    """One step and a checkpoint; the events of every rank, in short."""
+
+    def rank(comm: Comm) -> list[str]:
+        step = build_step(CASE.run, comm)
+        folder = folder_of(root, comm.rank)
+        separate = ranks_without_folder(comm, folder)
+        assert separate == (2, 3)
+        saver = Saver(
+            comm,
+            folder,
+            state=step.state,
+            facts=facts_of(CASE.run, step, NoSamples()),
+            every=0,
+            keep=2,
+            stop_requested=lambda: False,
+            separate=separate,
+        )
+        step(micro_batches(batches(CASE)[0], step.model.plan, comm.rank), lr=LR)
+        return [f"{event['event']} {event.get('why', '')}" for event in saver.finish(1, save=True)]
+
+    return run_ranks(CASE.mesh, rank)
+
+
+@pytest.mark.parametrize("chunk", [1000, transfer.CHUNK_BYTES])
+def test_one_checkpoint_of_two_hosts_is_on_the_host_of_rank_0(tmp_path, chunk, monkeypatch):
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", chunk)
+    assert save_on_two_hosts(tmp_path) == [["save "], [], [], []]
+    path = checkpoint_path(tmp_path / "host0", 1)
+    open_checkpoint(path).verify()
+    assert len(list(path.glob("rank-*.safetensors"))) == 4
+    assert not list(checkpoints(tmp_path / "host1"))
+    assert not list((tmp_path / "host1" / "ckpt").iterdir())
+
+
+@pytest.mark.parametrize("mesh", ["dp4", "pp2 tp2"])
+@pytest.mark.parametrize("root", [0, 3])
+def test_every_host_gets_a_copy_to_resume_from(tmp_path, mesh, root):
+    save_on_two_hosts(tmp_path)
+    if root == 3:
+        (tmp_path / "host0").rename(tmp_path / "saved")
+        (tmp_path / "host1").rename(tmp_path / "host0")
+        (tmp_path / "saved").rename(tmp_path / "host1")
+    source = checkpoint_path(folder_of(tmp_path, root), 1)
+
+    def rank(comm: Comm) -> None:
+        distribute(comm, checkpoint_path(folder_of(tmp_path, comm.rank), 1), root=root)
+
+    run_ranks(mesh, rank)
+    copy = checkpoint_path(folder_of(tmp_path, 3 - root), 1)
+    open_checkpoint(copy).verify()
+    names = sorted(path.name for path in source.iterdir())
+    assert sorted(path.name for path in copy.iterdir()) == names
+    assert all((copy / name).read_bytes() == (source / name).read_bytes() for name in names)
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+
+
+def test_a_host_that_cannot_write_its_copy_is_an_error_on_all_ranks(tmp_path):
+    save_on_two_hosts(tmp_path)
+    (tmp_path / "host1" / "ckpt").rmdir()
+    (tmp_path / "host1" / "ckpt").symlink_to("/proc")
+
+    def rank(comm: Comm) -> None:
+        with pytest.raises(Exception, match="host1"):
+            distribute(comm, checkpoint_path(folder_of(tmp_path, comm.rank), 1))
+
+    run_ranks("dp4", rank)

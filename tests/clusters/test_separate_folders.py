@@ -1,0 +1,74 @@
+"""Two hosts without a shared folder (torchrun, network and mount namespaces): save, and resume on another layout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clusters import hosts as hosts_module
+from tests.clusters.hosts import Hosts
+from tests.clusters.training import ENVIRONMENT, FLAGS, losses, resumed_from, wait_until
+from weft.checkpoint.folder import checkpoints
+
+REASON = hosts_module.unavailable()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.cluster,
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+    pytest.mark.timeout(900),
+]
+RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "apart0:29400", "--rdzv-id", "apart")
+FIRST = ("--mesh", "dp2", "--steps", "40")
+SECOND = ("--mesh", "tp2", "--steps", "60", "--resume", "auto")
+SAME_RATE = ("--optim.decay", "constant", "--save.keep", "100")
+
+
+def train_on_hosts(hosts: Hosts, flags: tuple[str, ...], *, out: Path, logs: Path) -> None:
+    """Train to the end; rank 0 is on host 0."""
+    agents = []
+    files = {name: logs / f"{name}.log" for name in hosts.names}
+    for index, name in enumerate(hosts.names):
+        words = [sys.executable, "-m", "torch.distributed.run", *RENDEZVOUS, "--nnodes", "2"]
+        words += ["--nproc-per-node", "1", "--node-rank", str(index), "-m", "weft", "train"]
+        words += [*FLAGS, *flags, *SAME_RATE, "--out", str(out)]
+        agents.append(hosts.start(index, words, env=ENVIRONMENT, log=files[name]))
+    try:
+        wait_until(lambda: all(agent.poll() is not None for agent in agents), "the end", files)
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+    texts = "\n".join(path.read_text(errors="replace")[-3000:] for path in files.values())
+    assert [agent.returncode for agent in agents] == [0, 0], texts
+
+
+def test_hosts_without_a_shared_folder_save_and_resume_on_another_layout(tmp_path):
+    private = tmp_path / "disk"
+    out = private / "run"
+    with Hosts(2, rate="1gbit", prefix="apart", network=79, private=private) as hosts:
+        disks = [hosts.private_folder(index) / "run" for index in range(2)]
+        train_on_hosts(hosts, FIRST, out=out, logs=tmp_path)
+        assert not any(private.iterdir())
+        saved = [[step for step, _ in checkpoints(disk)] for disk in disks]
+        owner = 0 if saved[0] else 1  # torchrun's rendezvous decides where rank 0 runs
+        assert saved[owner] == [40, 20]
+        assert saved[1 - owner] == []
+        train_on_hosts(hosts, SECOND, out=out, logs=tmp_path)
+    assert resumed_from(disks[owner]) == [40]
+    one_host = tmp_path / "one-host"
+    for flags in (FIRST, SECOND):
+        words = [sys.executable, "-m", "weft", "train", *FLAGS, *flags, *SAME_RATE]
+        subprocess.run(
+            [*words, "--out", str(one_host)],
+            env={**os.environ, **ENVIRONMENT},
+            check=True,
+            capture_output=True,
+        )
+    assert len(losses(disks[owner])) == 60
+    assert losses(disks[owner]) == losses(one_host)
