@@ -15,7 +15,7 @@ from weft.cli import main
 from weft.commands.launch import _request as parse_request
 from weft.config.load import load
 from weft.launchers.catalog import ENGINES
-from weft.launchers.job import Job
+from weft.launchers.job import ClusterJob
 from weft.launchers.yaml_text import yaml_text
 from weft.models import FAMILIES
 
@@ -30,8 +30,8 @@ OPTIONS = {
 MESH = ("--mesh", "dp2 tp2", "--nodes", "2")
 
 
-def job() -> Job:
-    return Job(
+def job() -> ClusterJob:
+    return ClusterJob(
         name="first",
         nodes=2,
         ranks_per_node=2,

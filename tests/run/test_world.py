@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import LaunchError
-from weft.run.world import World, detect, expand_hosts
+from weft.run.world import World, detect, expand_hosts, job_name
 
 TORCHRUN = {
     "RANK": "5",
@@ -160,3 +160,9 @@ def test_a_host_range_has_every_number_once_at_its_width(name, first, length, wi
 def test_a_host_list_is_the_concatenation_of_its_words(words):
     texts = [f"{name}[{','.join(map(str, numbers))}]" for name, numbers in words]
     assert expand_hosts(",".join(texts)) == sum((expand_hosts(text) for text in texts), ())
+
+
+def test_the_name_of_a_job_stays_when_it_starts_again():
+    steps = [{**SLURM, "SLURM_STEP_ID": step, "WEFT_JOB": "slurm 4012345"} for step in "01"]
+    assert [job_name(step) for step in steps] == ["slurm 4012345", "slurm 4012345"]
+    assert job_name(SLURM) == "slurm 4012345.0"

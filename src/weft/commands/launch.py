@@ -27,8 +27,8 @@ from weft.launchers.job import (
     CONFIG,
     CONTAINER_RUNS,
     JOB_FOLDER,
+    ClusterJob,
     Engine,
-    Job,
     LaunchOptions,
     job_name,
     num_gpus,
@@ -44,7 +44,7 @@ SHARED_OPTIONS = tuple(LaunchOptions.model_fields)
 
 
 @dataclass(frozen=True)
-class _Request:
+class _LaunchRequest:
     """The words of the command: its engine with options, and the words of the run config."""
 
     engine: Engine
@@ -94,7 +94,7 @@ def _help(words: Sequence[str]) -> int:
     )
 
 
-def _request(words: Sequence[str]) -> _Request:
+def _request(words: Sequence[str]) -> _LaunchRequest:
     """Split the words into engine, options and run config.
 
     Raises:
@@ -116,7 +116,7 @@ def _request(words: Sequence[str]) -> _Request:
         is_own = flag in engine.options.model_fields
         target = own if is_own else others
         target += [f"--{flag}" if len(flag) != 2 or flag[0] != "-" else flag, *given]
-    return _Request(engine, flags.read_config(own, engine.options), others)
+    return _LaunchRequest(engine, flags.read_config(own, engine.options), others)
 
 
 def _tables(engine: Engine) -> tuple[CheckTable, ...]:
@@ -128,7 +128,7 @@ def _folder_checks(run: Run) -> tuple[Check, ...]:
     return (Check(("out", "resume"), partial(out_faults, run.out, run.resume)),)
 
 
-def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> Job:
+def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> ClusterJob:
     """The job; its config has the folder of the run as the ranks see it, and resumes."""
     name = job_name(options, out)
     folder_of_ranks = str(out) if engine.shares_folder else f"{CONTAINER_RUNS}/{out.name}"
@@ -137,7 +137,7 @@ def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> Job:
         values["resume"] = AUTO
     config = toml.dump(run.with_values(values))
     ranks_per_node = max(1, run.device_mesh.size // options.nodes)
-    return Job(
+    return ClusterJob(
         name=name,
         nodes=options.nodes,
         ranks_per_node=ranks_per_node,
@@ -151,7 +151,7 @@ def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> Job:
 
 
 def _faults(
-    run: Run, job: Job, out: Path, *, options: LaunchOptions, engine: Engine
+    run: Run, job: ClusterJob, out: Path, *, options: LaunchOptions, engine: Engine
 ) -> Iterator[Fault]:
     yield from size_faults(options, run.device_mesh, run.device)
     own = [name for name in type(options).model_fields if name not in SHARED_OPTIONS]

@@ -42,7 +42,7 @@ class LaunchOptions(ConfigSection):
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """What is the same for every engine.
 
     Attributes:
@@ -93,7 +93,7 @@ class Engine:
     options: type[LaunchOptions]
     shares_folder: bool
     option_faults: Callable[[Any], Iterator[Fault]]
-    files: Callable[[Job, Any], Mapping[str, str]]
+    files: Callable[[ClusterJob, Any], Mapping[str, str]]
     submit: Callable[[Path, Any], list[str]]
 
 

@@ -14,8 +14,8 @@ from weft.launchers.job import (
     CONTAINER_CONFIG,
     CONTAINER_RUNS,
     KUBERNETES_NAME,
+    ClusterJob,
     Engine,
-    Job,
     LaunchOptions,
 )
 from weft.launchers.yaml_text import yaml_text
@@ -53,7 +53,7 @@ def option_faults(options: KubeflowOptions) -> Iterator[Fault]:
             yield Fault(key, "is no name of Kubernetes", repr(value), need)
 
 
-def files(job: Job, options: KubeflowOptions) -> Mapping[str, str]:
+def files(job: ClusterJob, options: KubeflowOptions) -> Mapping[str, str]:
     """A ConfigMap and a TrainJob in one file."""
     name = kubernetes_name(job.name)
     config_map = {
@@ -75,7 +75,7 @@ def files(job: Job, options: KubeflowOptions) -> Mapping[str, str]:
     return {FILE: yaml_text(config_map) + "---\n" + yaml_text(train_job)}
 
 
-def _trainer(job: Job, options: KubeflowOptions) -> dict[str, Any]:
+def _trainer(job: ClusterJob, options: KubeflowOptions) -> dict[str, Any]:
     """The command of every node. The runtime sets torchrun's PET_ variables: nodes and address."""
     resources: dict[str, str] = {}
     if job.cpus_per_node:

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import Field
 
 from weft.errors import Fault
-from weft.launchers.job import Engine, Job, LaunchOptions
+from weft.launchers.job import ClusterJob, Engine, LaunchOptions
 
 FILE = "ray_job.py"
 
@@ -26,7 +26,7 @@ def option_faults(options: RayOptions) -> Iterator[Fault]:
     return iter(())
 
 
-def files(job: Job, options: RayOptions) -> Mapping[str, str]:
+def files(job: ClusterJob, options: RayOptions) -> Mapping[str, str]:
     """The driver script."""
     values = {
         "name": job.name,

@@ -11,7 +11,14 @@ from typing import Any
 from pydantic import Field
 
 from weft.errors import EXIT_PREEMPTED, Fault
-from weft.launchers.job import CONFIG, CONTAINER_CONFIG, CONTAINER_RUNS, Engine, Job, LaunchOptions
+from weft.launchers.job import (
+    CONFIG,
+    CONTAINER_CONFIG,
+    CONTAINER_RUNS,
+    ClusterJob,
+    Engine,
+    LaunchOptions,
+)
 from weft.launchers.yaml_text import yaml_text
 
 FILE = "skypilot.yaml"
@@ -40,7 +47,7 @@ def option_faults(options: SkyPilotOptions) -> Iterator[Fault]:
         )
 
 
-def files(job: Job, options: SkyPilotOptions) -> Mapping[str, str]:
+def files(job: ClusterJob, options: SkyPilotOptions) -> Mapping[str, str]:
     """The task."""
     resources: dict[str, Any] = {
         "job_recovery": {
@@ -73,7 +80,7 @@ def files(job: Job, options: SkyPilotOptions) -> Mapping[str, str]:
     return {FILE: yaml_text(task)}
 
 
-def _command(job: Job) -> str:
+def _command(job: ClusterJob) -> str:
     """torchrun on one node; the first node is the rendezvous."""
     before = ["torchrun", '--nnodes="$SKYPILOT_NUM_NODES"', '--node-rank="$SKYPILOT_NODE_RANK"']
     address = '--master-addr="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"'

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USER, Fault
-from weft.launchers.job import Engine, Job, LaunchOptions
+from weft.launchers.job import ClusterJob, Engine, LaunchOptions
 
 FILE = "slurm.sh"
 TIME = re.compile(r"(\d+|(\d+-)?\d+:\d\d(:\d\d)?|\d+-\d+)")
@@ -41,7 +41,7 @@ def option_faults(options: SlurmOptions) -> Iterator[Fault]:
         yield Fault("time", "is no time limit of Slurm", repr(options.time), fix=fix)
 
 
-def files(job: Job, options: SlurmOptions) -> Mapping[str, str]:
+def files(job: ClusterJob, options: SlurmOptions) -> Mapping[str, str]:
     """The batch script."""
     directives = "\n".join(f"#SBATCH {directive}" for directive in _directives(job, options))
     text = f"""#!/bin/bash
@@ -67,7 +67,7 @@ done
     return {FILE: text}
 
 
-def _directives(job: Job, options: SlurmOptions) -> list[str]:
+def _directives(job: ClusterJob, options: SlurmOptions) -> list[str]:
     """The options of sbatch."""
     directives = [
         f"--job-name={job.name}",
@@ -93,7 +93,7 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
     return directives
 
 
-def _step_command(job: Job) -> str:
+def _step_command(job: ClusterJob) -> str:
     """The command that starts all ranks."""
     words = ["srun", "--kill-on-bad-exit=0", "--wait=60"]
     if job.cpus_per_rank:
