@@ -141,6 +141,16 @@ def test_slow_ranks_are_not_hung(ranks):
     assert ranks[0].verdicts == []
 
 
+def test_the_timeout_is_not_that_of_the_start(ranks):
+    """One rank builds its model for long, and the others wait for it."""
+    position = ranks[0].status.started(call(0, 1))
+    ranks[0].status.waiting(call(0, 1), position)
+    ranks[1].status.on_phase(0, "start")
+    with ranks[0].watch, ranks[1].watch:
+        time.sleep(3 * TIMEOUT_S)
+    assert ranks[0].verdicts == []
+
+
 def test_a_call_that_all_have_joined_names_no_culprit(ranks):
     for rank in ranks[:2]:
         rank.enter(3, call(0, 1))

@@ -85,6 +85,21 @@ def step_limit_s(snapshots: Sequence[RankSnapshot]) -> float:
     return max(MIN_TIMEOUT_S, STEP_FACTOR * times[index])
 
 
+def phase_limit_s(phase: Phase, *, step_s: float, timeout_s: float) -> float:
+    """How long a rank that waits for no other may make no progress in a phase.
+
+    Args:
+        step_s: see `step_limit_s`.
+        timeout_s: limit of everything after the start; 0: automatic.
+    """
+    if timeout_s and phase != "start":
+        return timeout_s
+    if phase in STEP_PHASES and math.isfinite(step_s):
+        return step_s
+    known_s = step_s if math.isfinite(step_s) else 0.0
+    return max(PHASE_LIMITS_S[phase], known_s, timeout_s)
+
+
 class HangDetector:
     """Applies the rule to successive looks at the ranks.
 
@@ -228,7 +243,7 @@ class _Diagnosis:
         if snapshot in path:
             return self._deadlock(path[path.index(snapshot) :])
         if snapshot.waiting is None:
-            if stalled_s < self._limit_s(snapshot.phase):
+            if stalled_s < self._limit_s(snapshot):
                 return None
             text = f"{snapshot.place}: no progress for {stalled_s:.1f} s"
             return self._hang("stuck", rank, text)
@@ -253,7 +268,7 @@ class _Diagnosis:
                 hang = self.follow(other, path=())
                 if hang is not None:
                     return hang
-        if seconds < self._limit_s(snapshot.phase):
+        if seconds < self._limit_s(snapshot):
             return None
         text = (
             f"{snapshot.place}: {_call_text(call)}: all members have joined, "
@@ -294,13 +309,8 @@ class _Diagnosis:
         state = self.states[rank]
         return state is not None and state.state == STOPPED
 
-    def _limit_s(self, phase: Phase) -> float:
-        if self.timeout_s and phase != "start":
-            return self.timeout_s
-        if phase in STEP_PHASES and math.isfinite(self.step_s):
-            return self.step_s
-        known_s = self.step_s if math.isfinite(self.step_s) else 0.0
-        return max(PHASE_LIMITS_S[phase], known_s, self.timeout_s)
+    def _limit_s(self, snapshot: RankSnapshot) -> float:
+        return phase_limit_s(snapshot.phase, step_s=self.step_s, timeout_s=self.timeout_s)
 
 
 def missing_members(call: WaitingCall, snapshots: Sequence[RankSnapshot]) -> tuple[int, ...]:

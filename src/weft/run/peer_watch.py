@@ -8,7 +8,6 @@ rank 0   waits in all_reduce, no progress ---- asks rank 1 ---> waits in the sam
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 
 from weft.core.mesh import Mesh
 from weft.run.folder_lock import LockHolder
+from weft.run.hang import phase_limit_s, step_limit_s
 from weft.run.rank_status import Phase, RankSnapshot, StatusBoard, WaitingCall
 
 # Note [Who is hung]
@@ -27,7 +27,7 @@ from weft.run.rank_status import Phase, RankSnapshot, StatusBoard, WaitingCall
 # the world. A rank without progress in a call asks the members of that call, and follows those that have not joined it:
 #
 #     no answer                    stopped (SIGSTOP), or its machine or link is gone: the culprit
-#     does not wait, no progress   computes or sleeps without end: the culprit, after the limit of its phase
+#     does not wait, no progress   computes or sleeps without end: the culprit, after the limit of its phase (weft.run.hang)
 #     waits for another call       followed; a rank met twice closes a deadlock, and is the culprit
 #     makes progress               nothing is wrong, it is slow
 #
@@ -35,19 +35,14 @@ from weft.run.rank_status import Phase, RankSnapshot, StatusBoard, WaitingCall
 # exits, one prints, and the culprit is killed by a rank of its machine, so that the agent need not wait for it.
 # A thread that does not run does not count time: a machine that was suspended or overloaded is no evidence.
 
-STEP_FACTOR = 5.0
-MIN_LIMIT_S = 2.0
-MIN_STEPS = 5
-WARM_UP_STEPS = 2
-PERCENTILE = 0.99
 ANSWER_S = 1.0
 """How long an answer may take; the question is asked this long before the limit."""
 POLL_S = 0.1
 RANKS_PER_POLL = 2000
 """In larger worlds ranks look at the store less often: so many ranks in POLL_S."""
-STEP_PHASES: tuple[Phase, ...] = ("forward", "backward", "reduce", "update")
-UNKNOWN_LIMIT_S = 120.0
-"""Limit outside of steps, and while step times are unknown."""
+MAX_SILENCE_S = 120.0
+"""How long a rank waits in a call at most until it asks the members, outside of steps and while step
+times are unknown."""
 
 
 class WatchStore(Protocol):
@@ -105,8 +100,8 @@ class PeerWatch:
 
     Args:
         board: a board of one slot, this rank's.
-        timeout_s: time without progress after which a rank is hung; 0: 5 times the 99th percentile
-            of the step times, at least 2 s.
+        timeout_s: time without progress after which a rank is hung, except in the start; 0:
+            automatic, see `weft.run.hang.phase_limit_s`.
         on_verdict: called in the thread with the verdict and whether this rank reports it; it ends
             the process.
     """
@@ -126,6 +121,7 @@ class PeerWatch:
         self._mesh = mesh
         self._board = board
         self._timeout_s = timeout_s
+        self._max_silence_s = max(MAX_SILENCE_S, timeout_s)
         self._on_verdict = on_verdict
         self._interval_s = POLL_S * max(1.0, mesh.size / RANKS_PER_POLL)
         self._stalled_s = 0.0
@@ -162,21 +158,15 @@ class PeerWatch:
                 self._answer()
                 self._obey_verdict()
                 snapshot = self._board.read(0)
-                limit_s = self._limit_s(snapshot, snapshot.phase)
+                limit_s = min(self._limit_s(snapshot, snapshot.phase), self._max_silence_s)
                 is_due = self._stalled_s >= max(limit_s - ANSWER_S, asks_at_s)
                 if snapshot.waiting is not None and is_due:
                     self._diagnose(snapshot.waiting, snapshot)
                     asks_at_s = self._stalled_s + ANSWER_S
 
     def _limit_s(self, snapshot: RankSnapshot, phase: Phase) -> float:
-        """How long a rank may make no progress in a phase."""
-        if self._timeout_s:
-            return self._timeout_s
-        times = sorted(snapshot.step_times_s[WARM_UP_STEPS:])
-        if phase not in STEP_PHASES or len(snapshot.step_times_s) < MIN_STEPS:
-            return UNKNOWN_LIMIT_S
-        slowest_s = times[math.ceil(PERCENTILE * len(times)) - 1]
-        return max(MIN_LIMIT_S, STEP_FACTOR * slowest_s)
+        """How long a rank that computes may make no progress in a phase; `snapshot` has step times."""
+        return phase_limit_s(phase, step_s=step_limit_s([snapshot]), timeout_s=self._timeout_s)
 
     def _answer(self) -> None:
         """Answer the newest question, if it is not answered yet."""
