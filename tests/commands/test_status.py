@@ -103,3 +103,60 @@ def test_a_stuck_run_names_the_culprit(tmp_path):
         "rank 1 (dp1): step 9, reduce: no progress for 3.0 s; missing in all_reduce(sum)"
     )
     assert [rank.is_stopped for rank in found.ranks] == [False, False]
+
+
+def test_ranks_that_are_being_started_are_not_stuck(tmp_path):
+    folder = write(tmp_path / "run", STEP)
+    StatusBoard.create(tmp_path / "board", 2)
+    with acquire(folder):
+        publish_status_board(folder, tmp_path / "board")
+        found = run_status(folder, now_s=time.monotonic() + 60.0)
+    assert found.state == "running"
+    assert [str(rank) for rank in found.ranks] == [
+        "  rank 0 (dp0)  is being started",
+        "  rank 1 (dp1)  is being started",
+    ]
+
+
+def test_a_run_is_not_stuck_before_its_timeout(tmp_path):
+    folder = write(tmp_path / "run", STEP)
+    with (folder / "run.toml").open("a") as file:
+        file.write("[run]\ntimeout_s = 60.0\n")
+    board = StatusBoard.create(tmp_path / "board", 2)
+    call = Call("all_reduce", "dp", (0, 1), 0, "all_reduce(sum) float32[4]")
+    ranks = [board.rank(0), board.rank(1)]
+    for status in ranks:
+        status.begin(attempt=0)
+        for step in range(1, 9):
+            status.on_phase(step, "data")
+            status.on_phase(step, "update")
+    ranks[0].waiting(call, ranks[0].started(call))
+    with acquire(folder):
+        publish_status_board(folder, tmp_path / "board")
+        assert run_status(folder, now_s=time.monotonic() + 30.0).state == "running"
+        assert run_status(folder, now_s=time.monotonic() + 90.0).state == "stuck"
+
+
+def test_an_ended_run_shows_its_restarts(tmp_path):
+    restart = {"event": "restart", "attempt": 1, "step": 4}
+    end = {"event": "end", "status": "finished"}
+    events = ({"event": "run"}, restart, {"event": "run"}, restart, STEP, end)
+    assert status_of(write(tmp_path / "run", *events)).restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "config"),
+    [
+        ({"event": "step"}, ""),
+        ({"event": "step", "step": "x", "loss": [1]}, 'steps = "x"\nmesh = 3\nrun = 1\n'),
+        ({"event": "step", "step": 7, "loss": None, "tokens_per_s": "x"}, 'mesh = "zz9"\n'),
+    ],
+)
+def test_damaged_events_and_configs_are_left_out(tmp_path, event, config):
+    folder = write(tmp_path / "run", event, {"event": "end", "status": "finished"})
+    (folder / "run.toml").write_text(config)
+    assert status_of(folder).state == "done"
+    StatusBoard.create(tmp_path / "board", 2).rank(0).begin(attempt=0)
+    with acquire(folder):
+        publish_status_board(folder, tmp_path / "board")
+        assert status_of(folder).state == "running"

@@ -79,7 +79,7 @@ def test_a_run_with_a_fault_ends_with_the_bits_of_one_without(
     what = "killed by SIGKILL" if number == signal.SIGKILL else "stopped (SIGSTOP) for 2."
     assert what in restart["reason"]
     assert restart["reason"].startswith("rank 1 (")
-    assert f"{restart['reason']}: restart 1 of 3 from " in stdout
+    assert f"{restart['reason']}. Restart 1 of 3 from " in stdout
 
 
 def test_a_rank_killed_at_the_start_is_started_again(clean, tmp_path):

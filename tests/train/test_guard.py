@@ -183,6 +183,8 @@ def test_a_rollback_from_a_spike_leaves_out_all_batches_since_the_checkpoint(
 def test_spikes_need_a_factor_above_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--guard.spike", "0.5"]) == EXIT_USER
     assert "error: guard.spike: every loss would be a spike" in capsys.readouterr().err
+    assert main(["train", "--guard.on_spike", "rollback"]) == EXIT_USER
+    assert "error: guard.on_spike: no loss counts as a spike" in capsys.readouterr().err
 
 
 def test_the_state_of_guards_survives_a_checkpoint() -> None:

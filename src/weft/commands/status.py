@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from weft.config.schema import ConfigSection
 from weft.core.mesh import Mesh
 from weft.errors import Fault, UserError, WeftError
 from weft.run.folder_lock import FolderLock, LockHolder, find_lock
-from weft.run.hang import Hang, diagnose
+from weft.run.hang import diagnose
 from weft.run.process_state import STOPPED, process_state
 from weft.run.rank_status import RankSnapshot, StatusBoard
 from weft.small_files import UnreadableFile, open_regular, parse_json
@@ -29,6 +29,9 @@ LINE = "show whether a run is running, stuck, failed or done, and where"
 EVENTS = "events.jsonl"
 TAIL_BYTES = 1 << 18
 
+NOW_S = 0.01
+"""A shorter time since the last progress is shown as now."""
+
 State = Literal["running", "stuck", "failed", "done", "stopped", "interrupted"]
 STATES: dict[str, State] = {
     "finished": "done",
@@ -37,7 +40,9 @@ STATES: dict[str, State] = {
     "interrupted": "interrupted",
 }
 """Status of an `end` event -> state."""
-NO_END = "it ended without a word (killed?)"
+NO_END = "no process runs, and the end of the run is not recorded (killed?)"
+ENDED_STATES = ("", "Z", "X")
+"""States of /proc/PID/stat of a process that has ended; "": there is no such process."""
 
 
 class StatusOptions(ConfigSection):
@@ -66,11 +71,11 @@ class RankLine:
     is_stopped: bool
 
     def __str__(self) -> str:
+        if not self.pid:
+            return f"  rank {self.rank} ({self.where})  is being started"
         stopped = ", stopped" if self.is_stopped else ""
-        idle = short_time(self.idle_s)
-        return (
-            f"  rank {self.rank} ({self.where})  pid {self.pid}  {self.place}, {idle} ago{stopped}"
-        )
+        idle = "now" if self.idle_s < NOW_S else f"{short_time(self.idle_s)} ago"
+        return f"  rank {self.rank} ({self.where})  pid {self.pid}  {self.place}, {idle}{stopped}"
 
 
 @dataclass(frozen=True)
@@ -150,25 +155,46 @@ def run_status(folder: Path, *, now_s: float) -> RunStatus:
         fault = Fault("weft status", "there is no run here", str(folder), "a run folder")
         raise UserError(fault)
     config = _config(folder)
-    found = _with_progress(
-        RunStatus(str(folder), "running", steps=int(config.get("steps", 0))), events
+    steps = config.get("steps")
+    found = RunStatus(
+        str(folder),
+        "running",
+        steps=steps if isinstance(steps, int) else 0,
+        restarts=_num_restarts(events),
     )
+    found = _with_progress(found, events)
     if lock is None or lock.state() != "held":
         return _ended(found, events)
-    return _running(found, lock, mesh_text=str(config.get("mesh", "")), now_s=now_s)
+    return _running(found, lock, config, now_s=now_s)
 
 
 def _with_progress(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunStatus:
     """The status with the last step of the events."""
     for event in reversed(events):
-        if event.get("event") == "step":
+        step = event.get("step")
+        if event.get("event") == "step" and isinstance(step, int):
             return replace(
                 found,
-                step=int(event["step"]),
-                loss=float(event["loss"]),
-                tokens_per_s=float(event["tokens_per_s"]),
+                step=step,
+                loss=_number(event.get("loss")),
+                tokens_per_s=_number(event.get("tokens_per_s")),
             )
     return found
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _num_restarts(events: Sequence[dict[str, Any]]) -> int:
+    """How often the ranks were started again since the start (or resume) of the run."""
+    count = 0
+    for event in events:
+        if event.get("event") == "run":
+            count = 0
+        elif event.get("event") == "restart":
+            count += 1
+    return count
 
 
 def _ended(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunStatus:
@@ -181,7 +207,9 @@ def _ended(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunStatus:
     return replace(found, state=state, text=text)
 
 
-def _running(found: RunStatus, lock: FolderLock, *, mesh_text: str, now_s: float) -> RunStatus:
+def _running(
+    found: RunStatus, lock: FolderLock, config: Mapping[str, Any], *, now_s: float
+) -> RunStatus:
     """The status of a run that a process writes, with its ranks if they are on this machine."""
     holder = lock.holder
     if holder is None:
@@ -190,33 +218,51 @@ def _running(found: RunStatus, lock: FolderLock, *, mesh_text: str, now_s: float
     board = _board(holder)
     if board is None:
         return found
-    mesh = Mesh.parse(mesh_text)
+    mesh = _mesh(config)
     snapshots = [board.read(rank) for rank in range(board.num_ranks)]
-    idle_s = [max(0.0, now_s - 1e-9 * snapshot.changed_ns) for snapshot in snapshots]
     states = [process_state(snapshot.pid) for snapshot in snapshots]
+    idle_s: list[float] = []
     lines: list[RankLine] = []
-    for snapshot, rank_idle_s, state in zip(snapshots, idle_s, states, strict=True):
+    ended: set[int] = set()
+    for snapshot, state in zip(snapshots, states, strict=True):
+        is_started = snapshot.pid > 0
+        rank_idle_s = max(0.0, now_s - 1e-9 * snapshot.changed_ns) if is_started else 0.0
+        idle_s.append(rank_idle_s)
+        if is_started and state.state in ENDED_STATES:
+            ended.add(snapshot.rank)
         lines.append(
             RankLine(
                 snapshot.rank,
-                mesh.coord_text(snapshot.rank) if mesh.size == board.num_ranks else "",
+                mesh.coord_text(snapshot.rank) if mesh.size == board.num_ranks else "no mesh",
                 snapshot.pid,
                 _place(snapshot),
                 rank_idle_s,
                 is_stopped=state.state == STOPPED,
             )
         )
-    found = replace(found, ranks=tuple(lines), restarts=snapshots[0].attempt)
-    ended = frozenset(s.rank for s, state in zip(snapshots, states, strict=True) if not state.state)
-    hang = diagnose(snapshots, ended=ended, states=states, stalled_s=idle_s)
+    restarts = max(snapshot.attempt for snapshot in snapshots)
+    found = replace(found, ranks=tuple(lines), restarts=restarts)
+    hang = diagnose(
+        snapshots,
+        ended=frozenset(ended),
+        states=states,
+        stalled_s=idle_s,
+        timeout_s=_number(config.get("run.timeout_s")) or 0.0,
+    )
     if hang is None:
         return found
-    return replace(found, state="stuck", text=_culprit(hang, mesh))
+    culprit = hang.ranks[0]
+    return replace(
+        found, state="stuck", text=f"rank {culprit} ({lines[culprit].where}): {hang.text}"
+    )
 
 
-def _culprit(hang: Hang, mesh: Mesh) -> str:
-    rank = hang.ranks[0]
-    return f"rank {rank} ({mesh.coord_text(rank)}): {hang.text}"
+def _mesh(config: Mapping[str, Any]) -> Mesh:
+    """The mesh of a config; one rank if it cannot be read."""
+    try:
+        return Mesh.parse(str(config.get("mesh", "")))
+    except WeftError:
+        return Mesh.parse("")
 
 
 def _place(snapshot: RankSnapshot) -> str:
@@ -236,7 +282,7 @@ def _board(holder: LockHolder) -> StatusBoard | None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The run's config; empty if it cannot be read."""
+    """The dotted keys of the run's config; none if it cannot be read."""
     try:
         return dict(toml.read(str(folder / "run.toml")))
     except (WeftError, OSError):

@@ -396,6 +396,13 @@ def guard_factors_are_above_one(guard: GuardConfig) -> Iterator[Fault]:
                 need="above 1, or 0",
                 fix=f"--guard.{name} 3",
             )
+    if guard.on_spike == "rollback" and not guard.spike:
+        yield Fault(
+            "guard.on_spike",
+            "no loss counts as a spike",
+            got="rollback with guard.spike 0",
+            fix="--guard.spike 3, or leave guard.on_spike out",
+        )
 
 
 def divisors(*numbers: int) -> tuple[int, ...]:

@@ -256,13 +256,13 @@ RESTART_SOURCES = {
 
 
 def _restart_text(event: Event) -> str:
-    """`rank 1 (dp1): ...: restart 1 of 3 from the snapshot in memory after step 40, in 1.2 s`."""
-    number = f"restart {event['attempt']} of {event['of']}"
+    """`rank 1 (dp1): .... Restart 1 of 3 from the snapshot in memory of step 40, after 1.2 s`."""
+    number = f"Restart {event['attempt']} of {event['of']}"
     source = RESTART_SOURCES[event["source"]]
     if event["source"] != "start":
         source += f" of step {event['step']}"
     took = short_time(event["detected_s"] + event["recovered_s"])
-    return f"{event['reason']}: {number} from {source}, after {took}"
+    return f"{event['reason']}. {number} from {source}, after {took}"
 
 
 def stage_memory(sizes: tuple[float, ...]) -> str:
