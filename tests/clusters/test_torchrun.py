@@ -38,7 +38,7 @@ RIDES_OUT = ("--run.timeout_s", "60")
 @pytest.mark.parametrize(
     ("size", "flags"),
     [(2, RIDES_OUT), (4, RIDES_OUT), (2, ()), (4, ())],
-    ids=["2-waits", "4-waits", "2-restarts", "4-restarts"],
+    ids=["2-limit60", "4-limit60", "2-default", "4-default"],
 )
 def test_a_link_is_cut_and_restored(size, flags, tmp_path, record_property):
     mesh = f"dp{size}"

@@ -187,7 +187,7 @@ def _submit(command: Sequence[str]) -> int:
         return print_result(
             f"written, not submitted: there is no {command[0]} here. Submit: {line}"
         )
-    done = subprocess.run(command, check=False)
+    done = subprocess.run(command, check=False)  # noqa: S603 - the engine's command, without a shell
     if done.returncode:
         raise WeftError(f"{line}: exit code {done.returncode}; the job is not submitted")
     print_result(f"submitted: {line}")

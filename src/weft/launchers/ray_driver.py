@@ -62,7 +62,9 @@ class NodeRanks:
         for local_rank in range(job.ranks_per_node):
             own = {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
             environment = {**os.environ, **variables, **own}
-            process = subprocess.Popen(command, cwd=job.work_folder, env=environment)
+            process = subprocess.Popen(  # noqa: S603 - this Python
+                command, cwd=job.work_folder, env=environment
+            )
             self._ranks.append(process)
 
     def codes(self) -> list[int | None]:
