@@ -86,7 +86,7 @@ class Repetition:
             self.is_equal = not repeated.is_finite
             if self.is_equal:
                 return "not finite here either"
-            return "finite here: the layout, the hardware or a layout's own code made it not finite"
+            return "finite here: the recorded layout, or the hardware, made it not finite"
         loss = relative_difference(step.loss, repeated.loss)
         norm = relative_difference(step.grad_norm, repeated.grad_norm)
         differences = f"relative difference: loss {loss:.1e}, gradient norm {norm:.1e}"
