@@ -239,7 +239,7 @@ class _Injector:
             time.sleep(SLOW_WRITE_S)
             before(file)
 
-        os.fsync = fsync
+        setattr(os, "fsync", fsync)  # noqa: B010 - mypy rejects the assignment
         self._later(step, lambda: setattr(os, "fsync", before))
 
     def lost_link(self, step: int) -> None:
