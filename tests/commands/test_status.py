@@ -18,6 +18,7 @@ from weft.run.folder_lock import acquire, publish_status_board
 from weft.run.rank_status import StatusBoard
 
 STEP = {"event": "step", "step": 7, "loss": 2.5, "grad_norm": 1.0, "tokens_per_s": 1234.0}
+AGAIN = "no checkpoint; start again: weft train {folder}/run.toml --resume auto"
 
 
 def write(folder: Path, *events: dict[str, Any]) -> Path:
@@ -38,18 +39,19 @@ def status_of(folder: Path) -> RunStatus:
         ({"status": "finished", "text": ""}, "done", ""),
         ({"status": "failed", "error": "rank 1 (dp1): killed"}, "failed", "rank 1 (dp1): killed"),
         ({"status": "stopped", "text": "stopped after step 7"}, "stopped", "stopped after step 7"),
-        ({"status": "interrupted", "error": ""}, "interrupted", ""),
+        ({"status": "interrupted", "error": ""}, "interrupted", AGAIN),
     ],
 )
 def test_an_ended_run_shows_how_it_ended(tmp_path, end, state, text):
     found = status_of(write(tmp_path / "run", STEP, {"event": "end", **end}))
-    assert (found.state, found.text) == (state, text)
+    assert (found.state, found.text) == (state, text.format(folder=tmp_path / "run"))
     assert (found.step, found.steps, found.loss, found.tokens_per_s) == (7, 20, 2.5, 1234.0)
 
 
 def test_a_run_without_an_end_whose_launcher_is_gone_has_failed(tmp_path):
     found = status_of(write(tmp_path / "run", STEP))
-    assert (found.state, found.text) == ("failed", NO_END)
+    again = AGAIN.format(folder=tmp_path / "run")
+    assert (found.state, found.text) == ("failed", f"{NO_END}\n  {again}")
 
 
 def test_no_run_is_one_line(tmp_path):

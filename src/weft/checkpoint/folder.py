@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -151,3 +152,20 @@ def _unused_aside_path(path: Path) -> Path:
 
 def _names(folder: Path) -> list[str]:
     return os.listdir(folder) if folder.is_dir() else []
+
+
+def resume_command(run_folder: Path) -> str:
+    """The command line that resumes the run of a folder from its newest checkpoint."""
+    config = shlex.quote(f"{run_folder}/run.toml")
+    return f"weft train {config} --resume auto"
+
+
+def next_command(run_folder: Path) -> str:
+    """How a run that has ended early goes on: `resume: COMMAND`, or that it starts again; "" in a
+    folder without a config.
+    """
+    if not (run_folder / "run.toml").is_file():
+        return ""
+    has_checkpoint = any(True for _ in checkpoints(run_folder))
+    label = "resume" if has_checkpoint else "no checkpoint; start again"
+    return f"{label}: {resume_command(run_folder)}"

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from weft.checkpoint.folder import next_command
 from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags, toml
 from weft.config.schema import ConfigSection
@@ -199,12 +200,20 @@ def _num_restarts(events: Sequence[dict[str, Any]]) -> int:
 
 def _ended(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunStatus:
     """The status of a run that no process writes."""
+    folder = Path(found.run)
     last = events[-1] if events else {}
     if last.get("event") != "end":
-        return replace(found, state="failed", text=NO_END)
+        return replace(found, state="failed", text=_joined(NO_END, next_command(folder)))
     state = STATES.get(str(last.get("status")), "failed")
     text = str(last.get("error") or last.get("text") or "")
+    if state == "interrupted":
+        text = _joined(text, next_command(folder))
     return replace(found, state=state, text=text)
+
+
+def _joined(*texts: str) -> str:
+    """Those of the texts that are not empty, a line each."""
+    return "\n  ".join(text for text in texts if text)
 
 
 def _running(

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.folder import next_command
 from weft.checkpoint.resume import starts_new
 from weft.commands.joined import Watch, run_joined
 from weft.config.run import Run
@@ -28,7 +28,7 @@ from weft.train.event_log import (
     append_missing_end_event,
     end_run_of_dead_writer,
 )
-from weft.train.loop import Event, resume_command, run_training
+from weft.train.loop import Event, run_training
 from weft.view.live import open_view
 
 PROMPT = "def "
@@ -120,14 +120,13 @@ def _end_event(out: Path | None) -> Iterator[None]:
 
 def _with_next_command(error: RankError, out: Path) -> RankError:
     """The error with the command that resumes the run, or starts it again without a checkpoint."""
-    if error.kind != "failure" or not (out / "run.toml").is_file():
+    command = next_command(out)
+    if error.kind != "failure" or not command:
         return error
-    has_checkpoint = next(checkpoints(out), None) is not None
-    label = "resume" if has_checkpoint else "no checkpoint; start again"
     return RankError(
         error.rank,
         error.where,
-        f"{error.message}\n  {label}: {resume_command(out)}",
+        f"{error.message}\n  {command}",
         kind=error.kind,
     )
 

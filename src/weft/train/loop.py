@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.folder import checkpoints, resume_command
 from weft.checkpoint.memory import MemorySnapshots
 from weft.checkpoint.saver import Saver, StatusFlag, newest_path
 from weft.config.schema import GuardConfig
@@ -392,12 +392,6 @@ def step_event(
     if report.expert_load is not None:
         event["expert_load"] = report.expert_load
     return event
-
-
-def resume_command(run_folder: Path) -> str:
-    """The command line that resumes the run of a folder from its newest checkpoint."""
-    config = shlex.quote(f"{run_folder}/run.toml")
-    return f"weft train {config} --resume auto"
 
 
 def _restart_note(run_folder: Path) -> str:
