@@ -43,10 +43,11 @@ def rebalance_routers(blocks: Mapping[str, nn.Module], loads: Mapping[str, Tenso
             router.bias.copy_(rebalance(router.bias, load, rate=router.rate))
 
 
-def imbalance(loads: Mapping[str, Tensor]) -> float:
-    """Largest over mean load of an expert, in the worst block; 1 is balanced, 0 without experts."""
-    worst = 0.0
-    for load in loads.values():
-        ratio = (load.max() * load.numel()) / load.sum()
-        worst = max(worst, ratio.item())
-    return worst
+def imbalance(loads: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """Largest over mean load of an expert, in the worst block, scalar on `device`; 1 is balanced, 0
+    without experts.
+    """
+    if not loads:
+        return torch.zeros((), device=device)
+    ratios = [(load.max() * load.numel()) / load.sum() for load in loads.values()]
+    return torch.stack(ratios).nan_to_num(0.0).max()

@@ -238,23 +238,23 @@ class TrainStep:
         loads = sum_loads(played.loads, self.model.comm)
         totals = self._total_stats(
             played.loss,
-            expert_load=imbalance(loads),
+            targets,
+            expert_load=imbalance(loads, self.model.comm.device),
             status=status(),
         )
-        loss = (totals.loss / targets).item()
+        loss = totals.loss
         norm = totals.grad_norm / scale
-        nonfinite = self._find_nonfinite(loss, norm.item(), batches)
+        nonfinite = self._find_nonfinite(loss, norm, batches)
         if nonfinite is not None and on_nonfinite == "raise":
-            raise NonFiniteError(nonfinite_text(loss, norm.item(), nonfinite))
-        is_finite = math.isfinite(norm.item())
-        skipped = self.loss_scale.skips(is_finite=is_finite)
+            raise NonFiniteError(nonfinite_text(loss, norm, nonfinite))
+        is_finite = math.isfinite(norm)
         report_phase("update")
         is_overflow = self.loss_scale.skips(is_finite=is_finite)
         skipped = is_overflow or nonfinite is not None
         if not skipped:
             grad_norm.clip(
                 self.grads,
-                norm,
+                totals.grad_norm_tensor / scale,
                 most=self.clip,
                 scale=scale,
             )
@@ -264,8 +264,8 @@ class TrainStep:
             self.loss_scale = self.loss_scale.after(is_finite=is_finite)
         return StepReport(
             loss=loss,
-            grad_norm=norm.item(),
-            targets=int(targets.item()),
+            grad_norm=norm,
+            targets=totals.targets,
             step_s=time.perf_counter() - start,
             mem_bytes=totals.mem_bytes,
             loss_scale=scale,
@@ -306,8 +306,9 @@ class TrainStep:
     def _total_stats(
         self,
         loss: Tensor,
+        targets: Tensor,
         *,
-        expert_load: float,
+        expert_load: Tensor,
         status: int,
     ) -> StepTotals:
         comm = self.model.comm
@@ -319,4 +320,4 @@ class TrainStep:
             expert_load=expert_load,
             status=status,
         )
-        return total_stats(comm, local)
+        return total_stats(comm, local, targets)

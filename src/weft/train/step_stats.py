@@ -20,14 +20,14 @@ class RankStats:
         loss: this rank's part of the summed loss, float64 scalar; 0 on ranks that only hold a copy.
         grad_sq_norm: this rank's part of the squared gradient norm, float64 scalar.
         mem_bytes: memory of this rank.
-        expert_load: largest over mean load of an expert; 0 without experts.
+        expert_load: largest over mean load of an expert, scalar; 0 without experts.
         status: status flags for the other ranks.
     """
 
     loss: Tensor
     grad_sq_norm: Tensor
     mem_bytes: int
-    expert_load: float
+    expert_load: Tensor
     status: int
 
 
@@ -36,15 +36,19 @@ class StepTotals:
     """Numbers of a step over all ranks.
 
     Attributes:
-        loss: sum over all target tokens, float64 scalar.
-        grad_norm: global gradient norm, float64 scalar, scaled like the gradients.
+        loss: mean over all target tokens.
+        targets: number of target tokens.
+        grad_norm: global gradient norm, scaled like the gradients.
+        grad_norm_tensor: the same on the device, float64 scalar.
         mem_bytes: per pipeline rank, the largest memory of its ranks.
         expert_load: largest over mean load of an expert, in the worst block; None without experts.
         status: status flags that any rank has set.
     """
 
-    loss: Tensor
-    grad_norm: Tensor
+    loss: float
+    targets: int
+    grad_norm: float
+    grad_norm_tensor: Tensor
     mem_bytes: tuple[int, ...]
     expert_load: float | None
     status: int
@@ -56,24 +60,39 @@ NUM_FLAGS = 8
 """Status flags of a rank: those of saves, and of snapshots in memory."""
 
 
-def total_stats(comm: Comm, local: RankStats) -> StepTotals:
+# Note [One synchronisation a step]
+# A number that the host reads from a CUDA device makes it wait for all that was launched before, and a tensor made from
+# numbers of the host is a copy that waits too. So a step reads all its numbers in one copy, and numbers of the host are
+# written into a row on the device by `fill_`, whose value travels with the launch.
+
+
+def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> StepTotals:
     """Totals over all ranks; every rank must call it, and gets the same bits.
 
     One row of each rank: loss, squared norm | expert load, a column for each status flag, a column
-    for the memory of each pipeline rank.
+    for the memory of each pipeline rank. See Note [One synchronisation a step].
+
+    Args:
+        targets: target tokens over all ranks, float64 scalar.
     """
-    flags = [bool(local.status >> bit & 1) for bit in range(NUM_FLAGS)]
-    stage_mem_bytes = [0] * comm.degree(PP)
-    stage_mem_bytes[comm.index(PP)] = local.mem_bytes
-    host_numbers = [local.expert_load, *flags, *stage_mem_bytes]
-    maxima = torch.tensor(host_numbers, dtype=torch.float64, device=comm.device)
+    maxima = torch.zeros(1 + NUM_FLAGS + comm.degree(PP), dtype=torch.float64, device=comm.device)
+    maxima[0].copy_(local.expert_load)
+    for bit in range(NUM_FLAGS):
+        if local.status >> bit & 1:
+            maxima[1 + bit].fill_(1)
+    maxima[1 + NUM_FLAGS + comm.index(PP)].fill_(local.mem_bytes)
     sums = torch.stack((local.loss, local.grad_sq_norm))
     row = comm.combine_world(torch.cat((sums, maxima)), _combine_rows)
-    loss, grad_sq_norm = row[:NUM_SUMS].unbind()
-    expert_load, *rest = row[NUM_SUMS:].tolist()
+    loss_sum, grad_sq_norm = row[:NUM_SUMS].unbind()
+    grad_norm = grad_sq_norm.sqrt()
+    derived = torch.stack((loss_sum / targets, targets, grad_norm))
+    numbers = torch.cat((derived, row[NUM_SUMS:])).tolist()
+    loss, num_targets, norm, expert_load, *rest = numbers
     return StepTotals(
         loss=loss,
-        grad_norm=grad_sq_norm.sqrt(),
+        targets=int(num_targets),
+        grad_norm=norm,
+        grad_norm_tensor=grad_norm,
         mem_bytes=tuple(int(num_bytes) for num_bytes in rest[NUM_FLAGS:]),
         expert_load=expert_load or None,
         status=sum(1 << bit for bit in range(NUM_FLAGS) if rest[bit]),

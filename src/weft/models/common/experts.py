@@ -156,7 +156,7 @@ class Dispatch(nn.Module):
         experts: nn.Module,
     ) -> Tensor:
         """x_ND -> y_ND; `experts(x, counts)` takes tokens in the order of their experts and keeps
-        that order.
+        that order. The counts are int64 on any device: on the CPU reading them costs no wait.
         """
         sorting = sort_by_expert(experts_NK, self.num_experts)
         rows = sorting.spread(x_ND)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.comm import ops
 from weft.comm.comm import Comm
-from weft.core.axes import span, span_sizes
+from weft.core.axes import span
 from weft.core.mesh import Axis
 from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import sharded_over
@@ -64,12 +64,16 @@ class ExpertParallelDispatch(nn.Module):
         sorting = sort_by_expert(experts_NK, self.num_experts)
         counts_1E = sorting.counts.unsqueeze(0)
         counts_RE = comm.all_gather(counts_1E, axis, dim=0)
-        experts_per_rank = span_sizes(self.num_experts, degree)
-        counts_of_ranks = sorting.counts.split(experts_per_rank)
-        send_sizes = [int(counts.sum()) for counts in counts_of_ranks]
         lo, hi = span(self.num_experts, degree, comm.index(axis))
         local_counts_RE = counts_RE[:, lo:hi]
-        recv_sizes = local_counts_RE.sum(1).tolist()
+        host_counts: list[list[int]] = counts_RE.tolist()  # the one wait for the device
+        own_counts = host_counts[comm.index(axis)]
+        send_sizes = []
+        for rank in range(degree):
+            first, last = span(self.num_experts, degree, rank)
+            send_sizes.append(sum(own_counts[first:last]))
+        recv_sizes = [sum(row[lo:hi]) for row in host_counts]
+        expert_counts = [sum(column) for column in zip(*host_counts, strict=True)]
         received = ops.all_to_all(
             sorting.spread(x_ND),
             comm,
@@ -77,9 +81,9 @@ class ExpertParallelDispatch(nn.Module):
             send_sizes=send_sizes,
             recv_sizes=recv_sizes,
         )
-        by_expert = _by_expert(local_counts_RE)
+        by_expert = _by_expert(local_counts_RE, num_rows=sum(recv_sizes))
         rows = by_expert.spread(received)
-        rows_out: Tensor = experts(rows, by_expert.counts)
+        rows_out: Tensor = experts(rows, torch.tensor(expert_counts[lo:hi]))
         returned = ops.all_to_all(
             _inverse(by_expert).spread(rows_out),
             comm,
@@ -90,12 +94,12 @@ class ExpertParallelDispatch(nn.Module):
         return sorting.collect(returned, weights_NK)
 
 
-def _by_expert(counts_RE: Tensor) -> Sorting:
-    """The sorting by expert of rows that are sorted by (rank, expert)."""
+def _by_expert(counts_RE: Tensor, *, num_rows: int) -> Sorting:
+    """The sorting by expert of `num_rows` rows that are sorted by (rank, expert)."""
     num_ranks, num_experts = counts_RE.shape
     experts_E = torch.arange(num_experts, device=counts_RE.device)
     experts_of_ranks = experts_E.repeat(num_ranks)
-    expert_of_row = experts_of_ranks.repeat_interleave(counts_RE.flatten())
+    expert_of_row = experts_of_ranks.repeat_interleave(counts_RE.flatten(), output_size=num_rows)
     return sort_by_expert(expert_of_row.unsqueeze(1), num_experts)
 
 

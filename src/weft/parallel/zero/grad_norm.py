@@ -51,20 +51,30 @@ def squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor:
     A parameter that several ranks hold counts on the first of them; a tied one under its owner's
     name. A gradient that is not finite makes the result not finite, on whatever rank it lies.
     """
-    names = list(reducer.sharded_params)
+    names = tuple(reducer.sharded_params)
     if not names:
         return torch.zeros((), dtype=torch.float64, device=model.comm.device)
-    gradients = []
-    is_counted = []
-    for name in names:
-        gradients.append(_gradient(reducer, name))
-        axes = reducer.shard_axes[name]
-        is_counted.append(is_first_holder(model, name, sharded_over=axes))
+    gradients = [_gradient(reducer, name) for name in names]
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     norms = torch._foreach_norm(gradients, dtype=dtype)
     squares = torch.stack(norms).double().square()
-    weights = torch.tensor(is_counted, dtype=torch.float64, device=squares.device)
+    if names not in reducer.norm_weights:
+        reducer.norm_weights[names] = _count_weights(model, reducer, names)
+    weights = reducer.norm_weights[names]
     return (squares * weights).sum()
+
+
+def _count_weights(
+    model: ParallelModel,
+    reducer: GradientReducer,
+    names: tuple[str, ...],
+) -> Tensor:
+    """1 for each gradient that counts on this rank, else 0; float64 on the device."""
+    is_counted = []
+    for name in names:
+        axes = reducer.shard_axes[name]
+        is_counted.append(is_first_holder(model, name, sharded_over=axes))
+    return torch.tensor(is_counted, dtype=torch.float64, device=model.comm.device)
 
 
 def is_first_holder(model: ParallelModel, name: str, *, sharded_over: tuple[str, ...] = ()) -> bool:

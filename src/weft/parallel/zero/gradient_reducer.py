@@ -60,6 +60,8 @@ class GradientReducer:
             its tensor: (start, stop).
         trained_groups: those of `groups` with gradients.
         arrived: parameters that have had a gradient since the last `finish`.
+        norm_weights: for the names of some gradients, 1 for each that counts in the norm, else 0;
+            kept on the device from step to step.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class GradientReducer:
         self.shard_axes: dict[str, tuple[str, ...]] = {}
         self.shard_ranges: dict[str, tuple[int, int]] = {}
         self.arrived: set[str] = set()
+        self.norm_weights: dict[tuple[str, ...], Tensor] = {}
         self._stages_to_sync: set[int] = set()
         self._touched: dict[int, ParamGroup] = {}
         self._complete: set[int] = set()

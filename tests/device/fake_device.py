@@ -1,0 +1,212 @@
+"""The fake CUDA device in this process: loading it, and counting what one rank's training step does on it.
+
+Import it first in a process of its own: it loads the device library, named in WEFT_FAKE_CUDA, before torch.
+"""
+
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import traceback
+from collections import Counter
+from contextlib import contextmanager
+
+ctypes.CDLL(os.environ["WEFT_FAKE_CUDA"])
+
+import torch
+import torch.cuda
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.device.layouts import Layout
+from weft.comm.comm import Comm
+from weft.comm.meta import MetaTransport
+from weft.config.load import load
+from weft.config.run import Run, plan_of
+from weft.models import FAMILIES
+from weft.models.common import experts
+from weft.models.common.batch import token_batch
+from weft.train.build import build_step
+from weft.train.step import TrainStep
+
+DEVICE = torch.device("cuda:0")
+ATEN = torch.ops.aten
+COPIES = (ATEN._to_copy.default, ATEN.copy_.default)
+NO_KERNEL = ("empty", "set_", "resize_", "detach", "lift", "alias", "record_stream")
+"""Operations without a kernel, besides views."""
+
+
+def prepare_torch() -> None:
+    """Replace what needs a driver, and what refuses fake tensors without a reason."""
+    torch.cuda.max_memory_allocated = lambda device=None: 1
+    torch.utils.swap_tensors = _swap_tensors
+
+
+def _swap_tensors(first: Tensor, second: Tensor) -> None:
+    """As torch's, which refuses the weak references that fake tensors keep."""
+    for name in ("__class__", "__dict__"):
+        kept = getattr(first, name)
+        setattr(first, name, getattr(second, name))
+        setattr(second, name, kept)
+    torch._C._swap_tensor_impl(first, second)
+
+
+class Recorder(TorchDispatchMode):
+    """Counts launches, host synchronisations and copies between host and device, by source line.
+
+    Attributes:
+        launches: operations with a kernel, by name.
+        syncs: places where the host waits for the device.
+        copies: places where data moves between host and device; also those that do not wait.
+        mixed: operations whose tensors are on several devices, scalars aside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_recording = False
+        self.is_listing = False
+        self.launches: Counter[str] = Counter()
+        self.syncs: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
+        self.mixed: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is ATEN._local_scalar_dense.default:
+            return self._scalar(args[0])
+        outputs = func(*args, **kwargs)
+        if self.is_recording:
+            self._record(func, tree_leaves((args, kwargs)), tree_leaves(outputs))
+        return outputs
+
+    def _scalar(self, x: Tensor) -> float | bool | int:
+        if self.is_recording and not self.is_listing and x.is_cuda:
+            self.syncs[source_line()] += 1
+        if x.dtype.is_floating_point:
+            return 1.0
+        return True if x.dtype == torch.bool else 1
+
+    def _record(self, func, inputs, outputs) -> None:
+        tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+        devices = {x.device.type for x in (*tensors, *results)}
+        if "cuda" not in devices:
+            return
+        if func in COPIES and len(devices) > 1:
+            self.copies[source_line()] += 1
+        elif len({x.device.type for x in tensors if x.dim() > 0}) > 1:
+            self.mixed[f"{source_line()} {func}"] += 1
+        name = func._schema.name.removeprefix("aten::")
+        has_kernel = not func.is_view and not name.startswith(NO_KERNEL)
+        if results and has_kernel and func.namespace == "aten":
+            self.launches[name] += 1
+
+
+def source_line() -> str:
+    """The innermost line of weft that is running: file and text, without its number."""
+    frames = traceback.extract_stack()[:-2]
+    for frame in reversed(frames):
+        if "/src/weft/" in frame.filename:
+            return f"{frame.filename.split('/src/weft/')[1]}: {frame.line}"
+    return f"{frames[-1].filename}: {frames[-1].line}"
+
+
+@contextmanager
+def even_expert_loads(recorder: Recorder):
+    """`Tensor.tolist` of counts gives the even load of the experts: fake tensors have no values.
+
+    One call is one synchronisation, whatever the length.
+    """
+    num_slots = 0
+    sort_by_expert = experts.sort_by_expert
+    plain_tolist = FakeTensor.tolist
+
+    def sort(experts_NK: Tensor, num_experts: int) -> experts.Sorting:
+        nonlocal num_slots
+        num_slots = experts_NK.numel()
+        return sort_by_expert(experts_NK, num_experts)
+
+    def tolist(x: Tensor):
+        if not x.is_cuda and x.constant is not None:
+            return x.constant.tolist()
+        if recorder.is_recording and x.is_cuda:
+            recorder.syncs[source_line()] += 1
+        if x.dtype == torch.int64:
+            row = [num_slots // x.shape[-1]] * x.shape[-1]
+            return [row] * x.shape[0] if x.dim() == 2 else row
+        recorder.is_listing = True
+        try:
+            return plain_tolist(x)
+        finally:
+            recorder.is_listing = False
+
+    users = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("weft.") and getattr(module, "sort_by_expert", None) is sort_by_expert
+    ]
+    for module in users:
+        module.sort_by_expert = sort
+    FakeTensor.tolist = tolist
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = plain_tolist
+        for module in users:
+            module.sort_by_expert = sort_by_expert
+
+
+def counts_of(layout: Layout, *, num_layers: int | None = None) -> dict[str, object]:
+    """What the second training step of one rank of `layout` does on the fake device."""
+    run = load(layout.flags(num_layers), FAMILIES)
+    recorder = Recorder()
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mesh = run.device_mesh
+    comm = Comm(mesh, layout.rank, MetaTransport(mesh.size, layout.rank, device=DEVICE))
+    with fake_mode:
+        step = build_step(run, comm)
+        batches = _batches(run, comm)
+    with fake_mode, recorder, even_expert_loads(recorder):
+        step(batches, lr=1e-3)
+        comm.checked = False
+        recorder.is_recording = True
+        step(batches, lr=1e-3)
+        recorder.is_recording = False
+    return {
+        "layout": str(layout),
+        "syncs": dict(recorder.syncs),
+        "copies": dict(recorder.copies),
+        "mixed": dict(recorder.mixed),
+        "launches": recorder.launches.total(),
+        "not_on_device": _not_on_device(step),
+    }
+
+
+def _batches(run: Run, comm: Comm):
+    tokens = torch.zeros(run.batch.micro_size, run.data.seq_len + 1, dtype=torch.int64)
+    batch = token_batch(tokens[:, :-1], tokens[:, 1:])
+    own = batch.columns(index=comm.index("cp"), degree=comm.degree("cp"))
+    on_device = own.map(lambda x: x.to(DEVICE))
+    return [on_device] * plan_of(run).microbatches
+
+
+def _not_on_device(step: TrainStep) -> list[str]:
+    """Names of parameters, buffers, gradients and optimizer states that are elsewhere."""
+    found: dict[str, Tensor] = dict(step.model.params)
+    for name, block in step.model.blocks.items():
+        for path, buffer in block.named_buffers():
+            found[f"{name}.{path}"] = buffer
+    for name, param in step.grads.sharded_params.items():
+        found[f"sharded {name}"] = param
+        if param.grad is not None:
+            found[f"gradient of {name}"] = param.grad
+    for name, states in step.state().optimizer_state.items():
+        for key, state in states.items():
+            if state.dim() > 0:
+                found[f"{key} of {name}"] = state
+    return [name for name, tensor in found.items() if tensor.device != DEVICE]

@@ -1,0 +1,69 @@
+"""Layouts whose training steps run on the fake CUDA device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.core.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One rank of a tiny model on a mesh.
+
+    Attributes:
+        options: more flags of `weft train`, as one text.
+        rank: whose step is run.
+        measures_layers: whether the cost of one layer is measured, with a second run of more layers.
+    """
+
+    mesh: str
+    options: str = ""
+    model: str = "llama3"
+    rank: int = 0
+    measures_layers: bool = False
+    num_layers: int = 2
+
+    def __str__(self) -> str:
+        words = (self.model, self.mesh or "one", self.options, f"rank {self.rank}")
+        return " ".join(word for word in words if word)
+
+    def flags(self, num_layers: int | None = None) -> list[str]:
+        """The flags of `weft train`."""
+        mesh = Mesh.parse(self.mesh)
+        num_microbatches = 3 if mesh.degree("pp") > 1 else 2
+        words = [
+            *("--mesh", self.mesh),
+            *("--model.name", self.model),
+            *("--model.layers", str(num_layers or self.num_layers)),
+            *("--data.seq_len", "32"),
+            *("--batch.global_size", str(num_microbatches * mesh.degree(("dp", "ep")))),
+            *("--batch.micro_size", "1"),
+        ]
+        return words + self.options.split()
+
+
+BF16 = "--precision.compute bfloat16"
+
+LAYOUTS = (
+    Layout("", measures_layers=True),
+    Layout("", BF16),
+    Layout("", "--parallel.recompute full"),
+    Layout("", "--parallel.recompute selective"),
+    Layout("dp2"),
+    Layout("dp2", f"--parallel.zero 1 {BF16}", rank=1),
+    Layout("dp2", "--parallel.zero 2"),
+    Layout("dp2", f"--parallel.zero 3 {BF16}", measures_layers=True),
+    Layout("tp2", rank=1),
+    Layout("tp2", "--parallel.sequence True", measures_layers=True),
+    Layout("cp2", rank=1),
+    Layout("cp2", "--parallel.context allgather"),
+    Layout("cp2", "--parallel.context ulysses"),
+    Layout("pp2", rank=1),
+    Layout("pp2", "--pipeline.schedule zero_bubble"),
+    Layout("pp2", "--pipeline.schedule zbv --pipeline.chunks 2", num_layers=4),
+    Layout("pp2 dp2 cp2 tp2", "--parallel.sequence True --parallel.zero 1", rank=15),
+    Layout("", model="deepseek"),
+    Layout("ep2", model="deepseek", measures_layers=True),
+    Layout("ep2 tp2", "--parallel.zero 3", model="deepseek", rank=3),
+)

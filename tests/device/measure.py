@@ -1,0 +1,31 @@
+"""Measures layouts on the fake device, one JSON line each. Run: python -m tests.device.measure NUMBER..."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+
+from tests.device.fake_device import counts_of, prepare_torch
+from tests.device.layouts import LAYOUTS, Layout
+
+
+def measure(layout: Layout) -> dict[str, object]:
+    """The counts of a layout, or the traceback of its error."""
+    try:
+        counts = counts_of(layout)
+        if layout.measures_layers:
+            larger = counts_of(layout, num_layers=layout.num_layers + 1)
+            counts["launches_per_layer"] = larger["launches"] - counts["launches"]
+            for key in ("syncs", "copies"):
+                added = sum(larger[key].values()) - sum(counts[key].values())
+                counts[f"{key}_per_layer"] = added
+    except Exception:  # noqa: BLE001 - the test shows it
+        return {"layout": str(layout), "error": traceback.format_exc()}
+    return counts
+
+
+if __name__ == "__main__":
+    prepare_torch()
+    for number in sys.argv[1:]:
+        print(json.dumps(measure(LAYOUTS[int(number)])), flush=True)  # noqa: T201
