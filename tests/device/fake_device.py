@@ -13,13 +13,14 @@ import sys
 import traceback
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 ctypes.CDLL(os.environ["WEFT_FAKE_CUDA"])
 
 import torch
 import torch.cuda
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +32,7 @@ from weft.config.run import Run, plan_of
 from weft.models import FAMILIES
 from weft.models.common import experts
 from weft.models.common.batch import token_batch
-from weft.train.build import build_step
+from weft.train import build
 from weft.train.step import TrainStep
 
 DEVICE = torch.device("cuda:0")
@@ -45,6 +46,15 @@ def prepare_torch() -> None:
     """Replace what needs a driver, and what refuses fake tensors without a reason."""
     torch.cuda.max_memory_allocated = lambda device=None: 1
     torch.utils.swap_tensors = _swap_tensors
+    for name in ("meta_modules", "parallelize"):
+        plain = getattr(build, name)
+        setattr(build, name, partial(_without_fake_tensors, plain))
+
+
+def _without_fake_tensors(function, *args, **kwargs):
+    """Call `function` of meta tensors, which traces them and takes no tensors of other classes."""
+    with unset_fake_temporarily():
+        return function(*args, **kwargs)
 
 
 def _swap_tensors(first: Tensor, second: Tensor) -> None:
@@ -169,7 +179,7 @@ def counts_of(layout: Layout, *, num_layers: int | None = None) -> dict[str, obj
     mesh = run.device_mesh
     comm = Comm(mesh, layout.rank, MetaTransport(mesh.size, layout.rank, device=DEVICE))
     with fake_mode:
-        step = build_step(run, comm)
+        step = build.build_step(run, comm)
         batches = _batches(run, comm)
     with fake_mode, recorder, even_expert_loads(recorder):
         step(batches, lr=1e-3)

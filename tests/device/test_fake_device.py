@@ -114,3 +114,10 @@ def test_a_dense_step_waits_once_and_copies_nothing(measured):
         if layout.model == "llama3":
             row = summary(measured[str(layout)])
             assert (row["syncs"], row["copies"]) == (1, 0), layout
+
+
+@pytest.mark.parametrize("scenario", ["fork", "threads"])
+def test_scenarios(scenario, environ):
+    process = start("scenarios", scenario, environ=environ)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, errors

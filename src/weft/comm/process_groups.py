@@ -162,6 +162,14 @@ class ProcessTransport:
             self._start_monitor()
         return group_queue.start(call, on_late)
 
+    def claim(self, name: str) -> int:
+        """The rank that first claimed `name` in this world: this one, or another."""
+        key = f"claim/{name}"
+        if self._store.add(key, 1) == 1:
+            self._store.set(f"{key}/rank", str(self.rank))
+            return self.rank
+        return int(self._store.get(f"{key}/rank"))
+
     def close(self) -> None:
         """Drop all connections; calls that were not waited for are aborted, and other ranks see
         them fail.

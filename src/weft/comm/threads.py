@@ -12,11 +12,12 @@ from weft.comm.rendezvous import PendingCollective, ThreadWorldState
 from weft.comm.transport import Call, OnLate, SharedResults
 from weft.errors import CommError, counted
 
-# Note [Backward passes in rank threads]
-# For tensors on the CPU the autograd engine runs a backward pass in the thread that called it, so a collective inside
-# `backward` blocks just its own rank, like one in `forward`. For tensors on an accelerator the engine has one thread
-# for each device, shared by all ranks of the process: ranks on different devices are fine, but two ranks on the same
-# accelerator would wait for each other inside that one thread. So: at most one rank on each accelerator.
+# Note [Backward in rank threads]
+# A collective inside `backward` must block its own rank only. For tensors on the CPU the autograd engine runs a backward
+# pass in the thread that called it. For tensors on an accelerator it has one thread for each device, shared by all ranks
+# of the process: two ranks on one GPU would wait for each other inside that thread. So rank threads run under
+# `torch.autograd.set_multithreading_enabled(False)`: every backward runs in the thread that called it, and any number of
+# ranks may share a GPU.
 # Gradient mode, inference mode, autocast and flush-denormal belong to a thread; the default random generator, default
 # dtype and number of intra-op threads belong to the process, and all ranks share them.
 

@@ -15,10 +15,11 @@ from weft.commands.joined import Watch, run_joined
 from weft.config.run import Run
 from weft.errors import EXIT_PREEMPTED, RankError
 from weft.parallel.model.parallelize import ParallelModel
+from weft.run.devices import choose_device
 from weft.run.failure import describe_error
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.launch import Supervision, ignore_board, launch, same_attempt
-from weft.run.rank_setup import choose_device, open_comm
+from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
 from weft.run.world import Attempt, World, detect
 from weft.train.build import build_training, check_initial_parameters
@@ -148,11 +149,7 @@ def train_rank(
     Raises:
         SystemExit: with code 75, if the run was asked to stop and has saved.
     """
-    device = choose_device(
-        run.device,
-        local_rank=world.local_rank,
-        local_size=world.local_size,
-    )
+    device = choose_device(run.device, world)
     with (
         stop_request,
         open_comm(world, run.device_mesh, device) as comm,

@@ -23,8 +23,9 @@ from weft.generate.request import GenerationJob, max_positions
 from weft.generate.sample import Sampling, TokenPosition, sample_token
 from weft.hf.folder import HfFolder
 from weft.parallel.model.parallelize import ParallelModel
+from weft.run.devices import choose_device
 from weft.run.launch import join, launch
-from weft.run.rank_setup import choose_device, open_comm
+from weft.run.rank_setup import open_comm
 from weft.run.world import World, detect
 from weft.train.build import family_of
 
@@ -52,11 +53,7 @@ def generate(job: GenerationJob) -> int:
 
 def generate_rank(job: GenerationJob, world: World) -> None:
     """Entry point of one rank; the first one shows what all of them generate."""
-    device = choose_device(
-        job.request.device,
-        local_rank=world.local_rank,
-        local_size=world.local_size,
-    )
+    device = choose_device(job.request.device, world)
     with open_comm(world, job.request.device_mesh, device) as comm:
         stored = open_source(job.source)
         family = family_of(job.config, job.source.run.lora)

@@ -19,10 +19,11 @@ from typing import NoReturn
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, RankError
+from weft.run.devices import DeviceChoice, choose_device, devices_of_local_ranks
 from weft.run.failure import ErrorContext
 from weft.run.launch import local_world, open_listener, wait_for_workers
 from weft.run.private_folder import PrivateFolder
-from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, open_comm, prepare_rank
+from weft.run.rank_setup import TIMEOUT_S, open_comm, prepare_rank
 from weft.run.rank_status import StatusBoard
 from weft.run.signals import SignalQueue
 from weft.run.worker import WorkerProcess, send_failure
@@ -56,7 +57,7 @@ def init(
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     world = detect(os.environ) or _create_world(shape, device, port)
-    chosen = choose_device(device, local_rank=world.local_rank, local_size=world.local_size)
+    chosen = choose_device(device, world)
     stack = ExitStack()
     atexit.register(stack.close)
     comm = stack.enter_context(open_comm(world, shape, chosen, timeout_s=timeout_s))
@@ -66,7 +67,7 @@ def init(
 
 def _create_world(mesh: Mesh, device: DeviceChoice, port: int | None) -> World:
     """Fork the ranks of `mesh`. Returns in the ranks only."""
-    choose_device(device, local_rank=0, local_size=mesh.size)
+    devices_of_local_ranks(device, mesh.size, "fork")
     folder = PrivateFolder()
     nonce = secrets.token_hex(16)
     if mesh.size == 1:

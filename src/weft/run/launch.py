@@ -18,9 +18,10 @@ from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, CommError, Fault, LaunchError
 from weft.run.agent import end_with_agent
+from weft.run.devices import DeviceChoice, Starter, devices_of_local_ranks
 from weft.run.failure import NO_LOCATION_KINDS, ErrorContext, describe_error, root_cause
 from weft.run.private_folder import PrivateFolder
-from weft.run.rank_setup import TIMEOUT_S, DeviceChoice, choose_device, prepare_rank
+from weft.run.rank_setup import TIMEOUT_S, prepare_rank
 from weft.run.rank_status import StatusBoard
 from weft.run.rank_threads import run_rank_threads
 from weft.run.signals import SignalQueue
@@ -99,7 +100,8 @@ def launch(
         LaunchError: the ranks cannot be started.
         KeyboardInterrupt: Ctrl-C; all ranks have ended.
     """
-    devices = [choose_device(device, local_rank=rank, local_size=nproc) for rank in range(nproc)]
+    starter: Starter = "threads" if transport == "threads" else "fork"
+    devices = devices_of_local_ranks(device, nproc, starter)
     context = ErrorContext(mesh, out)
     if transport == "threads":
         return _launch_threads(

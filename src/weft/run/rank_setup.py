@@ -1,4 +1,4 @@
-"""Set-up of one rank: its device, its communicator, and the settings of its threads, numerics and memory."""
+"""Set-up of one rank: its communicator, and the settings of its threads, numerics and memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 from urllib.parse import urlsplit
 
 import torch
@@ -19,8 +18,6 @@ from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
 from weft.errors import Fault, LaunchError, counted
 from weft.run.world import ThreadRendezvous, World, num_cores
-
-DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 TIMEOUT_S = 600.0
 """Default time-out of a collective."""
@@ -43,32 +40,6 @@ MAX_INT = 2**31 - 1
 PAD_BYTES = 2**28
 
 
-def choose_device(choice: DeviceChoice, *, local_rank: int, local_size: int) -> torch.device:
-    """The device of one rank: GPU `local_rank` if this machine has a GPU for each local rank, else
-    the CPU.
-
-    Collectives use NCCL between GPUs and gloo between CPUs; neither allows two ranks on one GPU.
-
-    Raises:
-        LaunchError: `choice` is cuda, and there are fewer GPUs than local ranks.
-    """
-    if choice == "cpu":
-        return torch.device("cpu")
-    num_gpus = torch.cuda.device_count()
-    if num_gpus >= local_size:
-        return torch.device("cuda", local_rank)
-    if choice == "auto":
-        return torch.device("cpu")
-    fault = Fault(
-        "device",
-        "not enough GPUs",
-        got=f"{counted(num_gpus, 'GPU')} for {counted(local_size, 'local rank')}",
-        need="one for each rank",
-        fix="use fewer ranks, or --device cpu",
-    )
-    raise LaunchError(fault)
-
-
 @contextmanager
 def open_comm(
     world: World,
@@ -81,13 +52,16 @@ def open_comm(
     """The communicator of this rank over `mesh`; its connections are closed on exit.
 
     Raises:
-        LaunchError: the world size differs from the mesh size, or the rendezvous fails.
+        LaunchError: the world size differs from the mesh size, the rendezvous fails, or two ranks
+            have the same GPU.
     """
     if world.size != mesh.size:
         raise LaunchError(size_fault(world, mesh))
     if isinstance(world.rendezvous, ThreadRendezvous):
         threads = world.rendezvous.threads
         assert isinstance(threads, ThreadWorld), "rank threads share a ThreadWorld"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
         yield Comm(mesh, world.rank, threads.transport(world.rank), observers=tuple(observers))
         return
     transport = ProcessTransport(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import torch
+
 from weft.comm.threads import ThreadWorld
 from weft.run.failure import RankFailure, describe_error
 
@@ -56,7 +58,10 @@ def run_rank_threads(
 
     def run_rank(rank: int) -> None:
         try:
-            run.results[rank] = fn(rank)
+            with torch.autograd.set_multithreading_enabled(
+                False
+            ):  # Note [Backward in rank threads]
+                run.results[rank] = fn(rank)
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             run.errors[rank] = error
             run.failures.append(describe_error(error, rank=rank, at_s=time.monotonic()))

@@ -11,11 +11,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-import torch
-
 from weft.core.dimension import dimensions
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, Fault, LaunchError
+from weft.run.devices import fork_problem
 from weft.run.failure import RankFailure, describe_exit
 from weft.run.worker import STACK_SIGNAL, RankResult, WorkerProcess, fork_worker
 
@@ -52,13 +51,13 @@ def fork_workers(
         close: a connection of the parent that the workers close.
 
     Raises:
-        LaunchError: the system cannot start another process, or CUDA is initialised.
+        LaunchError: the system cannot start another process, or CUDA or autograd has started
+            threads that do not survive a fork.
     """
-    if torch.cuda.is_initialized():
-        what = "this process uses CUDA already, and CUDA does not survive a fork"
-        raise LaunchError(
-            Fault("ranks", what, fix="start the ranks before anything is computed, or use torchrun")
-        )
+    problem = fork_problem()
+    if problem:
+        fix = "start the ranks before anything is computed, or start them with torchrun"
+        raise LaunchError(Fault("ranks", problem, fix=fix))
     for name in (*PRELOAD, *_modules_of_dimensions(mesh)):
         with suppress(ImportError):
             import_module(name)
