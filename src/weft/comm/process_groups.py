@@ -70,6 +70,7 @@ class ProcessTransport:
         address: the address on which gloo listens; None: what the host name resolves to.
             GLOO_SOCKET_IFNAME names interfaces instead.
         listener: on rank 0, file descriptor of the listening socket of "tcp://host:port".
+        deterministic: whether tensors on GPUs are reduced in rank order instead of by NCCL.
 
     Raises:
         LaunchError: the rendezvous failed: a variable is missing, a port is taken, the host does
@@ -89,12 +90,14 @@ class ProcessTransport:
         nonce: str = "",
         address: str | None = None,
         listener: int | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
         self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.late_after_s = late_after_s
+        self.deterministic = deterministic
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._gloo_devices = _gloo_devices(address)
@@ -187,7 +190,9 @@ class ProcessTransport:
 
         def connect() -> ProcessGroupBackend:
             self._presence.wait_for_members(name, call, timeout_s=self.timeout_s)
-            return ProcessGroupBackend(connect_device_type, _REDUCE_OPS)
+            return ProcessGroupBackend(
+                connect_device_type, _REDUCE_OPS, deterministic=self.deterministic
+            )
 
         def connect_device_type(device_type: str) -> TorchProcessGroup:
             return self._connect(

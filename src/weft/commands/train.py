@@ -19,6 +19,7 @@ from weft.run.devices import choose_device
 from weft.run.failure import describe_error
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.launch import Supervision, ignore_board, launch, same_attempt
+from weft.run.numerics import numerics
 from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
 from weft.run.world import Attempt, World, detect
@@ -58,16 +59,19 @@ def train(
     stop_request = StopRequest()
     main = partial(train_rank, run, stop_request, generate_text)
     world = detect(os.environ)
+    run_numerics = numerics(deterministic=run.deterministic, matmul=run.precision.matmul)
     if world is not None:
-        return run_joined(
-            lambda watch, joined: main(joined, watch=watch),
-            world,
-            mesh=run.device_mesh,
-            out=out,
-            timeout_s=run.run.timeout_s,
-            is_ending=lambda: stop_request.requested,
-        )
+        with run_numerics:
+            return run_joined(
+                lambda watch, joined: main(joined, watch=watch),
+                world,
+                mesh=run.device_mesh,
+                out=out,
+                timeout_s=run.run.timeout_s,
+                is_ending=lambda: stop_request.requested,
+            )
     with (
+        run_numerics,
         _end_event(out),
         stop_request if run.transport == "threads" else nullcontext(),
     ):  # for the main thread only
@@ -152,7 +156,7 @@ def train_rank(
     device = choose_device(run.device, world)
     with (
         stop_request,
-        open_comm(world, run.device_mesh, device) as comm,
+        open_comm(world, run.device_mesh, device, deterministic=run.deterministic) as comm,
         open_event_log(run.out, world, has_launcher=watch is None) as log,
         heartbeat(log.out),
         nullcontext() if watch is None else _end_event_of_killed_rank_0(run.out, world),

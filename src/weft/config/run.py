@@ -47,7 +47,12 @@ class Run(ConfigSection):
         description="optimizer steps to train",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where ranks compute; auto: cuda if there is one"
+        "auto",
+        description="where ranks compute; auto: a GPU for each rank, the CPU if there is no GPU",
+    )
+    deterministic: bool = Field(
+        False,
+        description="same bits in every run on GPUs: algorithms and reductions in a fixed order, slower",
     )
     transport: Literal["process", "threads"] = Field(
         "process", description="ranks as processes or as threads of one process"

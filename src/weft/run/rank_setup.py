@@ -48,8 +48,12 @@ def open_comm(
     *,
     observers: Sequence[Observer] = (),
     timeout_s: float = TIMEOUT_S,
+    deterministic: bool = False,
 ) -> Iterator[Comm]:
     """The communicator of this rank over `mesh`; its connections are closed on exit.
+
+    Args:
+        deterministic: whether GPUs reduce in rank order, as CPUs do, instead of by NCCL.
 
     Raises:
         LaunchError: the world size differs from the mesh size, the rendezvous fails, or two ranks
@@ -74,6 +78,7 @@ def open_comm(
         nonce=world.nonce,
         address=own_address(world),
         listener=world.listener,
+        deterministic=deterministic,
     )
     try:
         yield Comm(
