@@ -27,8 +27,11 @@ from torch.utils._pytree import tree_leaves
 from tests.device.layouts import Layout
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
+from weft.comm.planned_groups import planned_groups
+from weft.comm.transport import Call, GroupKey, OnLate
 from weft.config.load import load
 from weft.config.run import Run, plan_of
+from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 from weft.models.common import experts
 from weft.models.common.batch import token_batch
@@ -117,6 +120,23 @@ class Recorder(TorchDispatchMode):
             self.launches[name] += 1
 
 
+class RecordingTransport(MetaTransport):
+    """Notes the groups of all calls."""
+
+    def __init__(self, size: int, rank: int, *, device: torch.device) -> None:
+        super().__init__(size, rank, device=device)
+        self.groups: set[GroupKey] = set()
+
+    def start(self, call: Call, on_late: OnLate) -> None:
+        self.groups.add(call.group_key)
+        super().start(call, on_late)
+
+    def not_planned(self, mesh: Mesh) -> list[str]:
+        """Groups that are not connected at start."""
+        planned = {(group.is_pair, group.ranks) for group in planned_groups(mesh, self.rank)}
+        return [str(group) for group in self.groups - planned]
+
+
 def source_line() -> str:
     """The innermost line of weft that is running: file and text, without its number."""
     frames = traceback.extract_stack()[:-2]
@@ -177,7 +197,8 @@ def counts_of(layout: Layout, *, num_layers: int | None = None) -> dict[str, obj
     recorder = Recorder()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     mesh = run.device_mesh
-    comm = Comm(mesh, layout.rank, MetaTransport(mesh.size, layout.rank, device=DEVICE))
+    transport = RecordingTransport(mesh.size, layout.rank, device=DEVICE)
+    comm = Comm(mesh, layout.rank, transport)
     with fake_mode:
         step = build.build_step(run, comm)
         batches = _batches(run, comm)
@@ -194,6 +215,7 @@ def counts_of(layout: Layout, *, num_layers: int | None = None) -> dict[str, obj
         "mixed": dict(recorder.mixed),
         "launches": recorder.launches.total(),
         "not_on_device": _not_on_device(step),
+        "not_planned": transport.not_planned(mesh),
     }
 
 

@@ -94,6 +94,7 @@ def test_a_step_runs_on_one_device(layout, measured):
     assert "error" not in counts, counts["error"]
     assert counts["mixed"] == {}
     assert counts["not_on_device"] == []
+    assert counts["not_planned"] == [], "groups that are not connected at start"
 
 
 def test_waits_copies_and_launches_do_not_increase(measured):

@@ -10,7 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from weft.comm.backend_work import BackendCall, MessageCall, StreamCall, TorchWork
+from weft.comm.backend_policy import BackendPolicy, policy_of
+from weft.comm.backend_work import (
+    BackendCall,
+    CheckedStreamCall,
+    MessageCall,
+    StreamCall,
+    TorchWork,
+)
 from weft.comm.in_process import reduce_in_order, reduce_two_
 from weft.comm.signature import (
     check_signatures,
@@ -47,7 +54,7 @@ NATIVE_REDUCE_DTYPES = {
     torch.int8,
     torch.uint8,
 }
-"""Dtypes that gloo reduces."""
+"""Dtypes that gloo and NCCL reduce."""
 
 # Note [Two ranks]
 # Two ranks have no order of summation to keep: a + b equals b + a to the last bit, so both get the same bits in every
@@ -72,39 +79,78 @@ class TorchProcessGroup(Protocol):
     def scatter(self, out: Tensor, xs: list[Tensor], root: int) -> TorchWork: ...
     def send(self, xs: list[Tensor], to: int, tag: int) -> TorchWork: ...
     def recv(self, xs: list[Tensor], source: int, tag: int) -> TorchWork: ...
+    def _reduce_scatter_base(self, out: Tensor, x: Tensor, options: Any) -> TorchWork: ...
     def barrier(self) -> TorchWork: ...
+    def abort(self) -> None: ...
 
 
 class ProcessGroupBackend:
-    """The process groups of one group of ranks: gloo from the start, another one when tensors on
-    its devices come.
+    """The process groups of one group of ranks, one for each device type; each is connected when
+    its first tensor comes, or by `process_group_for`.
 
     Args:
         connect: makes the process group for a device type, `connect("cpu")`; it may block until all
             members call it.
         reduce_ops: torch.distributed's ReduceOp for each reduction.
+        scatter_options: torch.distributed's ReduceScatterOptions for each reduction.
+        deterministic: whether reductions are in rank order on every backend.
     """
 
     def __init__(
         self,
         connect: Callable[[str], TorchProcessGroup],
         reduce_ops: Mapping[Reduce, Any],
+        *,
+        scatter_options: Mapping[Reduce, Any] | None = None,
+        deterministic: bool = False,
     ) -> None:
-        self.gloo = connect("cpu")
         self.reduce_ops = reduce_ops
+        self.scatter_options = scatter_options or {}
+        self.deterministic = deterministic
         self._connect = connect
-        self._process_groups = {"cpu": self.gloo}
+        self._process_groups: dict[str, TorchProcessGroup] = {}
+
+    @property
+    def gloo(self) -> TorchProcessGroup:
+        """The process group for tensors on the CPU."""
+        return self.process_group_for("cpu")
 
     def process_group(self, x: Tensor) -> TorchProcessGroup:
         """The process group for tensors on the device of `x`."""
-        device_type = x.device.type
+        return self.process_group_for(x.device.type)
+
+    def process_group_for(self, device_type: str) -> TorchProcessGroup:
+        """The process group for a device type."""
         if device_type not in self._process_groups:
             self._process_groups[device_type] = self._connect(device_type)
         return self._process_groups[device_type]
 
+    def policy(self, x: Tensor) -> BackendPolicy:
+        """How tensors on the device of `x` are carried."""
+        return policy_of(x.device.type, deterministic=self.deterministic)
+
     def launch(self, call: Call) -> BackendCall:
         """Hand `call` to the process group of its tensors."""
         return _DISPATCH[call.op](self, call)
+
+    def launch_checked(self, call: Call, device: torch.device) -> BackendCall:
+        """Hand `call` to the process group of its tensors, after a digest of its signature; waiting
+        raises MismatchError. Messages are not compared: see Note [Calls on NCCL].
+        """
+        if call.is_p2p:
+            return self.launch(call)
+        own = signature_digest(call)
+        total = own.to(device)
+        process_group = self.process_group_for(device.type)
+        checking = process_group.allreduce([total], self.reduce_ops["sum"])
+        launched = self.launch(call)
+
+        def compare() -> None:
+            if not digests_agree(own, total.cpu(), len(call.ranks)):
+                texts = self._exchange_texts(call)  # every member sees the same total, so all do
+                texts.wait(EXCHANGE_TIMEOUT_S)
+
+        return CheckedStreamCall(launched, checking, compare)
 
     def exchange_signatures(self, call: Call) -> BackendCall:
         """Compare the signature of `call` with those of all members; waiting for it raises
@@ -150,6 +196,11 @@ class ProcessGroupBackend:
         """Fail what is in flight; gloo has no such call, but a recv that times out closes all
         connections.
         """
+        for device_type, process_group in self._process_groups.items():
+            if device_type != "cpu":
+                process_group.abort()
+        if "cpu" not in self._process_groups:
+            return
         peer = 1 if index == 0 else 0
         buffer = torch.empty(1, dtype=torch.uint8)
         never_sent = self.gloo.recv([buffer], peer, ABORT_TAG)
@@ -161,11 +212,15 @@ def _all_reduce(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     output = call.required_output
     num_bytes = _num_bytes(output)
     is_native = output.dtype in NATIVE_REDUCE_DTYPES
+    policy = backend.policy(output)
+    if is_native and policy.native_reduce:
+        return _all_reduce_native(backend, call)
     is_small_for_two = num_bytes <= MAX_TWO_RANK_ALL_REDUCE_BYTES or not is_native
-    if is_small_for_two and _has_two_cpu_ranks(call, output):
+    if is_small_for_two and _exchanges_of_two(backend, call, output):
         return _all_reduce_of_two(backend, call)
     total_bytes = len(call.ranks) * num_bytes
-    if total_bytes <= SMALL_BYTES or not is_native:
+    is_exact = policy.is_stream_ordered  # there `native_reduce` was not wanted, at any size
+    if total_bytes <= SMALL_BYTES or is_exact or not is_native:
         return _all_reduce_in_order(backend, call)
     return _all_reduce_native(backend, call)
 
@@ -195,7 +250,7 @@ def _all_reduce_in_order(backend: ProcessGroupBackend, call: Call) -> BackendCal
         tensors = received.chunk(size)
         output.copy_(reduce_in_order(tensors, call.reduce))
 
-    return _backend_call(output, [work], reduce_received)
+    return _backend_call(backend, output, [work], reduce_received)
 
 
 def _all_reduce_native(backend: ProcessGroupBackend, call: Call) -> BackendCall:
@@ -205,27 +260,29 @@ def _all_reduce_native(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     if call.reduce != "avg":
         reduce_op = backend.reduce_ops[call.reduce]
         work = process_group.allreduce([output], reduce_op)
-        return _backend_call(output, [work])
+        return _backend_call(backend, output, [work])
     work = process_group.allreduce([output], backend.reduce_ops["sum"])
 
     def divide() -> None:
         output.div_(len(call.ranks))
 
-    return _backend_call(output, [work], divide)
+    return _backend_call(backend, output, [work], divide)
 
 
 def _all_gather(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     output = call.required_output
-    if _has_two_cpu_ranks(call, output):
+    if _exchanges_of_two(backend, call, output):
         return _all_gather_of_two(backend, call)
+    has_equal_pieces = len(set(call.output_split_sizes)) == 1
+    if has_equal_pieces and backend.policy(output).native_gather:
+        process_group = backend.process_group(output)
+        own = _as_bytes(call.required_input)
+        return _backend_call(
+            backend, output, [process_group._allgather_base(_as_bytes(output), own)]
+        )
     if _num_bytes(output) <= SMALL_BYTES:
         own_for_each_member = call.required_input.repeat(len(call.ranks))
         return _all_to_all_of(backend, call, own_for_each_member)
-    has_equal_pieces = len(set(call.output_split_sizes)) == 1
-    if output.is_cuda and has_equal_pieces:
-        process_group = backend.process_group(output)
-        own = _as_bytes(call.required_input)
-        return StreamCall([process_group._allgather_base(_as_bytes(output), own)])
     return _all_gather_by_broadcasts(backend, call)
 
 
@@ -251,14 +308,18 @@ def _all_gather_by_broadcasts(backend: ProcessGroupBackend, call: Call) -> Backe
     for root, slot in enumerate(slots):
         if slot.numel() > 0:
             works.append(process_group.broadcast(_as_bytes(slot), root))
-    return _backend_call(output, works)
+    return _backend_call(backend, output, works)
 
 
 def _reduce_scatter(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     """Each rank receives its shard of every member and reduces them in rank order."""
     output = call.required_output
-    if _has_two_cpu_ranks(call, output):
+    if _exchanges_of_two(backend, call, output):
         return _reduce_scatter_of_two(backend, call)
+    is_native = output.dtype in NATIVE_REDUCE_DTYPES
+    has_equal_pieces = len(set(call.input_split_sizes)) == 1
+    if is_native and has_equal_pieces and backend.policy(output).native_reduce:
+        return _reduce_scatter_native(backend, call)
     size = len(call.ranks)
     received = output.new_empty(size * output.numel())
     own_bytes = _num_bytes(output)
@@ -275,7 +336,25 @@ def _reduce_scatter(backend: ProcessGroupBackend, call: Call) -> BackendCall:
             shards = received.chunk(size)
             output.copy_(reduce_in_order(shards, call.reduce))
 
-    return _backend_call(output, [work], reduce_received)
+    return _backend_call(backend, output, [work], reduce_received)
+
+
+def _reduce_scatter_native(backend: ProcessGroupBackend, call: Call) -> BackendCall:
+    """The reduce-scatter of NCCL, of equal pieces."""
+    output = call.required_output
+    reduce: Reduce = "sum" if call.reduce == "avg" else call.reduce
+    work = backend.process_group(output)._reduce_scatter_base(
+        output,
+        call.required_input,
+        backend.scatter_options[reduce],
+    )
+    if call.reduce != "avg":
+        return _backend_call(backend, output, [work])
+
+    def divide() -> None:
+        output.div_(len(call.ranks))
+
+    return _backend_call(backend, output, [work], divide)
 
 
 def _reduce_scatter_of_two(backend: ProcessGroupBackend, call: Call) -> BackendCall:
@@ -315,14 +394,14 @@ def _all_to_all_of(backend: ProcessGroupBackend, call: Call, packed: Tensor) -> 
         sent_numels=call.input_split_sizes,
         received_numels=call.output_split_sizes,
     )
-    return _backend_call(output, [work])
+    return _backend_call(backend, output, [work])
 
 
 def _broadcast(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     output = call.required_output
     process_group = backend.process_group(output)
     work = process_group.broadcast(_as_bytes(output), call.root)
-    return _backend_call(output, [work])
+    return _backend_call(backend, output, [work])
 
 
 def _gather(backend: ProcessGroupBackend, call: Call) -> BackendCall:
@@ -330,7 +409,7 @@ def _gather(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     process_group = backend.process_group(own)
     wholes = _chunks_at_root(call.output, len(call.ranks))
     work = process_group.gather(wholes, _as_bytes(own), call.root)
-    return _backend_call(own, [work])
+    return _backend_call(backend, own, [work])
 
 
 def _scatter(backend: ProcessGroupBackend, call: Call) -> BackendCall:
@@ -338,21 +417,21 @@ def _scatter(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     process_group = backend.process_group(output)
     wholes = _chunks_at_root(call.input, len(call.ranks))
     work = process_group.scatter(_as_bytes(output), wholes, call.root)
-    return _backend_call(output, [work])
+    return _backend_call(backend, output, [work])
 
 
 def _send(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     x = call.required_input
     process_group = backend.process_group(x)
     work = process_group.send([_as_bytes(x)], 1, DATA_TAG)
-    return _message_call(x, work)
+    return _message_call(backend, x, work)
 
 
 def _recv(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     x = call.required_output
     process_group = backend.process_group(x)
     work = process_group.recv([_as_bytes(x)], 0, DATA_TAG)
-    return _message_call(x, work)
+    return _message_call(backend, x, work)
 
 
 def _barrier(backend: ProcessGroupBackend, call: Call) -> BackendCall:
@@ -391,17 +470,19 @@ _DISPATCH: dict[Op, Launch] = {
 
 
 def _backend_call(
+    backend: ProcessGroupBackend,
     x: Tensor,
     works: Sequence[TorchWork],
     finish: Callable[[], object] | None = None,
 ) -> BackendCall:
     """The handle of collectives on tensors like `x`."""
-    return StreamCall(works, finish) if x.is_cuda else BackendCall(works, finish)
+    is_stream_ordered = backend.policy(x).is_stream_ordered
+    return StreamCall(works, finish) if is_stream_ordered else BackendCall(works, finish)
 
 
-def _message_call(x: Tensor, work: TorchWork) -> BackendCall:
+def _message_call(backend: ProcessGroupBackend, x: Tensor, work: TorchWork) -> BackendCall:
     """The handle of a message whose tensor is `x`."""
-    return StreamCall([work]) if x.is_cuda else MessageCall([work])
+    return StreamCall([work]) if backend.policy(x).is_stream_ordered else MessageCall([work])
 
 
 def _chunks_at_root(buffer: Tensor | None, size: int) -> list[Tensor]:
@@ -470,9 +551,9 @@ def _all_to_all_bytes(
     )
 
 
-def _has_two_cpu_ranks(call: Call, x: Tensor) -> bool:
+def _exchanges_of_two(backend: ProcessGroupBackend, call: Call, x: Tensor) -> bool:
     """Whether the path of Note [Two ranks] applies."""
-    return len(call.ranks) == 2 and not x.is_cuda
+    return len(call.ranks) == 2 and backend.policy(x).exchanges_of_two
 
 
 def _copy_unless_same(source: Tensor, destination: Tensor) -> None:

@@ -76,6 +76,32 @@ class StreamCall(BackendCall):
         return True
 
 
+class CheckedStreamCall(StreamCall):
+    """A call on an accelerator whose signature is compared: `wait` reads the comparison, which was
+    launched before the call and completes whether or not the call can.
+
+    Args:
+        launched: the call itself.
+        checking: the reduction of the digests.
+        compare: raises MismatchError; called once, after `checking`.
+    """
+
+    def __init__(
+        self,
+        launched: BackendCall,
+        checking: TorchWork,
+        compare: Callable[[], None],
+    ) -> None:
+        super().__init__((checking, *launched.works), launched.finish)
+        self._checking = checking
+        self._compare = compare
+
+    def _wait_for_works(self, timeout_s: float) -> bool:
+        self._checking.wait()
+        self._compare()
+        return super()._wait_for_works(timeout_s)
+
+
 # Note [Messages on gloo]
 # A send or recv of gloo does not complete before it is waited for (`is_completed` stays False), and a wait that times
 # out closes every connection of its group. So a message is waited for once, for as long as the group allows; for

@@ -5,12 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
 from weft.comm.backend import ProcessGroupBackend
+from weft.comm.backend_policy import policy_of
 from weft.comm.backend_work import BackendCall
 from weft.comm.presence import PresenceStore
 from weft.comm.signature import rank_list
@@ -34,6 +36,9 @@ CLOSE_WAIT_S = 5.0
 # sends, rank 1 receives and then starts the all_reduce. So these calls are queued for a worker thread, one per group,
 # that runs them one after the other. A call is launched directly if the group is connected, its signature is not to be
 # compared and no call is queued.
+#
+# Tensors on GPUs never come here: their calls are launched by the thread that starts them, on groups that were connected
+# at start, and their signatures are compared without waiting. See Note [Calls on NCCL] in comm/backend_policy.py.
 
 
 class GroupQueue:
@@ -78,23 +83,71 @@ class GroupQueue:
         self._queued: queue.SimpleQueue[GroupCall | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._running: GroupCall | None = None
+        self._on_device: deque[DeviceCall] = deque()
 
     def start(self, call: Call, on_late: OnLate) -> GroupCall:
         """Start `call`: see Note [Order in a group queue]."""
         with self._lock:
             group_call = GroupCall(self, call, position=self._num_started, on_late=on_late)
             self._num_started += 1
-            if self._backend is None or call.checked or self._num_queued:
+            if group_call.policy.launches_from_caller:
+                self._launch_on_device(group_call)
+            elif self._backend is None or call.checked or self._num_queued:
                 self._enqueue(group_call)
             else:
                 group_call.launch(self._backend)
             return group_call
 
+    def connect(self, call: Call, device_type: str) -> None:
+        """Connect the group for tensors on a device type; blocks until all members have joined.
+
+        Args:
+            call: any call of the group, for its members.
+        """
+        with self._lock:
+            if self._backend is None:
+                self._backend = self._connected(call)
+            self._backend.process_group_for(device_type)
+
+    def _launch_on_device(self, group_call: GroupCall) -> None:
+        call = group_call.call
+        if self._failure is not None:
+            raise self.diagnose(group_call, None)
+        if self._backend is None:  # not in the plan: the members meet here
+            self._backend = self._connected(call)
+        launched = group_call.launch(self._backend)
+        self._on_device.append(DeviceCall(group_call, launched))
+        self._drop_completed()
+
+    def _drop_completed(self) -> None:
+        """Forget the calls on a device that are complete; they complete in the order of their start."""
+        while self._on_device and self._on_device[0].is_completed():
+            self._on_device.popleft()
+
+    def _check_device(self, now_s: float) -> None:
+        """Report the oldest unfinished call on a device; abort the group when it is too old."""
+        with self._lock:
+            self._drop_completed()
+            if not self._on_device:
+                return
+            oldest = self._on_device[0]
+        age_s = now_s - oldest.started_at_s
+        if age_s < self.announce_after_s:
+            return
+        self._announce(oldest.call)
+        if age_s >= self.late_after_s:
+            oldest.group_call.report_late(age_s)
+        if age_s >= self.timeout_s and self._failure is None:
+            self.diagnose(oldest.group_call, None)
+            assert self._backend is not None, "a call was launched"
+            self._backend.abort(oldest.call.index)
+
     def abort(self, index: int) -> None:
         """Fail what member `index`, this rank, has started and not waited for; let the worker
         thread end.
         """
-        if self._backend is not None and (self.in_flight or self._num_queued):
+        is_busy = bool(self.in_flight or self._num_queued or self._on_device)
+        if self._backend is not None and is_busy:
             self._backend.abort(index)
         self._queued.put(None)
 
@@ -112,6 +165,7 @@ class GroupQueue:
         Called from time to time by the monitor thread of the transport.
         """
         now = time.monotonic()
+        self._check_device(now)
         for group_call in list(self.in_flight):
             age_s = now - group_call.started_at_s
             if age_s >= self.announce_after_s:
@@ -215,9 +269,7 @@ class GroupQueue:
             self._backend = self._connected(call)
         if call.checked:
             group_call.wait_for_backend(self._backend.exchange_signatures(call))
-        stream = group_call.stream
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
-            group_call.wait_for_backend(group_call.launch(self._backend))
+        group_call.wait_for_backend(group_call.launch(self._backend))
 
     def _connected(self, call: Call) -> ProcessGroupBackend:
         try:
@@ -234,7 +286,8 @@ class GroupCall:
 
     Attributes:
         position: place of the call in the order of its group, the same on all members.
-        stream: the caller's CUDA stream, on which the worker must launch the call.
+        device_type: of its tensors; "cpu" without any.
+        policy: how calls on that device type are carried.
         done, error: set by the worker thread; `done` is None if the call was launched directly.
         started_at_s, waiting_since_s: time.monotonic() of the start and of the current `wait`.
     """
@@ -250,19 +303,25 @@ class GroupCall:
         self.queue = group_queue
         self.call = call
         self.position = position
-        self.stream = _current_stream(call)
+        self.device_type = _device_type(call)
+        self.policy = policy_of(self.device_type)
         self.done: threading.Event | None = None
         self.error: Exception | None = None
         self.started_at_s = time.monotonic()
         self.waiting_since_s = self.started_at_s
-        self._on_late = on_late
+        self.on_late = on_late
         self._backend_call: BackendCall | None = None
         self._is_reported = False
 
     def launch(self, backend: ProcessGroupBackend) -> BackendCall:
         """Hand the call to the backend."""
-        self._backend_call = backend.launch(self.call)
-        self.queue.in_flight.add(self)
+        if self.call.checked and self.policy.checks_on_device:
+            device = _device(self.call)
+            self._backend_call = backend.launch_checked(self.call, device)
+        else:
+            self._backend_call = backend.launch(self.call)
+        if not self.policy.is_stream_ordered:
+            self.queue.in_flight.add(self)
         return self._backend_call
 
     def wait(self) -> None:
@@ -310,7 +369,7 @@ class GroupCall:
         self._is_reported = True
         key = f"{self.queue.name}/reported/{self.position}"
         if self.queue.presence.is_first(key):
-            self._on_late(self.call, missing, waited_s)
+            self.on_late(self.call, missing, waited_s)
 
     def _wait_in_slices(self, backend_call: BackendCall) -> bool:
         timeout_s = self.queue.timeout_s
@@ -325,9 +384,30 @@ class GroupCall:
         return True
 
 
-def _current_stream(call: Call) -> torch.cuda.Stream | None:
-    """The stream that orders the caller's work with its tensors; None on the CPU."""
+class DeviceCall:
+    """A call that runs on a device: what the monitor needs, without the tensors of the call."""
+
+    def __init__(self, group_call: GroupCall, launched: BackendCall) -> None:
+        self.call = replace(group_call.call, input=None, output=None)
+        self.started_at_s = group_call.started_at_s
+        self.group_call = GroupCall(
+            group_call.queue,
+            self.call,
+            position=group_call.position,
+            on_late=group_call.on_late,
+        )
+        self._works = tuple(launched.works)
+
+    def is_completed(self) -> bool:
+        """Whether the device has completed it."""
+        return all(work.is_completed() for work in self._works)
+
+
+def _device(call: Call) -> torch.device:
+    """The device of the tensors of a call; the CPU without any."""
     tensor = call.output if call.output is not None else call.input
-    if tensor is None or not tensor.is_cuda:
-        return None
-    return torch.cuda.current_stream(tensor.device)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _device_type(call: Call) -> str:
+    return _device(call).type

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous as find_rendezvous
 from weft.comm.backend import ProcessGroupBackend, TorchProcessGroup
 from weft.comm.group_queue import GroupCall, GroupQueue
 from weft.comm.interfaces import LOOPBACK, listen, listen_address, listen_anywhere
+from weft.comm.planned_groups import PlannedGroup
 from weft.comm.presence import PresenceStore, poll_intervals
 from weft.comm.store_namespace import agree_on_namespace
 from weft.comm.transport import Call, GroupKey, OnLate, Reduce
@@ -27,10 +29,10 @@ from weft.errors import CommError, CommTimeout, Fault, LaunchError
 
 # Note [Groups without a registry]
 # Process groups are made here one by one and not by `dist.new_group`, which keeps names and counters for the whole
-# process, must not be called from two threads, and needs every rank to make its groups in the same order. A process
-# group needs nothing but a store in which its members find each other. So each group is connected when it is first
-# used, in whatever order its members come to it, and several transports may exist in one process, beside a world of
-# torch.distributed's own.
+# process and must not be called from two threads. A process group needs nothing but a store in which its members find
+# each other. So on the CPU each group is connected when it is first used, in whatever order its members come to it. On
+# GPUs the groups of the plan are connected at start, in one order: see Note [Calls on NCCL]. Several transports may exist
+# in one process, beside a world of torch.distributed's own.
 
 LATE_AFTER_S = 10.0
 """How long a rank waits in a call before members that have not joined it are reported; see
@@ -157,13 +159,24 @@ class ProcessTransport:
         """Hand `call` to the queue of its group; each ordered pair has a queue for its messages."""
         if self._presence.is_closed:
             raise CommError(f"{call.description}: this transport was closed")
+        return self._queue(call).start(call, on_late)
+
+    def _queue(self, call: Call) -> GroupQueue:
         key = call.group_key
         group_queue = self._queues.get(key)
         if group_queue is None:
             new_queue = self._make_queue(call)
             group_queue = self._queues.setdefault(key, new_queue)
             self._start_monitor()
-        return group_queue.start(call, on_late)
+        return group_queue
+
+    def connect_groups(self, groups: Sequence[PlannedGroup]) -> None:
+        """Connect these groups for tensors on this rank's device, one after the other; every rank
+        must call it, with its part of one order of all groups.
+        """
+        for group in groups:
+            example = _call_of(group, self.rank)
+            self._queue(example).connect(example, self.device.type)
 
     def claim(self, name: str) -> int:
         """The rank that first claimed `name` in this world: this one, or another."""
@@ -191,7 +204,10 @@ class ProcessTransport:
         def connect() -> ProcessGroupBackend:
             self._presence.wait_for_members(name, call, timeout_s=self.timeout_s)
             return ProcessGroupBackend(
-                connect_device_type, _REDUCE_OPS, deterministic=self.deterministic
+                connect_device_type,
+                _REDUCE_OPS,
+                scatter_options=_scatter_options(),
+                deterministic=self.deterministic,
             )
 
         def connect_device_type(device_type: str) -> TorchProcessGroup:
@@ -230,8 +246,31 @@ class ProcessTransport:
             nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
             options._timeout = timeout
-            return cast(TorchProcessGroup, nccl(store, index, size, options))
+            process_group = nccl(store, index, size, options)
+            process_group.eager_connect_single_device(self.device)
+            return cast(TorchProcessGroup, process_group)
         raise CommError(f"no backend carries tensors on {device_type!r} between processes")
+
+
+def _scatter_options() -> dict[Reduce, Any]:
+    """Options of NCCL's reduce-scatter, for each reduction."""
+    found: dict[Reduce, Any] = {}
+    for reduce, reduce_op in _REDUCE_OPS.items():
+        options: Any = dist.ReduceScatterOptions()
+        options.reduceOp = reduce_op
+        found[reduce] = options
+    return found
+
+
+def _call_of(group: PlannedGroup, rank: int) -> Call:
+    """A call of a group, without tensors: it names the members."""
+    return Call(
+        op="send" if group.is_pair else "barrier",
+        axis=group.axis,
+        ranks=group.ranks,
+        index=group.ranks.index(rank),
+        signature="connect",
+    )
 
 
 def group_name(call: Call) -> str:

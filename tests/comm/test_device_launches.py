@@ -1,0 +1,199 @@
+"""Calls under the policy of NCCL, on a recording backend: native operations, launched by the caller, in program order."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+from weft.comm import backend_policy
+from weft.comm.backend import ProcessGroupBackend
+from weft.comm.collectives import AxisGroup, all_gather, all_reduce_, reduce_scatter, send
+from weft.comm.group_queue import GroupQueue
+from weft.comm.presence import PresenceStore
+from weft.comm.transport import Call
+from weft.errors import CommError, CommTimeout, MismatchError
+
+GROUP = AxisGroup("dp", (0, 1, 2, 3), 1, checked=False)
+
+
+@dataclass
+class Done:
+    """A work; complete unless it hangs."""
+
+    hangs: bool = False
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return not self.hangs
+
+
+@dataclass
+class Recorded:
+    """A process group that notes what is launched, and in which thread."""
+
+    calls: list[str] = field(default_factory=list)
+    threads: set[int] = field(default_factory=set)
+    sum_of_digests: int = 4
+    hangs: bool = False
+    is_aborted: bool = False
+
+    def _note(self, name: str) -> Done:
+        self.calls.append(name)
+        self.threads.add(threading.get_ident())
+        return Done(self.hangs)
+
+    def allreduce(self, tensors: list[Tensor], op: object) -> Done:
+        if tensors[0].dtype == torch.int64:
+            tensors[0][0] *= self.sum_of_digests
+            tensors[0][1] = 0
+            return self._note("digest")
+        return self._note("allreduce")
+
+    def _allgather_base(self, out: Tensor, x: Tensor) -> Done:
+        return self._note("allgather")
+
+    def _reduce_scatter_base(self, out: Tensor, x: Tensor, options: object) -> Done:
+        return self._note("reduce_scatter")
+
+    def alltoall_base(self, out: Tensor, x: Tensor, *sizes: list[int]) -> Done:
+        return self._note("alltoall")
+
+    def send(self, xs: list[Tensor], to: int, tag: int) -> Done:
+        return self._note("send")
+
+    def recv(self, xs: list[Tensor], source: int, tag: int) -> Done:
+        self.is_aborted = True  # how a group of CPU tensors is closed
+        return self._note("recv")
+
+    def abort(self) -> None:
+        """Of a group on a device."""
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """CPU tensors travel as CUDA tensors do."""
+    monkeypatch.setitem(backend_policy.POLICIES, "cpu", backend_policy.NCCL)
+
+
+def make_queue(group: Recorded, *, deterministic: bool = False, timeout_s: float = 60.0):
+    def connect() -> ProcessGroupBackend:
+        options = {"sum": "options"}
+        return ProcessGroupBackend(
+            lambda device_type: group,
+            {"sum": "sum"},
+            scatter_options=options,
+            deterministic=deterministic,
+        )
+
+    return GroupQueue(
+        "group",
+        connect,
+        presence=PresenceStore(HashStore()),
+        timeout_s=timeout_s,
+        late_after_s=timeout_s,
+        announce_after_s=0.0,
+    )
+
+
+def calls_of(axis_group: AxisGroup) -> list[Call]:
+    x = torch.ones(8)
+    lowered = (
+        all_reduce_(x, axis_group, "sum"),
+        reduce_scatter(x, axis_group, 0, "sum", None),
+        all_gather(x, axis_group, 0, None),
+    )
+    return [each.call for each in lowered]
+
+
+def no_report(*args: object) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.usefixtures("nccl")
+def test_native_operations_in_program_order_from_the_calling_thread():
+    group = Recorded()
+    queue = make_queue(group)
+    for call in calls_of(GROUP):
+        queue.start(call, no_report).wait()
+    assert group.calls == ["allreduce", "reduce_scatter", "allgather"]
+    assert group.threads == {threading.get_ident()}
+
+
+@pytest.mark.usefixtures("nccl")
+def test_deterministic_reductions_exchange_and_add_in_rank_order():
+    group = Recorded()
+    queue = make_queue(group, deterministic=True)
+    for call in calls_of(GROUP):
+        queue.start(call, no_report).wait()
+    assert group.calls == ["alltoall", "alltoall", "allgather"]
+
+
+@pytest.mark.usefixtures("nccl")
+def test_checked_calls_are_launched_at_once_behind_their_digest():
+    group = Recorded()
+    queue = make_queue(group)
+    checked = AxisGroup("dp", (0, 1, 2, 3), 1, checked=True)
+    started = [queue.start(call, no_report) for call in calls_of(checked)]
+    assert group.calls == [
+        "digest",
+        "allreduce",
+        "digest",
+        "reduce_scatter",
+        "digest",
+        "allgather",
+    ]
+    assert group.threads == {threading.get_ident()}
+    del started
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_digest_that_differs_is_an_error_of_wait(monkeypatch):
+    group = Recorded(sum_of_digests=5)
+    queue = make_queue(group)
+
+    def exchange(backend: ProcessGroupBackend, call: Call) -> None:
+        raise MismatchError("texts differ")
+
+    monkeypatch.setattr(ProcessGroupBackend, "_exchange_texts", exchange)
+    checked = AxisGroup("dp", (0, 1, 2, 3), 1, checked=True)
+    started = queue.start(calls_of(checked)[0], no_report)
+    with pytest.raises(MismatchError):
+        started.wait()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_messages_are_not_compared():
+    group = Recorded()
+    queue = make_queue(group)
+    pair = AxisGroup("pp", (0, 1), 0, checked=True)
+    call = send(torch.ones(4), pair, 1).call
+    queue.start(call, no_report)
+    assert group.calls == ["send"]
+
+
+@pytest.mark.usefixtures("nccl")
+def test_the_oldest_unfinished_call_is_reported_and_the_group_aborted():
+    group = Recorded(hangs=True)
+    queue = make_queue(group, timeout_s=0.0)
+    queue.start(calls_of(GROUP)[0], no_report).wait()
+    queue.check_progress()
+    assert group.is_aborted
+    with pytest.raises(CommError, match="after an earlier failure: all_reduce") as caught:
+        queue.start(calls_of(GROUP)[0], no_report)
+    assert "did not arrive within 0 s" in str(caught.value)
+    assert not isinstance(caught.value, CommTimeout)
+
+
+def test_calls_on_the_cpu_keep_their_order_of_summation():
+    group = Recorded()
+    queue = make_queue(group)
+    for call in calls_of(GROUP):
+        queue.start(call, no_report).wait()
+    assert group.calls == ["alltoall"] * 3
