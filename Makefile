@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 MESH ?= pp2 dp2 tp2
 RESULTS := $(CURDIR)/runs/matrix.jsonl
 
-.PHONY: help setup train test slow check docs matrix clusters support bench chaos clean
+.PHONY: help setup train test slow check docs matrix clusters support bench chaos gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -55,6 +55,9 @@ bench: $(STAMP)  ## speed against torch's own, and seconds to the first step
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rivals
 	@$(BIN)/python benchmarks/throughput.py
 	@$(BIN)/python benchmarks/startup.py
+
+gpu: $(STAMP)  ## all checks on one GPU, under 25 minutes; REHEARSE=1: tiny, on the CPU
+	@$(BIN)/python -m benchmarks.gpu $(if $(REHEARSE),--rehearse)
 
 matrix: $(STAMP)  ## the whole sweep of layouts x schedules x models against one device; writes docs/support.md (hours)
 	@mkdir -p runs && rm -f $(RESULTS)

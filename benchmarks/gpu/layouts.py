@@ -1,0 +1,159 @@
+"""Layouts as rank threads on one device, their losses and norms against one rank there and on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from benchmarks.gpu.report import Row, Settings
+
+from weft.comm.comm import Comm
+from weft.comm.threads import ThreadWorld
+from weft.config.load import load
+from weft.config.run import plan_of
+from weft.models import FAMILIES
+from weft.models.common.batch import token_batch
+from weft.prove.layout import micro_batches
+from weft.run.rank_threads import run_rank_threads
+from weft.train.build import build_step
+
+NUM_STEPS = 3
+PATIENCE_S = 120.0
+LR = 1e-3
+NUM_TOKENS = 200
+
+Numbers = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of a model.
+
+    Attributes:
+        is_rehearsed: whether it is run on the CPU too, where time is short.
+    """
+
+    mesh: str
+    options: str = ""
+    model: str = "llama3"
+    is_rehearsed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.mesh or 'one rank'} {self.options}".strip()
+
+
+CASES = (
+    Case("dp2"),
+    Case("dp4", "--parallel.zero 1"),
+    Case("dp2", "--parallel.zero 2"),
+    Case("dp2", "--parallel.zero 3", is_rehearsed=True),
+    Case("tp2"),
+    Case("tp2", "--parallel.sequence True", is_rehearsed=True),
+    Case("cp2"),
+    Case("cp4"),
+    Case("cp2", "--parallel.context allgather"),
+    Case("cp2", "--parallel.context ulysses"),
+    Case("pp2"),
+    Case("pp2", "--pipeline.schedule zero_bubble"),
+    Case("pp2", "--pipeline.schedule zbv --pipeline.chunks 2"),
+    Case("", "--parallel.recompute full"),
+    Case("", "--parallel.recompute selective"),
+    Case("pp2 dp2 cp2 tp2", "--parallel.sequence True --parallel.zero 1"),
+    Case("ep2", model="deepseek"),
+    Case("dp2 ep2 tp2", "--parallel.sequence True --parallel.zero 3", model="deepseek"),
+)
+BOUNDS = {"float64": 1e-8, "float32": 2e-5, "bfloat16": 1e-2}
+"""Largest relative difference of a loss or norm; float64 on GPUs is 1e-12 in theory."""
+
+
+def flags(case: Case, dtype: str, settings: Settings) -> list[str]:
+    """The flags of `weft train` for a case."""
+    wide = "float32" if dtype == "bfloat16" else dtype
+    seq_len, num_layers = ("16", "4") if settings.is_rehearsal else ("128", "4")
+    words = [
+        *("--mesh", case.mesh, "--model.name", case.model, "--model.layers", num_layers),
+        *("--data.seq_len", seq_len, "--batch.global_size", "8", "--batch.micro_size", "1"),
+        *("--precision.params", wide, "--precision.compute", dtype, "--precision.reduce", wide),
+    ]
+    if settings.is_rehearsal and case.model == "llama3":
+        words += ["--model.dim", "32", "--model.heads", "4", "--model.kv_heads", "2"]
+        words += ["--model.ffn", "64"]
+    return [*words, *case.options.split()]
+
+
+def train(words: Sequence[str], device: str) -> Numbers:
+    """Losses and gradient norms of a few steps, every rank on one device."""
+    run = load(words, FAMILIES)
+    plan = plan_of(run)
+    size = run.device_mesh.size
+    generator = torch.Generator().manual_seed(0)
+    shape = (plan.global_size, run.data.seq_len + 1)
+    tokens = torch.randint(0, NUM_TOKENS, shape, generator=generator)
+    whole = token_batch(tokens[:, :-1], tokens[:, 1:])
+    world = ThreadWorld(size, devices=[device] * size, timeout_s=PATIENCE_S)
+
+    def run_rank(rank: int) -> Numbers:
+        comm = Comm(run.device_mesh, rank, world.transport(rank))
+        step = build_step(run, comm)
+        batches = []
+        for batch in micro_batches(whole, plan, rank):
+            batches.append(batch.map(lambda x: x.to(device)))
+        numbers = []
+        for _ in range(NUM_STEPS):
+            report = step(batches, lr=LR)
+            numbers.append((report.loss, report.grad_norm))
+        return numbers
+
+    threads = run_rank_threads(run_rank, world, daemon=True, timeout_s=PATIENCE_S)
+    if threads.failures:
+        raise threads.errors[threads.failures[0].rank]
+    return threads.results[0]
+
+
+def difference(found: Numbers, expected: Numbers) -> float:
+    """Largest relative difference."""
+    largest = 0.0
+    for found_step, expected_step in zip(found, expected, strict=True):
+        for number, right in zip(found_step, expected_step, strict=True):
+            largest = max(largest, abs(number - right) / abs(right))
+    return largest
+
+
+def check_layouts(settings: Settings) -> Iterator[Row]:
+    """Every layout in every dtype against one rank on the same device, and that one against the CPU."""
+    dtypes = ("float64",) if settings.is_rehearsal else tuple(BOUNDS)
+    cases = [case for case in CASES if case.is_rehearsed or not settings.is_rehearsal]
+    for dtype in dtypes:
+        for model in dict.fromkeys(case.model for case in cases):
+            one_rank = flags(Case("", model=model), dtype, settings)
+            reference = train(one_rank, settings.device)
+            again = difference(train(one_rank, settings.device), reference)
+            yield Row(f"{dtype} {model}: one rank against itself", f"{again:.1e}")
+            if settings.device != "cpu":
+                on_cpu = difference(reference, train(one_rank, "cpu"))
+                is_ok = on_cpu <= BOUNDS[dtype]
+                yield Row(f"{dtype} {model}: one rank against the CPU", f"{on_cpu:.1e}", is_ok)
+            for case in cases:
+                if case.model == model:
+                    yield _row(case, dtype, settings, reference)
+
+
+def _row(case: Case, dtype: str, settings: Settings, reference: Numbers) -> Row:
+    name = f"{dtype} {case}"
+    try:
+        found = difference(train(flags(case, dtype, settings), settings.device), reference)
+    except Exception as error:  # noqa: BLE001 - the other layouts still run
+        return Row(name, f"{type(error).__name__}: {str(error)[:200]}", is_ok=False)
+    return Row(name, f"{found:.1e}", found <= BOUNDS[dtype])
+
+
+def check_determinism(settings: Settings) -> Iterator[Row]:
+    """Two runs give the same bits in deterministic mode."""
+    from weft.run.numerics import numerics
+
+    words = flags(Case(""), "float32", settings)
+    with numerics(deterministic=True, matmul="ieee"):
+        first, second = (train(words, settings.device) for _ in range(2))
+    yield Row("two runs in deterministic mode", str(difference(first, second)), first == second)
