@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 
 ctypes.CDLL(os.environ["WEFT_FAKE_CUDA"])
 
@@ -18,13 +19,16 @@ from weft.comm.threads import ThreadWorld
 from weft.run.devices import fork_problem
 from weft.run.rank_threads import run_rank_threads
 
-MEETING_S = 3.0
+MEETING_S, NAMING_S = 3.0, 5.0
 
 
 def fork() -> None:
     """The first backward, of CPU tensors, makes forks of this process useless, and it is seen."""
     assert fork_problem() == "", fork_problem()
     torch.ones(1, requires_grad=True).sum().backward()
+    deadline = time.monotonic() + NAMING_S  # the new threads name themselves
+    while fork_problem() == "" and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert "autograd" in fork_problem()
     pid = os.fork()
     if pid == 0:

@@ -106,15 +106,14 @@ class GroupQueue:
         """
         with self._lock:
             if self._backend is None:
-                self._backend = self._connected(call)
-            self._backend.process_group_for(device_type)
+                self._backend = self._connected(call, device_type)
 
     def _launch_on_device(self, group_call: GroupCall) -> None:
         call = group_call.call
         if self._failure is not None:
             raise self.diagnose(group_call, None)
         if self._backend is None:  # not in the plan: the members meet here
-            self._backend = self._connected(call)
+            self._backend = self._connected(call, group_call.device_type)
         launched = group_call.launch(self._backend)
         self._on_device.append(DeviceCall(group_call, launched))
         self._drop_completed()
@@ -266,18 +265,20 @@ class GroupQueue:
     def _run(self, group_call: GroupCall) -> None:
         call = group_call.call
         if self._backend is None:
-            self._backend = self._connected(call)
+            self._backend = self._connected(call, group_call.device_type)
         if call.checked:
             group_call.wait_for_backend(self._backend.exchange_signatures(call))
         group_call.wait_for_backend(group_call.launch(self._backend))
 
-    def _connected(self, call: Call) -> ProcessGroupBackend:
+    def _connected(self, call: Call, device_type: str) -> ProcessGroupBackend:
         try:
-            return self._connect()
+            backend = self._connect()
+            backend.process_group_for(device_type)
         except RuntimeError as error:
             raise CommError(
                 f"{call.description}: the group cannot be connected: {error}"
             ) from error
+        return backend
 
 
 class GroupCall:
