@@ -161,7 +161,7 @@ def _ask_other_process() -> int:
         return 0
     script = "import torch; print(torch.cuda.device_count())"
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 - fixed arguments
             [sys.executable, "-c", script],
             capture_output=True,
             text=True,
