@@ -65,6 +65,12 @@ class Recorded:
     def alltoall_base(self, out: Tensor, x: Tensor, *sizes: list[int]) -> Done:
         return self._note("alltoall")
 
+    def _start_coalescing(self) -> None:
+        self.calls.append("start group")
+
+    def _end_coalescing(self) -> Done:
+        return self._note("end group")
+
     def send(self, xs: list[Tensor], to: int, tag: int) -> Done:
         return self._note("send")
 
@@ -169,13 +175,13 @@ def test_a_digest_that_differs_is_an_error_of_wait(monkeypatch):
 
 
 @pytest.mark.usefixtures("nccl")
-def test_messages_are_not_compared():
+def test_messages_are_grouped_and_not_compared():
     group = Recorded()
     queue = make_queue(group)
     pair = AxisGroup("pp", (0, 1), 0, checked=True)
     call = send(torch.ones(4), pair, 1).call
     queue.start(call, no_report)
-    assert group.calls == ["send"]
+    assert group.calls == ["start group", "send", "end group"]
 
 
 @pytest.mark.usefixtures("nccl")

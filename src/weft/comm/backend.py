@@ -80,6 +80,8 @@ class TorchProcessGroup(Protocol):
     def send(self, xs: list[Tensor], to: int, tag: int) -> TorchWork: ...
     def recv(self, xs: list[Tensor], source: int, tag: int) -> TorchWork: ...
     def _reduce_scatter_base(self, out: Tensor, x: Tensor, options: Any) -> TorchWork: ...
+    def _start_coalescing(self) -> None: ...
+    def _end_coalescing(self) -> TorchWork: ...
     def barrier(self) -> TorchWork: ...
     def abort(self) -> None: ...
 
@@ -423,15 +425,38 @@ def _scatter(backend: ProcessGroupBackend, call: Call) -> BackendCall:
 def _send(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     x = call.required_input
     process_group = backend.process_group(x)
-    work = process_group.send([_as_bytes(x)], 1, DATA_TAG)
-    return _message_call(backend, x, work)
+    return _launch_message(
+        backend,
+        x,
+        lambda: process_group.send([_as_bytes(x)], 1, DATA_TAG),
+    )
 
 
 def _recv(backend: ProcessGroupBackend, call: Call) -> BackendCall:
     x = call.required_output
     process_group = backend.process_group(x)
-    work = process_group.recv([_as_bytes(x)], 0, DATA_TAG)
-    return _message_call(backend, x, work)
+    return _launch_message(
+        backend,
+        x,
+        lambda: process_group.recv([_as_bytes(x)], 0, DATA_TAG),
+    )
+
+
+def _launch_message(
+    backend: ProcessGroupBackend,
+    x: Tensor,
+    launch: Callable[[], TorchWork],
+) -> BackendCall:
+    """Launch a send or recv of `x`: see Note [Calls on NCCL]."""
+    policy = backend.policy(x)
+    if policy.coalesces_messages:
+        process_group = backend.process_group(x)
+        process_group._start_coalescing()
+        launch()
+        work = process_group._end_coalescing()
+    else:
+        work = launch()
+    return StreamCall([work]) if policy.is_stream_ordered else MessageCall([work])
 
 
 def _barrier(backend: ProcessGroupBackend, call: Call) -> BackendCall:
@@ -478,11 +503,6 @@ def _backend_call(
     """The handle of collectives on tensors like `x`."""
     is_stream_ordered = backend.policy(x).is_stream_ordered
     return StreamCall(works, finish) if is_stream_ordered else BackendCall(works, finish)
-
-
-def _message_call(backend: ProcessGroupBackend, x: Tensor, work: TorchWork) -> BackendCall:
-    """The handle of a message whose tensor is `x`."""
-    return StreamCall([work]) if backend.policy(x).is_stream_ordered else MessageCall([work])
 
 
 def _chunks_at_root(buffer: Tensor | None, size: int) -> list[Tensor]:

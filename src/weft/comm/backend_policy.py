@@ -28,6 +28,7 @@ class BackendPolicy:
         is_stream_ordered: `wait` orders a stream and does not block the host.
         launches_from_caller: calls are launched by the thread that starts them, never by a worker.
         checks_on_device: signatures are compared by digests that travel with the call.
+        coalesces_messages: a message is launched between the start and the end of a group.
         connects_at_start: groups are connected before the first call, in the order of the plan.
     """
 
@@ -37,6 +38,7 @@ class BackendPolicy:
     is_stream_ordered: bool
     launches_from_caller: bool
     checks_on_device: bool
+    coalesces_messages: bool
     connects_at_start: bool
 
 
@@ -47,6 +49,7 @@ GLOO = BackendPolicy(
     is_stream_ordered=False,
     launches_from_caller=False,
     checks_on_device=False,
+    coalesces_messages=False,
     connects_at_start=False,
 )
 NCCL = BackendPolicy(
@@ -56,6 +59,7 @@ NCCL = BackendPolicy(
     is_stream_ordered=True,
     launches_from_caller=True,
     checks_on_device=True,
+    coalesces_messages=True,
     connects_at_start=True,
 )
 
