@@ -76,7 +76,7 @@ def _pairs(mesh: Mesh, rank: int, axis: str, *, reach: int) -> list[PlannedGroup
     """The ordered pairs of `rank` with ranks at most `reach` places away along `axis`, as on a ring."""
     ranks = mesh.group(rank, (axis,))
     size = len(ranks)
-    pairs = set()
+    pairs: set[tuple[int, ...]] = set()
     for place in range(size):
         for distance in range(1, reach + 1):
             other = ranks[(place + distance) % size]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.utils.deterministic
+from torch.utils import deterministic as deterministic_settings
 
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACE = ":4096:8"
@@ -23,20 +23,21 @@ def numerics(*, deterministic: bool, matmul: Literal["ieee", "tf32"]) -> Iterato
     each time. With `deterministic` torch chooses other algorithms, and raises where there is none.
     On the CPU nothing changes.
     """
+    settings: Any = deterministic_settings
     mode_before = torch.get_deterministic_debug_mode()
-    fill_before = torch.utils.deterministic.fill_uninitialized_memory
+    fill_before = settings.fill_uninitialized_memory
     matmul_before = torch.get_float32_matmul_precision()
     workspace_before = os.environ.get(CUBLAS_WORKSPACE)
     if deterministic:
         os.environ.setdefault(CUBLAS_WORKSPACE, DETERMINISTIC_WORKSPACE)
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        settings.fill_uninitialized_memory = False
     torch.set_float32_matmul_precision("high" if matmul == "tf32" else "highest")
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode_before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill_before
+        settings.fill_uninitialized_memory = fill_before
         torch.set_float32_matmul_precision(matmul_before)
         if workspace_before is None:
             os.environ.pop(CUBLAS_WORKSPACE, None)
