@@ -93,3 +93,8 @@ def test_a_host_that_cannot_write_its_copy_is_an_error_on_all_ranks(tmp_path):
             distribute(comm, checkpoint_path(folder_of(tmp_path, comm.rank), 1))
 
     run_ranks("dp4", rank)
+
+
+def test_a_folder_that_cannot_be_written_is_left_to_the_first_save():
+    separate = run_ranks("dp2", lambda comm: ranks_without_folder(comm, Path("/proc/run")))
+    assert separate == [(), ()]

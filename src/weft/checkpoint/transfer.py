@@ -39,17 +39,22 @@ MAX_GATHERED_BYTES = 256 * 2**20
 
 
 def ranks_without_folder(comm: Comm, folder: Path) -> tuple[int, ...]:
-    """Ranks that do not see the files that rank 0 writes into `folder`; every rank must call it."""
+    """Ranks that do not see the files that rank 0 writes into `folder`; none if it cannot write
+    there, which a save reports. Every rank must call it.
+    """
     name = broadcast_text(comm, f".probe-{secrets.token_hex(8)}")
     probe = folder / name
     if comm.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.touch()
     comm.barrier_world()
     is_seen = _has_file(probe)
     texts = all_gather_text(comm, "y" if is_seen else "n")
+    if texts[0] == "n":
+        return ()
     if comm.rank == 0:
-        probe.unlink()
+        probe.unlink(missing_ok=True)
     return tuple(rank for rank, text in enumerate(texts) if text == "n")
 
 
