@@ -52,6 +52,13 @@ def test_the_same_failure_at_the_same_step_is_tried_once():
     assert policy.allows(END), "another failure"
 
 
+def test_a_full_disk_whose_free_space_changes_is_the_same_failure():
+    full = replace(KILLED, text="not saved: the disk is full (got 86,016 bytes free; need 0.2 MiB)")
+    policy = RestartPolicy(3).after(replace(END, failure=full))
+    again = replace(full, text="not saved: the disk is full (got 49,152 bytes free; need 0.3 MiB)")
+    assert not policy.allows(replace(END, failure=again))
+
+
 STACK = """Thread 0x1 (most recent call first):
   File "/lib/threading.py", line 1 in wait
   File "/src/weft/train/data_loader.py", line 2 in _put

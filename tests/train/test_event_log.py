@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -14,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.errors import LaunchError
+from weft.errors import LaunchError, WeftError
+from weft.train import event_log
 from weft.train.event_log import EVENTS, EventLog, create_run_folder, read_events, to_line
 
 LEAVES = (
@@ -198,3 +200,16 @@ def test_a_fifo_as_event_log_is_rejected(tmp_path):
     os.mkfifo(tmp_path / EVENTS)
     with pytest.raises(LaunchError, match="not a regular file"):
         EventLog(tmp_path)
+
+
+def test_files_of_a_run_that_starts_again_on_a_full_disk_stay(tmp_path, monkeypatch):
+    def fail(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with EventLog(tmp_path) as log:
+        log.write_versioned("run.toml", "steps = 1\n")
+        monkeypatch.setattr(event_log, "replace_file", fail)
+        log.write_versioned("run.toml", "steps = 1\n")
+        with pytest.raises(WeftError, match=r"plan.json.*No space left on device"):
+            log.write_versioned("plan.json", "{}")
+    assert (tmp_path / "run.toml").read_text() == "steps = 1\n"

@@ -25,6 +25,8 @@ CHECK_S = 0.1
 """Between two looks at the status board."""
 STACK_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
+AMOUNT = re.compile(r"\d[\d,.]* (s|bytes|B|[KMGT]iB)\b")
+
 
 @dataclass(frozen=True)
 class SupervisedEnd:
@@ -235,7 +237,7 @@ class RestartPolicy:
             return False
         if failure.kind in REPEATED_KINDS:
             return False
-        is_repeated = (_without_numbers(failure), end.step) == (self.last_text, self.last_step)
+        is_repeated = (_without_amounts(failure), end.step) == (self.last_text, self.last_step)
         return not is_repeated
 
     def after(self, end: SupervisedEnd) -> RestartPolicy:
@@ -244,12 +246,12 @@ class RestartPolicy:
         return RestartPolicy(
             self.most,
             self.num_done + 1,
-            last_text=_without_numbers(end.failure),
+            last_text=_without_amounts(end.failure),
             last_step=end.step,
         )
 
 
-def _without_numbers(failure: RankFailure) -> str:
-    """Rank and text of a failure without seconds, which differ from time to time."""
-    text = re.sub(r"\d+\.\d+ s", "", failure.text)
+def _without_amounts(failure: RankFailure) -> str:
+    """Rank and text of a failure without seconds and bytes, which differ from time to time."""
+    text = AMOUNT.sub("", failure.text)
     return f"{failure.rank}: {text}"

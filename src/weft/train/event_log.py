@@ -48,7 +48,7 @@ from types import TracebackType
 from typing import Any
 
 from weft.checkpoint.disk import DISK_FULL_ERRNOS, replace_file
-from weft.errors import Fault, LaunchError
+from weft.errors import Fault, LaunchError, WeftError
 from weft.small_files import MIB, UnreadableFile, capped_lines, open_regular, parse_json, read_text
 from weft.view.progress import Event, View
 
@@ -132,10 +132,21 @@ class EventLog:
             replace_file(self.out / name, text)
 
     def write_versioned(self, name: str, text: str) -> None:
-        """As `write`, but an existing file with another text is kept: run.toml as run-1.toml."""
-        if self.out is not None:
-            _rename_older(self.out / name, text)
+        """As `write`, but an existing file with another text is kept: run.toml as run-1.toml. One
+        with this text is left as it is, so that ranks start again on a full disk.
+
+        Raises:
+            WeftError: the file cannot be written.
+        """
+        if self.out is None or _holds(self.out / name, text):
+            return
+        _rename_older(self.out / name)
+        try:
             replace_file(self.out / name, text)
+        except OSError as error:
+            got = f"{str(self.out / name)!r}: {error.strerror}"
+            fix = "free disk space, or choose another out"
+            raise WeftError(str(Fault("out", "cannot write a file", got=got, fix=fix))) from error
 
     def close(self) -> None:
         """Close the file and the views; may be called twice."""
@@ -436,9 +447,9 @@ def _end_of_complete_lines(file: int, block: int = 1 << 16) -> int:
     return 0
 
 
-def _rename_older(path: Path, text: str) -> None:
-    """Rename an existing file with another text: run.toml -> run-1.toml, the next one run-2.toml."""
-    if not os.path.lexists(path) or _holds(path, text):
+def _rename_older(path: Path) -> None:
+    """Rename an existing file: run.toml -> run-1.toml, the next one run-2.toml."""
+    if not os.path.lexists(path):
         return
     number = 1
     while True:
