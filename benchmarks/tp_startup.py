@@ -1,23 +1,39 @@
-"""CPU time of `parallelize` on the meta device under tp2: the rank thread that traces the model, and the ones after it.
+"""CPU time of `parallelize` on the meta device: rank threads under tp2, and one rank of large models.
 
-python -m benchmarks.tp_startup
+python -m benchmarks.tp_startup [threads | large]
+
+`threads`: the rank thread that traces the model, and the ones after it. `large`: building all blocks
+against building the blocks of the rank's stages, with the memory of Python objects.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+
+from torch import nn
 
 from weft.comm.comm import Comm
+from weft.comm.meta import MetaTransport
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, make_stages
-from weft.models import FAMILIES
+from weft.models import FAMILIES, PRESETS
 from weft.parallel.model.parallelize import parallelize
-from weft.train.init_from import meta_modules
+from weft.train.init_from import lazy_blocks, meta_modules
 
 FAMILY = FAMILIES["llama3"]
 SEQ_LEN = 64
 REPEATS = 5
+LARGE = (
+    ("llama3-405b", "pp16 dp128 tp8"),
+    ("llama3-405b", "pp16 dp128"),
+    ("llama3-70b", "pp4 dp8 tp8"),
+    ("llama3-70b", "pp4 dp8"),
+)
+Blocks = Mapping[str, nn.Module]
 
 
 def times_ms(mesh: str, *, layers: int, sequence_parallel: bool) -> list[float]:
@@ -50,7 +66,49 @@ def best_ms(mesh: str, *, layers: int, sequence_parallel: bool = False) -> list[
     return [min(of_rank) for of_rank in zip(*runs, strict=True)]
 
 
-def main() -> None:
+def build_rank(preset: str, mesh: str, make: Callable[[], Blocks]) -> None:
+    """The model of rank 0, without parameters."""
+    config = PRESETS[preset]
+    parsed = Mesh.parse(mesh)
+    plan = Plan(
+        mesh=parsed,
+        family=config.family,
+        architecture="{}",
+        stages=make_stages(config.block_specs(SEQ_LEN), parsed.degree("pp")),
+        seq_len=SEQ_LEN,
+        microbatches=32,
+    )
+    comm = Comm(parsed, 0, MetaTransport(parsed.size, 0, device="cpu"))
+    parallelize(make(), plan, comm, axes=FAMILY.AXES, ties=FAMILY.ties(config))
+
+
+def cost_of(preset: str, mesh: str, make: Callable[[], Blocks]) -> str:
+    """Smallest CPU time of several builds, and the peak of Python memory of one."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.process_time()
+        build_rank(preset, mesh, make)
+        times.append(time.process_time() - start)
+    tracemalloc.start()
+    build_rank(preset, mesh, make)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return f"{min(times) * 1e3:.0f} ms, {peak / 2**20:.1f} MiB"
+
+
+def print_large() -> None:
+    """Print a line for each large model."""
+    build_rank("llama3-8b", "tp2", lambda: lazy_blocks(FAMILY, PRESETS["llama3-8b"]))
+    print("| model | mesh | all blocks | blocks of the rank |")
+    print("|---|---|---|---|")
+    for preset, mesh in LARGE:
+        config = PRESETS[preset]
+        whole = cost_of(preset, mesh, lambda: meta_modules(lambda: FAMILY.blocks(config)))  # noqa: B023
+        lazy = cost_of(preset, mesh, lambda: lazy_blocks(FAMILY, config))  # noqa: B023
+        print(f"| {preset} | {mesh} | {whole} | {lazy} |", flush=True)
+
+
+def print_threads() -> None:
     """Print a line for each number of layers."""
     times_ms("tp2", layers=4, sequence_parallel=True)
     for layers in (4, 32, 100):
@@ -61,6 +119,15 @@ def main() -> None:
             print(
                 f"{layers} layers{words}: {first:.0f} ms, second rank {second:.0f}; dp2 {whole:.0f}"
             )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["threads", "large"], nargs="?", default="threads")
+    if parser.parse_args().what == "large":
+        print_large()
+    else:
+        print_threads()
 
 
 if __name__ == "__main__":

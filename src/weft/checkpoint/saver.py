@@ -11,7 +11,6 @@ own. Only when a write failed, and at the end of training, the ranks exchange me
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from enum import IntFlag
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from weft.checkpoint.commit import commit, discard
 from weft.checkpoint.disk import free_bytes
@@ -189,12 +190,16 @@ class Saver:
         """
         self._writing = None
         self.write_s = pending.write.cpu_s
-        local = {"num_bytes": pending.write.num_bytes, "error": _write_error(pending.write)}
-        reports = []
+        local_error = _write_error(pending.write)
+        errors: tuple[str, ...] = ()
         if exchange_errors:
-            reports = [json.loads(text) for text in all_gather_text(self.comm, json.dumps(local))]
+            errors = all_gather_text(self.comm, local_error)
+        failing_ranks = [rank for rank, error in enumerate(errors) if error]
         collect_error = ""
-        if not any(report["error"] for report in reports):
+        if failing_ranks:
+            num_bytes = torch.tensor([pending.write.num_bytes], device=self.comm.device)
+            need_bytes = int(self.comm.sum_world(num_bytes).item())
+        else:
             collect_error = self._collect(temporary_path(pending.final))
         if self.comm.rank > 0:
             return
@@ -202,14 +207,11 @@ class Saver:
             discard(temporary_path(pending.final))
             yield self._failure(pending, collect_error, need_bytes=pending.write.num_bytes)
             return
-        for rank, report in enumerate(reports):
-            if report["error"]:
-                discard(temporary_path(pending.final))
-                need_bytes = sum(other["num_bytes"] for other in reports)
-                yield self._failure(
-                    pending, self._reason(rank, report["error"]), need_bytes=need_bytes
-                )
-                return
+        if failing_ranks:
+            rank = failing_ranks[0]
+            discard(temporary_path(pending.final))
+            yield self._failure(pending, self._reason(rank, errors[rank]), need_bytes=need_bytes)
+            return
         self._committing = (pending, self._commit_thread.submit(self._commit, pending))
 
     def _collect(self, tmp: Path) -> str:

@@ -24,7 +24,7 @@ from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.forward import gather_vocabulary, run_stages
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
-from weft.train.init_from import meta_modules
+from weft.train.init_from import lazy_blocks
 
 TRAINING_BLOCKS = ("loss", "mtp")
 """Blocks (by the beginning of their names) that only training reads."""
@@ -44,7 +44,7 @@ def load_model(
     Raises:
         CheckpointError: a tensor that is missing, damaged or of another shape; it names it.
     """
-    blocks = meta_modules(lambda: family.blocks(config))
+    blocks = lazy_blocks(family, config)
     model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
     dtype: torch.dtype = getattr(torch, plan.compute)
     for param in model.params.values():

@@ -1,7 +1,7 @@
 """Registry of model families: each folder here that has a config.py is one. Imports no torch.
 
 config.py   Config, PRESETS, AXES, ties, init; no torch
-model.py    blocks
+model.py    blocks, and builders: of single blocks; optional
 hf.py       HF: config.json and tensors of Hugging Face folders, both ways; no torch; optional
 """
 
@@ -21,6 +21,8 @@ from weft.errors import ConfigError, Fault, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from weft.models.common.lazy_blocks import Builders
 
 
 class Family(ConfigFamily, Protocol):
@@ -74,6 +76,18 @@ class FamilyFolder:
         model = importlib.import_module(f"{self.package}.model")
         blocks: dict[str, nn.Module] = model.blocks(cfg)
         return blocks
+
+    def builders(self, cfg: Any) -> Builders | None:
+        """The builders that model.py names; None where it only has `blocks`."""
+        model = importlib.import_module(f"{self.package}.model")
+        make_builders: Callable[[Any], Builders] | None = getattr(model, "builders", None)
+        return make_builders(cfg) if make_builders else None
+
+
+def builders_of(family: Family, cfg: Any) -> Builders | None:
+    """Builders of the blocks of a family; None where only all blocks can be built."""
+    make_builders: Callable[[Any], Builders | None] | None = getattr(family, "builders", None)
+    return make_builders(cfg) if make_builders else None
 
 
 def _family_packages() -> Iterator[str]:

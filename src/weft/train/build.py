@@ -50,7 +50,7 @@ from weft.train.evaluate import Evaluation
 from weft.train.guard import Restored, StepGuard
 from weft.train.guard_records import FOLDER as GUARD_FOLDER
 from weft.train.guard_records import GuardState, left_out_batches, read_records
-from weft.train.init_from import check_hf_folder, initialize_from, lora_base, meta_modules
+from weft.train.init_from import check_hf_folder, initialize_from, lazy_blocks, lora_base
 from weft.train.loop import Evaluator, Event, StepRange, Training
 from weft.train.optim import Optimizer, learning_rate, make_optimizer, matrices
 from weft.train.step import TrainStep, report_blocks
@@ -79,7 +79,7 @@ def build_model(
     Args:
         source: holds initial values; parameters that it does not hold are drawn.
     """
-    blocks = meta_modules(lambda: family.blocks(config))
+    blocks = lazy_blocks(family, config)
     example = (
         image_example(plan.micro_size, config.model_dump()["image_size"])
         if config.kind == "images"

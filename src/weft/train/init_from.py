@@ -17,8 +17,9 @@ from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
 from weft.hf.adapters import merge_adapters, stored_lora
 from weft.hf.folder import HfFolder
-from weft.models import Family
+from weft.models import Family, builders_of
 from weft.models.common.init import named_parameters
+from weft.models.common.lazy_blocks import LazyBlocks
 from weft.parallel.model.parallelize import ParallelModel, read_shard
 
 T = TypeVar("T")
@@ -49,6 +50,14 @@ def meta_modules(make: Callable[[], T]) -> T:
     """What `make()` builds, on the meta device: shapes without values, nothing allocated or drawn."""
     with torch.device("meta"), SkipInit():
         return make()
+
+
+def lazy_blocks(family: Family, config: ModelConfig) -> Mapping[str, nn.Module]:
+    """The blocks of a model on the meta device, built at access where the family has builders."""
+    builders = builders_of(family, config)
+    if builders is None:
+        return meta_modules(lambda: family.blocks(config))
+    return LazyBlocks(builders, meta_modules)
 
 
 def lora_base(base: str) -> Source:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
 from weft.models.common.attention import Attend
 from weft.models.common.decoder_config import DecoderConfig, DenseConfig
 from weft.models.common.layers import Attention, DecoderLayer, Embed, Head, Loss, SwiGLU
+from weft.models.common.lazy_blocks import Builder, Builders
 from weft.models.common.rope import Rope
 
 
@@ -69,9 +71,46 @@ def decoder_chain(
         embed: default: `Embed`.
         norm: type of the last norm.
     """
-    head_norm = norm(cfg.dim, eps=cfg.norm_eps)
-    head = Head(head_norm, nn.Linear(cfg.dim, cfg.vocab, bias=False))
+    head = _head(cfg, norm)
     return chain_blocks(embed or Embed(cfg.vocab, cfg.dim), layers, head)
+
+
+def decoder_builders(
+    cfg: DecoderConfig,
+    layers: Sequence[Builder],
+    *,
+    embed: Builder | None = None,
+    norm: type[nn.RMSNorm] = nn.RMSNorm,
+) -> Builders:
+    """The chain of `cfg` around these layers; equal layers may have one builder.
+
+    Args:
+        embed: default: of `Embed`.
+        norm: type of the last norm.
+    """
+    embed = embed or partial(Embed, cfg.vocab, cfg.dim)
+    return chain_builders(embed, layers, partial(_head, cfg, norm))
+
+
+def chain_builders(
+    embed: Builder,
+    layers: Sequence[Builder],
+    head: Builder,
+    *,
+    side_blocks: Builders | None = None,
+) -> Builders:
+    """Builders by name, in the order of `chain_blocks`."""
+    builders: dict[str, Builder] = {"embed": embed}
+    for index, layer in enumerate(layers):
+        builders[f"layer{index}"] = layer
+    builders.update(side_blocks or {})
+    builders["head"] = head
+    builders["loss"] = Loss
+    return builders
+
+
+def _head(cfg: DecoderConfig, norm: type[nn.RMSNorm]) -> Head:
+    return Head(norm(cfg.dim, eps=cfg.norm_eps), nn.Linear(cfg.dim, cfg.vocab, bias=False))
 
 
 def chain_blocks(

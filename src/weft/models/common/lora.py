@@ -9,8 +9,9 @@ its output axis, and the rank between them is an axis that is never sharded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,8 @@ from weft.config.hf.mapping import HFMapping
 from weft.config.lora import LORA_A, LORA_B, adapted_linears
 from weft.config.schema import LoraConfig
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
-from weft.models import Family
+from weft.models import Family, builders_of
+from weft.models.common.lazy_blocks import Builder, Builders
 from weft.models.common.moe import Router
 
 FACTORS = ("lora_a", "lora_b")
@@ -144,18 +146,47 @@ class AdaptedFamily:
         names.
         """
         blocks = self.plain.blocks(cfg)
-        for block in blocks.values():
-            freeze(block)
+        paths = self._adapted_paths(cfg)
+        for name, block in blocks.items():
+            self._adapt(name, block, paths.get(name, ()))
+        return blocks
+
+    def builders(self, cfg: Any) -> Builders | None:
+        """Builders of these blocks; equal where the plain ones and the adapted linears are."""
+        plain = builders_of(self.plain, cfg)
+        if plain is None:
+            return None
+        paths = self._adapted_paths(cfg)
+        known: dict[Hashable, Builder] = {}
+        builders = {}
+        for name, build in plain.items():
+            block_paths = paths.get(name, ())
+            adapted_build = partial(self._build_adapted, name, build, block_paths)
+            builders[name] = known.setdefault((id(build), block_paths), adapted_build)
+        return builders
+
+    def _adapted_paths(self, cfg: Any) -> dict[str, tuple[str, ...]]:
+        """Name of a block -> paths of its adapted linears."""
+        paths: dict[str, tuple[str, ...]] = {}
         for name in adapted_linears(self.lora.targets, cfg.linears()):
             block_name, _, path = name.partition(".")
-            block = blocks[block_name]
+            paths[block_name] = (*paths.get(block_name, ()), path)
+        return paths
+
+    def _build_adapted(self, name: str, build: Builder, paths: Sequence[str]) -> nn.Module:
+        block = build()
+        self._adapt(name, block, paths)
+        return block
+
+    def _adapt(self, name: str, block: nn.Module, paths: Sequence[str]) -> None:
+        """Freeze a block and give the linears at these paths adapters."""
+        freeze(block)
+        for path in paths:
             linear = block.get_submodule(path)
             assert isinstance(linear, nn.Linear), (
-                f"{name} is a {type(linear).__name__}, and Config.linears names it"
+                f"{name}.{path} is a {type(linear).__name__}, and Config.linears names it"
             )
-            adapted_linear = LoraLinear.from_linear(linear, self.lora)
-            block.set_submodule(path, adapted_linear)
-        return blocks
+            block.set_submodule(path, LoraLinear.from_linear(linear, self.lora))
 
 
 def freeze(block: nn.Module) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch, Extra, chain
-from weft.models.common.decoder import chain_blocks
+from weft.models.common.decoder import chain_builders
 from weft.models.common.experts import Experts
 from weft.models.common.layers import DecoderLayer, Embed, Head, Loss, RegionInput, SwiGLU
+from weft.models.common.lazy_blocks import Builder, Builders, build_all
 from weft.models.common.moe import Choice, MoE, MoELayer, Router
 from weft.models.common.rope import Rope, YarnScaling, rotate
 from weft.models.deepseek.config import Config
@@ -159,15 +161,28 @@ class SecondNext(nn.Module):
         return joined_BSD
 
 
+def builders(cfg: Config) -> Builders:
+    """Builders of the blocks; equal layers have the same one."""
+    dense, mixed = partial(_dense_layer, cfg), partial(_mixed_layer, cfg)
+    layers: list[Builder] = []
+    for index in range(cfg.layers):
+        layers.append(dense if index < cfg.first_k_dense else mixed)
+    side_blocks = {f"mtp{i}": partial(_second_next, cfg) for i in range(cfg.mtp_depth)}
+    return chain_builders(
+        partial(Embed, cfg.vocab, cfg.dim),
+        layers,
+        partial(_head, cfg),
+        side_blocks=side_blocks,
+    )
+
+
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "mtp0" if there is one, "head", "loss"."""
-    layers: list[nn.Module] = []
-    for index in range(cfg.layers):
-        is_dense = index < cfg.first_k_dense
-        layers.append(_dense_layer(cfg) if is_dense else _mixed_layer(cfg))
-    head = Head(_norm(cfg), nn.Linear(cfg.dim, cfg.vocab, bias=False))
-    side_blocks = {f"mtp{i}": _second_next(cfg) for i in range(cfg.mtp_depth)}
-    return chain_blocks(Embed(cfg.vocab, cfg.dim), layers, head, side_blocks=side_blocks)
+    return build_all(builders(cfg))
+
+
+def _head(cfg: Config) -> Head:
+    return Head(_norm(cfg), nn.Linear(cfg.dim, cfg.vocab, bias=False))
 
 
 def _norm(cfg: Config) -> nn.RMSNorm:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,8 +11,9 @@ from torch import Tensor, nn
 from weft.core.attention_mask import AttentionMask
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
-from weft.models.common.decoder import attention, decoder_chain
+from weft.models.common.decoder import attention, decoder_builders
 from weft.models.common.layers import Attention, Embed
+from weft.models.common.lazy_blocks import Builders, build_all
 from weft.models.common.rope import Rope
 from weft.models.gemma3.config import Config
 
@@ -68,14 +71,28 @@ class SandwichLayer(nn.Module):
         return out_BSD
 
 
+def builders(cfg: Config) -> Builders:
+    """Builders of the blocks; equal layers have the same one."""
+    windows = [cfg.window_of(layer) for layer in range(cfg.layers)]
+    by_window = {window: partial(_layer, cfg, window) for window in windows}
+    return decoder_builders(
+        cfg,
+        [by_window[window] for window in windows],
+        embed=partial(ScaledEmbed, cfg.vocab, cfg.dim),
+        norm=OffsetRMSNorm,
+    )
+
+
+def _layer(cfg: Config, window: int | None) -> SandwichLayer:
+    return SandwichLayer(cfg, _attention(cfg, window))
+
+
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"."""
-    layers = [SandwichLayer(cfg, _attention(cfg, layer)) for layer in range(cfg.layers)]
-    return decoder_chain(cfg, layers, embed=ScaledEmbed(cfg.vocab, cfg.dim), norm=OffsetRMSNorm)
+    return build_all(builders(cfg))
 
 
-def _attention(cfg: Config, layer: int) -> Attention:
-    window = cfg.window_of(layer)
+def _attention(cfg: Config, window: int | None) -> Attention:
     theta = cfg.rope_theta if window is None else cfg.rope_local_theta
     return attention(
         cfg,

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
-from weft.models.common.decoder import attention, decoder_chain, rms_norm
+from weft.models.common.decoder import attention, decoder_builders, rms_norm
 from weft.models.common.experts import Experts
+from weft.models.common.lazy_blocks import Builders, build_all
 from weft.models.common.moe import Choice, MoE, MoELayer, Router
 from weft.models.qwen3_moe.config import Config
 
 
+def builders(cfg: Config) -> Builders:
+    """Builders of the blocks; equal layers have the same one."""
+    layer = partial(_layer, cfg)
+    return decoder_builders(cfg, [layer] * cfg.layers)
+
+
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"."""
-    return decoder_chain(cfg, [_layer(cfg) for _ in range(cfg.layers)])
+    return build_all(builders(cfg))
 
 
 def _layer(cfg: Config) -> MoELayer:

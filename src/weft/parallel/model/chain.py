@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +18,15 @@ from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, finge
 class PlainChain:
     """All blocks of a model before anything is sharded, and a batch that they can run on; both on
     the meta device.
+
+    Attributes:
+        repeats: name of a block -> name of an equal one. Both names have the same module here; in
+            the model each has its own.
     """
 
     blocks: dict[str, nn.Module]
     batch: Batch
+    repeats: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -31,17 +36,25 @@ class ChainSnapshot:
     Attributes:
         fingerprint: of blocks and batch; None where they have none.
         copied: the chain, where it has no fingerprint to be made from.
+        repeats: of the chain.
     """
 
     fingerprint: Fingerprint | None
     copied: PlainChain | None
+    repeats: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: Mapping[str, nn.Module], batch: Batch) -> ChainSnapshot:
+    def of(
+        cls,
+        model: Mapping[str, nn.Module],
+        batch: Batch,
+        repeats: Mapping[str, str] | None = None,
+    ) -> ChainSnapshot:
         """A snapshot of all blocks, without the values of their tensors."""
         found = fingerprint((dict(model), batch))
-        copied = PlainChain(_deep_copy(model), batch) if found is None else None
-        return cls(found, copied)
+        repeats = repeats or {}
+        copied = PlainChain(_deep_copy(model), batch, repeats) if found is None else None
+        return cls(found, copied, repeats)
 
     def chain(self) -> PlainChain:
         """The chain; a new one on each call where there is a fingerprint."""
@@ -53,7 +66,7 @@ class ChainSnapshot:
             assert isinstance(spec, TensorSpec), "tensors are described by their specs"
             tensors.append(spec.on_meta())
         blocks, batch = self.fingerprint.copy(tensors)
-        return PlainChain(blocks, batch)
+        return PlainChain(blocks, batch, self.repeats)
 
 
 def _deep_copy(model: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

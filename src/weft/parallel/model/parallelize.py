@@ -17,6 +17,7 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_example
 from weft.models.common.init import init_params, named_parameters, tie
+from weft.models.common.lazy_blocks import LazyBlocks
 from weft.models.common.moe import Router
 from weft.parallel.model.chain import ChainSnapshot
 from weft.parallel.recompute.blocks import recompute_block
@@ -127,7 +128,8 @@ def parallelize(
 
     Args:
         model: blocks in order; the last one yields the summed loss. It is changed in place: pass a
-            fresh one.
+            fresh one. Of `LazyBlocks` only those of this rank's stages are built, and one of each
+            kind.
         axes: pattern of parameter names -> logical axis of each dim, see
             `weft.core.model_config.AxisTable`; default: the table of the plan's family, or nothing
             that could be sharded where the family is not one of weft's.
@@ -140,16 +142,23 @@ def parallelize(
         PlanError: a parameter that no row or two rows of `axes` match, or a model that would not
             compute on shards what it computes on one device.
     """
-    ties = {**_shared_parameters(model), **(ties or {})}
-    tie(model, ties)
+    all_blocks: Mapping[str, nn.Module] | nn.ModuleDict = model
+    repeats: Mapping[str, str] = {}
+    if isinstance(model, LazyBlocks):
+        tied_names = (*(ties or {}), *(ties or {}).values())
+        repeats = model.repeats(distinct={name.partition(".")[0] for name in tied_names})
+        all_blocks = model.templates(repeats)
+    ties = {**_shared_parameters(all_blocks, repeats), **(ties or {})}
+    tie(all_blocks, ties)
     stage_to_rank = plan.table.stage_to_rank
     here = comm.index(pipeline_axis())
-    whole = named_parameters(model)
+    whole = named_parameters(all_blocks)
     axes = axes or _known_axes(plan, whole)
     shapes = {name: tuple(param.shape) for name, param in whole.items()}
-    chain = _plain_chain(model, plan, comm, example)
+    chain = _plain_chain(all_blocks, plan, comm, example, repeats=repeats)
     local_stages = {i: stage for i, stage in enumerate(plan.stages) if stage_to_rank[i] == here}
     blocks = {name: model[name] for stage in local_stages.values() for name in stage.blocks}
+    tie(blocks, ties)
     _shard_parameters(blocks, plan, comm, axes=axes)
     tie(blocks, ties)
     partial = _apply_transforms(
@@ -187,21 +196,33 @@ def parallelize(
     )
 
 
-def _shared_parameters(model: Mapping[str, nn.Module] | nn.ModuleDict) -> dict[str, str]:
+def _shared_parameters(
+    model: Mapping[str, nn.Module] | nn.ModuleDict, repeats: Mapping[str, str]
+) -> dict[str, str]:
     """Alias -> owner of parameters that are one object: a layer that is used twice, or weights tied
     by hand.
+
+    Args:
+        repeats: as in `PlainChain`; such a block shares parameters with no other one.
     """
-    owners: dict[int, str] = {}
+    owners: dict[tuple[str, int], str] = {}
     found = {}
     for name, param in named_parameters(model).items():
-        owner = owners.setdefault(id(param), name)
+        block_name = name.partition(".")[0]
+        scope = block_name if block_name in repeats else ""
+        owner = owners.setdefault((scope, id(param)), name)
         if owner != name:
             found[name] = owner
     return found
 
 
 def _plain_chain(
-    model: Mapping[str, nn.Module] | nn.ModuleDict, plan: Plan, comm: Comm, example: Batch | None
+    model: Mapping[str, nn.Module] | nn.ModuleDict,
+    plan: Plan,
+    comm: Comm,
+    example: Batch | None,
+    *,
+    repeats: Mapping[str, str],
 ) -> ChainSnapshot | None:
     """The model before it is sharded, for a trace; None where no axis shards activations."""
     degree = comm.degree(activation_axes())
@@ -210,7 +231,7 @@ def _plain_chain(
     if example is None:
         columns = plan.seq_len // comm.degree(position_axes())
         example = token_example(plan.micro_size, max(columns, 2 * degree))
-    return ChainSnapshot.of(dict(model.items()), example)
+    return ChainSnapshot.of(dict(model.items()), example, repeats)
 
 
 def materialize_params(

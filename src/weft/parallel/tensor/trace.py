@@ -18,7 +18,7 @@ from weft.models.common.attention import Attend, overrides_forward
 from weft.models.common.batch import Batch, Extra
 from weft.models.common.layers import Loss, RegionInput
 from weft.parallel.model.chain import replace_module
-from weft.parallel.model.fingerprint import META, TensorSpec, fingerprint
+from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
 from weft.parallel.tensor.dims import DimFactor, Dims, ShardingError, is_sharded
 from weft.parallel.tensor.sharding_mode import SEQ_DIM, Findings, ShardingTrace, Value
 from weft.parallel.tensor.stand_ins import (
@@ -60,6 +60,7 @@ def trace_blocks(
     index: int,
     sequence_parallel: bool,
     records: dict[Hashable, BlockRecord] | None = None,
+    repeats: Mapping[str, str] | None = None,
 ) -> Findings:
     """Run the chain of plain blocks on shards of one rank; see Note [Sharding trace].
 
@@ -70,6 +71,7 @@ def trace_blocks(
         batch: an example, on the meta device.
         index: place of the rank along the axis.
         records: those of a trace of the same blocks for another index, to which this one adds.
+        repeats: as in `PlainChain`.
 
     Raises:
         PlanError: a block that does not compute on shards what it computes on whole tensors.
@@ -80,6 +82,7 @@ def trace_blocks(
         params,
         ShardingTrace(degree=degree, sequence_parallel=sequence_parallel),
         {} if records is None else records,
+        repeats or {},
     )
     x = batch.inputs
     with torch.inference_mode():
@@ -134,14 +137,18 @@ class ChainTrace:
         params: Mapping[str, LocalParam],
         trace: ShardingTrace,
         records: dict[Hashable, BlockRecord],
+        repeats: Mapping[str, str],
     ) -> None:
-        self.model = model
+        self.model = dict(model)
         self.kinds = kinds
         self.params = params
         self.trace = trace
         self._copies: dict[int, Any] = {}
         self._instrumented: dict[int, nn.Module] = {}
-        self._tied_blocks = _blocks_with_tied_params(model)
+        self._repeats = repeats
+        own_modules = {name: block for name, block in model.items() if name not in repeats}
+        self._tied_blocks = _blocks_with_tied_params(own_modules)
+        self._structures: dict[int, Fingerprint | None] = {}
         self._records = records
         self._is_stateless = True
 
@@ -177,7 +184,7 @@ class ChainTrace:
         if name in self._tied_blocks or type(x) is not Tensor:
             return None
         block = self.model[name]
-        structure = fingerprint(block)
+        structure = self._structure(block)
         if structure is None:
             return None
         params = []
@@ -185,6 +192,12 @@ class ChainTrace:
             params.append((path, self.params[f"{name}.{path}"]))
         x_facts = (TensorSpec.of(x), self.trace.value(x))
         return structure, self.kinds[name], tuple(params), x_facts, self._batch_facts(batch)
+
+    def _structure(self, block: nn.Module) -> Fingerprint | None:
+        """Of a plain block, which no trace changes."""
+        if id(block) not in self._structures:
+            self._structures[id(block)] = fingerprint(block)
+        return self._structures[id(block)]
 
     def _batch_facts(self, batch: Batch) -> Hashable:
         facts: list[Hashable] = []
@@ -206,6 +219,8 @@ class ChainTrace:
 
     def _instrument(self, name: str) -> nn.Module:
         """A copy of the block on local parameters, with stand-ins for its sharded modules."""
+        if name in self._repeats:
+            self.model[name] = copy.deepcopy(self.model[name])
         block = self.model[name]
         if id(block) not in self._instrumented:  # a block may be used twice
             copied = _copied(name, block, self.params, self.trace, self._copies)

@@ -104,11 +104,15 @@ def _find_regions(
         first_names: dict[int, str] = {}
         modules: dict[str, ShardedModules] = {}
         for name, block in chain.blocks.items():
-            first_names.setdefault(id(block), name)
+            if name not in chain.repeats:
+                first_names.setdefault(id(block), name)
             modules[name] = find_sharded_modules(name, block, axes=axes, rule=rule)
         findings = _trace(chain, modules, plan, axes=axes)
         return ModelRegions(
-            first_names={name: first_names[id(block)] for name, block in chain.blocks.items()},
+            first_names={
+                name: name if name in chain.repeats else first_names[id(block)]
+                for name, block in chain.blocks.items()
+            },
             modules=modules,
             findings=findings,
             partial=_every_name(findings.partial, chain),
@@ -117,7 +121,8 @@ def _find_regions(
     if snapshot.fingerprint is None:
         return find()
     rows = tuple((pattern, tuple(row)) for pattern, row in axes.items())
-    return comm.share_in_process((AXIS, plan, rows, snapshot.fingerprint), find)
+    repeats = tuple(snapshot.repeats.items())
+    return comm.share_in_process((AXIS, plan, rows, snapshot.fingerprint, repeats), find)
 
 
 def _trace(
@@ -141,6 +146,7 @@ def _trace(
             index=index,
             sequence_parallel=plan.sequence_parallel,
             records=records,
+            repeats=chain.repeats,
         )
 
     findings = trace(of_first, 0)
@@ -423,9 +429,11 @@ def _shard_losses(
 def _every_name(partial: frozenset[str], chain: PlainChain) -> frozenset[str]:
     """The names of these parameters, tied ones under each name."""
     params = named_parameters(chain.blocks)
-    partial_ids = {id(params[name]) for name in partial}
-    names = set()
-    for name, param in params.items():
-        if id(param) in partial_ids:
-            names.add(name)
-    return frozenset(names)
+
+    def identity(name: str) -> tuple[str, int]:
+        block_name = name.partition(".")[0]
+        scope = block_name if block_name in chain.repeats else ""
+        return scope, id(params[name])
+
+    partial_ids = {identity(name) for name in partial}
+    return frozenset(name for name in params if identity(name) in partial_ids)
