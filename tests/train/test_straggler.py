@@ -16,9 +16,16 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.testing import run_ranks
+from weft.train import straggler
 from weft.train.straggler import WINDOW, StragglerWatch, references
 
 SLEEP_S = 0.01
+
+
+@pytest.fixture(autouse=True)
+def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core for each rank of these tests, whatever machine they run on."""
+    monkeypatch.setattr(straggler, "num_cores", lambda: 8)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,16 @@ def test_every_rank_reports_the_same_slow_ranks(monkeypatch: pytest.MonkeyPatch)
         (1, 5 * WINDOW),
     ]
     assert all(result == results[0] for result in results)
+
+
+def test_no_rank_is_reported_on_a_host_with_more_ranks_than_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_busy_times(monkeypatch, {0: [0.02], 1: [0.02], 2: [0.1], 3: [0.02]})
+    monkeypatch.setattr(straggler, "num_cores", lambda: 3)
+    assert events_of_ranks("dp4", 6) == [[], [], [], []]
+    monkeypatch.setattr(straggler, "num_cores", lambda: 4)
+    assert [len(events) for events in events_of_ranks("dp4", 6)] == [1, 1, 1, 1]
 
 
 def test_waits_for_other_ranks_are_not_busy_time() -> None:

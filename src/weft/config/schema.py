@@ -219,7 +219,8 @@ class PrecisionConfig(ConfigSection):
     compute: Dtype = Field("float32", description="type of activations and matrix products")
     reduce: Dtype = Field("float32", description="type in which gradients are summed over ranks")
     matmul: Literal["ieee", "tf32"] = Field(
-        "ieee", description="float32 matrix products on GPUs: exact, or rounded to 10 bits and faster"
+        "ieee",
+        description="float32 matrix products on GPUs: exact, or rounded to 10 bits and faster",
     )
 
 

@@ -6,7 +6,8 @@
 Busy time is what a rank does between the ends of two steps (reading data, computing, saving), without
 its waits for collectives and messages. In a synchronous step all ranks take equally long; only busy
 time tells who the others wait for. Ranks of one pipeline stage have equal work; of different stages
-not. Every `WINDOW` steps the ranks exchange their median busy time.
+not. Every `WINDOW` steps the ranks exchange their median busy time. On a host with more ranks than
+cores no rank is reported.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from weft.comm.observe import WaitClock
 from weft.comm.text import all_gather_text
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
+from weft.run.world import num_cores
 
 WINDOW = 16
 """Steps between two exchanges; the first window of a run is not judged: it warms caches."""
@@ -68,12 +70,16 @@ class StragglerWatch:
         slow = self._newly_slow(medians_s)
         if not slow:
             return
-        hosts = all_gather_text(self.comm, socket.gethostname())
+        own_host = f"{socket.gethostname()} {num_cores()}"
+        hosts = all_gather_text(self.comm, own_host)
         for rank, reference_s in slow.items():
+            host, cores = hosts[rank].split()
+            if hosts.count(hosts[rank]) > int(cores):
+                continue  # its ranks take turns on the cores, which says nothing of any of them
             yield self._event(
                 step,
                 rank,
-                host=hosts[rank],
+                host=host,
                 busy_s=medians_s[rank],
                 reference_s=reference_s,
             )
