@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 
 os.environ.update(
@@ -12,6 +13,10 @@ os.environ.update(
 
 import hypothesis
 import pytest
+
+# A shell starts background jobs with these signals ignored, and processes inherit that: tests that send them would hang.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 hypothesis.settings.register_profile("weft", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("weft")
