@@ -49,7 +49,7 @@ def prepare_torch() -> None:
     """Replace what needs a driver, and what refuses fake tensors without a reason."""
     torch.cuda.max_memory_allocated = lambda device=None: 1
     torch.utils.swap_tensors = _swap_tensors
-    for name in ("meta_modules", "parallelize"):
+    for name in ("lazy_blocks", "parallelize"):
         plain = getattr(build, name)
         setattr(build, name, partial(_without_fake_tensors, plain))
 

@@ -67,9 +67,9 @@ def measured(environ):
     for first in range(NUM_PROCESSES):
         numbers = map(str, range(first, len(LAYOUTS), NUM_PROCESSES))
         processes.append(start("measure", *numbers, environ=environ))
+    results = [process.communicate(timeout=PATIENCE_S) for process in processes]
     found = {}
-    for process in processes:
-        output, errors = process.communicate(timeout=PATIENCE_S)
+    for process, (output, errors) in zip(processes, results, strict=True):
         assert process.returncode == 0, errors
         for line in output.splitlines():
             counts = json.loads(line)
