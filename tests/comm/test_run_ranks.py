@@ -124,7 +124,9 @@ def test_an_exception_that_cannot_be_unpickled_is_raised_as_text():
     def fail(comm):
         raise OddError(comm.rank, reason="of its own")
 
-    with pytest.raises(RankError, match=r"rank 0 \(alone\): (.|\n)*OddError: rank 0: of its own"):
+    with pytest.raises(
+        RankError, match=r"rank 0 \(single rank\): (.|\n)*OddError: rank 0: of its own"
+    ):
         run_ranks("", fail, transport="processes")
 
 

@@ -8,7 +8,7 @@ from itertools import permutations
 
 from weft.comm.world_stages import world_stages
 from weft.core.axes import data_axes
-from weft.core.dimension import pipeline_axis, position_axes
+from weft.core.dimension import activation_axes, dimensions, pipeline_axis, position_axes
 from weft.core.mesh import Mesh
 
 # Note [Order of the plan]
@@ -62,10 +62,10 @@ def _axis_tuples(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     """
     wide = mesh.wide_axes
     tokens = data_axes(mesh)
-    without_experts = tuple(axis for axis in tokens if axis != "ep")
+    without_experts = tuple(axis for axis in tokens if not dimensions()[axis].params)
     found = [tokens, without_experts]
     for axes in (tokens, without_experts):
-        found.append(tuple(axis for axis in wide if axis in axes or axis == "tp"))
+        found.append(tuple(axis for axis in wide if axis in axes or axis in activation_axes()))
     found.append(wide)
     for axis in wide:
         found.append((axis,))
