@@ -16,6 +16,7 @@ from tests.matrix.plain import MIXED, Dtypes
 from tests.matrix.sweep import CONTEXTS
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
+from weft.comm.world_stages import world_stages
 from weft.core.axes import data_axes, span
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward
@@ -27,6 +28,7 @@ from weft.testing import run_ranks
 from weft.train.build import build_model
 from weft.train.optim import matrices
 from weft.train.step import TrainStep
+from weft.train.step_stats import NUM_FLAGS
 
 DOUBLE = Dtypes("float64", "float64", "float64")
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
@@ -201,8 +203,10 @@ def totals(comm: Comm) -> Sum[str]:
     gathered from all.
     """
     data = [name for name, degree in comm.mesh.axes if name in ("dp", "cp", "ep") and degree > 1]
-    every = [name for name, degree in comm.mesh.axes if degree > 1]
-    sent = Sum({"+".join(every): (comm.mesh.size - 1) * 5 * 8})
+    columns = 3 + NUM_FLAGS + comm.degree("pp")  # loss, squared norm, expert load; flags; memory
+    sent = Sum()
+    for stage in world_stages(comm.rank, comm.mesh.size, checked=False):
+        sent[stage.axis] += (stage.degree - 1) * columns * 8
     sent["+".join(data)] += reduce_once(8, comm.degree(tuple(data))) if data else 0
     return sent
 
