@@ -20,6 +20,7 @@ PAGES = [
     "docs/checkpoints.md",
     "docs/clusters.md",
     "docs/data.md",
+    "docs/devices.md",
     "docs/faults.md",
     "docs/generate.md",
     "docs/huggingface.md",

@@ -36,7 +36,10 @@ def test_a_script_continues_as_every_rank_and_exits_once(tmp_path):
     done = run_script(folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} got 6.0" for rank in range(4)]
-    assert list(tmp_path.iterdir()) == [], "no temporary folder is left"
+    left = {path.name for path in tmp_path.iterdir()}
+    # torch's compile cache, created when torch._dynamo is imported
+    torch_cache = {name for name in left if name.startswith("torchinductor_")}
+    assert left - torch_cache == set(), "no temporary folder is left"
 
 
 def test_an_error_of_one_rank_is_printed_once(tmp_path):
