@@ -33,7 +33,7 @@ from weft.comm.signature import TEXT_BYTES
 from weft.comm.transport import Call, GroupKey, OnLate
 from weft.config.load import load
 from weft.models import FAMILIES
-from weft.train.build import build_training
+from weft.train.build_training import build_training
 from weft.train.loop import step_events
 
 MESHES = {

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft.cli import main
-from weft.commands.preflight import out_faults
+from weft.commands.run_folder import out_faults
 from weft.config.keys import keys_of
 from weft.config.load import load
 from weft.errors import EXIT_OK, EXIT_USER
@@ -412,7 +412,7 @@ def test_other_ranks_do_not_check_the_folder_that_the_first_one_writes(place, mo
 
 
 def test_cuda_without_a_gpu_is_rejected(place, capsys, monkeypatch):
-    monkeypatch.setattr("weft.commands.preflight.GPU_FILES", ("/nowhere/gpu*",))
+    monkeypatch.setattr("weft.commands.environment.GPU_FILES", ("/nowhere/gpu*",))
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["train", "--device", "cuda"]) == EXIT_USER

@@ -10,7 +10,7 @@ from datetime import datetime
 import pytest
 
 from weft.cli import COMMANDS, main
-from weft.commands import preflight
+from weft.commands.run_folder import new_run_folder
 from weft.config.keys import keys_of
 from weft.config.load import load
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, CommError, RankError
@@ -190,10 +190,10 @@ def test_train_gets_the_checked_run_with_a_new_folder(trained, capsys):
 
 def test_folders_of_runs_in_the_same_second_differ(trained, tmp_path):
     model, now = load([], FAMILIES).model, datetime(2031, 1, 2, 3, 4, 5)
-    first = preflight.new_run_folder(model, now)
+    first = new_run_folder(model, now)
     assert str(first) == "runs/llama3-tiny-20310102-030405"
     first.mkdir(parents=True)
-    assert str(preflight.new_run_folder(model, now)) == "runs/llama3-tiny-20310102-030405-2"
+    assert str(new_run_folder(model, now)) == "runs/llama3-tiny-20310102-030405-2"
 
 
 def raiser(error):

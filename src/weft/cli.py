@@ -20,8 +20,8 @@ from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.commands import chaos as commands_chaos
 from weft.commands import doctor as commands_doctor
+from weft.commands import environment, preflight, run_folder
 from weft.commands import launch as commands_launch
-from weft.commands import preflight
 from weft.commands import replay as commands_replay
 from weft.commands import schedule as commands_schedule
 from weft.commands import status as commands_status
@@ -35,7 +35,7 @@ from weft.commands.console import (
     take_flag,
     wants_help,
 )
-from weft.commands.data_checks import data_checks
+from weft.commands.preflight import data_checks
 from weft.config import flags
 from weft.config.checks import run_checks
 from weft.config.load import load, try_load
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_OK
     except UserError as error:
         print_messages(_fault_lines(error.faults))
-        if not preflight.is_first(os.environ, preflight.LOCAL_RANK_VARIABLES):
+        if not environment.is_first(os.environ, environment.LOCAL_RANK_VARIABLES):
             time.sleep(PATIENCE_S)
         return EXIT_USER
     except RankError as error:
@@ -164,10 +164,10 @@ def train(words: Sequence[str]) -> int:
         preflight.environment_checks,
         adapt=preflight.after_restart,
     )
-    with preflight.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
+    with run_folder.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
         run = run.with_values({"out": out})
         if run.run.elastic:
-            preflight.mark_job(Path(out), os.environ)
+            run_folder.mark_job(Path(out), os.environ)
         print_messages(f"note: {note}" for note in preflight.training_notes(run))
         set_openmp_policy()
         from weft.commands.train import train as train_run

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.commit import commit
 from weft.checkpoint.folder import temporary_path
+from weft.checkpoint.format import Facts
 from weft.checkpoint.state import write_items
 from weft.checkpoint.write import start_write
 from weft.checkpoint.write_item import snapshot
 from weft.config.run import Run
-from weft.train.build import facts_of
+from weft.train.run_records import facts_of
 from weft.train.step import TrainStep
 
 
@@ -22,8 +24,13 @@ def save(step: TrainStep, final: Path, run: Run, *, done: int = 0) -> None:
     start_write(tmp, comm.rank, snapshot(write_items(step.state()))).wait()
     comm.barrier(everyone)
     if comm.rank == 0:
-        commit(tmp, final, facts_of(run, step, NoSamples())(done), ranks=comm.mesh.size)
+        commit(tmp, final, run_facts(run, step)(done), ranks=comm.mesh.size)
     comm.barrier(everyone)
+
+
+def run_facts(run: Run, step: TrainStep) -> Callable[[int], Facts]:
+    """The facts of a checkpoint of this run after a number of steps, without data."""
+    return facts_of(run.model, run.model_dump(mode="json"), step, NoSamples())
 
 
 class NoSamples:

@@ -21,7 +21,7 @@ from weft.config.run import Run
 from weft.run.rank_status import StatusBoard
 from weft.run.world import Attempt, Restart
 from weft.testing import run_ranks
-from weft.train.build import build_training
+from weft.train.build_training import build_training
 from weft.train.loop import step_events
 
 NUM_STEPS = 9

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.saving import NoSamples, save
+from tests.checkpoint.saving import run_facts, save
 from tests.checkpoint.test_layouts import Entries, assemble, moments, parameters
 from tests.matrix.layouts import LR, Case, batches
 from tests.tiny_run import TINY
@@ -33,7 +33,7 @@ from weft.core.axes import Box
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_step, facts_of
+from weft.train.build import build_step
 from weft.train.event_log import EVENTS, EventLog, read_events, step_history
 from weft.train.step import TrainStep
 from weft.view.progress import Progress, event_text
@@ -159,7 +159,7 @@ def saver_of(
         step.model.comm,
         folder,
         state=step.state,
-        facts=facts_of(run, step, NoSamples()),
+        facts=run_facts(run, step),
         every=every,
         keep=keep,
         stop_requested=stop or Asked(),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.saving import NoSamples
+from tests.checkpoint.saving import run_facts
 from tests.matrix.layouts import LR, Case, batches
 from weft.checkpoint import transfer
 from weft.checkpoint.folder import checkpoint_path, checkpoints
@@ -16,7 +16,7 @@ from weft.checkpoint.transfer import distribute, ranks_without_folder
 from weft.comm.comm import Comm
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_step, facts_of
+from weft.train.build import build_step
 
 CASE = Case("pp2 dp2", family="gpt2")
 
@@ -38,7 +38,7 @@ def save_on_two_hosts(root: Path) -> list[list[str]]:
             comm,
             folder,
             state=step.state,
-            facts=facts_of(CASE.run, step, NoSamples()),
+            facts=run_facts(CASE.run, step),
             every=0,
             keep=2,
             stop_requested=lambda: False,

@@ -6,7 +6,8 @@ import pytest
 
 from tests.tiny_run import TINY
 from weft.cli import main
-from weft.commands.preflight import after_restart, mark_job
+from weft.commands.preflight import after_restart
+from weft.commands.run_folder import mark_job
 from weft.config.load import load
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.models import FAMILIES

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.commands.data_checks import data_checks, source_faults
+from weft.commands.data_checks import source_faults
+from weft.commands.preflight import data_checks
 from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.schema import DataConfig

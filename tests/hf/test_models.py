@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("fast_disk")
 def test_in_and_out_gives_the_same_bytes_and_the_same_logits(tmp_path: Path, name: str):
     folder = written(name, tmp_path / "theirs", max_shard_size="30KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
-    done = import_run(folder, tmp_path / "run", run_of(folder), compares=True, chunk_bytes=20_000)
+    done = import_run(folder, tmp_path / "run", compares=True, chunk_bytes=20_000)
     assert done.is_equal
     assert "largest logit difference to transformers: " in done.lines[1]
     done = export_hf(
@@ -64,7 +64,7 @@ def test_in_and_out_gives_the_same_bytes_and_the_same_logits(tmp_path: Path, nam
 @pytest.mark.parametrize("name", ["gpt2", "deepseek"])
 def test_a_folder_of_fewer_digits_is_rounded_once(tmp_path: Path, name: str):
     folder = written(name, tmp_path / "theirs")
-    import_run(folder, tmp_path / "run", run_of(folder), compares=False)
+    import_run(folder, tmp_path / "run", compares=False)
     start = checkpoint_path(tmp_path / "run", 0)
     done = export_hf(
         start,
@@ -82,9 +82,7 @@ def test_a_folder_of_fewer_digits_is_rounded_once(tmp_path: Path, name: str):
         assert tensor.dtype == (torch.float32 if is_wide else torch.bfloat16), key
         assert torch.equal(tensor, theirs[key].to(tensor.dtype))
     loaded(tmp_path / "ours")
-    again = import_run(
-        tmp_path / "ours", tmp_path / "again", run_of(tmp_path / "ours"), compares=True
-    )
+    again = import_run(tmp_path / "ours", tmp_path / "again", compares=True)
     assert again.is_equal
     section = open_checkpoint(checkpoint_path(tmp_path / "again", 0)).section("model")
     assert section.dtype("layer0.attn.o.weight") == torch.bfloat16, "stored as it was"
@@ -192,9 +190,9 @@ def test_a_broken_mapping_is_found_by_the_logits_both_ways(
 ):
     family, mapping = BROKEN[name]
     folder = written(family, tmp_path / "theirs")
-    import_run(folder, tmp_path / "right", run_of(folder), compares=False)
+    import_run(folder, tmp_path / "right", compares=False)
     monkeypatch.setitem(FAMILIES, family, replace(FAMILIES[family], hf=mapping))  # type: ignore[arg-type]
-    imported = import_run(folder, tmp_path / "run", run_of(folder), compares=True)
+    imported = import_run(folder, tmp_path / "run", compares=True)
     assert not imported.is_equal
     assert imported.lines[1].endswith(": NOT the same model")
     exported = export_hf(

@@ -130,7 +130,7 @@ def test_three_steps_on_a_layout_are_three_steps_of_transformers(
         *wide,
         *free,
     )
-    import_run(folder, tmp_path / "run", run, compares=False)
+    import_run(folder, tmp_path / "run", free, compares=False)
     batches = []
     for _ in range(STEPS):
         parts = [make_batch(61) for _ in range(4)]

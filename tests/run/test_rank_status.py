@@ -18,7 +18,7 @@ from weft.config.run import Run
 from weft.run.rank_status import NUM_DURATIONS, NUM_GROUPS, Phase, StatusBoard
 from weft.run.world import Attempt
 from weft.testing import run_ranks
-from weft.train.build import build_training
+from weft.train.build_training import build_training
 from weft.train.loop import step_events
 
 ALL_REDUCE = Call("all_reduce", "dp", (0, 1, 2), 1, "all_reduce(sum) float32[4]")

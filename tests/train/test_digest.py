@@ -22,7 +22,7 @@ from weft.errors import EXIT_FAILED
 from weft.models import FAMILIES
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train import build
+from weft.train import build_training
 from weft.train.build import build_model
 from weft.train.digest import (
     ReplicatedTensor,
@@ -210,7 +210,7 @@ def test_a_bit_that_flips_between_two_updates_is_found_without_a_replica(
 def test_a_run_whose_replicas_differ_stops_before_the_save_and_names_the_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build_digests = build._build_digests
+    build_digests = build_training._build_digests
 
     def spoiled(run: object, step: TrainStep) -> StateDigests | None:
         digests = build_digests(run, step)
@@ -224,7 +224,7 @@ def test_a_run_whose_replicas_differ_stops_before_the_save_and_names_the_rank(
         digests.compare = compare_spoiled
         return digests
 
-    monkeypatch.setattr(build, "_build_digests", spoiled)
+    monkeypatch.setattr(build_training, "_build_digests", spoiled)
     text, out = write_text(tmp_path), tmp_path / "run"
     keys = ("--mesh", "dp4", "--guard.digest_every", "100", "--save.every", "2", "--steps", "9")
     assert main(["train", *words_of(text, out, *keys)]) == EXIT_FAILED

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.folder import checkpoints
-from weft.commands import preflight
 from weft.commands.chaos_layout import ChaosLayout
 from weft.commands.chaos_report import TrialResult, num_restarts, outcomes_of
 from weft.commands.console import load_checked_run
-from weft.commands.data_checks import data_checks
+from weft.commands.preflight import data_checks
+from weft.commands.run_folder import locked_out
 from weft.commands.train import train
 from weft.errors import EXIT_FAILED, EXIT_OK, WeftError
 from weft.run.fault_injection import FaultInjection, read_ledger
@@ -121,7 +121,7 @@ def _train_in_child(words: Sequence[str], out: Path, plan: FaultPlan | None, par
     adapt = same_attempt if plan is None else FaultInjection(plan).adapt
     code = EXIT_FAILED
     try:
-        with preflight.locked_out(run.model, run.out, run.resume, now=datetime.now()):
+        with locked_out(run.model, run.out, run.resume, now=datetime.now()):
             code = train(run, adapt_attempt=adapt)
     except WeftError as error:
         sys.stderr.write(f"error: {error}\n")

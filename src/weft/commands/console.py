@@ -9,13 +9,13 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import tyro
 from pydantic import BaseModel
 
-from weft.commands import preflight
-from weft.config.checks import CheckTable, run_checks
+from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
+from weft.config.checks import Adaptation, CheckTable, run_checks
 from weft.config.load import try_load
 from weft.config.run import Run
 from weft.config.validate import config_checks
@@ -28,7 +28,7 @@ HELP = ("-h", "--help")
 def load_checked_run(
     words: Sequence[str],
     *tables: CheckTable,
-    adapt: Callable[[Run], Run] | None = None,
+    adapt: Adaptation | None = None,
 ) -> Run:
     """The run that these words describe, validated.
 
@@ -130,6 +130,6 @@ def print_result(text: str) -> int:
 
 def print_messages(lines: Iterable[str]) -> None:
     """Print lines on stderr, on the first rank of each machine."""
-    if preflight.is_first(os.environ, preflight.LOCAL_RANK_VARIABLES):
+    if is_first(os.environ, LOCAL_RANK_VARIABLES):
         for line in lines:
             print(line, file=sys.stderr)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 
-from weft.config.checks import Check
-from weft.config.run import Run
 from weft.config.schema import DataConfig, EvalConfig, ModelSection
 from weft.data import images
 from weft.data.dataset import open_data, open_validation
@@ -19,13 +16,6 @@ from weft.errors import DataError, Fault
 
 READ_KEYS = (KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model")
 """Keys and sections that the checks of the training data read."""
-
-
-def data_checks(run: Run) -> tuple[Check, ...]:
-    """The checks of training and validation data, bound to the sections of a run."""
-    training = partial(source_faults, run.data, run.model)
-    validation = partial(validation_faults, run.data, run.model, run.eval)
-    return Check(READ_KEYS, training), Check((*READ_KEYS, "eval"), validation)
 
 
 def source_faults(data: DataConfig, model: ModelSection) -> Iterator[Fault]:

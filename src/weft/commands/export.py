@@ -10,7 +10,6 @@ from pydantic import Field
 
 from weft.checkpoint.data_file import check_stored_bytes
 from weft.checkpoint.folder import FOLDER
-from weft.commands import preflight
 from weft.commands.console import (
     print_messages,
     print_result,
@@ -18,6 +17,7 @@ from weft.commands.console import (
     show_help,
     wants_help,
 )
+from weft.commands.run_folder import write_problem
 from weft.config import flags
 from weft.config.hf.write_config import unwritable
 from weft.config.schema import ConfigSection
@@ -84,7 +84,7 @@ def export(words: Sequence[str]) -> int:
 
 
 def _check_writable(folder: Path) -> None:
-    problem = preflight.write_problem(folder)
+    problem = write_problem(folder)
     if problem is not None:
         raise CheckpointError(Fault(str(folder), "cannot be written", problem))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from weft.checkpoint.data_file import check_stored_bytes
-from weft.commands import preflight
+from weft.commands import environment
 from weft.commands.console import print_messages, set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.errors import Fault, UserError, counted
@@ -22,9 +22,9 @@ def environment_faults(request: Request) -> Iterator[Fault]:
     """torchrun or Slurm has started another number of ranks than the mesh has; there is no GPU."""
     mesh = request.device_mesh
     ranks = counted(mesh.size, "rank")
-    for fault in preflight.world_faults(mesh, None):
+    for fault in environment.world_faults(mesh, None):
         yield replace(fault, fix=f"start {ranks}, or choose another mesh")
-    yield from preflight.device_faults(request.device)
+    yield from environment.device_faults(request.device)
 
 
 def generate(words: Sequence[str]) -> int:
@@ -50,7 +50,7 @@ def generate(words: Sequence[str]) -> int:
         faults = tuple(weight_faults(source.path, job.config))
         if faults:
             raise UserError(*faults)
-    notes = (*job.notes(), *preflight.notes(request.device_mesh, request.device))
+    notes = (*job.notes(), *environment.notes(request.device_mesh, request.device))
     print_messages(f"note: {note}" for note in notes)
     set_openmp_policy()
     from weft.generate.main import (

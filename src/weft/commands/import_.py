@@ -11,8 +11,9 @@ from pydantic import Field
 
 from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.format import Facts
-from weft.commands import preflight
 from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
+from weft.commands.initial_weights import from_hf_faults
+from weft.commands.run_folder import write_problem
 from weft.config import flags
 from weft.config.hf.from_hf import TOKENIZER
 from weft.config.hf.read_config import CONFIG
@@ -24,6 +25,7 @@ from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
 from weft.hf.folder_checks import import_faults
 from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars
 from weft.models import FAMILIES
+from weft.train.event_log import EVENTS
 
 if TYPE_CHECKING:
     from weft.hf.import_hf import TransferResult
@@ -57,18 +59,21 @@ def import_folder(words: Sequence[str]) -> int:
     folder = words[0]
     model_words, other_words = _split_flags(words[1:])
     options = flags.read_config(other_words, ImportOptions)
-    run = described_run(folder, model_words)
-    check_out(options.out)
     set_openmp_policy()
-    result = import_run(Path(folder), Path(options.out), run, compares=options.compare)
+    result = import_run(
+        Path(folder),
+        Path(options.out) if options.out else None,
+        model_words,
+        compares=options.compare,
+    )
     print_result("\n".join(result.lines))
     return EXIT_OK if result.is_equal else EXIT_FAILED
 
 
 def import_run(
     folder: Path,
-    out: Path,
-    run: Run,
+    out: Path | None,
+    model_words: Sequence[str] = (),
     *,
     compares: bool,
     chunk_bytes: int = CHUNK_BYTES,
@@ -76,24 +81,29 @@ def import_run(
     """Make the run folder `out` of a Hugging Face folder.
 
     Args:
-        run: as `--model.from_hf FOLDER` describes it.
+        model_words: keys of the model that the folder leaves open: `--model.key value`.
         compares: whether to end with a comparison with transformers.
 
     Raises:
+        UserError: the folder has no model that weft supports, or `out` cannot be made.
         CheckpointError: a tensor has another shape than config.json makes of it, or a disk
             error occurs.
     """
+    run = described_run(str(folder), model_words)
+    run_folder = new_folder(out)
     from weft.hf.import_hf import import_hf  # imports torch, and so comes after all checks
     from weft.train.build import check_initial_parameters
 
     check_initial_parameters(run.model)
     has_tokenizer = TOKENIZER in read_sidecars([folder])
-    tokenizer = str(out / SIDECAR_FOLDER / TOKENIZER) if has_tokenizer else run.data.tokenizer
+    tokenizer = (
+        str(run_folder / SIDECAR_FOLDER / TOKENIZER) if has_tokenizer else run.data.tokenizer
+    )
     imported = run.with_values(
         {
             "model.from_hf": None,  # the run reads nothing from the Hugging Face folder
             "data.tokenizer": tokenizer,
-            "out": str(out),
+            "out": str(run_folder),
         }
     )
     model = imported.model.model_dump(mode="json")
@@ -107,7 +117,7 @@ def import_run(
     )
     return import_hf(
         folder,
-        out,
+        run_folder,
         run.model,
         facts=facts,
         run_toml=dump(imported),
@@ -137,7 +147,7 @@ def described_run(folder: str, model_words: Sequence[str]) -> Run:
     loaded = try_load(["--model.from_hf", folder, *model_words], FAMILIES)
     faults = (
         loaded.faults
-        or tuple(preflight.from_hf_faults(loaded.run.model))
+        or tuple(from_hf_faults(loaded.run.model))
         or tuple(import_faults(Path(folder), loaded.run.model))
     )
     if faults:
@@ -145,25 +155,26 @@ def described_run(folder: str, model_words: Sequence[str]) -> Run:
     return loaded.run
 
 
-def check_out(out: str) -> None:
-    """Check that `out` names a run folder that does not exist yet, or holds no run.
+def new_folder(path: Path | None) -> Path:
+    """The run folder to make, which does not exist yet or holds no run.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: none is named, or the named one holds a run or cannot be written.
     """
-    if not out:
+    if path is None:
         raise ConfigError(
             Fault("out", "no run folder is named", need="a folder to make", fix="--out runs/first")
         )
-    path = Path(out)
+    out = str(path)
     if os.path.exists(path) and not path.is_dir():
         raise ConfigError(Fault("out", "is no folder", repr(out), fix="choose another --out"))
-    names = ("run.toml", preflight.EVENTS, FOLDER, SIDECAR_FOLDER)
+    names = ("run.toml", EVENTS, FOLDER, SIDECAR_FOLDER)
     existing = [name for name in names if os.path.lexists(path / name)]
     if existing:
         got = f"{out!r} with {', '.join(existing)}"
         raise ConfigError(Fault("out", "holds a run already", got, fix="choose another --out"))
-    problem = preflight.write_problem(path)
+    problem = write_problem(path)
     if problem is not None:
         got = f"{out!r}: {problem}"
         raise ConfigError(Fault("out", "cannot be written", got, fix="choose another --out"))
+    return path

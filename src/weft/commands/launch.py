@@ -16,8 +16,8 @@ from typing import Any
 from weft.checkpoint.disk import replace_file
 from weft.checkpoint.resume import AUTO
 from weft.commands.console import load_checked_run, print_result, show_help, wants_help
-from weft.commands.data_checks import data_checks
-from weft.commands.preflight import new_run_folder, out_faults
+from weft.commands.preflight import data_checks
+from weft.commands.run_folder import new_run_folder, out_faults
 from weft.config import flags, toml
 from weft.config.checks import Check, CheckTable
 from weft.config.run import Run

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.comm.comm import Comm
-from weft.config.run import Run
 from weft.config.schema import GuardConfig
-from weft.data.dataset import open_data
+from weft.core.mesh import Mesh
 from weft.prove.rerun import BOUNDS, DRIFT_AFTER
 from weft.prove.trace import relative_difference
 from weft.run.run_ranks import run_ranks
-from weft.train.build import build_data_loader, build_step_range, start_of
+from weft.train.build import RunSteps
 from weft.train.guard import FailedStep, StepGuard, samples_text
 from weft.train.guard_records import GuardState, StepToRepeat
 
@@ -44,21 +43,42 @@ class RepeatedStep:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
+@dataclass(frozen=True)
+class RepeatLayout:
+    """How the steps of the run are trained again.
+
+    Attributes:
+        mesh: of ranks as threads.
+        dtype: of activations and matrix products.
+        build: the steps of the run on one rank, from the state that the repeated steps start from.
+    """
+
+    mesh: Mesh
+    dtype: str
+    build: Callable[[Comm], RunSteps]
+
+
 class Repetition:
     """Yields lines to print; `is_equal` says at the end whether the step was repeated."""
 
-    def __init__(self, folder: Path, run: Run, step: StepToRepeat) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        step: StepToRepeat,
+        *,
+        layout: RepeatLayout,
+    ) -> None:
         self.folder = folder
-        self.run = run
+        self.layout = layout
         self.step = step
         self.is_equal = False
 
     def lines(self) -> Iterator[str]:
         """Repeat the step, and compare it with the record."""
-        step, mesh = self.step, self.run.device_mesh
+        step, mesh = self.step, self.layout.mesh
         where = f"on {mesh}, ranks as threads" if mesh.size > 1 else "on one device"
         yield f"{self.folder}: step {step.number} repeated {where}, from {self._start_text()}"
-        repeated = repeat_step(self.run, step)
+        repeated = repeat_step(self.layout, step)
         yield f"  loss           {repeated.loss:.8g}  recorded {_recorded(step.loss)}"
         yield f"  gradient norm  {repeated.grad_norm:.8g}  recorded {_recorded(step.grad_norm)}"
         yield f"  samples        {samples_text(repeated.samples).partition(' ')[2]}"
@@ -78,7 +98,7 @@ class Repetition:
         return f"{source} ({between} first)"
 
     def _verdict(self, repeated: RepeatedStep) -> str:
-        step, dtype = self.step, self.run.precision.compute
+        step, dtype = self.step, self.layout.dtype
         if step.loss is None or step.grad_norm is None:
             return "the run has no result of this step to compare with"
         is_recorded_finite = math.isfinite(step.loss) and math.isfinite(step.grad_norm)
@@ -101,38 +121,32 @@ class Repetition:
         return f"{differences}; {word} within {bound:.0e} ({dtype} rounding)"
 
 
-def repeat_step(run: Run, step: StepToRepeat) -> RepeatedStep:
-    """Train from the checkpoint to the step on `run.mesh`, ranks as threads."""
-    resume = str(step.checkpoint) if step.checkpoint else None
-    run = run.with_values({"resume": resume})
+def repeat_step(layout: RepeatLayout, step: StepToRepeat) -> RepeatedStep:
+    """Train from the checkpoint to the step, ranks as threads."""
 
     def rank(comm: Comm) -> RepeatedStep:
-        return _repeat_on_rank(run, step, comm)
+        return _repeat_on_rank(layout.build(comm), step)
 
-    return run_ranks(run.device_mesh, rank, timeout_s=TIMEOUT_S)[0]
+    return run_ranks(layout.mesh, rank, timeout_s=TIMEOUT_S)[0]
 
 
-def _repeat_on_rank(run: Run, step: StepToRepeat, comm: Comm) -> RepeatedStep:
-    samples = open_data(run.data, run.model)
-    start = start_of(run, comm, samples)
-    loader = build_data_loader(
-        samples,
-        comm,
-        run.batch,
-        seed=run.seed,
-        later=run.model.reads_later_targets,
-    )
-    step_range = build_step_range(run.optim, total=run.steps, prefetch=0)
-    learning_rate = step_range.learning_rate
+def _repeat_on_rank(steps: RunSteps, step: StepToRepeat) -> RepeatedStep:
+    loader = steps.loader
+    learning_rate = steps.step_range.learning_rate
     state = GuardState(skipped_batches=step.skipped_batches)
-    guard = StepGuard(GuardConfig(nonfinite="skip"), loader, comm.mesh, state=state)
+    guard = StepGuard(
+        GuardConfig(nonfinite="skip"),
+        loader,
+        steps.step.model.comm.mesh,
+        state=state,
+    )
     for index in range(step.num_done, step.number):
         number = index + 1
         is_last = number == step.number
         if number in step.not_updated and not is_last:
             continue
         lr = step.lrs.get(number)
-        report = start.step(
+        report = steps.step(
             loader.batches(guard.batch_of(index)),
             lr=learning_rate(index) if lr is None else lr,
             on_nonfinite="skip",
@@ -140,7 +154,7 @@ def _repeat_on_rank(run: Run, step: StepToRepeat, comm: Comm) -> RepeatedStep:
     chosen = guard.samples_of(step.number)
     failed = guard.judge(step.number, report)
     named = chosen if failed is None else failed.suspects
-    places = tuple(samples.place(sample) for sample in named[:3])
+    places = tuple(steps.samples.place(sample) for sample in named[:3])
     return RepeatedStep(
         report.loss,
         report.grad_norm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,19 @@ def replay(words: Sequence[str]) -> int:
     folder = Path(words[0])
     options = flags.read_config(words[1:], ReplayOptions)
     step = step_to_repeat(folder, options.step)
-    run = run_to_repeat(folder, options.layout)
+    resume = str(step.checkpoint) if step.checkpoint else None
+    run = run_to_repeat(folder, options.layout).with_values({"resume": resume})
     set_openmp_policy()
-    from weft.commands.repeat_step import Repetition  # imports torch, and so comes after all checks
+    # late: they import torch, after all checks
+    from weft.commands.repeat_step import RepeatLayout, Repetition
+    from weft.train.build import build_run_steps
 
-    repetition = Repetition(folder, run, step)
+    layout = RepeatLayout(
+        mesh=run.device_mesh,
+        dtype=run.precision.compute,
+        build=partial(build_run_steps, run),
+    )
+    repetition = Repetition(folder, step, layout=layout)
     for line in repetition.lines():
         print_result(line)
     return EXIT_OK if repetition.is_equal else EXIT_FAILED

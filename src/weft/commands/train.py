@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from weft.checkpoint.folder import next_command
 from weft.checkpoint.resume import starts_new
 from weft.commands.joined import Watch, run_joined
 from weft.config.run import Run
+from weft.core.mesh import Mesh
 from weft.errors import EXIT_PREEMPTED, RankError
 from weft.parallel.model.parallelize import ParallelModel
-from weft.run.devices import choose_device
+from weft.run.devices import DeviceChoice, choose_device
 from weft.run.failure import describe_error
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.launch import Supervision, ignore_board, launch, same_attempt
@@ -23,14 +25,15 @@ from weft.run.numerics import numerics
 from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
 from weft.run.world import Attempt, World, detect
-from weft.train.build import build_training, check_initial_parameters
+from weft.train.build import check_initial_parameters
+from weft.train.build_training import build_training
 from weft.train.event_log import (
     EventLog,
     append_end_event,
     append_missing_end_event,
     end_run_of_dead_writer,
 )
-from weft.train.loop import Event, run_training
+from weft.train.loop import Event, Training, run_training
 from weft.view.live import open_view
 
 PROMPT = "def "
@@ -57,7 +60,15 @@ def train(
         check_initial_parameters(run.model)
     out = Path(run.out) if run.out else None
     stop_request = StopRequest()
-    main = partial(train_rank, run, stop_request, generate_text)
+    job = RankJob(
+        device=run.device,
+        mesh=run.device_mesh,
+        deterministic=run.deterministic,
+        out=run.out,
+        build=partial(build_training, run),
+        generate_text=generate_text,
+    )
+    main = partial(train_rank, job, stop_request)
     world = detect(os.environ)
     run_numerics = numerics(deterministic=run.deterministic, matmul=run.precision.matmul)
     if world is not None:
@@ -136,10 +147,27 @@ def _with_next_command(error: RankError, out: Path) -> RankError:
     )
 
 
+@dataclass(frozen=True)
+class RankJob:
+    """What every rank of a run does, equal on all ranks.
+
+    Attributes:
+        out: the run folder.
+        build: the training run of this rank, from its communication.
+        generate_text: called after the last step; None: not.
+    """
+
+    device: DeviceChoice
+    mesh: Mesh
+    deterministic: bool
+    out: str | None
+    build: Callable[..., Training]
+    generate_text: GenerateText | None
+
+
 def train_rank(
-    run: Run,
+    job: RankJob,
     stop_request: StopRequest,
-    generate_text: GenerateText | None,
     world: World,
     *,
     watch: Watch | None = None,
@@ -153,24 +181,23 @@ def train_rank(
     Raises:
         SystemExit: with code 75, if the run was asked to stop and has saved.
     """
-    device = choose_device(run.device, world)
+    device = choose_device(job.device, world)
     with (
         stop_request,
-        open_comm(world, run.device_mesh, device, deterministic=run.deterministic) as comm,
-        open_event_log(run.out, world, has_launcher=watch is None) as log,
+        open_comm(world, job.mesh, device, deterministic=job.deterministic) as comm,
+        open_event_log(job.out, world, has_launcher=watch is None) as log,
         heartbeat(log.out),
-        nullcontext() if watch is None else _end_event_of_killed_rank_0(run.out, world),
+        nullcontext() if watch is None else _end_event_of_killed_rank_0(job.out, world),
         nullcontext() if watch is None else watch(comm, log),
     ):
-        training = build_training(
-            run,
+        training = job.build(
             comm,
             stop_requested=lambda: stop_request.requested,
             attempt=world.attempt,
         )
         sample = None
-        if generate_text is not None:
-            sample = partial(_sample_event, training.step.model, generate_text)
+        if job.generate_text is not None:
+            sample = partial(_sample_event, training.step.model, job.generate_text)
         outcome = run_training(training, log, at_end=sample)
     if outcome == "stopped":
         raise SystemExit(EXIT_PREEMPTED)

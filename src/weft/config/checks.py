@@ -50,6 +50,9 @@ class Check:
 CheckTable = Callable[[Run], Sequence[Check]]
 """Binds rules to the sections of a run: the same rules in the same order for every run."""
 
+Adaptation = Callable[[Run], Run]
+"""Adapts a run to its environment."""
+
 
 def run_checks(
     run: Run,

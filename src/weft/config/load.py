@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -17,7 +18,7 @@ from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, selec
 from weft.config.hf.mapping import Families
 from weft.config.keys import Flat, faults_of, keys_of, nest, unknown_key, whole_number
 from weft.config.run import Run
-from weft.config.schema import ModelSection
+from weft.config.schema import ConfigSection, ModelSection
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
 from weft.schedule.catalog import SCHEDULES
@@ -38,6 +39,9 @@ MAX_SIZE = 2**31
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """A name on the Hugging Face hub: organisation/model, or the model alone."""
+
+
+Values = TypeVar("Values", bound=ConfigSection)
 
 
 @dataclass(frozen=True)
@@ -194,8 +198,8 @@ def _defaults(
     return values
 
 
-def _validate(of_run: type[Run], flat: Flat) -> tuple[Run, tuple[Fault, ...]]:
-    """The run, and what is wrong with its values; a wrong key gets its default, a wrong model all
+def _validate(of_run: type[Values], flat: Flat) -> tuple[Values, tuple[Fault, ...]]:
+    """The config, and what is wrong with its values; a wrong key gets its default, a wrong model all
     its defaults.
     """
     try:

@@ -1,0 +1,128 @@
+"""Checks of the environment of a run before torch is imported: number of ranks, rendezvous port, device, cores."""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+
+from weft.comm.interfaces import LOOPBACK
+from weft.core.mesh import Mesh
+from weft.errors import Fault, LaunchError, counted
+from weft.run.world import detect, num_cores
+
+RANK_VARIABLES = ("RANK", "SLURM_PROCID")
+LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
+GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
+
+
+def is_first(env: Mapping[str, str], names: Iterable[str] = RANK_VARIABLES) -> bool:
+    """Whether this process is the first rank (or starts all of them)."""
+    for name in names:
+        if name in env:
+            return env[name] == "0"
+    return True
+
+
+def is_joining(env: Mapping[str, str]) -> bool:
+    """Whether torchrun or Slurm has started the ranks; `world_faults` reports an incomplete
+    environment.
+    """
+    try:
+        return detect(env) is not None
+    except LaunchError:
+        return True
+
+
+def world_faults(mesh: Mesh, nproc: int | None, *, is_elastic: bool = False) -> Iterator[Fault]:
+    """The number of ranks, started or requested, must be the size of the mesh."""
+    size = mesh.size
+    need = f"{size} for {str(mesh)!r}"
+    try:
+        world = detect(os.environ)
+    except LaunchError as error:
+        yield from error.faults
+        return
+    started = str(world.size) if world else os.environ.get("WORLD_SIZE", str(size))
+    if started != str(size):
+        got = f"WORLD_SIZE={started}"
+        if world:
+            got = f"{counted(world.size, 'rank')} started"
+        ranks = counted(size, "rank")
+        fix = f"start {ranks}, or choose a mesh of {started} such as --mesh dp{started}"
+        if started.isdecimal() and int(started) < size and not is_elastic:
+            fix += ", or --run.elastic True for the best smaller layout"
+        yield Fault(
+            "mesh",
+            "differs from the world size",
+            got=got,
+            need=need,
+            fix=fix,
+        )
+    if world is None and nproc not in (None, size):
+        yield Fault(
+            "nproc",
+            "differs from the mesh",
+            got=f"{nproc}",
+            need=need,
+            fix=f"--nproc {size}, or a mesh of {nproc} such as --mesh dp{nproc}",
+        )
+
+
+def port_faults(port: int | None) -> Iterator[Fault]:
+    """The rendezvous port must be free; only the process that opens it checks."""
+    if port is None or is_joining(os.environ):
+        return
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((LOOPBACK, port))
+            listener.listen()
+        except OSError as error:
+            fix = "choose another --port, or leave it out for a free one"
+            yield Fault(
+                "port",
+                "cannot be opened",
+                got=f"{port}: {error.strerror}",
+                need="a free port",
+                fix=fix,
+            )
+
+
+def device_faults(device: str) -> Iterator[Fault]:
+    """If cuda is requested there must be a GPU, as far as can be seen without torch."""
+    if device != "cuda":
+        return
+    fix = "--device cpu, or auto"
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        yield Fault(
+            "device",
+            "this torch is built without CUDA",
+            got="cuda",
+            need="cpu",
+            fix=fix,
+        )
+    elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        yield Fault(
+            "device",
+            "CUDA_VISIBLE_DEVICES hides all GPUs",
+            got="cuda",
+            need="cpu",
+            fix=fix,
+        )
+    elif not any(glob.glob(pattern) for pattern in GPU_FILES):
+        yield Fault("device", "there is no GPU", "cuda", "cpu", fix)
+
+
+def notes(mesh: Mesh, device: str) -> tuple[str, ...]:
+    """Remarks on the environment that do not prevent the run."""
+    num_cores_here = num_cores()
+    size = mesh.size
+    is_overloaded = device == "cpu" and size > num_cores_here
+    if not is_overloaded or is_joining(os.environ):
+        return ()
+    cores = counted(num_cores_here, "core")
+    as_many_ranks = counted(num_cores_here, "rank")
+    return (f"{size} ranks share {cores}: correct, but slower than {as_many_ranks}",)

@@ -1,0 +1,258 @@
+"""Build the training run of one rank: its steps, guards, checkpoints, evaluation and first events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.folder import checkpoints, remove_leftovers, set_aside
+from weft.checkpoint.format import Facts
+from weft.checkpoint.memory import MemorySnapshots, clean, room_problem
+from weft.checkpoint.saver import Saver
+from weft.checkpoint.transfer import ranks_without_folder
+from weft.comm.comm import Comm
+from weft.comm.text import broadcast_text
+from weft.config.elastic import elastic_note
+from weft.config.run import Run
+from weft.config.schema import GuardConfig
+from weft.config.toml import dump
+from weft.core.dimension import pipeline_axis
+from weft.core.mesh import Mesh
+from weft.data.dataset import open_validation
+from weft.data.order import batch_of_step
+from weft.run.world import Attempt
+from weft.train.build import RunSteps, build_data_loader, build_run_steps
+from weft.train.digest import StateDigests
+from weft.train.evaluate import Evaluation
+from weft.train.guard import StepGuard
+from weft.train.guard_records import FOLDER as GUARD_FOLDER
+from weft.train.guard_records import left_out_batches, read_records
+from weft.train.loop import Evaluator, Event, Training
+from weft.train.run_records import facts_of, note_event, opening_notes, optimizer_text, run_event
+from weft.train.run_start import restore_newest
+from weft.train.step import TrainStep, report_blocks
+from weft.train.straggler import StragglerWatch
+
+
+def build_training(
+    run: Run,
+    comm: Comm,
+    *,
+    stop_requested: Callable[[], bool],
+    attempt: Attempt | None = None,
+) -> Training:
+    """The training run of this rank, initialised or restored from the checkpoint that `resume`
+    means; every rank calls it.
+
+    Args:
+        attempt: of a supervised rank: its status, where it takes snapshots, and why it was started
+            again; then it resumes from the newest snapshot or checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
+            same on all ranks.
+        DataError: the data is not what the checkpoint was trained on.
+    """
+    # Rank 0 names a new run folder, and sees whether an agent has started the ranks again.
+    words = broadcast_text(comm, f"{run.out or ''}\0{run.resume or ''}")
+    out, _, resume = words.partition("\0")
+    run = run.with_values({"out": out, "resume": resume or None})
+    run_folder = Path(out)
+    steps = build_run_steps(run, comm, attempt=attempt)
+    step, start = steps.step, steps.start
+    if attempt is not None:
+        report_blocks(step.model.blocks, attempt.status.on_block)
+    set_aside_paths = _clean_folder(run_folder, comm, above=start.num_done)
+    guard = _build_guard(
+        run.guard,
+        steps,
+        run_folder=run_folder,
+    )
+    config = run.model_dump(mode="json")
+    facts = facts_of(
+        run.model,
+        config,
+        step,
+        steps.samples,
+        guard=lambda: guard.state,
+    )
+    snapshots = _Snapshots()
+    if attempt is not None and attempt.memory_folder is not None:
+        if comm.rank == 0:
+            clean(attempt.memory_folder, above=start.num_done)
+        snapshots = _build_snapshots(
+            step,
+            attempt.memory_folder,
+            facts=facts,
+            every=run.save.memory_every,
+        )
+    saver = Saver(
+        comm,
+        run_folder,
+        state=step.state,
+        facts=facts,
+        every=run.save.every,
+        keep=run.save.keep,
+        stop_requested=stop_requested,
+        last_saved=start.num_done,
+        separate=() if attempt is not None else ranks_without_folder(comm, run_folder),
+    )
+    evaluator = None
+    if run.eval.every:
+        validation = open_validation(run.data, run.model, source=run.eval.source)
+        loader = build_data_loader(
+            validation,
+            comm,
+            run.batch,
+            seed=run.seed,
+            later=run.model.reads_later_targets,
+        )
+        evaluation = Evaluation(step.model, loader, most_batches=run.eval.batches)
+        evaluator = Evaluator(evaluation, run.eval.every, run.steps)
+    optimizer = optimizer_text(run.optim, run.lora, run.model)
+    opening_events = _start_events(
+        steps,
+        run_event(config, step, steps.samples, optimizer=optimizer),
+        resumes=run.resume is not None,
+        set_aside_paths=set_aside_paths,
+        attempt=attempt,
+    )
+    if run.run.full_mesh:
+        text = elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh))
+        opening_events.append({**note_event(text), "kind": "elastic", "mesh": run.mesh})
+    opening_events.extend(snapshots.notes)
+    return Training(
+        step=step,
+        loader=steps.loader,
+        guard=guard,
+        digests=_build_digests(run.guard, step),
+        stragglers=_build_straggler_watch(run.guard, comm),
+        step_range=steps.step_range,
+        saver=saver,
+        evaluator=evaluator,
+        save_at_end=run.save.at_end,
+        run_folder=run_folder,
+        peak_lr=run.optim.lr,
+        on_phase=attempt.status.on_phase if attempt else None,
+        snapshots=snapshots.taker,
+        files={"run.toml": dump(run), "plan.json": step.model.plan.to_json() + "\n"},
+        opening_events=tuple(opening_events),
+    )
+
+
+def _start_events(
+    steps: RunSteps,
+    new_run: Event,
+    *,
+    resumes: bool,
+    set_aside_paths: Sequence[Path],
+    attempt: Attempt | None,
+) -> list[Event]:
+    """What events.jsonl says of the start: a restart, or the run itself and what it resumes.
+
+    Args:
+        new_run: the `run` event.
+        resumes: whether the config names a checkpoint.
+    """
+    start, step_range = steps.start, steps.step_range
+    events: list[Event] = []
+    restart = attempt.restart if attempt else None
+    if restart is not None:
+        events.append(start.restart_event(restart, num_steps=step_range.total))
+    if restart is None or not restart.had_started:
+        events.append({**new_run, "start_step": start.num_done})
+        if resumes:
+            events.append(start.resume_event())
+        events.extend(opening_notes(set_aside_paths, step_range))
+    return events
+
+
+@dataclass(frozen=True)
+class _Snapshots:
+    """Takes snapshots in memory, or None; and notes for the reader."""
+
+    taker: MemorySnapshots | None = None
+    notes: tuple[Event, ...] = ()
+
+
+def _build_snapshots(
+    step: TrainStep,
+    folder: Path,
+    *,
+    facts: Callable[[int], Facts],
+    every: int | None,
+) -> _Snapshots:
+    """Snapshots in memory, if there is room for them; every rank must call it."""
+    comm = step.model.comm
+    problem = room_problem(comm, folder, step.state())
+    if problem and every:
+        note = note_event(f"warning: save.memory_every: no snapshots in memory: {problem}")
+        return _Snapshots(notes=(note,))
+    if problem:
+        return _Snapshots()
+    taker = MemorySnapshots(
+        comm,
+        folder,
+        state=step.state,
+        facts=facts,
+        every=every,
+    )
+    return _Snapshots(taker)
+
+
+def _build_guard(
+    config: GuardConfig,
+    steps: RunSteps,
+    *,
+    run_folder: Path,
+) -> StepGuard:
+    """The guard of this run's steps, with what its run folder records; every rank must call it."""
+    start, comm = steps.start, steps.step.model.comm
+    next_batch = batch_of_step(start.num_done, start.guard.skipped_batches)
+    local: dict[str, Any] = {}
+    if comm.rank == 0:
+        left_out = left_out_batches(read_records(run_folder), first=next_batch)
+        has_checkpoint = next(checkpoints(run_folder), None) is not None
+        local = {"left_out": left_out, "has_checkpoint": has_checkpoint}
+    found = json.loads(broadcast_text(comm, json.dumps(local)))
+    return StepGuard(
+        config,
+        steps.loader,
+        comm.mesh,
+        state=start.guard.without_batches(found["left_out"]),
+        restore=partial(restore_newest, steps.step, run_folder),
+        needs_first_save=not found["has_checkpoint"],
+        record_folder=run_folder / GUARD_FOLDER if comm.rank == 0 else None,
+        start={"start_step": start.num_done, "checkpoint": start.path},
+    )
+
+
+def _build_digests(config: GuardConfig, step: TrainStep) -> StateDigests | None:
+    """The digests of the training state; None where the run has none."""
+    if not config.digest_every:
+        return None
+    return StateDigests(step.state(), every=config.digest_every)
+
+
+def _build_straggler_watch(config: GuardConfig, comm: Comm) -> StragglerWatch | None:
+    """None where no rank has equals, or waits are on the device, where the host does not see them."""
+    has_equals = comm.mesh.size > comm.degree(pipeline_axis())
+    if not config.stragglers or not has_equals or comm.device.type != "cpu":
+        return None
+    return StragglerWatch(comm, factor=config.stragglers)
+
+
+def _clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ...]:
+    """Remove leftovers and set later checkpoints aside (on rank 0); returns the renamed ones. Every
+    rank must call it.
+    """
+    renamed: tuple[Path, ...] = ()
+    if comm.rank == 0:
+        remove_leftovers(run_folder)
+        renamed = set_aside(run_folder, above=above)
+    comm.barrier_world()
+    return renamed

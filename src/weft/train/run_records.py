@@ -1,0 +1,133 @@
+"""What a run records of itself: the facts in the manifest of a checkpoint, and the first events of events.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.format import Facts
+from weft.config.lora import adapted_linears
+from weft.config.schema import LoraConfig, ModelSection, OptimConfig
+from weft.core.model_config import ModelConfig
+from weft.data.samples import Samples
+from weft.errors import counted
+from weft.layout.explain import explain
+from weft.layout.plan import Plan
+from weft.train.guard_records import GuardState
+from weft.train.loop import Event, StepRange
+from weft.train.step import TrainStep
+
+# Note [There is no random state]
+# Starting values are drawn from (seed, parameter), the order of the data from (seed, step), what a model generates from
+# (seed, position). No generator advances during training, so there is no generator state to save: the number of finished
+# steps is the whole position. The facts in a checkpoint's manifest are checked at a resume, not restored.
+
+
+def facts_of(
+    model: ModelSection,
+    config: Mapping[str, Any],
+    step: TrainStep,
+    samples: Samples,
+    *,
+    guard: Callable[[], GuardState] = GuardState,
+) -> Callable[[int], Facts]:
+    """Returns the facts of a checkpoint's manifest after a number of steps; see Note [There is no
+    random state].
+
+    Args:
+        config: all keys of the run, as JSON.
+    """
+    plan = step.model.plan.model_dump(mode="json")
+    data = samples.facts()
+    global_size = config["batch"]["global_size"]
+
+    def facts_after(num_steps: int) -> Facts:
+        scale = step.loss_scale
+        loss_scale = None
+        if scale.is_dynamic:
+            loss_scale = {"value": scale.value, "good_steps": scale.good_steps}
+        return Facts(
+            step=num_steps,
+            seed=config["seed"],
+            family=model.name,
+            architecture=model.architecture,
+            plan=plan,
+            run=config,
+            optimizer=config["optim"],
+            data=data,
+            position=guard().position(num_steps, global_size=global_size),
+            loss_scale=loss_scale,
+        )
+
+    return facts_after
+
+
+def run_event(
+    config: Mapping[str, Any],
+    step: TrainStep,
+    samples: Samples,
+    *,
+    optimizer: str,
+) -> Event:
+    """The `run` event of events.jsonl: model, data and layout.
+
+    Args:
+        config: all keys of the run, as JSON.
+        optimizer: `optimizer_text`.
+    """
+    plan = step.model.plan
+    model = config["model"]
+    return {
+        "event": "run",
+        "model": model["preset"] or model["name"],
+        "params": step.num_params,
+        "layout": str(plan.mesh),
+        "why": explain(plan),
+        "schedule": _schedule_text(plan),
+        "plan": plan.digest,
+        "ranks": plan.mesh.size,
+        "device": str(step.model.comm.device),
+        "data": samples.facts(),
+        "optimizer": optimizer,
+        "seed": config["seed"],
+        "steps": config["steps"],
+        "seq_len": config["data"]["seq_len"],
+        "batch_size": config["batch"]["global_size"],
+        "out": config["out"],
+    }
+
+
+def optimizer_text(optim: OptimConfig, lora: LoraConfig, model: ModelConfig) -> str:
+    """Optimizer and learning rate schedule on one line, and what is trained of a model with adapters."""
+    warmup = counted(optim.warmup, "step")
+    text = f"{optim.name}, lr {optim.lr:g} {optim.decay}, warm-up {warmup}"
+    if not lora.rank:
+        return text
+    num_linears = len(adapted_linears(lora.targets, model.linears()))
+    linears = counted(num_linears, "linear")
+    return f"{text}; trains only adapters of rank {lora.rank} on {linears}"
+
+
+def _schedule_text(plan: Plan) -> str:
+    """The pipeline schedule; "" without one."""
+    if plan.pipeline_size == 1:
+        return ""
+    stages = counted(len(plan.stages), "stage")
+    return f"{plan.schedule}, {stages}, bubble {100 * plan.bubble:.0f}% (predicted)"
+
+
+def opening_notes(set_aside_paths: Sequence[Path], step_range: StepRange) -> Iterator[Event]:
+    """Notes on checkpoints of later steps, and on a run that has no step left."""
+    for path in set_aside_paths:
+        yield note_event(
+            f"a checkpoint of later steps is kept as {path}: these steps are trained again"
+        )
+    if step_range.start >= step_range.total:
+        steps = counted(step_range.total, "step")
+        yield note_event(f"all {steps} are done: to train more, raise --steps")
+
+
+def note_event(text: str) -> Event:
+    """A `note` event of events.jsonl."""
+    return {"event": "note", "text": text}

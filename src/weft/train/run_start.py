@@ -1,0 +1,196 @@
+"""Where a run starts: initial parameters, a checkpoint, or a snapshot in memory; and its restoration into the step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.read import Checkpoint
+from weft.checkpoint.restore import load_parameters, open_newest_valid
+from weft.checkpoint.resume import AUTO, data_changes
+from weft.checkpoint.state import MODEL
+from weft.comm.comm import Comm
+from weft.data.samples import Samples
+from weft.errors import CheckpointError, DataError, Fault, GuardError
+from weft.run.world import Attempt, Restart
+from weft.train.guard import Restored
+from weft.train.guard_records import GuardState
+from weft.train.loop import Event
+from weft.train.step import TrainStep
+
+StateSource = Literal["memory", "checkpoint", "start"]
+
+
+@dataclass(frozen=True)
+class StartState:
+    """The state that a run starts from.
+
+    Attributes:
+        checkpoint: None: initial parameters.
+        passed_over: newer checkpoints that are damaged, and how.
+        source: where it is stored, of ranks that were started again.
+    """
+
+    checkpoint: Checkpoint | None = None
+    passed_over: tuple[str, ...] = ()
+    source: StateSource = "start"
+
+    @property
+    def guard(self) -> GuardState:
+        """What the guards of the run remember."""
+        if self.checkpoint is None:
+            return GuardState()
+        return GuardState.of_position(self.checkpoint.manifest.facts.position)
+
+    @property
+    def path(self) -> str | None:
+        """The folder of the checkpoint."""
+        return str(self.checkpoint.path) if self.checkpoint else None
+
+    @property
+    def num_done(self) -> int:
+        """Optimizer steps that are done."""
+        return self.checkpoint.manifest.facts.step if self.checkpoint else 0
+
+    @property
+    def is_import(self) -> bool:
+        """Whether the checkpoint is an imported model, which has parameters only."""
+        return self.checkpoint is not None and not self.checkpoint.manifest.facts.plan
+
+    @property
+    def layout(self) -> str:
+        """The layout that wrote the checkpoint, as text."""
+        if self.checkpoint is None:
+            return ""
+        if self.is_import:
+            return "an import"
+        return str(self.checkpoint.manifest.facts.plan["mesh"]) or "one rank"
+
+    def check_data(self, samples: Samples) -> None:
+        """Check that the run reads the data that the checkpoint was trained on.
+
+        Raises:
+            DataError: it does not.
+        """
+        if self.checkpoint is None:
+            return
+        changes = tuple(data_changes(self.checkpoint.manifest.facts.data, samples.facts()))
+        if changes:
+            raise DataError(*changes)
+
+    def restore(self, step: TrainStep) -> None:
+        """Load the checkpoint, if any, into the step; of an import the parameters only. Every rank
+        must call it.
+        """
+        if self.checkpoint is None:
+            return
+        if self.is_import:
+            load_parameters(step.state(), self.checkpoint.section(MODEL))
+        else:
+            step.restore(self.checkpoint)
+
+    def resume_event(self) -> Event:
+        """The `resume` event of events.jsonl."""
+        return {
+            "event": "resume",
+            "step": self.num_done,
+            "path": self.path,
+            "layout": self.layout,
+            "passed_over": list(self.passed_over),
+        }
+
+    def restart_event(self, restart: Restart, *, num_steps: int) -> Event:
+        """The `restart` event of events.jsonl, of a run of `num_steps`."""
+        return {
+            "event": "restart",
+            "attempt": restart.number,
+            "of": restart.most,
+            "step": self.num_done,
+            "steps": num_steps,
+            "source": self.source,
+            "rank": restart.rank,
+            "reason": restart.reason,
+            "detected_s": restart.detected_s,
+            "recovered_s": time.monotonic() - restart.at_s,
+        }
+
+
+def find_start(
+    comm: Comm,
+    *,
+    out: str | None,
+    resume: str | None,
+    attempt: Attempt | None = None,
+) -> StartState:
+    """The state that a run starts from: the checkpoint that `resume` means, if there is one, or
+    after a restart the newest snapshot or checkpoint; every rank must call it.
+    """
+    checkpoint: Checkpoint | None = None
+    faults: Sequence[Fault] = ()
+    source: StateSource = "start"
+    if attempt is not None and attempt.restart is not None:
+        for folder in _state_folders(Path(out or ""), attempt):
+            try:
+                checkpoint, faults = open_newest_valid(str(folder.path), None, comm)
+            except CheckpointError:  # on all ranks: no state there is valid
+                continue
+            if checkpoint is not None:
+                source = folder.source
+                break
+    if checkpoint is None and resume is not None:
+        checkpoint, faults = open_newest_valid(resume, out, comm)
+    if checkpoint is None:
+        return StartState()
+    passed_over = tuple(str(fault) for fault in faults)
+    return StartState(checkpoint, passed_over, source)
+
+
+@dataclass(frozen=True)
+class _StateFolder:
+    """A folder with states of a run."""
+
+    newest_step: int
+    source: StateSource
+    path: Path
+
+
+def _state_folders(run_folder: Path, attempt: Attempt) -> list[_StateFolder]:
+    """Where a run that is started again finds its state, the newest first. No rank writes now."""
+    folders: list[_StateFolder] = []
+    candidates: list[tuple[StateSource, Path]] = []
+    if attempt.memory_folder is not None:
+        candidates.append(("memory", attempt.memory_folder))
+    if attempt.restart is not None and attempt.restart.had_started:
+        candidates.append(("checkpoint", run_folder))
+    for source, folder in candidates:
+        newest = next(checkpoints(folder), None)
+        if newest is not None:
+            folders.append(_StateFolder(newest[0], source, folder))
+    folders.sort(key=lambda folder: folder.newest_step, reverse=True)
+    return folders
+
+
+def restore_newest(step: TrainStep, run_folder: Path) -> Restored:
+    """Load the newest valid checkpoint of the run folder into a training step; every rank must call
+    it.
+
+    Raises:
+        CheckpointError: no checkpoint is valid.
+        GuardError: there is none.
+    """
+    state = find_start(step.model.comm, out=str(run_folder), resume=AUTO)
+    if state.checkpoint is None:
+        raise GuardError(f"there is no checkpoint in {run_folder} to go back to")
+    state.restore(step)
+    if state.is_import:
+        step.reset_optimizer()
+    return Restored(
+        state.num_done,
+        str(state.checkpoint.path),
+        state.guard,
+        state.resume_event(),
+    )
