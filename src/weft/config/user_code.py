@@ -1,0 +1,205 @@
+"""Python code of users: modules by path or dotted name, objects by `package.module:Name`, a digest of their sources."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from weft.errors import ConfigError, Fault, did_you_mean
+
+SUFFIX = ".py"
+FILE_MODULE = "weft_user_"
+"""Start of the name of a module that is loaded from a path."""
+MAX_SOURCES = 1000
+"""Files of a user's package that a digest reads."""
+
+
+def is_file_reference(text: str) -> bool:
+    """Whether a reference names a file: `my_model.py`, `models/gpt.py`."""
+    return text.endswith(SUFFIX)
+
+
+def is_reference(text: object) -> bool:
+    """Whether a text names Python code: a file, or a dotted module `package.module`."""
+    if not isinstance(text, str):
+        return False
+    words = text.split(".")
+    is_dotted = len(words) > 1 and all(word.isidentifier() for word in words)
+    return is_file_reference(text) or is_dotted
+
+
+def canonical_reference(text: str) -> str:
+    """The same reference from any working folder: paths become absolute."""
+    if not is_file_reference(text):
+        return text
+    return str(Path(text).expanduser().resolve())
+
+
+def load_module(reference: str, *, key: str) -> ModuleType:
+    """The module of a file or of a dotted name; imported once in a process.
+
+    Args:
+        reference: as in `is_reference`; modules are also searched in the working folder.
+        key: config key of the reference, for messages.
+
+    Raises:
+        ConfigError: it does not exist, or raises on import.
+    """
+    if is_file_reference(reference):
+        return _load_file(Path(canonical_reference(reference)), key=key)
+    _search_working_folder()
+    try:
+        return importlib.import_module(reference)
+    except ModuleNotFoundError as error:
+        if error.name and (reference == error.name or reference.startswith(f"{error.name}.")):
+            fix = "check the name; a file is named by its path: my_model.py"
+            raise ConfigError(Fault(key, "no such module", got=repr(reference), fix=fix)) from None
+        raise _import_fault(reference, error, key=key) from error
+    except Exception as error:
+        raise _import_fault(reference, error, key=key) from error
+
+
+def load_object(reference: str, *, key: str) -> Any:
+    """The object that `package.module:Name` or `file.py:Name` names.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such name.
+    """
+    module_name, colon, name = reference.rpartition(":")
+    if not colon or not name.isidentifier():
+        need = "package.module:Name or file.py:Name"
+        raise ConfigError(Fault(key, "names no Python object", got=repr(reference), need=need))
+    module = load_module(module_name, key=key)
+    if not hasattr(module, name):
+        fix = did_you_mean(name, [known for known in vars(module) if not known.startswith("_")])
+        raise ConfigError(Fault(key, f"{module_name} has no {name!r}", fix=fix))
+    return getattr(module, name)
+
+
+def _load_file(path: Path, *, key: str) -> ModuleType:
+    name = _module_name(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        what = "is no file" if path.exists() else "no such file"
+        raise ConfigError(Fault(key, what, got=repr(str(path)), fix="check the path"))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a file that ends in .py has a spec"
+    assert spec.loader is not None, "and a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # for the modules beside it
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _import_fault(str(path), error, key=key) from error
+    return module
+
+
+def _module_name(path: Path) -> str:
+    """A name that no other file's module has."""
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return f"{FILE_MODULE}{path.stem}_{digest}"
+
+
+def is_file_module(module: ModuleType) -> bool:
+    """Whether a module was loaded from a path, not by its dotted name."""
+    return module.__name__.startswith(FILE_MODULE)
+
+
+def _search_working_folder() -> None:
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+
+
+def _import_fault(reference: str, error: BaseException, *, key: str) -> ConfigError:
+    first_line = str(error).partition("\n")[0]
+    place = _place_of(error, reference)
+    what = f"{reference} raises on import{place}: {type(error).__name__}: {first_line}"
+    return ConfigError(Fault(key, what, fix="run it with python to see the traceback"))
+
+
+def _place_of(error: BaseException, reference: str) -> str:
+    """The line of the user's file that raised."""
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f", line {error.lineno}"
+    line = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == reference:
+            line = f", line {traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line
+
+
+def source_digest(module: ModuleType) -> str:
+    """SHA-256 of the sources of a module and of the modules of its own folder or package that it imports, 16 hex digits."""
+    digest = hashlib.sha256()
+    for path in _sources(module):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def source_text(module: ModuleType) -> str:
+    """The text of a module's own file."""
+    return Path(str(module.__file__)).read_text(encoding="utf-8")
+
+
+def _sources(module: ModuleType) -> list[Path]:
+    """The module's file and, sorted, those that it imports from its own tree, directly or not."""
+    first = Path(str(module.__file__)).resolve()
+    depth = 0 if is_file_module(module) else module.__name__.count(".")
+    is_package = first.name == "__init__.py"
+    root = first.parents[depth + is_package]
+    package = "" if is_file_module(module) else module.__name__.partition(".")[0]
+    found = {first}
+    waiting = [first]
+    while waiting and len(found) < MAX_SOURCES:
+        path = waiting.pop()
+        for name in _imported_names(path, root):
+            if package and name.partition(".")[0] != package:
+                continue
+            for source in _files_of(root, name):
+                if source not in found:
+                    found.add(source)
+                    waiting.append(source)
+    others = sorted(found - {first})
+    return [first, *others]
+
+
+def _imported_names(path: Path, root: Path) -> Iterator[str]:
+    """Dotted names of the modules that a file imports."""
+    tree = ast.parse(path.read_bytes())
+    package = path.parent.relative_to(root).parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join((*above, *((node.module or "").split(".") if node.module else ())))
+            yield base
+            yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
+
+
+def _files_of(root: Path, name: str) -> Iterator[Path]:
+    """The file of a module below a folder, and the packages above it."""
+    if not name:
+        return
+    parts = name.split(".")
+    for stop in range(1, len(parts) + 1):
+        base = root.joinpath(*parts[:stop])
+        for path in (base.with_suffix(SUFFIX), base / "__init__.py"):
+            if path.is_file():
+                yield path.resolve()
