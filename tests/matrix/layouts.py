@@ -31,7 +31,7 @@ from weft.models import FAMILIES
 from weft.models.common.batch import IGNORE, Batch, token_batch, with_later_targets
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
-from weft.prove.trace import Difference, RankTrace, StepTrace, differences, uncovered
+from weft.prove.trace import TensorDifference, RankTrace, StepTrace, differences, uncovered
 from weft.testing import run_ranks
 
 SEQ_LEN = 8
@@ -257,16 +257,16 @@ class Verdict:
     full.
     """
 
-    differences: tuple[Difference, ...]
+    differences: tuple[TensorDifference, ...]
     missing: tuple[str, ...]
 
     @property
-    def largest(self) -> Difference:
+    def largest(self) -> TensorDifference:
         """The largest difference."""
         return max(self.differences, key=lambda difference: difference.relative)
 
     @property
-    def wrong(self) -> tuple[Difference, ...]:
+    def wrong(self) -> tuple[TensorDifference, ...]:
         """Differences that rounding does not explain, in the order in which they are computed."""
         return tuple(
             difference for difference in self.differences if not difference.relative <= TOLERANCE

@@ -40,7 +40,7 @@ class RankTrace:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """How far a number or tensor of a rank is from the one-device value.
 
     `relative` is the largest absolute difference over the scale of the one-device values.
@@ -57,7 +57,7 @@ class Difference:
 
 def differences(
     truth: Sequence[StepTrace], ranks: Iterable[RankTrace], *, lr: float
-) -> list[Difference]:
+) -> list[TensorDifference]:
     """Relative difference of every loss, norm, gradient and parameter on every rank, in order of
     computation.
 
@@ -66,7 +66,7 @@ def differences(
     scale of a gradient is at least 1e-6 of the step's gradient norm, and that of a parameter at
     least `lr`, the size of one AdamW update.
     """
-    found: list[Difference] = []
+    found: list[TensorDifference] = []
     for rank in ranks:
         for step, (expected, actual) in enumerate(zip(truth, rank.steps, strict=True), start=1):
             found.extend(
@@ -88,14 +88,14 @@ def _step_differences(
     rank: RankTrace,
     *,
     lr: float,
-) -> Iterator[Difference]:
-    yield Difference(
+) -> Iterator[TensorDifference]:
+    yield TensorDifference(
         step,
         "loss",
         rank.where,
         relative_difference(actual.loss, expected.loss),
     )
-    yield Difference(
+    yield TensorDifference(
         step,
         "grad_norm",
         rank.where,
@@ -104,7 +104,7 @@ def _step_differences(
     for name, value in actual.grads.items():
         shard = _shard_of(expected.grads[name], rank.shards[name])
         relative = _tensor_difference(value, shard, min_scale=1e-6 * expected.grad_norm)
-        yield Difference(
+        yield TensorDifference(
             step,
             f"gradient {name}",
             rank.where,
@@ -112,7 +112,7 @@ def _step_differences(
         )
     for name, value in actual.params.items():
         shard = _shard_of(expected.params[name], rank.shards[name])
-        yield Difference(
+        yield TensorDifference(
             step,
             f"parameter {name}",
             rank.where,

@@ -208,16 +208,26 @@ class RunSteps:
     step_range: StepRange
 
 
-def build_run_steps(run: Run, comm: Comm, *, attempt: Attempt | None = None) -> RunSteps:
+def build_run_steps(
+    run: Run,
+    comm: Comm,
+    *,
+    attempt: Attempt | None = None,
+    samples: Samples | None = None,
+) -> RunSteps:
     """The steps of a run on this rank, initialised, or restored from the checkpoint that `resume`
     means or after a restart from the newest snapshot or checkpoint; every rank must call it.
+
+    Args:
+        samples: the opened data; default: that of the run.
 
     Raises:
         CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
             same on all ranks.
         DataError: the data is not what the checkpoint was trained on.
     """
-    samples = open_data(run.data, run.model)
+    if samples is None:
+        samples = open_data(run.data, run.model)
     start = find_start(
         comm,
         out=run.out,

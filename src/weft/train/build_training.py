@@ -24,6 +24,7 @@ from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.data.dataset import open_validation
 from weft.data.order import batch_of_step
+from weft.data.samples import Samples
 from weft.run.world import Attempt
 from weft.train.build import RunSteps, build_data_loader, build_run_steps
 from weft.train.digest import StateDigests
@@ -44,6 +45,7 @@ def build_training(
     *,
     stop_requested: Callable[[], bool],
     attempt: Attempt | None = None,
+    samples: Samples | None = None,
 ) -> Training:
     """The training run of this rank, initialised or restored from the checkpoint that `resume`
     means; every rank calls it.
@@ -51,6 +53,7 @@ def build_training(
     Args:
         attempt: of a supervised rank: its status, where it takes snapshots, and why it was started
             again; then it resumes from the newest snapshot or checkpoint.
+        samples: the opened data; default: that of the run.
 
     Raises:
         CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
@@ -62,7 +65,7 @@ def build_training(
     out, _, resume = words.partition("\0")
     run = run.with_values({"out": out, "resume": resume or None})
     run_folder = Path(out)
-    steps = build_run_steps(run, comm, attempt=attempt)
+    steps = build_run_steps(run, comm, attempt=attempt, samples=samples)
     step, start = steps.step, steps.start
     if attempt is not None:
         report_blocks(step.model.blocks, attempt.status.on_block)

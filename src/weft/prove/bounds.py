@@ -1,0 +1,129 @@
+"""Bounds of differences: 1e-9 in float64; else derived from perturbed runs of the one-device reference.
+
+Note [Bounds]
+    A layout adds the same terms in another order, and rounds at other places. How far that moves a
+    tensor depends on the tensor, the step and the number types. So in float32 and 16 bits the
+    reference runs again, with noise of one unit of the last place at every block boundary and other
+    micro-batches: each tensor may differ by FACTOR times as much as its perturbed versions, and by
+    FLOOR units of rounding. Perturbed runs drift apart step by step, as layouts do, and the bound
+    grows with them. In float64 nothing drifts in a few steps: the bound is 1e-9.
+
+Differences are relative to the largest entry of the logical tensor, or to a share of the largest
+entry of its kind: a gradient that is zero in exact arithmetic (the key bias of softmax attention)
+consists of rounding errors and has no scale of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from weft.prove.reference import Key, NumberTypes, ReferenceTrace
+from weft.prove.report import Phase
+
+TOLERANCE = 1e-9
+"""Relative, in float64, which rounds at 1e-16; a few steps of AdamW amplify that."""
+FACTOR = 8.0
+"""Tensor-parallel sums of n rounded parts err by sqrt(n) units, two perturbed runs are a small
+sample, and the largest of many entries is compared."""
+FLOOR = 4.0
+MIN_SCALE = 1e-30
+KIND_SHARE = 1e-6
+"""Least scale of a gradient or moment, as a share of the largest of its kind in the step."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Scales and bounds of the tensors of a reference.
+
+    Args:
+        plain: the reference that the layout is compared with.
+        perturbed: the same, perturbed.
+    """
+
+    plain: ReferenceTrace
+    perturbed: Sequence[ReferenceTrace]
+    types: NumberTypes
+
+    def scale(self, key: Key) -> float:
+        """What differences of this tensor are relative to."""
+        own = self._largest[key]
+        if key.phase in ("reduce", "clip", "moments", "backward"):
+            kind = self._kind_scale.get((key.step, key.phase, _kind(key)), 0.0)
+            return max(own, KIND_SHARE * kind, MIN_SCALE)
+        if key.phase == "update" or key.tensor.endswith(" as used"):
+            return max(own, self._largest_lr, MIN_SCALE)
+        return max(own, MIN_SCALE)
+
+    def bound(self, key: Key) -> float:
+        """Largest relative difference that rounding explains."""
+        if key.phase == "batch":
+            return 0.0
+        if self.types.is_exact:
+            return TOLERANCE
+        spread = max(self._spreads[key], self._typical_spread(key))
+        return FACTOR * spread + FLOOR * self.types.eps
+
+    @cached_property
+    def _spreads(self) -> dict[Key, float]:
+        return {key: self._spread(key) for key in self.plain.values if key.phase != "batch"}
+
+    def _spread(self, key: Key) -> float:
+        whole = self.plain.values[key]
+        scale = self.scale(key)
+        largest = 0.0
+        for trace in self.perturbed:
+            other = trace.values.get(key)
+            if other is not None and whole.numel():
+                largest = max(largest, largest_difference(other, whole) / scale)
+        return largest
+
+    def _typical_spread(self, key: Key) -> float:
+        """The median over the tensors of the phase; numbers of a step take that of its gradients."""
+        phase: Phase = "reduce" if key.phase in ("loss", "norm", "clip") else key.phase
+        return self._medians.get((key.step, phase), 0.0)
+
+    @cached_property
+    def _medians(self) -> dict[tuple[int, Phase], float]:
+        spreads: dict[tuple[int, Phase], list[float]] = {}
+        for key, spread in self._spreads.items():
+            spreads.setdefault((key.step, key.phase), []).append(spread)
+        return {place: sorted(found)[len(found) // 2] for place, found in spreads.items()}
+
+    @cached_property
+    def _largest_lr(self) -> float:
+        return max(self.plain.lrs.values(), default=0.0)
+
+    @cached_property
+    def _largest(self) -> dict[Key, float]:
+        found = {}
+        for key, tensor in self.plain.values.items():
+            found[key] = float(tensor.abs().max()) if tensor.numel() else 0.0
+        return found
+
+    @cached_property
+    def _kind_scale(self) -> dict[tuple[int, Phase, str], float]:
+        found: dict[tuple[int, Phase, str], float] = {}
+        for key, largest in self._largest.items():
+            kind = (key.step, key.phase, _kind(key))
+            found[kind] = max(found.get(kind, 0.0), largest)
+        return found
+
+
+def _kind(key: Key) -> str:
+    """What follows the name of the parameter or block: "gradient", "exp_avg"."""
+    return key.tensor.rpartition(" ")[2]
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """Largest absolute difference; infinite where shapes differ or a number is NaN."""
+    if one.shape != other.shape:
+        return math.inf
+    if not one.numel():
+        return 0.0
+    difference = float((one.double() - other.double()).abs().max())
+    return math.inf if math.isnan(difference) else difference

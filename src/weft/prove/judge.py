@@ -1,0 +1,572 @@
+"""Compare the records of all ranks with the one-device reference; name the first difference in the order of execution."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.comm.observe import Operation
+from weft.core.dimension import activation_axes, pipeline_axis, token_axes
+from weft.core.mesh import Mesh
+from weft.prove.bounds import Bounds, largest_difference
+from weft.prove.places import ShardPlace, Whole
+from weft.prove.record import Observed, PartialGradient, RankRecord, Site
+from weft.prove.reference import Key
+from weft.prove.relations import relation
+from weft.prove.report import PHASES, Difference, Phase, PhaseBound
+
+MAX_RELATIONS = 8
+"""Differences whose numeric relation is looked for."""
+PHASE_OF_GRADIENTS: frozenset[Phase] = frozenset(
+    ("backward", "reduce", "norm", "clip", "moments", "update")
+)
+STEP_NUMBERS: frozenset[Phase] = frozenset(("loss", "norm", "clip"))
+"""Phases of numbers that every rank gets from one collective."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A tensor of one rank beyond its bound."""
+
+    rank: int
+    observed: Observed
+    expected: Tensor
+    measured: float
+    bound: float
+
+
+@dataclass
+class PhaseStats:
+    """How close the tensors of a phase came to their bounds."""
+
+    compared: int = 0
+    largest: float = 0.0
+    bound: float = 0.0
+    closest: float = -1.0
+
+    def add(self, relative: float, bound: float) -> None:
+        """Count one tensor."""
+        self.compared += 1
+        ratio = relative / bound if bound else (0.0 if relative == 0 else math.inf)
+        if ratio > self.closest:
+            self.closest = ratio
+            self.largest = relative
+            self.bound = bound
+
+
+@dataclass
+class Judge:
+    """Compares the records of one run with a reference.
+
+    Attributes:
+        failures: tensors beyond their bounds, by what they are and by rank.
+        uncompared: logical tensors that the reference does not have in that shape.
+    """
+
+    mesh: Mesh
+    records: Sequence[RankRecord]
+    bounds: Bounds
+    stats: dict[Phase, PhaseStats] = field(default_factory=dict)
+    failures: dict[Site, dict[int, Failure]] = field(default_factory=dict)
+    uncompared: set[str] = field(default_factory=set)
+
+    def compare(self) -> tuple[Difference, ...]:
+        """Compare everything; the differences in the order of execution."""
+        for record in self.records:
+            self._compare_values(record)
+            self._compare_numbers(record)
+        self._compare_partial_gradients()
+        self._compare_sums()
+        self._compare_loads()
+        self._compare_coverage()
+        sites = sorted(self.failures, key=self._order)
+        found = []
+        for place, site in enumerate(sites):
+            found.append(self._difference(site, has_relation=place < MAX_RELATIONS))
+        return tuple(found)
+
+    def phase_bounds(self) -> tuple[PhaseBound, ...]:
+        """How close each phase came to its bounds."""
+        found = []
+        for phase in PHASES:
+            stats = self.stats.get(phase)
+            if stats is not None:
+                closest = max(stats.closest, 0.0)
+                found.append(
+                    PhaseBound(phase, stats.compared, stats.largest, stats.bound, closest)
+                )
+        return tuple(found)
+
+    # tensors of one rank
+
+    def _compare_values(self, record: RankRecord) -> None:
+        for site, observed in record.values.items():
+            if self._is_skipped(site):
+                continue
+            key = self._key(site)
+            whole = self.bounds.plain.values.get(key)
+            if whole is None:
+                self.uncompared.add(f"{site.phase} {site.tensor}")
+                continue
+            expected = observed.place.read(whole)
+            if expected is None:
+                self.uncompared.add(f"{site.phase} {site.tensor}")
+                continue
+            if site.phase == "checkpoint":
+                self._compare_restored(record, site, observed)
+            expected = expected.reshape(observed.value.shape)
+            self._check(site, record.rank, observed, expected, key)
+
+    def _key(self, site: Site) -> Key:
+        """The reference's name of a tensor; restored state is that after the step."""
+        phase = site.phase
+        if phase == "checkpoint":
+            phase = "update" if site.tensor == site.parameter else "moments"
+        tensor = "documents" if site.tensor == "whole_documents" else site.tensor
+        return Key(site.step, phase, tensor)
+
+    def _is_skipped(self, site: Site) -> bool:
+        """Whether the gradients of a step overflowed: they have no values to compare."""
+        return site.step in self.bounds.plain.skipped and site.phase in PHASE_OF_GRADIENTS
+
+    def _check(
+        self, site: Site, rank: int, observed: Observed, expected: Tensor, key: Key
+    ) -> None:
+        value = observed.value
+        bound = self.bounds.bound(key)
+        relative = largest_difference(value, expected) / self.bounds.scale(key)
+        if relative > bound and site.phase == "backward" and site.micro_batch is not None:
+            relative = min(relative, self._partial_relative(site, rank, expected, key))
+        self.stats.setdefault(site.phase, PhaseStats()).add(relative, bound)
+        if not relative <= bound:
+            failure = Failure(rank, observed, expected, relative, bound)
+            self.failures.setdefault(site, {})[rank] = failure
+
+    def _partial_relative(self, site: Site, rank: int, expected: Tensor, key: Key) -> float:
+        """Of a gradient whose parts are summed over tensor-parallel ranks only later."""
+        parts = []
+        for member in self.mesh.group(rank, activation_axes()):
+            observed = self.records[member].values.get(site)
+            if observed is None or observed.value.shape != expected.shape:
+                return math.inf
+            parts.append(observed.value)
+        if len(parts) == 1:
+            return math.inf
+        total = torch.stack(parts).double().sum(0)
+        return largest_difference(total, expected) / self.bounds.scale(key)
+
+    def _compare_restored(self, record: RankRecord, site: Site, observed: Observed) -> None:
+        """What a checkpoint restores is what was saved, to the last bit."""
+        phase: Phase = "update" if site.tensor == site.parameter else "moments"
+        saved_site = Site(site.step, phase, site.block, site.tensor, site.parameter)
+        saved = record.values.get(saved_site)
+        if saved is None or torch.equal(saved.value, observed.value):
+            return
+        difference = largest_difference(observed.value, saved.value)
+        scale = self.bounds.scale(self._key(site))
+        failure = Failure(record.rank, observed, saved.value, difference / scale, 0.0)
+        self.failures.setdefault(site, {})[record.rank] = failure
+
+    # numbers of a step
+
+    def _compare_numbers(self, record: RankRecord) -> None:
+        for event in record.events:
+            if event["event"] != "step":
+                continue
+            step = int(event["step"])
+            is_skipped = step in self.bounds.plain.skipped
+            self._number(record, Site(step, "batch", "", "number of targets"), event["tokens"])
+            self._number(record, Site(step, "loss", "", "loss"), event["loss"])
+            self._number(record, Site(step, "update", "", "learning rate"), event["lr"])
+            if not is_skipped:
+                norm = Site(step, "norm", "", "gradient norm")
+                self._number(record, norm, event["grad_norm"])
+                factor = _clip_factor(record, step)
+                if factor is not None:
+                    self._number(record, Site(step, "clip", "", "clip factor"), factor)
+
+    def _number(self, record: RankRecord, site: Site, value: float) -> None:
+        key = Key(site.step, site.phase, site.tensor)
+        expected = self.bounds.plain.values.get(key)
+        if expected is None:
+            return
+        tensor = torch.tensor(float(value), dtype=torch.float64)
+        operation = record.norm_operations.get(site.step) if site.phase in STEP_NUMBERS else None
+        self._check(site, record.rank, Observed(tensor, Whole(), operation), expected, key)
+
+    # sums over ranks
+
+    def _compare_partial_gradients(self) -> None:
+        """Before their reduction the gradients of all ranks must add up to the right one."""
+        groups: dict[tuple[object, ...], list[tuple[int, PartialGradient]]] = {}
+        for record in self.records:
+            for (step, _), partial in record.partial_gradients.items():
+                owner = partial.param.owner
+                others = self._coordinates(record.rank, partial.param.reduce_axes)
+                key = (step, owner, others)
+                groups.setdefault(key, []).append((record.rank, partial))
+        for (step, owner, _), members in groups.items():
+            assert isinstance(step, int) and isinstance(owner, str)
+            self._compare_partial_group(step, owner, members)
+
+    def _coordinates(self, rank: int, summed: Sequence[str]) -> tuple[tuple[str, int], ...]:
+        """Coordinates along the axes that are not summed; stages that share a parameter are."""
+        left_out = (*summed, pipeline_axis())
+        coord = self.mesh.coord(rank)
+        return tuple((axis, index) for axis, index in coord.items() if axis not in left_out)
+
+    def _compare_partial_group(
+        self, step: int, owner: str, members: Sequence[tuple[int, PartialGradient]]
+    ) -> None:
+        block = owner.partition(".")[0]
+        site = Site(step, "backward", block, f"{owner} gradient", owner)
+        key = Key(step, "backward", f"{owner} gradient")
+        whole = self.bounds.plain.values.get(key)
+        if whole is None or self._is_skipped(site):
+            return
+        total = torch.stack([partial.value for _, partial in members]).sum(0)
+        for rank, partial in members:
+            place = ShardPlace(partial.param.shard)
+            expected = place.read(whole)
+            assert expected is not None, "a shard lies in its parameter"
+            observed = Observed(total, place, partial.operation)
+            self._check(site, rank, observed, expected, key)
+
+    def _compare_sums(self) -> None:
+        """Losses of each block, summed over the ranks with different tokens."""
+        totals: dict[tuple[object, ...], float] = {}
+        ranks: dict[tuple[object, ...], list[int]] = {}
+        for record in self.records:
+            for (step, block, name), value in record.sums.items():
+                group = (step, block, name, self._coordinates(record.rank, token_axes()))
+                totals[group] = totals.get(group, 0.0) + value
+                ranks.setdefault(group, []).append(record.rank)
+        for group, total in totals.items():
+            step, block, name, _ = group
+            assert isinstance(step, int) and isinstance(block, str)
+            site = Site(step, "loss", block, f"{block}.{name}")
+            for rank in ranks[group]:
+                self._number(self.records[rank], site, total)
+
+    def _compare_loads(self) -> None:
+        """Tokens at each expert, summed over the ranks with different tokens; exact in float64."""
+        totals: dict[tuple[object, ...], Tensor] = {}
+        ranks: dict[tuple[object, ...], list[int]] = {}
+        for record in self.records:
+            for (step, block), load in record.loads.items():
+                group = (step, block, self._coordinates(record.rank, token_axes()))
+                totals[group] = totals.get(group, torch.zeros_like(load)) + load
+                ranks.setdefault(group, []).append(record.rank)
+        for group, total in totals.items():
+            step, block, _ = group
+            assert isinstance(step, int) and isinstance(block, str)
+            site = Site(step, "forward", block, f"{block}.expert load")
+            key = Key(step, "forward", site.tensor)
+            whole = self.bounds.plain.values.get(key)
+            if whole is None:
+                continue
+            for rank in ranks[group]:
+                observed = Observed(total, Whole(), None)
+                self._check(site, rank, observed, whole, key)
+
+    def _compare_coverage(self) -> None:
+        """Every entry of every parameter lies on some rank."""
+        held: dict[str, set[object]] = {}
+        sizes: dict[str, int] = {}
+        for record in self.records:
+            for param in record.shards.values():
+                shards = held.setdefault(param.owner, set())
+                if param.shard not in shards:
+                    shards.add(param.shard)
+                    sizes[param.owner] = sizes.get(param.owner, 0) + param.shard.size
+        for key, whole in self.bounds.plain.values.items():
+            if key.phase != "update" or key.step != 1 or key.tensor == "learning rate":
+                continue
+            stats = self.stats.setdefault("forward", PhaseStats())
+            stats.add(0.0, 1.0)
+            if sizes.get(key.tensor, 0) != whole.numel():
+                block = key.tensor.partition(".")[0]
+                site = Site(1, "forward", block, f"{key.tensor} as used", key.tensor)
+                observed = Observed(torch.zeros(0), Whole(), None)
+                failure = Failure(0, observed, whole, math.inf, 0.0)
+                self.failures.setdefault(site, {})[0] = failure
+
+    # the order of execution
+
+    def _order(self, site: Site) -> tuple[float, ...]:
+        blocks = self.bounds.plain.blocks
+        position = blocks.index(site.block) if site.block in blocks else len(blocks)
+        phase = PHASES.index(site.phase)
+        micro_batch = -1 if site.micro_batch is None else site.micro_batch
+        if site.phase == "checkpoint":
+            phase = len(PHASES)
+        if site.phase in ("backward", "reduce", "clip", "moments", "update"):
+            if site.phase == "backward" and site.micro_batch is not None:
+                position += 1  # the gradient of an output is computed by the block after it
+                return site.step, phase, -position, 1, micro_batch
+            is_number = site.block == ""
+            return site.step, phase, -len(blocks) - 1 if is_number else -position, 0, micro_batch
+        if site.phase == "loss":
+            return site.step, phase, position, 0, micro_batch
+        return site.step, phase, position, 0 if site.micro_batch is None else 1, micro_batch
+
+    # what a difference is
+
+    def _difference(self, site: Site, *, has_relation: bool) -> Difference:
+        failures = self.failures[site]
+        worst = max(failures.values(), key=lambda failure: failure.measured)
+        first = failures[min(failures)]
+        axis, text = "", "other values"
+        if has_relation:
+            axis, text = self._explain(site, first)
+        operation = first.observed.operation
+        name, block = self._names(site)
+        return Difference(
+            tensor=name,
+            block=block,
+            parameter=site.parameter,
+            phase=site.phase,
+            step=site.step,
+            micro_batch=site.micro_batch,
+            axis=axis,
+            ranks=tuple(sorted(failures)),
+            collective="" if operation is None else _operation_text(operation),
+            relation=text,
+            measured=worst.measured,
+            bound=worst.bound,
+        )
+
+    def _names(self, site: Site) -> tuple[str, str]:
+        """Tensor and block; the gradient of an output is the input gradient of the next block."""
+        blocks = self.bounds.plain.blocks
+        if site.phase != "backward" or site.micro_batch is None or site.block not in blocks:
+            return site.tensor, site.block
+        following = blocks.index(site.block) + 1
+        if following == len(blocks):
+            return site.tensor, site.block
+        block = blocks[following]
+        return f"{block}.input gradient", block
+
+    def _explain(self, site: Site, failure: Failure) -> tuple[str, str]:
+        """Mesh axis and numeric relation."""
+        measured, expected = failure.observed.value, failure.expected
+        if failure.measured == math.inf and measured.numel() == 0:
+            return "", "held by no rank in full"
+        if site.phase in ("reduce", "clip"):
+            for axes, phrase in self._partial_sums(site, failure):
+                if largest_difference(measured, phrase.value) <= _close(phrase.value, expected):
+                    return axes, phrase.text
+        text = relation(
+            measured,
+            expected,
+            candidates=self._candidates(site, failure),
+            before=self._before(site, failure),
+        )
+        return self._axis(site, failure), text
+
+    def _axis(self, site: Site, failure: Failure) -> str:
+        """The mesh axis that the difference follows; "" where none does."""
+        failed = self.failures[site]
+        holders = [record.rank for record in self.records if self._holds(record, site)]
+        followed = self._separating_axis(sorted(failed), holders)
+        if followed:
+            return followed
+        disagreeing = self._disagreeing_axis(site, holders)
+        if disagreeing:
+            return disagreeing
+        operation = failure.observed.operation
+        wide = self.mesh.wide_axes
+        if len(wide) == 1:
+            return wide[0]
+        if operation is not None and all(name in wide for name in operation.axis.split("+")):
+            return operation.axis
+        return ""
+
+    def _holds(self, record: RankRecord, site: Site) -> bool:
+        if site in record.values or not site.block:
+            return True
+        if site.phase == "backward":
+            found = record.partial_gradients
+            return any(
+                step == site.step and partial.param.owner == site.parameter
+                for (step, _), partial in found.items()
+            )
+        return (site.step, site.block) in record.loads or any(
+            (step, block) == (site.step, site.block) for step, block, _ in record.sums
+        )
+
+    def _separating_axis(self, failed: Sequence[int], holders: Sequence[int]) -> str:
+        """The axis whose coordinate alone tells wrong ranks from right ones."""
+        if len(failed) == len(holders):
+            return ""
+        for axis in self.mesh.wide_axes:
+            wrong = {self.mesh.coord(rank)[axis] for rank in failed}
+            right = {self.mesh.coord(rank)[axis] for rank in holders if rank not in failed}
+            if wrong.isdisjoint(right):
+                return axis
+        return ""
+
+    def _disagreeing_axis(self, site: Site, holders: Sequence[int]) -> str:
+        """The axis along which ranks that should hold the same entries hold different ones."""
+        for axis in reversed(self.mesh.wide_axes):
+            for rank in holders:
+                own = self.records[rank].values.get(site)
+                if own is None:
+                    continue
+                for other_rank in self.mesh.group(rank, axis):
+                    other = self.records[other_rank].values.get(site)
+                    if other is None or other.place != own.place:
+                        continue
+                    if own.value.shape != other.value.shape:
+                        return axis
+                    key = self._key(site)
+                    difference = largest_difference(own.value, other.value)
+                    if difference > self.bounds.bound(key) * self.bounds.scale(key):
+                        return axis
+        return ""
+
+    def _partial_sums(self, site: Site, failure: Failure) -> Iterator[tuple[str, _Phrase]]:
+        """Sums of the ranks' own gradients over other axes than the right ones."""
+        record = self.records[failure.rank]
+        name = next(
+            (name for name, param in record.shards.items() if param.owner == site.parameter), None
+        )
+        if name is None or (site.step, name) not in record.partial_gradients:
+            return
+        right = set(record.shards[name].reduce_axes)
+        candidates = [axis for axis in self.mesh.wide_axes if axis != pipeline_axis()]
+        for number in range(len(candidates) + 1):
+            for axes in itertools.combinations(candidates, number):
+                if set(axes) == right:
+                    continue
+                total = self._sum_over(site.step, name, failure.rank, axes)
+                if total is None:
+                    continue
+                local = _local_entries(total, failure.observed, record, name)
+                if local is None:
+                    continue
+                missing = [axis for axis in self.mesh.wide_axes if axis in right - set(axes)]
+                extra = [axis for axis in self.mesh.wide_axes if axis in set(axes) - right]
+                if missing:
+                    text = f"not summed over {' and '.join(missing)} (terms of other ranks are missing)"
+                    yield "+".join(missing), _Phrase(text, local)
+                else:
+                    text = f"summed over {' and '.join(extra)}, too"
+                    yield "+".join(extra), _Phrase(text, local)
+
+    def _sum_over(
+        self, step: int, name: str, rank: int, axes: tuple[str, ...]
+    ) -> Tensor | None:
+        parts = []
+        for member in self.mesh.group(rank, axes):
+            partial = self.records[member].partial_gradients.get((step, name))
+            if partial is None:
+                return None
+            parts.append(partial.value)
+        if len({part.shape for part in parts}) > 1:
+            return None
+        return torch.stack(parts).sum(0)
+
+    def _candidates(self, site: Site, failure: Failure) -> dict[str, Tensor]:
+        """Tensors that the measured one may be by mistake."""
+        found: dict[str, Tensor] = {}
+        values = self.bounds.plain.values
+        key = self._key(site)
+        whole = values.get(key)
+        earlier = values.get(key._replace(step=site.step - 1))
+        place = failure.observed.place
+        if earlier is not None and earlier.dim():
+            stale = place.read(earlier)
+            if stale is not None:
+                text = f"the value of step {site.step - 1} (stale)"
+                found[text] = stale.reshape(failure.expected.shape)
+        if whole is None:
+            return found
+        if site.phase == "clip":
+            unclipped = values.get(Key(site.step, "reduce", f"{site.parameter} gradient"))
+            if unclipped is not None:
+                local = place.read(unclipped)
+                if local is not None:
+                    found["not clipped"] = local
+        for record in self.records:
+            other = record.values.get(site)
+            if other is None or other.place == place or record.rank == failure.rank:
+                continue
+            shard = other.place.read(whole)
+            if shard is not None and shard.shape == failure.expected.shape:
+                where = self.mesh.coord_text(record.rank)
+                found[f"the shard of rank {record.rank} ({where}), repeated"] = shard
+        return found
+
+    def _before(self, site: Site, failure: Failure) -> Tensor | None:
+        if site.phase != "update" or not site.parameter:
+            return None
+        used = self.bounds.plain.values.get(
+            Key(site.step, "forward", f"{site.parameter} as used")
+        )
+        return None if used is None else failure.observed.place.read(used)
+
+
+@dataclass(frozen=True)
+class _Phrase:
+    text: str
+    value: Tensor
+
+
+def _close(value: Tensor, expected: Tensor) -> float:
+    """Difference within which a value counts as a wrong sum."""
+    size = max(float(value.abs().max()), float(expected.abs().max())) if value.numel() else 0.0
+    return 1e-3 * size
+
+
+def _local_entries(
+    total: Tensor, observed: Observed, record: RankRecord, name: str
+) -> Tensor | None:
+    """The entries of a local gradient that an observed tensor holds."""
+    shard = record.shards[name].shard
+    whole = torch.zeros(record.shards[name].shape, dtype=total.dtype)
+    offset = 0
+    for box in shard.boxes:
+        part = total
+        if len(shard.boxes) > 1:
+            length = box.shape[shard.dim]
+            part = total.narrow(shard.dim, offset, length)
+            offset += length
+        whole[box.slices] = part
+    entries = observed.place.read(whole)
+    return None if entries is None else entries.reshape(observed.value.shape)
+
+
+def _clip_factor(record: RankRecord, step: int) -> float | None:
+    """Ratio of this rank's clipped gradients to the unclipped ones; None without gradients."""
+    product = 0.0
+    square = 0.0
+    for site, after in record.values.items():
+        if site.step != step or site.phase != "clip":
+            continue
+        title = f"{site.parameter} gradient"
+        before_site = Site(step, "reduce", site.block, title, site.parameter)
+        before = record.values.get(before_site)
+        if before is not None and before.value.shape == after.value.shape:
+            product += float((before.value * after.value).sum())
+            square += float(before.value.square().sum())
+    return product / square if square else None
+
+
+def _operation_text(operation: Operation) -> str:
+    ranks = " ".join(map(str, operation.group))
+    return f"{operation.op} over {operation.axis}, ranks {ranks}"
+
+
+def axis_of_call(text: str, mesh: Mesh) -> str:
+    """The mesh axis that the message of a failed call names; "" where none is named."""
+    for axis in mesh.wide_axes:
+        if f"over {axis}" in text:
+            return axis
+    return ""
+

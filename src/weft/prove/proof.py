@@ -1,0 +1,281 @@
+"""Prove a run: train its first steps on its layout, ranks as threads, and on one device; compare everything."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from weft.comm.comm import Comm
+from weft.config.run import Run
+from weft.core.mesh import Mesh
+from weft.data.dataset import open_data
+from weft.data.samples import Samples
+from weft.errors import CommError, GuardError, WeftError
+from weft.models import Family
+from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
+from weft.prove.judge import Judge, axis_of_call
+from weft.prove.raw_batch import MaskedSamples
+from weft.prove.record import Recorder, RankRecord
+from weft.prove.reference import (
+    NumberTypes,
+    Reference,
+    ReferenceTrace,
+    in_float64,
+    perturbations,
+)
+from weft.prove.report import Pass, ProofReport
+from weft.run.run_ranks import run_ranks
+from weft.train.build import family_of, initial_source
+from weft.train.build_training import build_training
+from weft.train.event_log import EventLog
+from weft.train.loop import run_training
+
+TIMEOUT_S = 3600.0
+STEPS_AFTER_RESUME = 1
+MAX_NOTES = 4
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is proved.
+
+    Attributes:
+        run: the run, with the sizes that are compared.
+        family: its model family, with adapters.
+        samples: its data.
+        steps: optimizer steps; the last one follows a checkpoint that is written and read back.
+    """
+
+    run: Run
+    family: Family
+    samples: Samples
+    steps: int
+
+    @staticmethod
+    def of(run: Run, *, steps: int, samples: Samples | None = None) -> Subject:
+        """The subject of a run, whose data is opened; some targets of token data are masked."""
+        if samples is None:
+            samples = open_data(run.data, run.model)
+            if run.model.kind == "tokens":
+                samples = MaskedSamples(samples)
+        return Subject(run, family_of(run.model, run.lora), samples, steps)
+
+    def in_float64(self) -> Subject:
+        """The same in float64."""
+        return replace(self, run=in_float64(self.run))
+
+
+def prove(subject: Subject) -> ProofReport:
+    """Compare the layout of a run with one device: in its own number types, and, where those have 16
+    bits, in float64, too.
+
+    Raises:
+        UserError: what the run asks for is not possible.
+    """
+    start = time.perf_counter()
+    run = subject.run
+    passes: list[Pass] = []
+    notes: list[str] = []
+    failed = _Failed()
+    subjects = [subject]
+    if NumberTypes.of(run).eps > torch.finfo(torch.float32).eps:
+        subjects.insert(0, subject.in_float64())
+    for each in subjects:
+        outcome = _prove_once(each)
+        if isinstance(outcome, _Failed):
+            failed = outcome
+            break
+        passes.append(outcome.result)
+        notes.extend(outcome.notes)
+        if outcome.result.differences:
+            break
+    return ProofReport(
+        layout=layout_text(run),
+        model=model_text(run),
+        ranks=run.device_mesh.size,
+        steps=subject.steps,
+        passes=tuple(passes),
+        error=failed.text,
+        error_axis=failed.axis,
+        seconds=time.perf_counter() - start,
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """An error that ended the run of the layout."""
+
+    text: str = ""
+    axis: str = ""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    result: Pass
+    notes: tuple[str, ...]
+
+
+def _prove_once(subject: Subject) -> _Outcome | _Failed:
+    try:
+        records = run_layout(subject)
+    except (CommError, GuardError, AssertionError, RuntimeError) as error:
+        text = _first_lines(error)
+        return _Failed(text, axis_of_call(str(error), subject.run.device_mesh))
+    bounds = reference_bounds(subject)
+    judge = Judge(subject.run.device_mesh, records, bounds)
+    differences = judge.compare()
+    return _Outcome(
+        Pass(types_text(subject.run), bounds_text(bounds.types), judge.phase_bounds(), differences),
+        _notes(judge),
+    )
+
+
+def _notes(judge: Judge) -> tuple[str, ...]:
+    if not judge.uncompared:
+        return ()
+    names = sorted(judge.uncompared)
+    shown = ", ".join(names[:MAX_NOTES])
+    more = f" and {len(names) - MAX_NOTES} more" if len(names) > MAX_NOTES else ""
+    return (f"not compared, of no known shape on a rank: {shown}{more}",)
+
+
+def _first_lines(error: BaseException) -> str:
+    """The message of an error, in one line, with its type where that is none of weft's."""
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, WeftError):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def run_layout(subject: Subject) -> list[RankRecord]:
+    """Train the steps on the layout as `weft train` does, save before the last one, resume from
+    that checkpoint on the same ranks; returns what every rank computed.
+    """
+    with tempfile.TemporaryDirectory(prefix="weft-proof-") as folder:
+        out = str(Path(folder) / "run")
+
+        def rank(comm: Comm) -> RankRecord:
+            return _train_rank(subject, comm, out)
+
+        return run_ranks(subject.run.device_mesh, rank, timeout_s=TIMEOUT_S)
+
+
+def _train_rank(subject: Subject, comm: Comm, out: str) -> RankRecord:
+    record = RankRecord(comm.rank)
+    num_before = subject.steps - STEPS_AFTER_RESUME
+    if num_before < 1:
+        _train_part(subject, comm, record, out=out, resume=None, total=subject.steps, saves=False)
+        return record
+    _train_part(subject, comm, record, out=out, resume=None, total=num_before, saves=True)
+    record.resumed_after = num_before
+    _train_part(subject, comm, record, out=out, resume="auto", total=subject.steps, saves=False)
+    return record
+
+
+def _train_part(
+    subject: Subject,
+    comm: Comm,
+    record: RankRecord,
+    *,
+    out: str,
+    resume: str | None,
+    total: int,
+    saves: bool,
+) -> None:
+    """Train up to step `total`."""
+    observers = comm.observers
+    run = subject.run.with_values({"out": out, "resume": resume})
+    training = build_training(
+        run, comm, stop_requested=lambda: False, samples=subject.samples
+    )
+    recorder = Recorder(record, training)
+    training = recorder.attach(training)
+    if resume is not None:
+        recorder.record_state(training.step_range.start, moments="checkpoint", params="checkpoint")
+    step_range = replace(training.step_range, total=total)
+    training = replace(
+        training,
+        step_range=step_range,
+        save_at_end=saves,
+        stragglers=None,
+        evaluator=None,
+        files={},
+    )
+    run_training(training, EventLog(None, [recorder]))
+    comm.observers = observers
+
+
+def reference_bounds(subject: Subject) -> Bounds:
+    """The one-device reference, and its perturbed versions for the bounds."""
+    perturbed = []
+    for perturbation in perturbations(subject.run):
+        reference = _reference(subject, perturbation=perturbation)
+        perturbed.append(reference.run_all(subject.steps))
+    plain = _reference(subject).run_all(subject.steps)
+    return Bounds(plain, tuple(perturbed), NumberTypes.of(subject.run))
+
+
+def _reference(subject: Subject, **options: object) -> Reference:
+    run = subject.run
+    source = initial_source(run.model, base=run.lora.base)
+    torch.set_flush_denormal(True)
+    return Reference(run, subject.family, subject.samples, source=source, **options)  # type: ignore[arg-type]
+
+
+def layout_text(run: Run) -> str:
+    """Mesh and options that differ from their defaults."""
+    words = [str(run.device_mesh)]
+    for section in ("parallel", "pipeline"):
+        values = getattr(run, section)
+        default = type(values)()
+        for key in type(values).model_fields:
+            value = getattr(values, key)
+            if value != getattr(default, key):
+                words.append(f"{section}.{key} {value}")
+    return ", ".join(words)
+
+
+def model_text(run: Run) -> str:
+    """Family, main sizes and batch."""
+    sizes = run.model.architecture
+    shown = [f"{key} {sizes[key]}" for key in ("layers", "dim", "vocab") if key in sizes]
+    batch = f"batch {run.batch.global_size} x {run.data.seq_len}"
+    if run.model.kind == "images":
+        batch = f"batch {run.batch.global_size}"
+    return f"{run.model.name} ({', '.join([*shown, batch])})"
+
+
+def types_text(run: Run) -> str:
+    """Number types: "float32", or "bfloat16, parameters float32, sums float32"."""
+    precision = run.precision
+    if precision.params == precision.compute == precision.reduce:
+        return precision.compute
+    return f"{precision.compute}, parameters {precision.params}, sums {precision.reduce}"
+
+
+def bounds_text(types: NumberTypes) -> str:
+    """Where the bounds come from."""
+    if types.is_exact:
+        return f"{TOLERANCE:.0e}"
+    return f"{FACTOR:g} times what rounding noise of one unit moves the same computation"
+
+
+def ranks_of(records: Sequence[RankRecord]) -> tuple[int, ...]:
+    """Ranks of some records."""
+    return tuple(record.rank for record in records)
+
+
+def without_axis(mesh: Mesh, axis: str, degree: int) -> str:
+    """The text of a mesh with another degree of an axis; 1 leaves it out."""
+    words = []
+    for name, old in mesh.axes:
+        new = degree if name == axis else old
+        if new > 1:
+            words.append(f"{name}{new}")
+    return " ".join(words)

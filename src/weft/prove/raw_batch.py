@@ -1,0 +1,186 @@
+"""Whole batches from raw samples: targets, masks, positions and documents by their definitions, token by token.
+
+Independent of the code that feeds ranks (`weft.train.data_loader`, `weft.data.packing`,
+`with_later_targets`), so that a fault there is on one side of a proof only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.data.order import Ints
+from weft.data.samples import SampleArrays, Samples, SequenceSamples
+from weft.models.common.batch import IGNORE, Batch
+
+
+
+def is_masked(sample: int, column: int) -> bool:
+    """Whether a proof masks this target: one of eight, and half of every third sample, so that
+    sequences and micro-batches have different numbers of targets.
+    """
+    if sample % 3 == 0 and column % 2:
+        return True
+    return (sample * 7 + column * 3) % 8 == 0
+
+
+@dataclass(frozen=True)
+class MaskedSamples:
+    """Samples of which some targets do not count, as in fine-tuning data: see `is_masked`."""
+
+    samples: Samples
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return self.samples.num_samples
+
+    def at(self, places: Ints, *, seed: int) -> Ints:
+        """The order of the samples themselves."""
+        return self.samples.at(places, seed=seed)
+
+    def read(self, samples: Ints) -> SampleArrays:
+        """The samples with masked targets."""
+        arrays = self.samples.read(samples)
+        mask_targets(arrays.targets, samples.ravel())
+        return arrays
+
+    def place(self, sample: int) -> dict[str, object]:
+        """Where a sample is."""
+        return self.samples.place(sample)
+
+    def facts(self) -> dict[str, object]:
+        """Facts of the samples themselves."""
+        return self.samples.facts()
+
+
+def mask_targets(targets_BS: Ints, samples_B: Ints) -> None:
+    """Mask targets in place."""
+    for row, sample in enumerate(samples_B.tolist()):
+        for column in range(targets_BS.shape[1]):
+            if is_masked(sample, column):
+                targets_BS[row, column] = IGNORE
+
+
+@dataclass
+class _Sequence:
+    """One sequence, token by token."""
+
+    inputs: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    documents: list[int] = field(default_factory=list)
+
+
+def global_batch(
+    samples: Samples,
+    step: int,
+    *,
+    global_size: int,
+    seed: int,
+    later: bool,
+) -> Batch:
+    """The batch of step `step` (from 0) over all ranks, with whole sequences.
+
+    Args:
+        later: with the fields that multi-token prediction reads.
+    """
+    first = step * global_size
+    places = np.arange(first, first + global_size, dtype=np.int64)
+    numbers = samples.at(places, seed=seed)
+    raw = samples.samples if isinstance(samples, MaskedSamples) else samples
+    if not isinstance(raw, SequenceSamples):
+        return _batch_of_arrays(samples.read(numbers), later=later)
+    sequences = [_sequence(raw, number) for number in numbers.tolist()]
+    fields = {
+        name: _tensor([getattr(each, name) for each in sequences])
+        for name in ("inputs", "targets", "positions")
+    }
+    if raw.packing == "documents":
+        fields["documents"] = _tensor([each.documents for each in sequences])
+    if isinstance(samples, MaskedSamples):
+        for row, number in enumerate(numbers.tolist()):
+            for column in range(raw.seq_len):
+                if is_masked(number, column):
+                    fields["targets"][row, column] = IGNORE
+    batch = Batch(**fields)
+    return _with_later(batch) if later else batch
+
+
+def _sequence(samples: SequenceSamples, number: int) -> _Sequence:
+    """Sample `number`: tokens [number S, (number + 1) S) and the token after each."""
+    length = samples.seq_len
+    start = number * length
+    tokens = samples.stream.read(start, start + length + 1).tolist()
+    starts: set[int] = set()
+    if samples.packing == "documents":
+        starts = _document_starts(samples, start, length)
+    found = _Sequence()
+    document = 0
+    position = 0
+    for column in range(length):
+        begins = column in starts
+        document += begins
+        position = 0 if begins or column == 0 else position + 1
+        is_last = column + 1 in starts
+        found.inputs.append(tokens[column])
+        found.targets.append(IGNORE if is_last else tokens[column + 1])
+        found.positions.append(position)
+        found.documents.append(document)
+    return found
+
+
+def _document_starts(samples: SequenceSamples, start: int, length: int) -> set[int]:
+    """Columns of a window, its end included, at which a document begins."""
+    all_bounds = samples.stream.document_bounds
+    bounds = all_bounds[0 : len(all_bounds)]
+    inside = bounds[(bounds >= start) & (bounds <= start + length)]
+    return {int(bound) - start for bound in inside}
+
+
+def _tensor(rows: list[list[int]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def _batch_of_arrays(arrays: SampleArrays, *, later: bool) -> Batch:
+    fields = {}
+    for name, array in vars(arrays).items():
+        if array is not None:
+            fields[name] = torch.from_numpy(array)
+    batch = Batch(**fields)
+    return _with_later(batch) if later else batch
+
+
+def _with_later(batch: Batch) -> Batch:
+    """With the token after each one, and the target after that: those of the next column, or of the
+    target itself where the sequence or document ends.
+    """
+    next_rows = []
+    later_rows = []
+    num_rows, length = batch.inputs.shape
+    for row in range(num_rows):
+        next_tokens = []
+        later_targets = []
+        for column in range(length):
+            is_last = column + 1 == length
+            if batch.documents is not None and not is_last:
+                is_last = bool(batch.documents[row, column] != batch.documents[row, column + 1])
+            if is_last:
+                next_tokens.append(max(int(batch.targets[row, column]), 0))
+                later_targets.append(IGNORE)
+            else:
+                next_tokens.append(int(batch.inputs[row, column + 1]))
+                later_targets.append(int(batch.targets[row, column + 1]))
+        next_rows.append(next_tokens)
+        later_rows.append(later_targets)
+    return Batch(
+        batch.inputs,
+        batch.targets,
+        batch.positions,
+        documents=batch.documents,
+        next_inputs=_tensor(next_rows),
+        later_targets=_tensor(later_rows),
+    )

@@ -1,0 +1,351 @@
+"""Result of a proof: the differences with their place and numeric relation, the bounds, text and JSON. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from weft.errors import counted
+
+Phase = Literal[
+    "batch",
+    "forward",
+    "loss",
+    "backward",
+    "reduce",
+    "norm",
+    "clip",
+    "moments",
+    "update",
+    "checkpoint",
+]
+PHASES: tuple[Phase, ...] = (
+    "batch",
+    "forward",
+    "loss",
+    "backward",
+    "reduce",
+    "norm",
+    "clip",
+    "moments",
+    "update",
+    "checkpoint",
+)
+"""Phases of one step, in the order of their execution."""
+
+VerdictWord = Literal["equal", "not equal"]
+
+MAX_SHOWN = 5
+"""Differences that the text lists."""
+MAX_STORED = 200
+"""Differences that the JSON holds."""
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A logical tensor that ranks compute otherwise than one device does.
+
+    Attributes:
+        tensor: logical name: a parameter, `layer0.output`, `layer0.output gradient`, `loss`,
+            `gradient norm`, `tokens`, ...
+        block: block of the chain; "" for numbers of the whole step.
+        parameter: global name; "" where the tensor is none.
+        phase: part of the step in which the tensor is computed.
+        step: from 1.
+        micro_batch: number on its rank; None where the tensor is not of one micro-batch.
+        axis: mesh axis that the difference follows, or several joined by "+"; "" where none does.
+        ranks: world ranks on which the tensor differs.
+        collective: the operation before the tensor, as `all_reduce over dp, ranks 0 2`.
+        relation: how the numbers relate to the right ones, e.g. "2 times the right values".
+        measured: largest relative difference; infinite where a value is not finite or missing.
+        bound: largest relative difference that rounding explains.
+    """
+
+    tensor: str
+    block: str
+    parameter: str
+    phase: Phase
+    step: int
+    micro_batch: int | None
+    axis: str
+    ranks: tuple[int, ...]
+    collective: str
+    relation: str
+    measured: float
+    bound: float
+
+    @property
+    def title(self) -> str:
+        """Phase, step, micro-batch and tensor."""
+        micro = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        return f"{self.phase} of step {self.step}{micro}: {self.tensor}"
+
+    def lines(self) -> Iterator[str]:
+        """The title, and a line for each fact."""
+        yield self.title
+        yield f"  is {self.relation}"
+        ranks = _ranks_text(self.ranks)
+        yield f"  on {ranks}" + (f"; follows the axis {self.axis}" if self.axis else "")
+        if self.collective:
+            yield f"  preceding collective: {self.collective}"
+        yield f"  relative difference {self.measured:.1e}, bound {self.bound:.1e}"
+
+    def __str__(self) -> str:
+        axis = f" (axis {self.axis})" if self.axis else ""
+        return f"{self.title} is {self.relation} on {_ranks_text(self.ranks)}{axis}"
+
+
+@dataclass(frozen=True)
+class PhaseBound:
+    """How close the tensors of one phase came to their bounds.
+
+    Attributes:
+        compared: tensors that were compared.
+        largest: largest relative difference.
+        bound: the bound of that tensor.
+        closest: largest ratio of a difference to its own bound; above 1 is a difference.
+    """
+
+    phase: Phase
+    compared: int
+    largest: float
+    bound: float
+    closest: float
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One comparison: a number type, and what was found.
+
+    Attributes:
+        dtype: "float64", or "float32", or "bfloat16 with float32 parameters".
+        source: where the bounds come from.
+    """
+
+    dtype: str
+    source: str
+    bounds: tuple[PhaseBound, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def compared(self) -> int:
+        """Number of compared tensors."""
+        return sum(bound.compared for bound in self.bounds)
+
+
+@dataclass(frozen=True)
+class ProofReport:
+    """Result of a proof.
+
+    Attributes:
+        layout: mesh and options, as text.
+        model: the model, as text, with the sizes that were compared.
+        ranks: number of ranks.
+        steps: optimizer steps.
+        passes: comparisons, one a number type.
+        error: the error that ended the run of the layout; "" where it ran.
+        error_axis: mesh axis of the call that failed, if it names one.
+        seconds: elapsed time.
+        reduced: sizes that were reduced: key -> (as configured, as compared).
+        smallest: the smallest case that fails likewise; None where it was not looked for.
+        command: the command that repeats this proof.
+        notes: what was not compared, and why.
+    """
+
+    layout: str
+    model: str
+    ranks: int
+    steps: int
+    passes: tuple[Pass, ...]
+    error: str = ""
+    error_axis: str = ""
+    seconds: float = 0.0
+    reduced: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    smallest: ProofReport | None = None
+    command: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> VerdictWord:
+        """Whether the layout computes what one device computes."""
+        return "not equal" if self.error or self.differences else "equal"
+
+    @property
+    def holds(self) -> bool:
+        """Whether the verdict is "equal"."""
+        return self.verdict == "equal"
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """Of all passes; each in the order of execution."""
+        found: list[Difference] = []
+        for each in self.passes:
+            found.extend(each.differences)
+        return tuple(found)
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference in the order of execution, with the axis of the smallest case where
+        that is a single one.
+        """
+        differences = self.differences
+        if not differences:
+            return None
+        first = differences[0]
+        found = self.smallest.first if self.smallest is not None else None
+        if found is None or not found.axis or "+" in found.axis:
+            return first
+        return replace(first, axis=found.axis)
+
+    @property
+    def axis(self) -> str:
+        """Mesh axis of the first difference, or of the call that failed."""
+        first = self.first
+        if first is not None:
+            return first.axis
+        if self.smallest is not None and self.smallest.axis:
+            return self.smallest.axis
+        return self.error_axis
+
+    @property
+    def bounds(self) -> tuple[PhaseBound, ...]:
+        """Of all passes."""
+        found: list[PhaseBound] = []
+        for each in self.passes:
+            found.extend(each.bounds)
+        return tuple(found)
+
+    @property
+    def compared(self) -> int:
+        """Number of compared tensors."""
+        return sum(each.compared for each in self.passes)
+
+    def with_smallest(self, smallest: ProofReport) -> ProofReport:
+        """The report with the smallest case that fails likewise."""
+        return replace(self, smallest=smallest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON."""
+        first = self.first
+        return {
+            "verdict": self.verdict,
+            "layout": self.layout,
+            "model": self.model,
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "compared": self.compared,
+            "seconds": round(self.seconds, 3),
+            "first": None if first is None else _as_json(asdict(first)),
+            "error": self.error,
+            "error_axis": self.error_axis,
+            "passes": [_pass_dict(each) for each in self.passes],
+            "reduced": {key: list(values) for key, values in self.reduced.items()},
+            "command": self.command,
+            "notes": list(self.notes),
+            "smallest": None if self.smallest is None else self.smallest.to_dict(),
+        }
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def lines(self) -> Iterator[str]:
+        """The report as text of 80 columns."""
+        for line in self._unwrapped_lines():
+            yield from _wrapped(line)
+
+    def _unwrapped_lines(self) -> Iterator[str]:
+        ranks = counted(self.ranks, "rank")
+        yield f"{self.layout}, {ranks} as threads, {counted(self.steps, 'step')}, compared with one device"
+        yield f"model: {self.model}"
+        if self.reduced:
+            changes = [f"{key} {old} -> {new}" for key, (old, new) in self.reduced.items()]
+            yield f"reduced sizes (--full keeps them): {', '.join(changes)}"
+        for each in self.passes:
+            yield from _pass_lines(each)
+        yield from self.notes
+        yield from self._verdict_lines()
+
+    def _verdict_lines(self) -> Iterator[str]:
+        compared = f"{self.compared:,} tensors and numbers in {self.seconds:.1f} s"
+        if self.holds:
+            yield f"equal: {compared}"
+            return
+        if self.error:
+            yield f"NOT equal: the layout stops with an error: {self.error}"
+            if self.axis:
+                yield f"  follows the axis {self.axis}"
+        first = self.first
+        if first is not None:
+            total = len(self.differences)
+            yield f"NOT equal: {total:,} of {compared} differ; the first in the order of execution:"
+            for line in first.lines():
+                yield f"  {line}"
+            for other in self.differences[1:MAX_SHOWN]:
+                yield f"  then {other}"
+        if self.smallest is not None:
+            case = self.smallest
+            yield f"smallest failing case: {case.layout}, {counted(case.steps, 'step')}, {case.model}"
+            found = case.first
+            if found is not None:
+                yield f"  {found}"
+            yield f"  {case.command}"
+        elif self.command:
+            yield f"again: {self.command}"
+
+
+def _pass_lines(each: Pass) -> Iterator[str]:
+    yield f"{each.dtype}; bounds: {each.source}"
+    for bound in each.bounds:
+        count = counted(bound.compared, "tensor")
+        worst = f"largest difference {bound.largest:.1e}, bound {bound.bound:.1e}"
+        mark = "" if bound.closest <= 1 else "  DIFFERS"
+        yield f"  {bound.phase:<10} {count:>13}: {worst}{mark}"
+
+
+def _pass_dict(each: Pass) -> dict[str, Any]:
+    shown = each.differences[:MAX_STORED]
+    return {
+        "dtype": each.dtype,
+        "bounds_from": each.source,
+        "bounds": [_as_json(asdict(bound)) for bound in each.bounds],
+        "num_differences": len(each.differences),
+        "differences": [_as_json(asdict(difference)) for difference in shown],
+    }
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Values without infinities, which JSON does not have."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        is_infinite = isinstance(value, float) and not math.isfinite(value)
+        found[key] = None if is_infinite else value
+    return found
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = " ".join(map(str, ranks[:16]))
+    more = "" if len(ranks) <= 16 else f" and {len(ranks) - 16} more"
+    return f"ranks {shown}{more}"
+
+
+def _wrapped(line: str) -> list[str]:
+    """The line in pieces of at most 80 columns; a command stays whole."""
+    if len(line) <= WIDTH or line.lstrip().startswith("weft "):
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    return textwrap.wrap(
+        line,
+        WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
