@@ -16,7 +16,7 @@ from weft.models import Family
 from weft.models.common.batch import Batch
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
-from weft.prove.trace import TensorDifference, RankTrace, differences, uncovered
+from weft.prove.trace import RankTrace, TensorDifference, differences, uncovered
 from weft.run.run_ranks import run_ranks
 from weft.train.optim import NamedOptimizer, make_optimizer
 

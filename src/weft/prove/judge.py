@@ -97,9 +97,7 @@ class Judge:
             stats = self.stats.get(phase)
             if stats is not None:
                 closest = max(stats.closest, 0.0)
-                found.append(
-                    PhaseBound(phase, stats.compared, stats.largest, stats.bound, closest)
-                )
+                found.append(PhaseBound(phase, stats.compared, stats.largest, stats.bound, closest))
         return tuple(found)
 
     # tensors of one rank
@@ -134,9 +132,7 @@ class Judge:
         """Whether the gradients of a step overflowed: they have no values to compare."""
         return site.step in self.bounds.plain.skipped and site.phase in PHASE_OF_GRADIENTS
 
-    def _check(
-        self, site: Site, rank: int, observed: Observed, expected: Tensor, key: Key
-    ) -> None:
+    def _check(self, site: Site, rank: int, observed: Observed, expected: Tensor, key: Key) -> None:
         value = observed.value
         bound = self.bounds.bound(key)
         relative = largest_difference(value, expected) / self.bounds.scale(key)
@@ -211,7 +207,8 @@ class Judge:
                 key = (step, owner, others)
                 groups.setdefault(key, []).append((record.rank, partial))
         for (step, owner, _), members in groups.items():
-            assert isinstance(step, int) and isinstance(owner, str)
+            assert isinstance(step, int)
+            assert isinstance(owner, str)
             self._compare_partial_group(step, owner, members)
 
     def _coordinates(self, rank: int, summed: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -248,7 +245,8 @@ class Judge:
                 ranks.setdefault(group, []).append(record.rank)
         for group, total in totals.items():
             step, block, name, _ = group
-            assert isinstance(step, int) and isinstance(block, str)
+            assert isinstance(step, int)
+            assert isinstance(block, str)
             site = Site(step, "loss", block, f"{block}.{name}")
             for rank in ranks[group]:
                 self._number(self.records[rank], site, total)
@@ -264,7 +262,8 @@ class Judge:
                 ranks.setdefault(group, []).append(record.rank)
         for group, total in totals.items():
             step, block, _ = group
-            assert isinstance(step, int) and isinstance(block, str)
+            assert isinstance(step, int)
+            assert isinstance(block, str)
             site = Site(step, "forward", block, f"{block}.expert load")
             key = Key(step, "forward", site.tensor)
             whole = self.bounds.plain.values.get(key)
@@ -459,9 +458,7 @@ class Judge:
                     text = f"summed over {' and '.join(extra)}, too"
                     yield "+".join(extra), _Phrase(text, local)
 
-    def _sum_over(
-        self, step: int, name: str, rank: int, axes: tuple[str, ...]
-    ) -> Tensor | None:
+    def _sum_over(self, step: int, name: str, rank: int, axes: tuple[str, ...]) -> Tensor | None:
         parts = []
         for member in self.mesh.group(rank, axes):
             partial = self.records[member].partial_gradients.get((step, name))
@@ -506,9 +503,7 @@ class Judge:
     def _before(self, site: Site, failure: Failure) -> Tensor | None:
         if site.phase != "update" or not site.parameter:
             return None
-        used = self.bounds.plain.values.get(
-            Key(site.step, "forward", f"{site.parameter} as used")
-        )
+        used = self.bounds.plain.values.get(Key(site.step, "forward", f"{site.parameter} as used"))
         return None if used is None else failure.observed.place.read(used)
 
 
@@ -569,4 +564,3 @@ def axis_of_call(text: str, mesh: Mesh) -> str:
         if f"over {axis}" in text:
             return axis
     return ""
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,16 +19,15 @@ from weft.models import Family
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
 from weft.prove.judge import Judge, axis_of_call
 from weft.prove.raw_batch import MaskedSamples
-from weft.prove.record import Recorder, RankRecord
+from weft.prove.record import RankRecord, Recorder
 from weft.prove.reference import (
     NumberTypes,
     Reference,
-    ReferenceTrace,
     in_float64,
     perturbations,
 )
 from weft.prove.report import Pass, ProofReport
-from weft.run.run_ranks import run_ranks
+from weft.run.run_ranks import one_intra_op_thread, run_ranks
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import build_training
 from weft.train.event_log import EventLog
@@ -77,6 +75,11 @@ def prove(subject: Subject) -> ProofReport:
     Raises:
         UserError: what the run asks for is not possible.
     """
+    with one_intra_op_thread():
+        return _prove(subject)
+
+
+def _prove(subject: Subject) -> ProofReport:
     start = time.perf_counter()
     run = subject.run
     passes: list[Pass] = []
@@ -191,9 +194,7 @@ def _train_part(
     """Train up to step `total`."""
     observers = comm.observers
     run = subject.run.with_values({"out": out, "resume": resume})
-    training = build_training(
-        run, comm, stop_requested=lambda: False, samples=subject.samples
-    )
+    training = build_training(run, comm, stop_requested=lambda: False, samples=subject.samples)
     recorder = Recorder(record, training)
     training = recorder.attach(training)
     if resume is not None:
@@ -264,11 +265,6 @@ def bounds_text(types: NumberTypes) -> str:
     if types.is_exact:
         return f"{TOLERANCE:.0e}"
     return f"{FACTOR:g} times what rounding noise of one unit moves the same computation"
-
-
-def ranks_of(records: Sequence[RankRecord]) -> tuple[int, ...]:
-    """Ranks of some records."""
-    return tuple(record.rank for record in records)
 
 
 def without_axis(mesh: Mesh, axis: str, degree: int) -> str:

@@ -17,7 +17,6 @@ from weft.data.samples import SampleArrays, Samples, SequenceSamples
 from weft.models.common.batch import IGNORE, Batch
 
 
-
 def is_masked(sample: int, column: int) -> bool:
     """Whether a proof masks this target: one of eight, and half of every third sample, so that
     sequences and micro-batches have different numbers of targets.

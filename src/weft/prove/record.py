@@ -321,9 +321,7 @@ class Recorder:
                 site = Site(number, moments, block, title, owner)
                 self._keep(site, scalar.detach().reshape(1), place, self.trace.newest)
 
-    def _keep(
-        self, site: Site, value: Tensor, place: Place, operation: Operation | None
-    ) -> None:
+    def _keep(self, site: Site, value: Tensor, place: Place, operation: Operation | None) -> None:
         copy = value.detach().clone()
         self.record.values[site] = Observed(copy, place, operation)
 

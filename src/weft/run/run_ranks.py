@@ -87,7 +87,7 @@ def _run_in_threads(mesh: Mesh, fn: Callable[[Comm], T], *, timeout_s: float) ->
         torch.set_flush_denormal(True)
         return fn(Comm(mesh, rank, world.transport(rank)))
 
-    with _one_intra_op_thread():
+    with one_intra_op_thread():
         run = run_rank_threads(run_rank, world, daemon=True, timeout_s=timeout_s)
     if run.failures:
         rank = root_cause(run.failures).rank
@@ -102,7 +102,8 @@ def _run_in_threads(mesh: Mesh, fn: Callable[[Comm], T], *, timeout_s: float) ->
 
 
 @contextmanager
-def _one_intra_op_thread() -> Iterator[None]:
+def one_intra_op_thread() -> Iterator[None]:
+    """One intra-op thread inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # threads started from here on inherit it
     try:
