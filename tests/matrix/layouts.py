@@ -31,7 +31,7 @@ from weft.models import FAMILIES
 from weft.models.common.batch import IGNORE, Batch, token_batch, with_later_targets
 from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device
-from weft.prove.trace import TensorDifference, RankTrace, StepTrace, differences, uncovered
+from weft.prove.trace import RankTrace, StepTrace, TensorDifference, differences, uncovered
 from weft.testing import run_ranks
 
 SEQ_LEN = 8
