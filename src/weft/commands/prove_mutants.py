@@ -1,0 +1,119 @@
+"""`weft prove --mutants` and `weft prove --sweep`: planted faults that a proof must report, and healthy layouts that it must not."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
+from weft.config import flags
+from weft.config.schema import ConfigSection
+from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, counted, did_you_mean
+
+MUTANTS = "--mutants"
+SWEEP = "--sweep"
+JSON = "--json"
+MAX_MINUTES = 7 * 24 * 60
+FormatName = Literal["text", "json"]
+
+
+class MutantOptions(ConfigSection):
+    """Which faults are planted."""
+
+    only: str = Field("", description="names of mutants, or parts of them, separated by commas")
+    format: FormatName = Field("text", description="json: one object; --json for short")
+
+
+class SweepOptions(ConfigSection):
+    """How many layouts are generated."""
+
+    sweep: float = Field(1.0, gt=0, le=MAX_MINUTES, description="minutes")
+    seed: int = Field(0, ge=0, description="of the choice of layouts, families and options")
+    format: FormatName = Field("text", description="json: one object; --json for short")
+
+
+def prove_mutants(words: Sequence[str]) -> int:
+    """Plant mutants one after the other; exit code 1 if a proof does not report one of them."""
+    if wants_help(words):
+        usage = f"weft prove {MUTANTS} [--only NAME] [{JSON}]"
+        return show_help(MutantOptions(), usage, "plant faults, each of which a proof must report")
+    rest = [word for word in words if word != MUTANTS]
+    options = flags.read_config(_without_json(rest), MutantOptions)
+    _prepare_threads()
+    from weft.prove.mutants.catalog import all_mutants  # imports torch, after all checks
+    from weft.prove.mutants.table import MutantSummary, result_lines
+    from weft.prove.mutants.trial import MutantResult, try_mutants
+
+    catalog = all_mutants()
+    names = _chosen_names(options.only, tuple(catalog))
+    results: list[MutantResult] = []
+    for result in try_mutants(catalog[name] for name in names):
+        results.append(result)
+        if options.format == "text":
+            print_result("\n".join(result_lines(result)))
+    summary = MutantSummary.of(results)
+    if options.format == "json":
+        found = [result.to_dict() for result in results]
+        print_result(json.dumps({**summary.to_dict(), "results": found}, indent=1))
+    else:
+        print_result("\n".join(summary.lines()))
+    return EXIT_OK if summary.holds else EXIT_FAILED
+
+
+def prove_sweep(words: Sequence[str]) -> int:
+    """Prove generated layouts for some minutes; exit code 1 if one differs from one device."""
+    if wants_help(words):
+        usage = f"weft prove {SWEEP} MINUTES [--seed N] [{JSON}]"
+        return show_help(SweepOptions(), usage, "prove generated layouts of every family")
+    options = flags.read_config(_without_json(words), SweepOptions)
+    _prepare_threads()
+    from weft.prove.sweep import SweepResult, SweepSummary, sweep  # imports torch
+
+    is_text = options.format == "text"
+    start = time.monotonic()
+    results: list[SweepResult] = []
+    for result in sweep(options.sweep, seed=options.seed):
+        results.append(result)
+        if is_text and not result.report.holds:
+            print_result(f"NOT equal: {result.message}\n  {result.command}")
+    summary = SweepSummary(results, time.monotonic() - start)
+    if is_text:
+        print_result(
+            f"{counted(len(results), 'layout')} proved, {len(summary.failed)} differ; "
+            f"{summary.layouts_per_minute:.1f} layouts a minute, measured; seed {options.seed}"
+        )
+    else:
+        print_result(json.dumps(summary.to_dict(seed=options.seed), indent=1))
+    return EXIT_OK if summary.holds else EXIT_FAILED
+
+
+def _without_json(words: Sequence[str]) -> list[str]:
+    """The words with `--json` in its long form."""
+    long: list[str] = []
+    for word in words:
+        long += ("--format", "json") if word == JSON else (word,)
+    return long
+
+
+def _prepare_threads() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    set_openmp_policy()
+
+
+def _chosen_names(only: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The names that contain one of the words; all where there are none.
+
+    Raises:
+        UserError: a word is in no name.
+    """
+    words = only.replace(",", " ").split()
+    for word in words:
+        if not any(word in name for name in known):
+            fix = did_you_mean(word, known) or "weft prove --mutants --json lists all of them"
+            raise UserError(Fault("only", "no such mutant", got=repr(word), fix=fix))
+    return tuple(name for name in known if not words or any(word in name for word in words))

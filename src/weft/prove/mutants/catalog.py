@@ -1,0 +1,39 @@
+"""All mutants, in the order of the dimensions that they concern."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from weft.prove.mutants import (
+    context_faults,
+    data_faults,
+    expert_faults,
+    gradient_faults,
+    pipeline_faults,
+    resume_faults,
+    tensor_faults,
+    update_faults,
+)
+from weft.prove.mutants.fault import Mutant
+
+LISTS: tuple[Sequence[Mutant], ...] = (
+    gradient_faults.MUTANTS,
+    tensor_faults.MUTANTS,
+    pipeline_faults.MUTANTS,
+    context_faults.MUTANTS,
+    expert_faults.MUTANTS,
+    update_faults.MUTANTS,
+    data_faults.MUTANTS,
+    resume_faults.MUTANTS,
+)
+
+
+def all_mutants() -> Mapping[str, Mutant]:
+    """Every mutant by name."""
+    found: dict[str, Mutant] = {}
+    for mutants in LISTS:
+        for mutant in mutants:
+            assert mutant.name not in found, f"two mutants are called {mutant.name}"
+            found[mutant.name] = mutant
+    return MappingProxyType(found)

@@ -1,0 +1,151 @@
+"""What a layout trains: losses, norms, parameters and moments of some steps, a save and a resumption; for comparing two runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.comm.comm import Comm
+from weft.config.run import Run
+from weft.prove.mutants.fault import MutantLayout
+from weft.run.run_ranks import run_ranks
+from weft.train.build import build_training
+from weft.train.event_log import EventLog
+from weft.train.loop import Event, Training, run_training
+
+TIMEOUT_S = 120.0
+STEPS_BEFORE = 2
+STEPS = 4
+NUMBERS = ("loss", "grad_norm", "lr", "tokens")
+MIN_CHANGE = {"float64": 1e-9, "float32": 1e-6, "bfloat16": 1e-6, "float16": 1e-6}
+"""Relative changes of trained numbers that are an effect, by compute dtype."""
+
+
+@dataclass
+class EventCollector:
+    """A view that keeps the events of steps and evaluations."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def handle(self, event: Event) -> None:
+        """Keep it."""
+        if event["event"] in ("step", "eval"):
+            self.events.append(event)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass(frozen=True)
+class TrainedNumbers:
+    """Numbers and tensors of all ranks by name; or the error that ended the run."""
+
+    tensors: Mapping[str, Tensor]
+    error: str = ""
+
+
+def trained_numbers(run: Run, folder: Path) -> TrainedNumbers:
+    """Train a run, save, resume and train on; ranks are threads.
+
+    Args:
+        folder: empty; receives the run folder.
+    """
+    whole = {"out": str(folder / "run"), "save.at_end": True, "save.every": 0}
+    first = run.with_values({**whole, "steps": STEPS_BEFORE})
+    resumed = run.with_values({**whole, "steps": STEPS, "resume": "auto"})
+    tensors: dict[str, Tensor] = {}
+    try:
+        for part, each in (("first", first), ("resumed", resumed)):
+            for rank, found in enumerate(run_ranks(run.mesh, _Rank(each), timeout_s=TIMEOUT_S)):
+                for name, tensor in found.items():
+                    tensors[f"{part} rank {rank} {name}"] = tensor
+    except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
+        return TrainedNumbers(tensors, f"{type(error).__name__}: {error}".splitlines()[0])
+    return TrainedNumbers(tensors)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The function that every rank runs."""
+
+    run: Run
+
+    def __call__(self, comm: Comm) -> dict[str, Tensor]:
+        collector = EventCollector()
+        training = build_training(self.run, comm, stop_requested=lambda: False)
+        with EventLog(None, [collector]) as log:
+            run_training(training, log)
+        return {**_event_numbers(collector.events), **_state(training)}
+
+
+def _event_numbers(events: list[Event]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for event in events:
+        for name in NUMBERS:
+            if name in event:
+                key = f"{event['event']} {event['step']} {name}"
+                found[key] = torch.tensor(float(event[name]), dtype=torch.float64)
+    return found
+
+
+def _state(training: Training) -> dict[str, Tensor]:
+    grads = training.step.grads
+    found = {name: value.clone() for name, value in grads.full_parameters().items()}
+    optimizer: Any = training.step.optimizer
+    for name, state in optimizer.state.items():
+        for key, value in state.items():
+            found[f"{key} {name}"] = value.clone()
+    return found
+
+
+def changed_numbers(healthy: TrainedNumbers, planted: TrainedNumbers, run: Run) -> str:
+    """The number that the mutant changes most, as text; "" if it changes none."""
+    if planted.error:
+        return planted.error
+    least = MIN_CHANGE[run.precision.compute]
+    worst, name = 0.0, ""
+    for key, right in healthy.tensors.items():
+        change = _change(planted.tensors[key], right)
+        if change > max(worst, least):
+            worst, name = change, key
+    return f"{name} by {worst:.1e}" if name else ""
+
+
+def _change(value: Tensor, right: Tensor) -> float:
+    if value.shape != right.shape:
+        return math.inf
+    if not right.numel():
+        return 0.0
+    scale = max(float(right.double().abs().max()), 1e-12)
+    change = float((value.double() - right.double()).abs().max()) / scale
+    return math.inf if math.isnan(change) else change
+
+
+def layout_words(layout: MutantLayout, folder: Path) -> tuple[str, ...]:
+    """Arguments for the layout, with data files in `folder`."""
+    return layout.words(stream=str(folder / STREAM), documents=str(folder / DOCUMENTS))
+
+
+STREAM = "stream.txt"
+DOCUMENTS = "documents.jsonl"
+NUM_DOCUMENTS = 400
+ALPHABET = "abcdefghijklmnopqrstuvwxyz "
+
+
+def write_texts(folder: Path) -> None:
+    """Write a stream of text, and short documents of different lengths; always the same bytes."""
+    generator = torch.Generator().manual_seed(5)
+    documents: list[str] = []
+    for _ in range(NUM_DOCUMENTS):
+        length = int(torch.randint(2, 16, (), generator=generator))
+        letters = torch.randint(0, len(ALPHABET), (length,), generator=generator).tolist()
+        documents.append("".join(ALPHABET[letter] for letter in letters))
+    (folder / STREAM).write_text(" ".join(documents), encoding="utf-8")
+    lines = [f'{{"text": "{text}"}}\n' for text in documents]
+    (folder / DOCUMENTS).write_text("".join(lines), encoding="utf-8")

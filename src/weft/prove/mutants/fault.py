@@ -1,0 +1,190 @@
+"""Records of faults: which collective, function or module computes something else, and what a proof must report."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from weft.comm.transport import Op
+from weft.prove.small_sizes import small_words
+
+CollectiveChange = Literal[
+    "skip",
+    "scale",
+    "avg",
+    "max",
+    "bfloat16",
+    "reverse",
+    "repeat",
+    "twice",
+    "group",
+    "stale",
+    "truncate",
+    "zero",
+]
+"""What becomes of a collective:
+
+skip      it does not run: every member keeps what it has
+scale     its result is multiplied by `factor`
+avg, max  another reduction
+bfloat16  what it sends is rounded to bfloat16
+reverse   the pieces of the members are in reverse order
+repeat    every piece is that of the first member
+twice     it runs again on its own result
+group     it runs over the ranks of `other_axis`
+stale     its result is that of the call before it
+truncate  the last quarter of its result is not written
+zero      the member at `place` sends zeros
+"""
+
+FunctionChange = Callable[..., Any]
+"""Called with the function that it replaces, and with that function's arguments."""
+
+
+@dataclass(frozen=True)
+class CollectiveFault:
+    """Some of the collectives that ranks start do something else.
+
+    Attributes:
+        site: qualified name of a function in whose call the collective starts.
+        op: the operation; "": any.
+        axis: mesh axis, as calls name it ("dp+cp"); "": any.
+        place: member of the group for which the change holds; None: all.
+        call: number of the collective among those of the site on a rank, from 0; None: all.
+    """
+
+    site: str
+    change: CollectiveChange
+    op: Op | Literal[""] = ""
+    axis: str = ""
+    place: int | None = None
+    call: int | None = None
+    factor: float = 1.0
+    other_axis: str = ""
+
+
+@dataclass(frozen=True)
+class FunctionFault:
+    """A function or method computes something else.
+
+    Attributes:
+        target: "module:name" or "module:Class.name", where the name is looked up when it is called.
+        change: what is called instead, with the function itself as its first argument.
+    """
+
+    target: str
+    change: FunctionChange
+
+
+@dataclass(frozen=True)
+class ModuleFault:
+    """The forward of one module of the parallel model computes something else.
+
+    Attributes:
+        path: global path of the module ("layer1.attn.o").
+        change: as in `FunctionFault`; its second argument is the module.
+        places: (mesh axis, index) of the ranks that have the fault; empty: all.
+    """
+
+    path: str
+    change: FunctionChange
+    places: tuple[tuple[str, int], ...] = ()
+
+
+PlantedFault = CollectiveFault | FunctionFault | ModuleFault
+
+
+@dataclass(frozen=True)
+class MutantLayout:
+    """The run in which a fault is planted.
+
+    Attributes:
+        mesh: "pp2 tp2".
+        family: model family.
+        options: further keys and values of `weft train`, as typed.
+        documents: whether sequences are packed from short documents, so that numbers of targets
+            differ.
+        evaluates: whether the run evaluates every two steps.
+    """
+
+    mesh: str
+    family: str = "llama3"
+    options: str = ""
+    documents: bool = False
+    evaluates: bool = False
+
+    def words(self, *, stream: str, documents: str) -> tuple[str, ...]:
+        """Arguments of `weft prove`.
+
+        Args:
+            stream, documents: files with text, and with short documents.
+        """
+        data = ("--data.source", stream)
+        if self.documents:
+            data = ("--data.source", documents, "--data.packing", "documents")
+        if self.evaluates:
+            data = (*data, "--eval.every", "2", "--eval.source", stream)
+        sizes = small_words(self.family)
+        options = shlex.split(self.options)
+        given = set(options)
+        if not given & set(FLOAT64):
+            options += [word for key in FLOAT64 for word in (key, "float64")]
+        defaults: list[str] = []
+        for key, value in DEFAULTS.items():
+            if key not in given:
+                defaults += (key, value)
+        mesh = ("--mesh", self.mesh, "--model.name", self.family)
+        return (*mesh, *sizes, *data, *defaults, *options)
+
+    def __str__(self) -> str:
+        words = [self.mesh or "one rank", self.family]
+        if self.documents:
+            words.append("documents")
+        if self.options:
+            words.append(self.options.replace("--", ""))
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault that trains wrong numbers without an error, and where a proof must see it first.
+
+    Attributes:
+        name: what is wrong, as an identifier.
+        what: what goes wrong, in one line.
+        layout: a run in which it has an effect.
+        faults: what is planted.
+        axes: mesh axes, one of which the report must name; empty: none.
+        blocks: patterns of blocks, one of which the report must name; empty: the step as a whole.
+        reference: published report of the same fault in another system.
+        steps: optimizer steps that are needed to see it.
+    """
+
+    name: str
+    what: str
+    layout: MutantLayout
+    faults: tuple[PlantedFault, ...]
+    axes: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+    reference: str = ""
+    steps: int = 3
+
+
+FLOAT64 = ("--precision.params", "--precision.compute", "--precision.reduce")
+
+DEFAULTS: Mapping[str, str] = MappingProxyType(
+    {
+        "--data.seq_len": "16",
+        "--batch.global_size": "8",
+        "--batch.micro_size": "1",
+        "--steps": "6",
+        "--optim.warmup": "4",
+        "--optim.lr": "0.01",
+        "--optim.clip": "0.1",
+        "--save.at_end": "False",
+    }
+)
+"""Small, with a rate that changes every step, and a norm that is clipped in every step."""

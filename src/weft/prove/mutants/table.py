@@ -1,0 +1,111 @@
+"""Tables of mutant results: text for the terminal, Markdown for docs/proofs.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weft.prove.mutants.trial import MutantResult
+
+NAME_WIDTH = 50
+
+
+@dataclass(frozen=True)
+class MutantSummary:
+    """Counts over all trials.
+
+    Attributes:
+        planted: mutants with an effect.
+    """
+
+    planted: int
+    detected: int
+    right_axis: int
+    right_block: int
+    attributed: int
+    without_effect: tuple[str, ...]
+    survivors: tuple[str, ...]
+    wrong_place: tuple[str, ...]
+
+    @staticmethod
+    def of(results: Sequence[MutantResult]) -> MutantSummary:
+        """The counts of these results."""
+        effective = [result for result in results if result.has_effect]
+        detected = [result for result in effective if result.is_detected]
+        attributed = [result for result in detected if result.is_attributed]
+        return MutantSummary(
+            planted=len(effective),
+            detected=len(detected),
+            right_axis=sum(result.is_right_axis for result in detected),
+            right_block=sum(result.is_right_block for result in detected),
+            attributed=len(attributed),
+            without_effect=_names(result for result in results if not result.has_effect),
+            survivors=_names(result for result in effective if not result.is_detected),
+            wrong_place=_names(result for result in detected if not result.is_attributed),
+        )
+
+    @property
+    def holds(self) -> bool:
+        """Whether every mutant has an effect and is detected."""
+        return not self.without_effect and not self.survivors
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON."""
+        return asdict(self)
+
+    def lines(self) -> Iterator[str]:
+        """The counts as text."""
+        share = self.attributed / max(self.planted, 1)
+        yield f"detected {self.detected} of {self.planted} planted faults"
+        yield f"attributed to the right block and axis: {self.attributed} ({share:.0%}); block {self.right_block}, axis {self.right_axis}"
+        for title, names in (
+            ("SURVIVES", self.survivors),
+            ("without effect", self.without_effect),
+            ("another place", self.wrong_place),
+        ):
+            for name in names:
+                yield f"  {title}: {name}"
+
+
+def _names(results: Iterator[MutantResult]) -> tuple[str, ...]:
+    return tuple(result.mutant.name for result in results)
+
+
+def result_lines(result: MutantResult) -> Iterator[str]:
+    """One result as text."""
+    state = "detected" if result.is_detected else "SURVIVES"
+    if not result.has_effect:
+        state = "no effect"
+    place = "" if result.is_attributed or not result.is_detected else ", another place"
+    yield f"{result.mutant.name}: {state}{place} ({result.mutant.layout}, {result.seconds:.1f} s)"
+    yield f"  {result.message}"
+
+
+def markdown_table(results: Sequence[MutantResult]) -> Iterator[str]:
+    """Rows of a Markdown table."""
+    yield "| fault | layout | detected | weft's first difference | block, axis | published |"
+    yield "|---|---|---|---|---|---|"
+    for result in results:
+        mutant = result.mutant
+        title = mutant.name.replace("_", " ")
+        detected = "yes" if result.is_detected else "**no**"
+        right = "right" if result.is_attributed else "another"
+        message = result.message.replace("|", "\\|")
+        cells = (
+            f"{title}: {mutant.what}",
+            str(mutant.layout),
+            detected,
+            message,
+            right,
+            _reference_text(mutant.reference),
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _reference_text(reference: str) -> str:
+    """A link with the system and the number, or the text."""
+    if not reference.startswith("https://"):
+        return reference
+    _, _, _, _, system, _, number = reference.split("/")
+    return f"[{system} {number}]({reference})"

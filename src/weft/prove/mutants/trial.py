@@ -1,0 +1,172 @@
+"""Trial of a mutant: whether it changes what is trained, whether a proof reports it, and whether the report names its place."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from weft.config.load import load
+from weft.config.run import Run
+from weft.models import FAMILIES
+from weft.prove.mutants.effect import (
+    TrainedNumbers,
+    changed_numbers,
+    layout_words,
+    trained_numbers,
+    write_texts,
+)
+from weft.prove.mutants.fault import Mutant, MutantLayout
+from weft.prove.mutants.plant import planted
+from weft.prove.proof import Subject, prove
+from weft.prove.report import ProofReport
+
+@dataclass(frozen=True)
+class MutantResult:
+    """What became of a mutant.
+
+    Attributes:
+        effect: the trained number that it changes most; "" if it changes none.
+        report: of the proof with the mutant planted; None if it has no effect.
+    """
+
+    mutant: Mutant
+    effect: str
+    report: ProofReport | None
+    seconds: float
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether it changes what is trained."""
+        return self.effect != ""
+
+    @property
+    def is_detected(self) -> bool:
+        """Whether the proof fails; a mutant without effect is not detected by anything."""
+        return self.report is not None and not self.report.holds
+
+    @property
+    def message(self) -> str:
+        """The first difference, or the error that ended the layout."""
+        report = self.report
+        if report is None:
+            return "no effect on this layout"
+        if report.first is not None:
+            return str(report.first)
+        return report.error or "NOT DETECTED"
+
+    @property
+    def axis(self) -> str:
+        """Mesh axis that the report names."""
+        return self.report.axis if self.report is not None else ""
+
+    @property
+    def block(self) -> str:
+        """Block that the report names."""
+        first = self.report.first if self.report is not None else None
+        return first.block if first is not None else ""
+
+    @property
+    def is_right_axis(self) -> bool:
+        """Whether the report names the axis of the fault."""
+        expected = self.mutant.axes
+        if not self.is_detected:
+            return False
+        return not expected or self.axis in expected
+
+    @property
+    def is_right_block(self) -> bool:
+        """Whether the report names a block in which the fault can show first."""
+        report, patterns = self.report, self.mutant.blocks
+        if report is None or not self.is_detected:
+            return False
+        if report.first is not None:
+            return any(fnmatchcase(report.first.block, pattern) for pattern in patterns)
+        words = re.split(r"[^\w]", report.error)
+        return any(fnmatchcase(word, pattern) for word in words for pattern in patterns if pattern)
+
+    @property
+    def is_attributed(self) -> bool:
+        """Whether block and axis are right."""
+        return self.is_right_axis and self.is_right_block
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON."""
+        return {
+            "mutant": self.mutant.name,
+            "what": self.mutant.what,
+            "reference": self.mutant.reference,
+            "layout": str(self.mutant.layout),
+            "effect": self.effect,
+            "detected": self.is_detected,
+            "message": self.message,
+            "axis": self.axis,
+            "block": self.block,
+            "right_axis": self.is_right_axis,
+            "right_block": self.is_right_block,
+            "seconds": round(self.seconds, 2),
+        }
+
+
+@dataclass
+class MutantTrials:
+    """Trials of mutants; what healthy layouts train is computed once.
+
+    Attributes:
+        folder: temporary; receives texts and run folders.
+    """
+
+    folder: Path
+    healthy: dict[MutantLayout, TrainedNumbers] = field(default_factory=dict)
+    num_runs: int = 0
+
+    def run_of(self, layout: MutantLayout) -> Run:
+        """The run of a layout."""
+        return load([*layout_words(layout, self.folder)], FAMILIES)
+
+    def command(self, layout: MutantLayout) -> str:
+        """The command that proves the layout without a mutant."""
+        return shlex.join(["weft", "prove", *layout_words(layout, self.folder)])
+
+    def trial(self, mutant: Mutant) -> MutantResult:
+        """Plant a mutant and prove its layout."""
+        start = time.perf_counter()
+        run = self.run_of(mutant.layout)
+        healthy = self._healthy(mutant.layout, run)
+        with planted(mutant):
+            numbers = trained_numbers(run, self._new_folder())
+        effect = changed_numbers(healthy, numbers, run)
+        report = None
+        if effect:
+            with planted(mutant):
+                report = prove(Subject.of(run, steps=mutant.steps))
+        return MutantResult(mutant, effect, report, time.perf_counter() - start)
+
+    def _healthy(self, layout: MutantLayout, run: Run) -> TrainedNumbers:
+        if layout not in self.healthy:
+            numbers = trained_numbers(run, self._new_folder())
+            assert not numbers.error, f"{layout} fails without a mutant: {numbers.error}"
+            self.healthy[layout] = numbers
+        return self.healthy[layout]
+
+    def _new_folder(self) -> Path:
+        self.num_runs += 1
+        folder = self.folder / f"run{self.num_runs}"
+        folder.mkdir()
+        return folder
+
+
+def try_mutants(mutants: Iterable[Mutant]) -> Iterator[MutantResult]:
+    """Plant each mutant, one after the other; yields each result as it is found."""
+    with tempfile.TemporaryDirectory(prefix="weft-mutants-") as name:
+        folder = Path(name)
+        write_texts(folder)
+        trials = MutantTrials(folder)
+        for mutant in mutants:
+            yield trials.trial(mutant)
