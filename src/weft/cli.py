@@ -214,8 +214,18 @@ class ProveOptions(ConfigSection):
     )
 
 
+TESTS_OF_THE_PROOF = {
+    "--mutants": "weft.commands.prove_mutants:prove_mutants",
+    "--sweep": "weft.commands.prove_mutants:prove_sweep",
+}
+"""Flags of `weft prove` that test the proof itself -> function that gets all words."""
+
+
 def prove(words: Sequence[str]) -> int:
     """Compare a run, or a config, with one device; exit code 1 where they differ."""
+    for flag_name, path in TESTS_OF_THE_PROOF.items():
+        if flag_name in words:
+            return imported(path)(words)
     command = COMMANDS["prove"]
     if wants_help(words):
         return show_help(
@@ -294,7 +304,7 @@ COMMANDS = {
     "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),
     "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
     "prove": Command(
-        "[RUN | CONFIG.toml] [--first 3]",
+        "[RUN | CONFIG.toml] [--first 3] | --mutants | --sweep MINUTES",
         "compare a run or a layout with one device, number by number",
         prove,
     ),

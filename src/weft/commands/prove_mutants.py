@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Literal
 
 from pydantic import Field
@@ -13,7 +14,7 @@ from pydantic import Field
 from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.config.schema import ConfigSection
-from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, counted, did_you_mean
+from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, counted
 
 MUTANTS = "--mutants"
 SWEEP = "--sweep"
@@ -114,6 +115,8 @@ def _chosen_names(only: str, known: Sequence[str]) -> tuple[str, ...]:
     words = only.replace(",", " ").split()
     for word in words:
         if not any(word in name for name in known):
-            fix = did_you_mean(word, known) or "weft prove --mutants --json lists all of them"
+            nearest = get_close_matches(word, known, n=1, cutoff=0.3)
+            hint = f"did you mean {nearest[0]}? " if nearest else ""
+            fix = f"{hint}docs/proofs.md lists all {len(known)}"
             raise UserError(Fault("only", "no such mutant", got=repr(word), fix=fix))
     return tuple(name for name in known if not words or any(word in name for word in words))

@@ -26,7 +26,14 @@ DEGREES = (1, 1, 1, 2, 2, 4)
 PRECISIONS: tuple[tuple[str, ...], ...] = (
     (),
     (),
-    ("--precision.params", "float64", "--precision.compute", "float64", "--precision.reduce", "float64"),
+    (
+        "--precision.params",
+        "float64",
+        "--precision.compute",
+        "float64",
+        "--precision.reduce",
+        "float64",
+    ),
     ("--precision.compute", "bfloat16"),
     ("--precision.compute", "float16"),
 )

@@ -168,11 +168,7 @@ MUTANTS = (
         "gradients_of_keys_and_values_do_not_come_home",
         "each rank keeps what it found itself",
         RING,
-        (
-            FunctionFault(
-                "weft.parallel.context.ring:RingAccumulator.finish", own_gradients_alone
-            ),
-        ),
+        (FunctionFault("weft.parallel.context.ring:RingAccumulator.finish", own_gradients_alone),),
         axes=AXIS,
         blocks=("layer2",),
     ),

@@ -86,7 +86,7 @@ class OtherInputWhenRecomputed:
         self, forward: Callable[..., Any], block: RecomputedBlock, x: Tensor, batch: Batch
     ) -> Any:
         inner = block.block
-        calls = []
+        calls: list[bool] = []
 
         def call(x: Tensor, batch: Batch) -> Any:
             if calls:

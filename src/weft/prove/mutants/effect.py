@@ -15,7 +15,7 @@ from weft.comm.comm import Comm
 from weft.config.run import Run
 from weft.prove.mutants.fault import MutantLayout
 from weft.run.run_ranks import run_ranks
-from weft.train.build import build_training
+from weft.train.build_training import build_training
 from weft.train.event_log import EventLog
 from weft.train.loop import Event, Training, run_training
 
@@ -33,10 +33,10 @@ class EventCollector:
 
     events: list[Event] = field(default_factory=list)
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Mapping[str, Any]) -> None:
         """Keep it."""
         if event["event"] in ("step", "eval"):
-            self.events.append(event)
+            self.events.append(dict(event))
 
     def close(self) -> None:
         """Nothing to close."""

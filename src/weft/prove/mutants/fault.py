@@ -122,7 +122,7 @@ class MutantLayout:
         Args:
             stream, documents: files with text, and with short documents.
         """
-        data = ("--data.source", stream)
+        data: tuple[str, ...] = ("--data.source", stream)
         if self.documents:
             data = ("--data.source", documents, "--data.packing", "documents")
         if self.evaluates:

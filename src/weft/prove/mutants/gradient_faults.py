@@ -165,9 +165,7 @@ def not_divided_by_microbatches(
 def local_norm(total: Callable[..., StepTotals], step: TrainStep, *args: Any, **named: Any) -> Any:
     """The norm of this rank's gradients."""
     norm = grad_norm.squared_norm(step.model, step.grads).sqrt()
-    return replace(
-        total(step, *args, **named), grad_norm_tensor=norm, grad_norm=float(norm.item())
-    )
+    return replace(total(step, *args, **named), grad_norm_tensor=norm, grad_norm=float(norm.item()))
 
 
 def norm_of_rank_0(
@@ -182,9 +180,7 @@ def mean_norm(total: Callable[..., StepTotals], step: TrainStep, *args: Any, **n
     """The mean over ranks of their norms, as where every rank holds every parameter."""
     own = grad_norm.squared_norm(step.model, step.grads).sqrt()
     norm = step.model.comm.sum_world(own.unsqueeze(0))[0] / step.model.comm.mesh.size
-    return replace(
-        total(step, *args, **named), grad_norm_tensor=norm, grad_norm=float(norm.item())
-    )
+    return replace(total(step, *args, **named), grad_norm_tensor=norm, grad_norm=float(norm.item()))
 
 
 def shards_count_once(
@@ -422,11 +418,7 @@ MUTANTS = (
         "a_backward_overwrites_the_gradients_of_the_one_before",
         "only the last micro-batch trains the model",
         DP,
-        (
-            FunctionFault(
-                "weft.parallel.pipeline.player:Player._backward", overwritten_gradients
-            ),
-        ),
+        (FunctionFault("weft.parallel.pipeline.player:Player._backward", overwritten_gradients),),
         axes=("", "dp"),
         blocks=HEAD,
         reference=references.AUTOMODEL_LOST_MICROBATCHES,
@@ -435,11 +427,7 @@ MUTANTS = (
         "gradients_are_not_set_to_zero_between_steps",
         "every step adds to the gradients of all before",
         DP,
-        (
-            FunctionFault(
-                "weft.parallel.zero.gradient_reducer:GradientReducer.zero_grad", nothing
-            ),
-        ),
+        (FunctionFault("weft.parallel.zero.gradient_reducer:GradientReducer.zero_grad", nothing),),
         axes=("", "dp"),
         blocks=HEAD,
     ),
@@ -467,7 +455,7 @@ MUTANTS = (
         MutantLayout("", documents=True),
         (FunctionFault("weft.parallel.pipeline.player:Player._backward", seed_of_microbatch),),
         axes=("",),
-        blocks=HEAD,
+        blocks=("loss",),
         reference=references.MLX_ACCUMULATION,
     ),
     Mutant(
@@ -498,7 +486,7 @@ MUTANTS = (
             ),
         ),
         axes=("", "pp"),
-        blocks=HEAD,
+        blocks=("loss",),
         reference=references.PICOTRON_AND_SCALETORCH,
     ),
     Mutant(
@@ -541,11 +529,7 @@ MUTANTS = (
         "experts_of_other_ranks_do_not_count_in_the_norm",
         "experts are taken for replicated",
         MutantLayout("ep2", family="qwen3-moe"),
-        (
-            FunctionFault(
-                "weft.parallel.zero.grad_norm:_is_first_replica", shards_count_once
-            ),
-        ),
+        (FunctionFault("weft.parallel.zero.grad_norm:_is_first_replica", shards_count_once),),
         axes=("ep",),
         blocks=STEP,
         reference=references.COLOSSALAI_EXPERT_NORM,
@@ -554,11 +538,7 @@ MUTANTS = (
         "zero_shards_of_other_ranks_do_not_count_in_the_norm",
         "the norm is that of one shard",
         ZERO2,
-        (
-            FunctionFault(
-                "weft.parallel.zero.grad_norm:_is_first_replica", zero_shards_count_once
-            ),
-        ),
+        (FunctionFault("weft.parallel.zero.grad_norm:_is_first_replica", zero_shards_count_once),),
         axes=("dp",),
         blocks=STEP,
     ),

@@ -274,7 +274,9 @@ MUTANTS = (
         "yarn_is_lost_on_a_later_stage",
         "one stage rotates by unscaled angles",
         MutantLayout(
-            "pp2", family="deepseek", options="--model.rope_scaling_factor 4 --model.rope_scaling_original_context 8"
+            "pp2",
+            family="deepseek",
+            options="--model.rope_scaling_factor 4 --model.rope_scaling_original_context 8",
         ),
         (ModuleFault("layer2.attn.rope", own_scaling_lost),),
         axes=("pp", ""),

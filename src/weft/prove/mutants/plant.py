@@ -109,9 +109,7 @@ def _with_faulty_module(
     if isinstance(block, RecomputedBlock):
         block = block.block
     module: nn.Module = block.get_submodule(path)
-    module.forward = functools.partial(  # type: ignore[method-assign]
-        fault.change, type(module).forward, module
-    )
+    module.forward = functools.partial(fault.change, type(module).forward, module)
     return model
 
 
@@ -196,7 +194,8 @@ def _start_changed(
 ) -> PendingCall | None:
     match fault.change:
         case "skip":
-            return _skip(call)
+            _skip(call)
+            return None
         case "avg" | "max":
             return start(comm, replace(call, reduce=fault.change))
         case "bfloat16":

@@ -23,9 +23,7 @@ ANY_AXIS = ("", "dp")
 
 
 @torch.no_grad()
-def swapped_moments(
-    load: Callable[..., None], params: Iterable[ParamState], section: Any
-) -> None:
+def swapped_moments(load: Callable[..., None], params: Iterable[ParamState], section: Any) -> None:
     """The first moment is read as the second, and the second as the first."""
     states = list(params)
     load(states, section)
@@ -48,9 +46,7 @@ def lost_moments(load: Callable[..., None], params: Iterable[ParamState], sectio
 
 
 @torch.no_grad()
-def lost_step_number(
-    load: Callable[..., None], params: Iterable[ParamState], section: Any
-) -> None:
+def lost_step_number(load: Callable[..., None], params: Iterable[ParamState], section: Any) -> None:
     """The optimizer counts its steps from 0."""
     states = list(params)
     load(states, section)
@@ -75,7 +71,7 @@ def reversed_rows(write: Callable[..., Iterator[WriteItem]], local: ParamState) 
     """A second shard is written with its rows in reverse order."""
     for item in write(local):
         is_later_shard = any(lo > 0 for lo in item.box.lo)
-        yield replace(item, values=item.values.flip(0)) if is_later_shard else item
+        yield replace(item, tensor=item.tensor.flip(0)) if is_later_shard else item
 
 
 def without_later_experts(write: Callable[..., Iterator[WriteItem]], local: ParamState) -> Any:

@@ -58,7 +58,8 @@ class MutantSummary:
         """The counts as text."""
         share = self.attributed / max(self.planted, 1)
         yield f"detected {self.detected} of {self.planted} planted faults"
-        yield f"attributed to the right block and axis: {self.attributed} ({share:.0%}); block {self.right_block}, axis {self.right_axis}"
+        places = f"block {self.right_block}, axis {self.right_axis}"
+        yield f"attributed to the right block and axis: {self.attributed} ({share:.0%}); {places}"
         for title, names in (
             ("SURVIVES", self.survivors),
             ("without effect", self.without_effect),

@@ -20,7 +20,7 @@ from weft.models.common.lora import plus_adapter
 from weft.parallel.tensor.linear import RowParallelLinear
 from weft.parallel.tensor.vocab import VocabParallelEmbedding
 from weft.prove.mutants import references
-from weft.prove.mutants.changes import gradient_times, named_argument, nothing, result_times
+from weft.prove.mutants.changes import gradient_times, result_times
 from weft.prove.mutants.fault import (
     CollectiveFault,
     FunctionFault,
@@ -181,7 +181,8 @@ def adapter_behind_the_sum(
 
 def adapter_scaled_twice(forward: Callable[..., Tensor], factor: Any, x: Tensor) -> Tensor:
     """Multiply by alpha / rank once more."""
-    return factor.scale * forward(factor, x)
+    out: Tensor = factor.scale * forward(factor, x)
+    return out
 
 
 def rank_sharded(axes: Callable[..., Any], family: Any) -> Any:

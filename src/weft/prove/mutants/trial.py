@@ -27,6 +27,7 @@ from weft.prove.mutants.plant import planted
 from weft.prove.proof import Subject, prove
 from weft.prove.report import ProofReport
 
+
 @dataclass(frozen=True)
 class MutantResult:
     """What became of a mutant.
