@@ -202,6 +202,14 @@ TABLE = {
         "4",
         "error: parallel.zero: unknown value (got '4'; need one of 0, 1, 2, 3)",
     ),
+    "a sample of images": (
+        *("--model.name", "mnist", "--sample", "4"),
+        "error: sample: mnist reads images and generates no text (got 4; need 0). Fix: --sample 0",
+    ),
+    "a sample without a tokenizer": (
+        *("--data.source", "{tmp}/long.bin", "--model.vocab", "1000", "--sample", "4"),
+        "error: sample: nothing says which tokenizer belongs to these token files (got 1000 tokens, data.tokenizer bytes)",
+    ),
     "missing config": ("{tmp}/no.toml", "error: config: no such file (got '{tmp}/no.toml'"),
     "config is not TOML": ("{tmp}/bad.toml", "error: config: {tmp}/bad.toml is not TOML"),
     "unknown key in the config": ("{tmp}/typo.toml", "error: optim.lerning_rate: unknown key"),
@@ -236,6 +244,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "text.txt").write_text("long enough " * 50)
     np.array([1, 700, 3], dtype="<u2").tofile(tmp_path / "ids.bin")
+    np.arange(900, dtype="<u2").tofile(tmp_path / "long.bin")
     (tmp_path / "nothing").mkdir()
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "events.jsonl").touch()

@@ -35,7 +35,7 @@ MIN_INTERVAL_S = 10.0
 """Between automatic snapshots; a run that is shorter has none."""
 FLAG_SHIFT = 4
 """Place of the flags of a snapshot in a rank's status, beside those of a save."""
-DUE = 128
+DUE = 1 << 8
 """Status flag of rank 0: a snapshot follows this step."""
 
 

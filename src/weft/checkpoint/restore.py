@@ -26,6 +26,8 @@ from weft.errors import CheckpointError, Fault
 from weft.parallel.model.parallelize import ParallelModel
 
 MAX_NAMES_SHOWN = 3
+NO_CHECKPOINT = -1
+"""Stands for the step of a checkpoint on a rank that sees none."""
 
 
 class OpenCheckpoint(Protocol):
@@ -218,9 +220,12 @@ def _rank_with_newest(resume: str, out: str | None, comm: Comm, *, below: int | 
     """The first rank that sees the newest checkpoint: 0 with a shared folder; without one the host
     of rank 0 may have changed since the save.
     """
+    newest = NO_CHECKPOINT
     folder = run_folder_of(resume, out)
-    steps = [step for step, _ in checkpoints(folder)] if folder is not None else []
-    newest = max((step for step in steps if below is None or step < below), default=-1)
+    if folder is not None:
+        for step, _ in checkpoints(folder):
+            if below is None or step < below:
+                newest = max(newest, step)
     newest_of_ranks = [int(text) for text in all_gather_text(comm, str(newest))]
     return newest_of_ranks.index(max(newest_of_ranks))
 

@@ -9,10 +9,11 @@ from weft.config.schema import DataConfig, EvalConfig, ModelSection
 from weft.data import images
 from weft.data.dataset import open_data, open_validation
 from weft.data.files import KEY
-from weft.data.prepared import Split, prepared_of, sources_of
+from weft.data.prepared import Split, prepared_of, sources_of, tokenizer_of
 from weft.data.token_sources import split_of
 from weft.data.verify import content_faults
 from weft.errors import DataError, Fault
+from weft.generate.model_source import is_guess
 
 READ_KEYS = (KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model")
 """Keys and sections that the checks of the training data read."""
@@ -51,6 +52,27 @@ def _content_faults(sources: Iterable[str], split: Split = "train") -> Iterator[
         prepared = prepared_of(source)
         if prepared is not None:
             yield from content_faults(prepared, split_of(source, split))
+
+
+def sample_faults(
+    data: DataConfig,
+    model: ModelSection,
+    sample: int,
+) -> Iterator[Fault]:
+    """Text after the last step needs the tokenizer of the data, which token files do not name."""
+    if not sample or model.kind != "tokens":
+        return
+    try:
+        tokenizer = tokenizer_of(data)
+    except DataError:  # a fault of the training data
+        return
+    if is_guess(tokenizer, data, model):
+        yield Fault(
+            "sample",
+            "nothing says which tokenizer belongs to these token files",
+            got=f"{model.axis_sizes()['vocab']} tokens, data.tokenizer bytes",
+            fix="--data.tokenizer with its tokenizer.json, or --sample 0",
+        )
 
 
 def validation_faults(

@@ -39,7 +39,7 @@ def is_joining(env: Mapping[str, str]) -> bool:
 def world_faults(mesh: Mesh, nproc: int | None, *, is_elastic: bool = False) -> Iterator[Fault]:
     """The number of ranks, started or requested, must be the size of the mesh."""
     size = mesh.size
-    need = f"{size} for {str(mesh)!r}"
+    need = f"{size} for {mesh.text!r}" if mesh.text else "1 without a mesh"
     try:
         world = detect(os.environ)
     except LaunchError as error:

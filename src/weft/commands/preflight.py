@@ -10,12 +10,13 @@ from pathlib import Path
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.resume import AUTO, RESUME_KEYS, resume_faults, starts_new
 from weft.commands import environment, initial_weights
-from weft.commands.data_checks import READ_KEYS, source_faults, validation_faults
+from weft.commands.data_checks import READ_KEYS, sample_faults, source_faults, validation_faults
 from weft.commands.run_folder import is_started_again, out_faults, resumes_in
 from weft.config.checks import Check
 from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
 from weft.config.run import Run
+from weft.config.unused_keys import full_mesh_is_elastic
 from weft.config.validate import config_checks
 from weft.core.mesh import Mesh
 from weft.errors import LaunchError
@@ -55,6 +56,7 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         Check(("mesh", "nproc"), has_ranks),
         Check(("out", "resume"), partial(out_faults, run.out, run.resume)),
         Check(("port",), partial(environment.port_faults, run.port)),
+        Check((*READ_KEYS, "sample"), partial(sample_faults, run.data, run.model, run.sample)),
         Check(("device",), partial(environment.device_faults, run.device)),
         Check(
             ("model", "resume"),
@@ -69,7 +71,7 @@ def after_restart(run: Run) -> Run:
     """The run as it goes on when its agent (torchrun, Slurm) has started the ranks again: from the
     newest checkpoint of its own folder, if there is one; an elastic run on the ranks that there are.
     """
-    if run.run.elastic:
+    if run.run.elastic and not any(full_mesh_is_elastic(run.run)):
         full_mesh = run.run.full_mesh or run.mesh
         full = run.with_values({"mesh": full_mesh, "run.full_mesh": ""})
 

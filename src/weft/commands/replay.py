@@ -78,7 +78,7 @@ def run_to_repeat(folder: Path, layout: str) -> Run:
     """The config of the run, on another layout: one device, or a mesh with the run's options."""
     words = [str(folder / RUN_FILE), "--mesh", layout]
     if layout:
-        run = load_checked_run([*words, "--transport", "threads"])
+        run = load_checked_run(words)
     else:
         run = load_checked_run([str(folder / RUN_FILE)])
         one_device = {"mesh": "", "parallel": ParallelConfig(), "pipeline": PipelineConfig()}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from weft.config import lora, suggestions
+from weft.config import lora, suggestions, unused_keys
 from weft.config.checks import Check, Suggestion
 from weft.config.run import Run
 from weft.config.schema import (
@@ -103,6 +103,16 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("guard",), partial(guard_factors_are_above_one, run.guard)),
         Check(("lora", "model"), partial(lora.targets_exist, run.lora, model)),
         Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
+        Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
+        Check(("eval",), partial(unused_keys.evaluation_is_on, run.eval)),
+        Check(("lora",), partial(unused_keys.adapters_are_on, run.lora)),
+        Check(("guard",), partial(unused_keys.guards_continue, run.guard)),
+        Check(("data",), partial(unused_keys.sources_are_read, data)),
+        Check(
+            ("transport", "run", "save"),
+            partial(unused_keys.ranks_are_supervised, run.transport, run.run, run.save),
+        ),
+        Check(("run",), partial(unused_keys.full_mesh_is_elastic, run.run)),
     )
 
 

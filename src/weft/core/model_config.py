@@ -187,11 +187,21 @@ def check_divides(
 
 def nearest_divisors(value: int, parts: int) -> tuple[int, ...]:
     """The largest divisor of `value` below `parts` and the smallest above, as far as they exist."""
-    small = [number for number in range(1, math.isqrt(value) + 1) if value % number == 0]
-    divisors = sorted({*small, *(value // number for number in small)})
-    below = [divisor for divisor in divisors if divisor <= parts]
-    above = [divisor for divisor in divisors if divisor > parts]
-    return (*below[-1:], *above[:1])
+    below: list[int] = []
+    above: list[int] = []
+    for small in range(1, math.isqrt(value) + 1):
+        large, rest = divmod(value, small)
+        if rest:
+            continue
+        for divisor in (small, large):
+            side = below if divisor <= parts else above
+            side.append(divisor)
+    nearest: list[int] = []
+    if below:
+        nearest.append(max(below))
+    if above:
+        nearest.append(min(above))
+    return tuple(nearest)
 
 
 def linear_flops(num_tokens: int, *num_weights: int) -> float:

@@ -22,6 +22,8 @@ from weft.config.hf.safetensors_files import DTYPES, MAX_CONFIG_BYTES, list_tens
 from weft.config.keys import nest
 from weft.config.load import load
 from weft.config.run import Run
+from weft.config.schema import DataConfig
+from weft.core.model_config import ModelConfig
 from weft.core.precision import Dtype
 from weft.data.files import TOKEN_SUFFIX
 from weft.data.prepared import sources_of, tokenizer_of
@@ -65,7 +67,7 @@ class ModelSource:
         if self.kind == "hf" and file.exists():
             return open_tokenizer(str(file), within=self.path)
         found = None if self.kind == "hf" else tokenizer_of(self.run.data)
-        if found is None or self._is_guess(found):
+        if found is None or is_guess(found, self.run.data, self.run.model):
             what = f"nothing says which tokenizer belongs to {self.path}"
             if self.kind == "hf":
                 what = f"{self.path} has no {FILE}"
@@ -78,13 +80,12 @@ class ModelSource:
             )
         return found
 
-    def _is_guess(self, found: Tokenizer) -> bool:
-        """Whether bytes are only the default, for token files of a larger vocabulary."""
-        reads_token_files = any(
-            source.endswith(TOKEN_SUFFIX) for source in sources_of(self.run.data)
-        )
-        vocab = self.run.model.axis_sizes()["vocab"]
-        return found.name == BYTES and reads_token_files and vocab > found.vocab
+
+def is_guess(found: Tokenizer, data: DataConfig, model: ModelConfig) -> bool:
+    """Whether bytes are only the default, for token files of a larger vocabulary."""
+    reads_token_files = any(source.endswith(TOKEN_SUFFIX) for source in sources_of(data))
+    vocab = model.axis_sizes()["vocab"]
+    return found.name == BYTES and reads_token_files and vocab > found.vocab
 
 
 def find_model(word: str) -> ModelSource:

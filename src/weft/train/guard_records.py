@@ -125,7 +125,9 @@ def left_out_batches(records: Iterable[Mapping[str, Any]], *, first: int) -> tup
 
 def is_record(line: Mapping[str, Any]) -> bool:
     """Whether a line has the fields of a record that readers count on."""
-    numbers = (line.get("step"), line.get("batch"))
+    for key in ("step", "batch"):
+        number = line.get(key)
+        if type(number) is not int or number < 0:
+            return False
     lists = (line.get("left_out", []), line.get("skipped_batches", []))
-    has_lists = all(isinstance(each, list) for each in lists)
-    return has_lists and all(type(number) is int and number >= 0 for number in numbers)
+    return all(isinstance(each, list) for each in lists)

@@ -85,8 +85,14 @@ def _row_numbers(shape: tuple[int, ...], box: Box, device: torch.device) -> Tens
     """Number of each row of a box within the whole tensor, in order, int64."""
     numbers = torch.zeros(1, dtype=torch.int64, device=device)
     for dim, length in enumerate(shape[:-1]):
-        places = torch.arange(box.lo[dim], box.hi[dim], dtype=torch.int64, device=device)
-        numbers = (numbers[:, None] * length + places).flatten()
+        places = torch.arange(
+            box.lo[dim],
+            box.hi[dim],
+            dtype=torch.int64,
+            device=device,
+        )
+        first_of_outer = numbers[:, None] * length
+        numbers = (first_of_outer + places).flatten()
     return numbers
 
 
@@ -110,14 +116,23 @@ def _row_keys(rows: Tensor, key: int) -> Tensor:
     second_word = _hash_64(first_word + _GOLDEN_64)
     halves = torch.stack([first_word, second_word]).view(torch.int32)
     words = halves.view(2, -1, 2)
-    return torch.stack([words[0, :, 0], words[0, :, 1], words[1, :, 0]])
+    first_words, second_words = words
+    keys = [
+        first_words[:, 0],
+        first_words[:, 1],
+        second_words[:, 0],
+    ]
+    return torch.stack(keys)
 
 
 def _hash_64(words: Tensor) -> Tensor:
     """SplitMix64's finalizer, on int64; the masks make its shifts logical."""
-    words = (words ^ ((words >> 30) & (2**34 - 1))) * _MULTIPLIER_64_1
-    words = (words ^ ((words >> 27) & (2**37 - 1))) * _MULTIPLIER_64_2
-    return words ^ ((words >> 31) & (2**33 - 1))
+    high = (words >> 30) & (2**34 - 1)
+    words = (words ^ high) * _MULTIPLIER_64_1
+    high = (words >> 27) & (2**37 - 1)
+    words = (words ^ high) * _MULTIPLIER_64_2
+    high = (words >> 31) & (2**33 - 1)
+    return words ^ high
 
 
 def _hash_columns(columns: Tensor, keys: Tensor) -> Tensor:
@@ -151,9 +166,16 @@ def _quantiles() -> NDArray[np.float32]:
     show.
     """
     normal = statistics.NormalDist()
-    lower = [normal.inv_cdf((i + 0.5) / NUM_QUANTILES) for i in range(NUM_QUANTILES // 2)]
-    mean_square = 2 * math.fsum(value * value for value in lower) / NUM_QUANTILES
+    lower: list[float] = []
+    for number in range(NUM_QUANTILES // 2):
+        probability = (number + 0.5) / NUM_QUANTILES
+        lower.append(normal.inv_cdf(probability))
+    sum_of_squares = math.fsum(value * value for value in lower)
+    mean_square = 2 * sum_of_squares / NUM_QUANTILES
     scale = 1 / math.sqrt(2 * mean_square)
-    rounded = [round(value * scale * 2**24) / 2**24 for value in lower]
-    values = rounded + [-value for value in reversed(rounded)]
-    return np.array(values, dtype=np.float32)
+    below_zero: list[float] = []
+    for value in lower:
+        steps = round(value * scale * 2**24)
+        below_zero.append(steps / 2**24)
+    above_zero = [-value for value in reversed(below_zero)]
+    return np.array(below_zero + above_zero, dtype=np.float32)

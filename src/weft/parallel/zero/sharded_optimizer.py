@@ -193,15 +193,23 @@ class _FlatGroup:
     """
 
     def __init__(self, params: list[nn.Parameter], *, num_shards: int, index: int) -> None:
-        named = {str(number): param for number, param in enumerate(params)}
-        shapes = {name: tuple(param.shape) for name, param in named.items()}
+        named: dict[str, nn.Parameter] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for number, param in enumerate(params):
+            name = str(number)
+            named[name] = param
+            shapes[name] = tuple(param.shape)
         self.params = params
         self.layout = FlatLayout.of(shapes, num_shards)
         self.params_memory = FlatParams(named, self.layout, dtype=params[0].dtype)
-        shard = self.params_memory.flat[self.layout.shard_slice(index)]
+        own_slice = self.layout.shard_slice(index)
+        shard = self.params_memory.flat[own_slice]
         views = self.layout.shard_views(shard, index)
         self.shards = [nn.Parameter(view) for view in views.values()]
-        self.entries = [self.layout.overlap(span, index).in_param for span in self.layout.spans]
+        self.entries: list[slice] = []
+        for span in self.layout.spans:
+            overlap = self.layout.overlap(span, index)
+            self.entries.append(overlap.in_param)
 
     def set_shard_grads(self) -> None:
         """Set each shard's gradient to a view of its entries of the parameter's gradient."""

@@ -1,0 +1,118 @@
+"""Checks for keys of a run config that would have no effect beside its other keys: set, and never read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from weft.config.schema import (
+    ConfigSection,
+    DataConfig,
+    EvalConfig,
+    GuardConfig,
+    LoraConfig,
+    SaveConfig,
+    SupervisionConfig,
+)
+from weft.core.mesh import Mesh
+from weft.core.model_config import ModelConfig
+from weft.errors import Fault, MeshError
+
+
+def sample_is_text(model: ModelConfig, sample: int) -> Iterator[Fault]:
+    """Only a language model generates text after the last step."""
+    if sample and model.kind != "tokens":
+        yield Fault(
+            "sample",
+            f"{model.family} reads {model.kind} and generates no text",
+            got=str(sample),
+            need="0",
+            fix="--sample 0",
+        )
+
+
+def evaluation_is_on(evaluation: EvalConfig) -> Iterator[Fault]:
+    """What to evaluate on is read only by evaluations."""
+    if not evaluation.every:
+        what = "is set, and eval.every is 0 (no evaluation)"
+        yield from _set_keys(
+            evaluation, "eval", ("batches", "source"), what, fix="--eval.every 100"
+        )
+
+
+def adapters_are_on(lora: LoraConfig) -> Iterator[Fault]:
+    """The scale of adapters is read only where there are some."""
+    if not lora.rank:
+        what = "is set, and lora.rank is 0 (no adapters)"
+        yield from _set_keys(lora, "lora", ("alpha",), what, fix="--lora.rank 8")
+
+
+def guards_continue(guard: GuardConfig) -> Iterator[Fault]:
+    """The number of failed steps counts only where a guard goes on after one."""
+    if guard.nonfinite == "stop" and guard.on_spike == "report":
+        what = "is set, and no guard goes on after a failed step"
+        fix = "--guard.nonfinite skip, or leave it out"
+        yield from _set_keys(guard, "guard", ("max_failures",), what, fix=fix)
+
+
+def sources_are_read(data: DataConfig) -> Iterator[Fault]:
+    """A mixture names its own sources; long documents matter only where documents are packed."""
+    if data.mix and data.source not in ("stdlib", "digits"):
+        what = "is set, and data.mix names the sources instead"
+        yield Fault("data.source", what, got=repr(data.source), fix="leave one of them out")
+    if data.packing != "documents":
+        what = "is set, and data.packing is 'stream', which joins documents"
+        yield from _set_keys(data, "data", ("long",), what, fix="--data.packing documents")
+
+
+def ranks_are_supervised(
+    transport: Literal["process", "threads"],
+    supervision: SupervisionConfig,
+    save: SaveConfig,
+) -> Iterator[Fault]:
+    """Ranks are started again, and take snapshots for that, only as processes."""
+    if transport == "threads":
+        what = "is set, and ranks as threads are not supervised"
+        fix = "--transport process, or leave it out"
+        names = ("timeout_s", "restarts") if supervision.restarts else ("timeout_s",)
+        yield from _set_keys(supervision, "run", names, what, fix=fix)
+    elif not supervision.restarts:
+        what = "is set, and run.restarts is 0: nothing would read a snapshot"
+        fix = "--run.restarts 3, or leave it out"
+    else:
+        return
+    if save.memory_every:
+        yield from _set_keys(save, "save", ("memory_every",), what, fix=fix)
+
+
+def full_mesh_is_elastic(supervision: SupervisionConfig) -> Iterator[Fault]:
+    """The mesh to return to is one, and is read only by elastic runs."""
+    key = "run.full_mesh"
+    if not supervision.full_mesh:
+        return
+    try:
+        Mesh.parse(supervision.full_mesh)
+    except MeshError as error:
+        for fault in error.faults:
+            yield Fault(key, fault.what, got=fault.got, need=fault.need, fix=fault.fix)
+        return
+    if not supervision.elastic:
+        what = "is set, and run.elastic is False"
+        yield Fault(key, what, got=repr(supervision.full_mesh), fix="--run.elastic True")
+
+
+def _set_keys(
+    section: ConfigSection,
+    prefix: str,
+    names: Sequence[str],
+    what: str,
+    *,
+    fix: str,
+) -> Iterator[Fault]:
+    """A fault for each of these keys that does not have its default."""
+    fields = type(section).model_fields
+    for name in names:
+        value = getattr(section, name)
+        if value != fields[name].default:
+            got = repr(value) if isinstance(value, str) else str(value)
+            yield Fault(f"{prefix}.{name}", what, got=got, fix=fix)
