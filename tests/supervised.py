@@ -1,47 +1,35 @@
-"""`weft train` in a process of its own: where its ranks are, and faults at chosen places."""
+"""`weft train` of a tiny model in a process of its own: where its ranks are, and faults at chosen places."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.programs import WEFT, Program, programs
+from tests.tiny_run import MODEL, SEQUENCES, write_text
 from weft.run.folder_lock import find_lock
 from weft.run.rank_status import RankSnapshot, StatusBoard
 from weft.train.event_log import EVENTS, read_events, step_history
 
-PROGRAM = "import sys; from weft.cli import main; sys.exit(main())"
-MODEL = ("--model.layers", "2", "--model.dim", "16", "--model.heads", "2", "--model.kv_heads", "2")
-BATCH = ("--model.ffn", "32", "--data.seq_len", "8", "--batch.micro_size", "1")
 PATIENCE_S = 300
 
 
 @contextmanager
-def training(out: Path, *words: str, program: str = PROGRAM) -> Iterator[subprocess.Popen[str]]:
+def training(out: Path, *words: str, program: str = WEFT) -> Iterator[Program]:
     """`weft train` of a tiny model into `out`."""
-    source = out.parent / "text.txt"
-    source.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    where = ("--data.source", str(source), "--out", str(out))
-    command = [sys.executable, "-c", program, "train", *MODEL, *BATCH, *where, *words]
-    with subprocess.Popen(
-        command, text=True, stdin=-1, stdout=-1, stderr=-1, process_group=0
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
+    where = ("--data.source", str(write_text(out.parent)), "--out", str(out))
+    with programs().running(program, "train", *MODEL, *SEQUENCES, *where, *words) as process:
+        yield process
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def finish(process: Program) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a process that ends by itself."""
     out, err = process.communicate(timeout=PATIENCE_S)
-    return process.returncode, out, err
+    return process.wait(), out, err
 
 
 def status_board(out: Path) -> StatusBoard:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.programs import WEFT, programs
 from weft.cli import main
 from weft.commands.chaos_layout import LAYOUTS, ChaosLayout
 from weft.commands.chaos_report import (
@@ -20,7 +19,6 @@ from weft.commands.chaos_report import (
 )
 from weft.run.fault_plan import PlannedFault
 
-PROGRAM = "import sys; from weft.cli import main; sys.exit(main())"
 KILL = PlannedFault(0, "kill", "forward", rank=1, step=4)
 CLOCK = PlannedFault(1, "clock", "data", rank=0, step=8)
 STOP = PlannedFault(2, "stop", "save", rank=2, step=12)
@@ -112,10 +110,10 @@ def test_bad_options_are_faults(words, message, capsys):
 
 def test_ten_faults_on_two_layouts_leave_every_bit_as_without_them():
     kinds = "kill,stop,segfault,exception,out_of_memory,full_disk,lost_link,clock"
-    command = [sys.executable, "-c", PROGRAM, "chaos", "--json", "--faults", "10", "--seed", "2"]
-    command += ["--layout", "dp3", "--layout", "pp2 tp2"]
-    command += ["--kinds", f"{kinds},corrupted_message,corrupted_file"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    words = ["chaos", "--json", "--faults", "10", "--seed", "2"]
+    words += ["--layout", "dp3", "--layout", "pp2 tp2"]
+    words += ["--kinds", f"{kinds},corrupted_message,corrupted_file"]
+    done = programs().run(WEFT, *words, timeout=200)
     assert done.stderr == ""
     found = json.loads(done.stdout)
     assert found["claims"] == dict.fromkeys(found["claims"], True), json.dumps(found, indent=1)

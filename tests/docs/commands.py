@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -12,9 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.programs import PRELOAD, WEFT, ProgramServer
+
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"^(\.venv/bin/weft|weft|torchrun|srun|make|pip|python) ")
 TIMEOUT_S = 110
+PRELOADED = (
+    *PRELOAD,
+    "weft.commands.prove",
+    "weft.generate.main",
+    "transformers.models.llama.modeling_llama",
+)
+"""What commands of several pages import."""
 
 
 @dataclass(frozen=True)
@@ -60,59 +68,43 @@ class Result:
 
 
 class CommandServer:
-    """A process that has imported weft and forks a child for each command."""
+    """Runs commands; those of weft as forks of a process that has imported it."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.docs.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env=environment,
-        )
+        self._programs = ProgramServer(preload=PRELOADED)
 
     def run(self, command: Command, folder: Path) -> Result:
         """Run `weft ...` in `folder`; other programs run as processes of their own."""
-        log = folder / "output.txt"
-        if command.program != "weft":
-            return self._run_program(command, folder)
-        request = {
-            "words": command.words[1:],
-            "folder": str(folder),
-            "log": str(log),
-            "output": command.output,
-        }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        code = int(self._process.stdout.readline())
-        return Result(code, log.read_text(encoding="utf-8", errors="replace"))
-
-    def _run_program(self, command: Command, folder: Path) -> Result:
-        scripts = str(Path(sys.executable).parent)
-        environment = {
-            **os.environ,
-            "PATH": f"{scripts}:{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-        }
-        done = subprocess.run(
-            command.words,
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        done = self._run_weft(command, folder)
+        if done is None:
+            done = _run_program(command, folder)
+        if command.output is not None:
+            (folder / command.output).write_text(done.stdout, encoding="utf-8")
         return Result(done.returncode, done.stdout + done.stderr)
+
+    def _run_weft(self, command: Command, folder: Path) -> subprocess.CompletedProcess[str] | None:
+        words = command.words[1:]
+        if command.program == "weft":
+            return self._programs.run(WEFT, *words, folder=folder, timeout=TIMEOUT_S)
+        if command.program == "torchrun":
+            torchrun = "torch.distributed.run"
+            return self._programs.run("", *words, module=torchrun, folder=folder, timeout=TIMEOUT_S)
+        return None
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=10)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._programs.close()
+
+
+def _run_program(command: Command, folder: Path) -> subprocess.CompletedProcess[str]:
+    scripts = str(Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}"}
+    return subprocess.run(
+        command.words,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )

@@ -7,19 +7,21 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import pytest
 
 import weft
+from tests.programs import ProgramServer
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 SOURCES = Path(weft.__file__).parent
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 FILE = re.compile(r"^`([\w/.]+\.py)`\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TORCH = ("torch", "numpy.ma", "torch.fx.experimental.symbolic_shapes", "pydantic", "rich", "tyro")
 PLACES = {
     "A schedule": "src/weft/schedule/gpipe_fifo.py",
     "A model family": "src/weft/models/narrow",
@@ -47,18 +49,22 @@ def sections() -> dict[str, Section]:
     return found
 
 
-def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def python() -> Iterator[ProgramServer]:
+    """Python with torch imported, and without weft: each program imports its own copy."""
+    server = ProgramServer(preload=TORCH)
+    yield server
+    server.close()
+
+
+def run(python: ProgramServer, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """One command of the page, with the sources below `folder`."""
-    program = [sys.executable, "-m", "weft"] if words[0] == "weft" else [sys.executable]
-    return subprocess.run(
-        [*program, *words[1:]],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder / "src"), "COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    environ = {**os.environ, "PYTHONPATH": str(folder / "src"), "COLUMNS": "80"}
+    if words[0] == "weft":
+        return python.run("", *words[1:], module="weft", environ=environ, folder=folder)
+    assert words[0] == "python"
+    script = folder / words[1]
+    return python.run("", *words[2:], script=script, environ=environ, folder=folder)
 
 
 def test_the_page_has_a_section_for_each_extension() -> None:
@@ -67,7 +73,7 @@ def test_the_page_has_a_section_for_each_extension() -> None:
 
 @pytest.mark.parametrize("title", PLACES)
 def test_an_extension_is_one_file_or_folder_and_its_commands_succeed(
-    title: str, tmp_path: Path
+    title: str, tmp_path: Path, python: ProgramServer
 ) -> None:
     section = sections()[title]
     shutil.copytree(SOURCES, tmp_path / "src" / "weft")
@@ -81,11 +87,11 @@ def test_an_extension_is_one_file_or_folder_and_its_commands_succeed(
     assert all(path == place or place in path.parents for path in in_package)
     assert section.commands
     for words in section.commands:
-        done = run(words, tmp_path)
+        done = run(python, words, tmp_path)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
 
 
-def test_redundant_ranks_that_disagree_are_reported(tmp_path: Path) -> None:
+def test_redundant_ranks_that_disagree_are_reported(tmp_path: Path, python: ProgramServer) -> None:
     """The toy dimension of the page compares what it says it compares."""
     (source,) = sections()["A parallel dimension"].files.values()
     script = source + (
@@ -100,12 +106,5 @@ def test_redundant_ranks_that_disagree_are_reported(tmp_path: Path) -> None:
     )
     path = tmp_path / "rp_script.py"
     path.write_text(script, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        env={**os.environ, "PYTHONPATH": str(SOURCES.parent)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python.run(script=path, environ={**os.environ, "PYTHONPATH": str(SOURCES.parent)})
     assert "redundant ranks disagree about the loss: [1.0, 2.0]" in done.stdout, done.stderr

@@ -6,10 +6,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import programs
 
 FOLDER = Path(__file__).parents[2] / "examples"
 SHOWS = {
@@ -25,11 +26,8 @@ NO_COMMAND = {"example_tools.py"}
 
 
 def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    command = [sys.executable, str(script)]
-    return subprocess.run(
-        command, capture_output=True, text=True, env=env, timeout=110, check=False
-    )
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    return programs().run(script=script, environ=environ, timeout=110)
 
 
 @pytest.mark.parametrize("name", SHOWS)

@@ -6,8 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,59 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.supervised import status_board
+from tests.programs import WEFT, Program, programs
+from tests.supervised import status_board, training
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from weft.train.event_log import EVENTS, read_events
 
-PROGRAM = "import sys; from weft.cli import main; sys.exit(main())"
-MODEL = (
-    "--model.layers",
-    "1",
-    "--model.dim",
-    "16",
-    "--model.heads",
-    "2",
-    "--model.kv_heads",
-    "2",
-    "--model.ffn",
-    "32",
-)
-BATCH = ("--data.seq_len", "8", "--batch.global_size", "6", "--batch.micro_size", "1")
-ENDLESS = ("--steps", "1000000")
+DP3 = ("--mesh", "dp3", "--batch.global_size", "6", "--run.restarts", "0")
 PATIENCE_S = 90
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    return text
-
-
 @contextmanager
-def training(source: Path, out: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def endless(out: Path, *words: str) -> Iterator[Program]:
     """An endless `weft train` on three ranks."""
-    words = (
-        "--mesh",
-        "dp3",
-        *MODEL,
-        *BATCH,
-        "--data.source",
-        str(source),
-        "--out",
-        str(out),
-        *ENDLESS,
-        "--run.restarts",
-        "0",
-        *words,
-    )
-    command = [sys.executable, "-c", PROGRAM, "train", *words]
-    with subprocess.Popen(command, text=True, stdout=-1, stderr=-1, process_group=0) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
+    with training(out, *DP3, "--steps", "1000000", *words) as process:
+        yield process
 
 
 def wait_for_event(out: Path, kind: str) -> None:
@@ -87,9 +46,9 @@ def kill_rank(out: Path, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_killed_rank_leaves_an_end_event_and_the_command_to_resume(source, tmp_path, rank):
+def test_a_killed_rank_leaves_an_end_event_and_the_command_to_resume(tmp_path, rank):
     out = tmp_path / "run"
-    with training(source, out, "--save.every", "2") as process:
+    with endless(out, "--save.every", "2") as process:
         wait_for_event(out, "save")
         kill_rank(out, rank)
         _, err = process.communicate(timeout=PATIENCE_S)
@@ -108,17 +67,15 @@ def test_a_killed_rank_leaves_an_end_event_and_the_command_to_resume(source, tmp
     assert [event["event"] for event in steps].count("end") == 0
 
     resume = shlex.split(last.removeprefix("  resume: weft "))
-    command = [sys.executable, "-c", PROGRAM, *resume, "--steps", str(num_steps + 1)]
-    resumed = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
+    steps = ("--steps", str(num_steps + 1))
+    resumed = programs().run(WEFT, *resume, *steps, timeout=PATIENCE_S)
     assert (resumed.returncode, resumed.stderr) == (EXIT_OK, "")
     assert list(read_events(out / EVENTS))[-1]["status"] == "finished"
 
 
-def test_without_a_checkpoint_the_error_has_the_command_to_start_again(source, tmp_path):
+def test_without_a_checkpoint_the_error_has_the_command_to_start_again(tmp_path):
     out = tmp_path / "run"
-    with training(source, out) as process:
+    with endless(out) as process:
         wait_for_event(out, "step")
         kill_rank(out, 0)
         _, err = process.communicate(timeout=PATIENCE_S)
@@ -131,9 +88,9 @@ def test_without_a_checkpoint_the_error_has_the_command_to_start_again(source, t
     assert end["seconds"] > 0
 
 
-def test_ctrl_c_leaves_an_end_event(source, tmp_path):
+def test_ctrl_c_leaves_an_end_event(tmp_path):
     out = tmp_path / "run"
-    with training(source, out) as process:
+    with endless(out) as process:
         wait_for_event(out, "step")
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=PATIENCE_S)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,64 +14,40 @@ from typing import Any
 
 import pytest
 
+from tests.programs import WEFT, Program, programs
+from tests.supervised import numbers
+from tests.tiny_run import MODEL, SEQUENCES, write_text
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED
-from weft.train.event_log import EVENTS, read_events, step_history
+from weft.train.event_log import EVENTS, read_events
 
 WORDS = (
-    *(
-        "--mesh",
-        "dp3",
-        "--model.layers",
-        "2",
-        "--model.dim",
-        "16",
-        "--model.heads",
-        "2",
-        "--model.kv_heads",
-        "2",
-    ),
-    *(
-        "--model.ffn",
-        "32",
-        "--data.seq_len",
-        "8",
-        "--batch.global_size",
-        "6",
-        "--batch.micro_size",
-        "1",
-    ),
+    *("train", "--mesh", "dp3", *MODEL, *SEQUENCES, "--batch.global_size", "6"),
     *("--optim.decay", "constant", "--optim.warmup", "2"),
 )
 FOREVER = ("--steps", "1000000")
 PATIENCE_S = 90
 
 
-def command(folder: Path, *words: str) -> list[str]:
-    program = "import sys; from weft.cli import main; sys.exit(main())"
-    source = ("--data.source", str(folder / "text.txt"))
-    return [sys.executable, "-c", program, "train", *WORDS, *source, *words]
-
-
 @contextmanager
-def running(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        command(folder, *words), text=True, stdout=-1, stderr=-1, process_group=0
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
+def running(folder: Path, *words: str) -> Iterator[Program]:
+    source = ("--data.source", str(folder / "text.txt"))
+    with programs().running(WEFT, *WORDS, *source, *words) as process:
+        yield process
+
+
+def ended(folder: Path, *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    with running(folder, *words) as process:
+        out, err = process.communicate(timeout=PATIENCE_S)
+        return process.wait(), out, err
 
 
 def finished(folder: Path, *words: str) -> str:
-    ran = subprocess.run(
-        command(folder, *words), capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
-    assert (ran.returncode, ran.stderr) == (EXIT_OK, ""), ran.stderr
-    return ran.stdout
+    code, out, err = ended(folder, *words)
+    assert (code, err) == (EXIT_OK, "")
+    return out
 
 
 def wait_until(out: Path, seen: Callable[[list[dict[str, Any]]], bool]) -> None:
@@ -87,17 +62,10 @@ def count(events: list[dict[str, Any]], kind: str) -> int:
     return sum(event["event"] == kind for event in events)
 
 
-def numbers(out: Path) -> list[tuple[int, float, float]]:
-    return [
-        (step["step"], step["loss"], step["grad_norm"])
-        for step in step_history(read_events(out / EVENTS))
-    ]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("runs")
-    (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    write_text(place)
     return place
 
 
@@ -179,12 +147,10 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(folder, small_disk):
 def test_a_last_checkpoint_that_cannot_be_saved_is_a_failed_run(folder, small_disk):
     out = small_disk / "run"
     words = ("--out", str(out), "--steps", "3", "--save.every", "2", "--save.keep", "9")
-    ran = subprocess.run(
-        command(folder, *words), capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
-    assert ran.returncode == EXIT_FAILED
-    assert "finished after step 3, which could not be saved: " in ran.stderr
-    assert "the disk is full" in ran.stderr
+    code, _, err = ended(folder, *words)
+    assert code == EXIT_FAILED
+    assert "finished after step 3, which could not be saved: " in err
+    assert "the disk is full" in err
     *_, end = read_events(out / EVENTS)
     assert (end["event"], end["status"], end["steps"]) == ("end", "failed", 3)
     assert [step for step, _ in checkpoints(out)] == [2]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import pty
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.supervised import BATCH, MODEL, PATIENCE_S, PROGRAM, training, wait_for_rank, words_of
+from tests.programs import WEFT, programs
+from tests.supervised import PATIENCE_S, training, wait_for_rank, words_of
+from tests.tiny_run import MODEL, SEQUENCES, write_text
 from weft.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_QUIT
 from weft.run.folder_lock import find_lock
 from weft.run.rank_status import RankSnapshot
@@ -95,18 +95,10 @@ def test_a_signal_to_the_launcher_leaves_nothing_behind(tmp_path, number, moment
 
 def test_a_run_whose_terminal_is_closed_saves_and_stops(tmp_path):
     out = tmp_path / "run"
-    source = tmp_path / "text.txt"
-    source.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    words = [*MODEL, *BATCH, *words_of(DP2, steps=1_000_000, out=out, data__source=source)]
+    where = words_of(DP2, steps=1_000_000, out=out, data__source=write_text(tmp_path))
+    words = ("train", *MODEL, *SEQUENCES, *where)
     terminal, end_of_program = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "train", *words],
-        stdin=end_of_program,
-        stdout=end_of_program,
-        stderr=end_of_program,
-        start_new_session=True,
-        preexec_fn=take_terminal,
-    ) as process:
+    with programs().running(WEFT, *words, terminal=end_of_program) as process:
         os.close(end_of_program)
         wait_for_rank(out, 0, has_done_steps)
         os.close(terminal)
@@ -134,11 +126,3 @@ def test_a_suspended_run_goes_on_without_a_restart(tmp_path):
 
 def has_done_steps(rank: RankSnapshot) -> bool:
     return rank.step >= 3
-
-
-def take_terminal() -> None:
-    """Make stdin the controlling terminal, whose end sends SIGHUP."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

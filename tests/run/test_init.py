@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 
 import weft
+from tests.programs import programs
 from weft.errors import LaunchError
 
 SCRIPT = """
@@ -27,9 +27,7 @@ ENV = {name: value for name, value in os.environ.items() if name != "WEFT_TRACEB
 
 def run_script(*words: str, folder) -> subprocess.CompletedProcess[str]:
     env = {**ENV, "TMPDIR": str(folder)}
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, env=env, check=False
-    )
+    return programs().run(SCRIPT, *words, environ=env)
 
 
 def test_a_script_continues_as_every_rank_and_exits_once(tmp_path):
@@ -63,9 +61,7 @@ comm.all_reduce(torch.ones(4), second)
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups_are_all_named_within_seconds():
-    done = subprocess.run(
-        [sys.executable, "-c", DEADLOCK], capture_output=True, text=True, env=ENV, check=False
-    )
+    done = programs().run(DEADLOCK, environ=ENV)
     assert done.returncode == 1
     first, *_ = done.stderr.splitlines()
     assert ": deadlock for 2." in first
@@ -81,9 +77,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_all_named_within_secon
 
 def test_one_rank_is_this_process():
     script = "import os, weft; pid = os.getpid(); comm = weft.init(''); assert os.getpid() == pid; assert comm.rank == 0"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=ENV, check=False
-    )
+    done = programs().run(script, environ=ENV)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -7,16 +7,17 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.programs import Program, programs
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
 ENV = {name: value for name, value in os.environ.items() if name != "WEFT_TRACEBACK"}
@@ -55,17 +56,11 @@ def wait_for(folder: Path, name: str, count: int) -> None:
 
 
 @contextmanager
-def running(folder: Path, *names: str) -> Iterator[subprocess.Popen[str]]:
+def running(folder: Path, *names: str, text: str = "") -> Iterator[Program]:
     """The scenario program, in a process group of its own like a command in a terminal."""
-    command = [sys.executable, str(SCRIPT), str(folder), *names]
-    with subprocess.Popen(
-        command, env=ENV, text=True, stdin=-1, stdout=-1, stderr=-1, process_group=0
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
+    words = (str(folder), *names)
+    with programs().running("", *words, script=SCRIPT, environ=ENV, text=text) as process:
+        yield process
 
 
 IN_PROCESSES = (
@@ -100,8 +95,9 @@ def played(tmp_path_factory):
     """All scenarios, one after the other in one process."""
     folder = tmp_path_factory.mktemp("played")
     port = free_port()
-    with running(folder, f"listens:{port}", f"ok:{port}", *IN_PROCESSES, *IN_THREADS) as process:
-        out, err = process.communicate("typed by a user", timeout=90)
+    names = (f"listens:{port}", f"ok:{port}", *IN_PROCESSES, *IN_THREADS)
+    with running(folder, *names, text="typed by a user") as process:
+        out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     outcomes = {}
     for line in out.splitlines():
@@ -265,28 +261,22 @@ def world_env(rank: int, port: int) -> dict[str, str]:
 
 def test_ranks_connect_as_slurm_tasks(tmp_path):
     port = free_port()
-    command = [sys.executable, str(SCRIPT), str(tmp_path), "ok"]
-    tasks = [
-        subprocess.Popen(command, env=world_env(rank, port), stderr=-1, text=True)
-        for rank in range(3)
-    ]
-    ends = [(task.communicate(timeout=60)[1], task.returncode) for task in tasks]
+    with ExitStack() as stack:
+        tasks = []
+        for rank in range(3):
+            task = programs().running(
+                "", str(tmp_path), "ok", script=SCRIPT, environ=world_env(rank, port)
+            )
+            tasks.append(stack.enter_context(task))
+        ends = [(task.communicate(timeout=60)[1], task.wait()) for task in tasks]
     assert ends == [("", 0)] * 3
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["ok0", "ok1", "ok2"]
 
 
 def torchrun(folder: Path, scenario: str) -> subprocess.CompletedProcess[str]:
     ranks = ["--nproc-per-node", "3", "--master-port", str(free_port())]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *ranks,
-        str(SCRIPT),
-        str(folder),
-        scenario,
-    ]
-    return subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
+    words = (*ranks, str(SCRIPT), str(folder), scenario)
+    return programs().run("", *words, module="torch.distributed.run", environ=ENV)
 
 
 def test_ranks_connect_under_torchrun(tmp_path):

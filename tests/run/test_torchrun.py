@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +14,16 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.programs import WEFT, Program, programs
 from tests.run.test_launch import free_port, is_running
+from tests.supervised import numbers
+from tests.tiny_run import MODEL, SEQUENCES, write_text
 from weft.errors import EXIT_OK
-from weft.train.event_log import EVENTS, read_events, step_history
+from weft.train.event_log import EVENTS, read_events
 
 WORDS = (
-    *("--mesh", "dp2", "--model.layers", "2", "--model.dim", "16", "--model.heads", "2"),
-    *("--model.kv_heads", "2", "--model.ffn", "32", "--data.seq_len", "8"),
-    *("--batch.global_size", "4", "--batch.micro_size", "1", "--optim.decay", "constant"),
+    *("train", "--mesh", "dp2", *MODEL, *SEQUENCES, "--batch.global_size", "4"),
+    *("--optim.decay", "constant"),
 )
 PATIENCE_S = 90
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(300)
 class Agent:
     """A running torchrun, and the run folder of its ranks."""
 
-    process: subprocess.Popen[str]
+    process: Program
     out: Path
 
     def events(self) -> list[dict[str, Any]]:
@@ -67,33 +67,16 @@ class Agent:
 def torchrun(
     out: Path, *words: str, options: tuple[str, ...], env: Mapping[str, str] = {}
 ) -> Iterator[Agent]:
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "weft", "train"]
     data = ("--data.source", str(out.parent / "text.txt"))
-    with subprocess.Popen(
-        [*command, *WORDS, *data, "--out", str(out), *words],
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-    ) as process:
-        try:
-            yield Agent(process, out)
-        finally:
-            if process.poll() is None:
-                process.kill()
+    words = (*options, "-m", "weft", *WORDS, *data, "--out", str(out), *words)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    with programs().running("", *words, module="torch.distributed.run", environ=environ) as process:
+        yield Agent(process, out)
 
 
 def one_machine(restarts: int) -> tuple[str, ...]:
     port = str(free_port())
     return ("--nproc-per-node", "2", "--master-port", port, "--max-restarts", str(restarts))
-
-
-def numbers(out: Path) -> list[tuple[int, float, float]]:
-    return [
-        (step["step"], step["loss"], step["grad_norm"])
-        for step in step_history(read_events(out / EVENTS))
-    ]
 
 
 def until_gone(processes: list[psutil.Process], *, within_s: float) -> bool:
@@ -108,7 +91,7 @@ def until_gone(processes: list[psutil.Process], *, within_s: float) -> bool:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("torchrun")
-    (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    write_text(place)
     return place
 
 
@@ -132,7 +115,7 @@ def test_a_signal_to_the_agent_leaves_no_rank(folder, number):
         agent.process.send_signal(number)
         within_s = 2.0 if number in (signal.SIGKILL, signal.SIGUSR1) else 20.0
         assert until_gone(ranks, within_s=within_s)
-        shown, _ = agent.process.communicate(timeout=PATIENCE_S)
+        shown = "".join(agent.process.communicate(timeout=PATIENCE_S))
     if number in (signal.SIGTERM, signal.SIGHUP):
         *_, end = agent.events()
         assert (end["event"], end["status"]) == ("end", "stopped")
@@ -152,7 +135,7 @@ def fail_and_restart(folder: Path, rank: int, number: int) -> tuple[Agent, str, 
         start = time.monotonic()
         agent.wait(lambda: agent.count("end") > 0)
         detected_s = time.monotonic() - start
-        shown, _ = agent.process.communicate(timeout=PATIENCE_S)
+        shown = "".join(agent.process.communicate(timeout=PATIENCE_S))
     assert agent.process.returncode == EXIT_OK, shown
     return agent, shown, detected_s
 
@@ -163,10 +146,8 @@ def assert_resumed_with_the_same_numbers(agent: Agent, folder: Path) -> None:
     assert kinds[-1] == "end"
     straight = folder / "straight"
     if not straight.exists():
-        program = "import sys; from weft.cli import main; sys.exit(main())"
         words = ("--data.source", str(folder / "text.txt"), "--out", str(straight))
-        command = [sys.executable, "-c", program, "train", *WORDS, *words, "--steps", "400"]
-        subprocess.run(command, check=True, capture_output=True)
+        programs().run(WEFT, *WORDS, *words, "--steps", "400").check_returncode()
     assert numbers(agent.out) == numbers(straight)
 
 
