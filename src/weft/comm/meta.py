@@ -11,7 +11,7 @@ class MetaTransport:
     """Rank `rank` of a world of `size`; the other ranks do not exist.
 
     Results have the right shapes and dtypes. In-place reductions and broadcasts leave their tensor
-    as it is, all other outputs are zeros: meaningless, but finite and reproducible.
+    as it is, all other outputs on real devices are zeros: meaningless, but finite and reproducible.
     """
 
     def __init__(self, size: int, rank: int, *, device: str | torch.device = "meta") -> None:
@@ -19,5 +19,6 @@ class MetaTransport:
 
     def start(self, call: Call, on_late: OnLate) -> None:
         """Complete `call` at once."""
-        if call.output is not None and call.op not in ("all_reduce", "broadcast"):
+        is_in_place = call.op in ("all_reduce", "broadcast")
+        if call.output is not None and not call.output.is_meta and not is_in_place:
             call.output.zero_()

@@ -62,8 +62,10 @@ def normal_entries(
         std: standard deviation.
 
     Returns:
-        float32 tensor with the shape of the box, on `device`.
+        float32 tensor with the shape of the box, on `device`; without values on the meta device.
     """
+    if device.type == "meta":
+        return torch.empty(box.shape, dtype=torch.float32, device=device)
     if not shape:
         return normal_entries(key, (1,), Box.whole((1,)), std=std, device=device).reshape(())
     first_column = box.lo[-1]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.comm import ops
 from weft.comm.comm import Comm
-from weft.core.axes import span
+from weft.core.axes import span, span_sizes
 from weft.core.mesh import Axis
 from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import sharded_over
@@ -66,7 +66,7 @@ class ExpertParallelDispatch(nn.Module):
         counts_RE = comm.all_gather(counts_1E, axis, dim=0)
         lo, hi = span(self.num_experts, degree, comm.index(axis))
         local_counts_RE = counts_RE[:, lo:hi]
-        host_counts: list[list[int]] = counts_RE.tolist()  # the one wait for the device
+        host_counts = _counts_on_host(counts_RE, num_slots=experts_NK.numel())
         own_counts = host_counts[comm.index(axis)]
         send_sizes = []
         for rank in range(degree):
@@ -92,6 +92,17 @@ class ExpertParallelDispatch(nn.Module):
             recv_sizes=send_sizes,
         )
         return sorting.collect(returned, weights_NK)
+
+
+def _counts_on_host(counts_RE: Tensor, *, num_slots: int) -> list[list[int]]:
+    """The counts as numbers, the one wait for the device; on the meta device, where there are no
+    values, an even load.
+    """
+    if counts_RE.is_meta:
+        num_ranks, num_experts = counts_RE.shape
+        return [list(span_sizes(num_slots, num_experts))] * num_ranks
+    counts: list[list[int]] = counts_RE.tolist()
+    return counts
 
 
 def _by_expert(counts_RE: Tensor, *, num_rows: int) -> Sorting:

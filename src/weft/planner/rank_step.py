@@ -1,0 +1,308 @@
+"""One rank's training step on the meta device: the real model, transforms, schedule row, reduction and optimizer.
+
+Note [A step in regions]
+    The step is recorded as regions: each action of the schedule's row, and what lies between and
+    after them. What an action does depends on its kind, its stage, and on whether its micro-batch
+    is the first, a middle or the last one (gradients are allocated by the first backward and
+    reduced by the last). So of a step of many micro-batches three are played, and every other
+    action is one that was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from weft.comm.comm import Comm
+from weft.comm.meta import MetaTransport
+from weft.config.run import Run, plan_of
+from weft.core.dimension import pipeline_axis, position_axes
+from weft.layout.plan import Plan
+from weft.models.common.batch import Batch, image_example, token_example
+from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.pipeline.player import Player, PlayResult
+from weft.parallel.zero.param_group import ParamGroup
+from weft.planner.recorder import (
+    Parts,
+    Region,
+    StepRecorder,
+    fused_attention_on_meta,
+    storage_bytes,
+)
+from weft.run.rank_status import Phase
+from weft.schedule.actions import Act, Table
+from weft.schedule.simulate import ACTIVATION_CHANGE
+from weft.train.build import build_step
+from weft.train.step import TrainStep, report_blocks
+
+META = torch.device("meta")
+MOST_PLAYED = 3
+"""Micro-batches that are played of a longer step; see Note [A step in regions]."""
+
+Place = Literal["first", "middle", "last"]
+
+
+@dataclass(frozen=True)
+class ActionKey:
+    """What decides the costs of an action on its rank; see Note [A step in regions].
+
+    Attributes:
+        chunk: place of its stage among the stages of the rank.
+    """
+
+    kind: str
+    chunk: int
+    place: Place
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes that a rank holds between steps.
+
+    Attributes:
+        params: that modules compute with, besides those that ZeRO 3 gathers; and the values that
+            the optimizer updates, where those are others.
+        gradients: that stay allocated.
+        optimizer: states.
+        buffers: of modules.
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.params + self.gradients + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one step of one rank holds, computes and sends.
+
+    Attributes:
+        plan: of the run; its table is the whole one.
+        rank: world rank.
+        row: its pipeline coordinate.
+        kept: between steps.
+        actions: of the schedule.
+        phases: before, between and after the actions: "targets", "reduce", "update".
+    """
+
+    plan: Plan
+    rank: int
+    row: int
+    kept: KeptBytes
+    actions: Mapping[ActionKey, Region]
+    phases: Mapping[str, Region]
+
+
+def played_microbatches(table: Table) -> tuple[int, ...]:
+    """Micro-batches that stand for all: all of a short step, else the first, the second and the
+    last.
+    """
+    count = table.microbatches
+    if count <= MOST_PLAYED:
+        return tuple(range(count))
+    return (0, 1, count - 1)
+
+
+def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
+    """The table with these micro-batches alone, numbered from 0; the order of actions stays."""
+    numbers = {mb: number for number, mb in enumerate(chosen)}
+    rows = []
+    for row in table.rows:
+        kept = [Act(act.kind, act.stage, numbers[act.mb]) for act in row if act.mb in numbers]
+        rows.append(kept)
+    return Table.of_rows(rows, stage_to_rank=table.stage_to_rank, microbatches=len(chosen))
+
+
+def action_keys(table: Table, row: int) -> dict[Act, ActionKey]:
+    """The key of each action of a row, in order."""
+    chunks = {stage: chunk for chunk, stage in enumerate(table.stages(row))}
+    actions = table.rows[row]
+    first: dict[tuple[int, bool], Act] = {}
+    last: dict[tuple[int, bool], Act] = {}
+    for act in actions:
+        direction = act.stage, ACTIVATION_CHANGE[act.kind] < 0
+        first.setdefault(direction, act)
+        last[direction] = act
+    keys = {}
+    for act in actions:
+        direction = act.stage, ACTIVATION_CHANGE[act.kind] < 0
+        place: Place = "middle"
+        if act == last[direction]:
+            place = "last"
+        elif act == first[direction]:
+            place = "first"
+        keys[act] = ActionKey(act.kind, chunks[act.stage], place)
+    return keys
+
+
+def example_batch(run: Run, plan: Plan, comm: Comm) -> Batch:
+    """A micro-batch of this rank on the meta device."""
+    if run.model.kind == "images":
+        return image_example(plan.micro_size, run.model.model_dump()["image_size"])
+    whole = token_example(plan.micro_size, plan.seq_len)
+    if not run.model.reads_later_targets:
+        whole = replace(whole, next_inputs=None, later_targets=None)
+    index, degree = comm.index(position_axes()), comm.degree(position_axes())
+    return whole.columns(index=index, degree=degree)
+
+
+def measure_rank(run: Run, rank: int) -> RankStep:
+    """One step of one rank of a run, on the meta device.
+
+    The first step allocates what stays allocated; the second one is recorded.
+    """
+    plan = plan_of(run)
+    comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank))
+    step = build_step(run, comm)
+    played = thinned(plan.table, played_microbatches(plan.table))
+    batches = [example_batch(run, plan, comm)] * played.microbatches
+    return record_step(step, batches, table=played)
+
+
+def record_step(step: TrainStep, batches: list[Batch], *, table: Table) -> RankStep:
+    """Record one step of one rank, on the meta device or a real one; every rank must call it.
+
+    Args:
+        batches: this rank's micro-batches, as many as the table has.
+        table: with the plan's stages.
+    """
+    model = step.model
+    comm = model.comm
+    recorder = StepRecorder(comm.device, parts=lambda: _parts(step))
+    marker = _Marker(recorder)
+    step.player = _RecordedPlayer(
+        model,
+        recorder,
+        before_last_backward=step.grads.set_requires_gradient_sync,
+        on_action=marker.on_action,
+        table=table,
+    )
+    report_blocks(model.blocks, recorder.on_block)
+    with fused_attention_on_meta(), recorder:
+        step(batches, lr=1.0)
+        kept = _kept_tensors(step)
+        recorder.keep(tensor for tensors in kept.values() for tensor in tensors)
+        resized = _gathered_params(step)
+        recorder.resized_bytes = lambda: storage_bytes(resized)
+        observers = comm.observers
+        comm.observers = (*observers, recorder)
+        recorder.begin("targets")
+        step(batches, lr=1.0, on_phase=marker.on_phase)
+        recorder.end()
+        comm.observers = observers
+    sizes = {name: storage_bytes(tensors) for name, tensors in kept.items()}
+    row = comm.index(pipeline_axis())
+    return RankStep(
+        plan=model.plan,
+        rank=comm.rank,
+        row=row,
+        kept=KeptBytes(**sizes),
+        actions=_by_key(recorder.regions, action_keys(table, row)),
+        phases={region.name: region for region in recorder.regions if region.name.isalpha()},
+    )
+
+
+class _RecordedPlayer(Player):
+    """A player whose receives before the first action are a region of their own."""
+
+    def __init__(self, model: ParallelModel, recorder: StepRecorder, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.recorder = recorder
+
+    def play(self, batches: Sequence[Batch], seed: Tensor, **options: Any) -> PlayResult:
+        self.recorder.begin("before actions")
+        return super().play(batches, seed, **options)
+
+
+class _Marker:
+    """Marks the regions of a recorder by the callbacks of a step.
+
+    A phase callback comes before each action, without its name; the action's own comes after it.
+    """
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self.recorder = recorder
+        self.is_first = True
+
+    def on_phase(self, phase: Phase) -> None:
+        if self.is_first:  # the step begins: targets are counted
+            self.is_first = False
+            return
+        self.recorder.begin(str(phase))
+
+    def on_action(self, act: Act, start_s: float, end_s: float) -> None:
+        self.recorder.rename(str(act))
+        self.recorder.begin(f"after {act}")
+
+
+def _by_key(regions: list[Region], keys: Mapping[Act, ActionKey]) -> dict[ActionKey, Region]:
+    by_name = {region.name: region for region in regions}
+    return {key: by_name[str(act)] for act, key in keys.items()}
+
+
+def _kept_tensors(step: TrainStep) -> dict[str, list[Tensor]]:
+    """What a rank holds between steps, by the fields of `KeptBytes`, without gathered parameters."""
+    model = step.model
+    gathered = {id(tensor) for tensor in _gathered_params(step)}
+    params: list[Tensor] = list(model.params.values())
+    gradients: list[Tensor] = []
+    for group in step.grads.groups:
+        if group.unsharded_params is not None and id(group.unsharded_params.flat) not in gathered:
+            params.append(group.unsharded_params.flat)
+        if group.sharded_param is not None:
+            params.append(group.sharded_param)
+        gradients.extend(_gradients(group))
+    for tensor in (*step.grads.sharded_params.values(), *model.params.values()):
+        if tensor.grad is not None:
+            gradients.append(tensor.grad)
+    params.extend(step.grads.sharded_params.values())
+    held = [tensor for tensor in params if not _is_gathered(tensor, step)]
+    states = step.state().optimizer_state.values()
+    return {
+        "params": held,
+        "gradients": gradients,
+        "optimizer": [tensor for state in states for tensor in state.values()],
+        "buffers": _buffers(model),
+    }
+
+
+def _gradients(group: ParamGroup) -> list[Tensor]:
+    return [grad for grad in (group.sharded_grad, group.unsharded_grad) if grad is not None]
+
+
+def _gathered_params(step: TrainStep) -> list[Tensor]:
+    """Parameters that ZeRO 3 allocates and frees during a step."""
+    found: list[Tensor] = []
+    for group in step.grads.groups:
+        if group.reshards and group.unsharded_params is not None:
+            found.append(group.unsharded_params.flat)
+    return found
+
+
+def _is_gathered(tensor: Tensor, step: TrainStep) -> bool:
+    place = tensor.untyped_storage()._cdata
+    return any(flat.untyped_storage()._cdata == place for flat in _gathered_params(step))
+
+
+def _buffers(model: ParallelModel) -> list[Tensor]:
+    return [buffer for block in model.blocks.values() for buffer in block.buffers()]
+
+
+def _parts(step: TrainStep) -> Parts:
+    """Bytes of the buffers that ZeRO allocates during a step, now."""
+    gathered = storage_bytes(_gathered_params(step))
+    reducing: list[Tensor] = []
+    for group in step.grads.trained_groups:
+        if not group.policy.keeps_unsharded_grad and group.unsharded_grad is not None:
+            reducing.append(group.unsharded_grad)
+    return {"gathered parameters": gathered, "gradients being reduced": storage_bytes(reducing)}
