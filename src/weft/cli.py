@@ -21,6 +21,7 @@ from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.commands import chaos as commands_chaos
 from weft.commands import doctor as commands_doctor
 from weft.commands import environment, preflight, run_folder
+from weft.commands import explain as commands_explain
 from weft.commands import launch as commands_launch
 from weft.commands import replay as commands_replay
 from weft.commands import schedule as commands_schedule
@@ -39,7 +40,6 @@ from weft.commands.preflight import data_checks
 from weft.config import flags
 from weft.config.checks import run_checks
 from weft.config.load import load, try_load
-from weft.config.run import plan_of
 from weft.config.schema import ConfigSection
 from weft.errors import (
     EXIT_FAILED,
@@ -52,7 +52,6 @@ from weft.errors import (
     WeftError,
     did_you_mean,
 )
-from weft.layout.explain import explain as explain_plan
 from weft.models import FAMILIES
 from weft.prove.recorded import first_config_path, recorded_steps
 from weft.run.agent import end_with_agent
@@ -184,10 +183,12 @@ def train(words: Sequence[str]) -> int:
 
 
 def explain(words: Sequence[str]) -> int:
-    """Print the layout of a config and the reasons for it."""
+    """Print the layout of a config, the reasons for it, and what it costs."""
     if wants_help(words):
-        return _help_of_run("explain", words)
-    return print_result(explain_plan(plan_of(load_checked_run(words))))
+        return _help_of_run(
+            "explain", [word for word in words if word != commands_explain.JSON_FLAG]
+        )
+    return commands_explain.explain(words)
 
 
 def simulate_run(words: Sequence[str]) -> int:
@@ -300,7 +301,11 @@ COMMANDS = {
     "train": Command(
         CONFIG_USAGE, "train a model (default: a small LLaMA 3 on Python's sources)", train
     ),
-    "explain": Command(CONFIG_USAGE, "print the layout of a run and the reasons for it", explain),
+    "explain": Command(
+        f"{CONFIG_USAGE} [--hardware h100] [{commands_explain.JSON_FLAG}]",
+        "print the layout of a run, its memory, its traffic, and the reasons for them",
+        explain,
+    ),
     "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),
     "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
     "prove": Command(

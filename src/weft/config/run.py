@@ -54,6 +54,12 @@ class Run(ConfigSection):
         False,
         description="same bits in every run on GPUs: algorithms and reductions in a fixed order, slower",
     )
+    hardware: str | None = Field(
+        None,
+        title="the name of a device",
+        examples=["h100"],
+        description="device that `weft explain` compares the memory of a rank with: a100, h100, ...",
+    )
     transport: Literal["process", "threads"] = Field(
         "process", description="ranks as processes or as threads of one process"
     )

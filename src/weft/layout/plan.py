@@ -29,6 +29,7 @@ from weft.errors import Fault, PlanError, counted
 from weft.layout.stages import split_by_cost, split_by_counts
 from weft.schedule.actions import Table
 from weft.schedule.catalog import find
+from weft.schedule.lower import Program, lower
 from weft.schedule.simulate import simulate
 from weft.schedule.timeline import bubble
 
@@ -125,6 +126,11 @@ class Plan(BaseModel):
         """The schedule's table: what each pipeline rank computes, in order."""
         schedule = find(self.schedule)
         return schedule.table(self.pipeline_size, self.chunks, self.microbatches)
+
+    @cached_property
+    def program(self) -> Program:
+        """The table with its sends and receives."""
+        return lower(self.table)
 
     @property
     def bubble(self) -> float:

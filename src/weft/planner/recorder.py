@@ -99,7 +99,7 @@ class StepRecorder(TorchDispatchMode):
         *,
         parts: Callable[[], Parts] = dict,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.regions: list[Region] = []
         self.block = ""
@@ -166,9 +166,7 @@ class StepRecorder(TorchDispatchMode):
 
     def _own_tensors(self, tree: object) -> list[Tensor]:
         leaves = tree_leaves(tree)
-        return [
-            leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == self.device
-        ]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == self.device]
 
     def _note(self, storage: UntypedStorage) -> None:
         key = storage._cdata

@@ -14,7 +14,7 @@ from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.rank_step import KeptBytes, RankStep, action_keys
 from weft.planner.recorder import Parts, Region
 from weft.schedule.actions import Act
-from weft.schedule.lower import Instruction, Recv, Transfer, lower
+from weft.schedule.lower import Instruction, Recv, Transfer
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class _Replay:
         phases = self.step.phases
         self.peak = _Peak("targets", 0, phases["targets"])
         yield self._pass("targets", phases["targets"])
-        for instruction in lower(plan.table).rows[self.row]:
+        for instruction in plan.program.rows[self.row]:
             if isinstance(instruction, Act):
                 yield self._pass(str(instruction), self.step.actions[keys[instruction]])
                 self._release_output(instruction)

@@ -11,7 +11,7 @@ from weft.core.dimension import pipeline_axis
 from weft.planner.rank_step import RankStep, action_keys
 from weft.planner.step_memory import boundary_bytes
 from weft.schedule.actions import Act
-from weft.schedule.lower import Send, lower
+from weft.schedule.lower import Send
 
 TrafficByOperation = dict[tuple[str, Op], Traffic]
 """Totals by mesh axis (or several joined by "+") and operation."""
@@ -27,7 +27,7 @@ def step_traffic(step: RankStep, row: int) -> TrafficByOperation:
         _add(totals, step.actions[key].operations, count)
     for region in step.phases.values():
         _add(totals, region.operations, 1)
-    for instruction in lower(step.plan.table).rows[row]:
+    for instruction in step.plan.program.rows[row]:
         if not isinstance(instruction, Act):
             size = boundary_bytes(step.plan, instruction)
             is_send = isinstance(instruction, Send)

@@ -1,0 +1,47 @@
+"""`weft explain`: the layout of a run and the reasons for it, and the memory, traffic and FLOPs of its ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+
+from weft.commands.console import load_checked_run, print_result
+from weft.config.checks import Check
+from weft.config.run import Run, plan_of
+from weft.errors import EXIT_OK
+from weft.layout.explain import explain as explain_plan
+from weft.planner.hardware import find_hardware, hardware_faults
+
+JSON_FLAG = "--json"
+
+
+def hardware_checks(run: Run) -> tuple[Check, ...]:
+    """The check of the device that a run is compared with."""
+    return (Check(("hardware",), partial(hardware_faults, run.hardware)),)
+
+
+def explain(words: Sequence[str]) -> int:
+    """Print the layout at once, then its costs, for which torch is imported and one step of each
+    role is played on the meta device.
+    """
+    config_words = [word for word in words if word != JSON_FLAG]
+    run = load_checked_run(config_words, hardware_checks)
+    hardware = find_hardware(run.hardware) if run.hardware else None
+    plan = plan_of(run)
+    if JSON_FLAG not in words:
+        print_result(explain_plan(plan))
+    from weft.planner.measure import measure, size_problem  # late: they import torch
+    from weft.planner.report import costs_json, costs_text
+
+    problem = size_problem(plan)
+    if problem and JSON_FLAG not in words:
+        print_result(f"memory and traffic are not measured: {problem}")
+        return EXIT_OK
+    roles = measure(run)
+    if JSON_FLAG in words:
+        fields = {"plan": json.loads(plan.to_json()), **costs_json(roles, hardware)}
+        print_result(json.dumps(fields, indent=1))
+    else:
+        print_result(costs_text(roles, hardware))
+    return EXIT_OK

@@ -1,0 +1,127 @@
+"""Costs of a training step of every role of a run: one role a pipeline coordinate, equal ones measured once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from weft.config.run import Run, plan_of
+from weft.core.dimension import pipeline_axis
+from weft.errors import Fault, PlanError, counted
+from weft.layout.plan import Plan
+from weft.models.common.lazy_blocks import LazyBlocks
+from weft.planner.rank_step import (
+    RankStep,
+    action_keys,
+    measure_rank,
+    played_microbatches,
+)
+from weft.planner.step_memory import StepMemory, step_memory
+from weft.planner.step_traffic import TrafficByOperation, step_traffic
+from weft.train.build import family_of
+from weft.train.init_from import lazy_blocks
+
+
+@dataclass(frozen=True)
+class RoleCosts:
+    """Costs of the ranks at one pipeline coordinate, which are equal.
+
+    Attributes:
+        row: pipeline coordinate.
+        num_ranks: how many ranks have this role.
+        memory: during a step.
+        traffic: of a step and rank.
+        flops: of a step and rank: multiplications and additions, recomputation included.
+    """
+
+    row: int
+    num_ranks: int
+    step: RankStep
+    memory: StepMemory
+    traffic: TrafficByOperation
+    flops: int
+
+
+MOST_BLOCKS = 1_000
+"""Blocks of a rank times micro-batches that are played, for one role: about a minute."""
+MOST_ACTIONS = 200_000
+"""Actions of the whole schedule."""
+
+
+def size_problem(plan: Plan) -> str | None:
+    """Why a run is too large to be measured; None if it is not."""
+    blocks_of_rank: Counter[int] = Counter()
+    for stage, rank in zip(plan.stages, plan.table.stage_to_rank, strict=True):
+        blocks_of_rank[rank] += len(stage.blocks)
+    played = len(played_microbatches(plan.table))
+    most = max(blocks_of_rank.values())
+    if most * played > MOST_BLOCKS:
+        return f"a rank has {counted(most, 'block')} (at most {MOST_BLOCKS // played} are measured)"
+    num_actions = sum(map(len, plan.table.rows))
+    if num_actions > MOST_ACTIONS:
+        return f"the schedule has {num_actions} actions (at most {MOST_ACTIONS} are replayed)"
+    return None
+
+
+def measure(run: Run) -> tuple[RoleCosts, ...]:
+    """The costs of every role of a run, in the order of pipeline coordinates.
+
+    Raises:
+        PlanError: the run is too large, see `size_problem`.
+    """
+    plan = plan_of(run)
+    problem = size_problem(plan)
+    if problem:
+        raise PlanError(Fault("mesh", f"too large to be measured: {problem}"))
+    kinds = _block_kinds(run)
+    num_ranks = plan.mesh.size // plan.pipeline_size
+    measured: dict[object, RankStep] = {}
+    roles = []
+    for row in range(plan.pipeline_size):
+        signature = _signature(plan, row, kinds)
+        if signature not in measured:
+            measured[signature] = measure_rank(run, plan.mesh.rank(**{pipeline_axis(): row}))
+        step = replace(measured[signature], row=row)
+        memory = step_memory(step, row)
+        roles.append(
+            RoleCosts(
+                row=row,
+                num_ranks=num_ranks,
+                step=step,
+                memory=memory,
+                traffic=step_traffic(step, row),
+                flops=_flops(step, row),
+            )
+        )
+    return tuple(roles)
+
+
+def _block_kinds(run: Run) -> Mapping[str, str]:
+    """Name of a block -> name of the first block that equals it; blocks with tied parameters equal
+    none.
+    """
+    family = family_of(run.model, run.lora)
+    blocks = lazy_blocks(family, run.model)
+    ties = family.ties(run.model)
+    tied = {name.partition(".")[0] for name in (*ties, *ties.values())}
+    repeats = blocks.repeats(distinct=tied) if isinstance(blocks, LazyBlocks) else {}
+    return {name: repeats.get(name, name) for name in blocks}
+
+
+def _signature(plan: Plan, row: int, kinds: Mapping[str, str]) -> object:
+    """Rows with equal signatures have equal regions: equal blocks in each chunk, and the same ends
+    of the pipeline.
+    """
+    stages = plan.table.stages(row)
+    last = plan.table.num_stages - 1
+    chunks = [tuple(kinds[name] for name in plan.stages[stage].blocks) for stage in stages]
+    ends = [(stage == 0, stage == last) for stage in stages]
+    return tuple(chunks), tuple(ends)
+
+
+def _flops(step: RankStep, row: int) -> int:
+    keys = action_keys(step.plan.table, row)
+    from_actions = sum(step.actions[key].flops for key in keys.values())
+    from_phases = sum(region.flops for region in step.phases.values())
+    return from_actions + from_phases
