@@ -303,7 +303,7 @@ COMMANDS = {
     ),
     "explain": Command(
         f"{CONFIG_USAGE} [--hardware h100] [{commands_explain.JSON_FLAG}]",
-        "print the layout of a run, its memory, its traffic, and the reasons for them",
+        "print the layout of a run, its memory and its traffic",
         explain,
     ),
     "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),

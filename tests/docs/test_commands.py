@@ -25,6 +25,7 @@ PAGES = [
     "docs/generate.md",
     "docs/huggingface.md",
     "docs/lora.md",
+    "docs/plan.md",
     "docs/schedules.md",
 ]
 NOT_RUN = ("make", "pip", "python")
