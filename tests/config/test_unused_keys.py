@@ -1,15 +1,23 @@
-"""A key that would have no effect beside the other keys of a run is rejected."""
+"""A key that has no effect beside the other keys of a run is rejected, or named in a note."""
 
 from __future__ import annotations
 
 import pytest
 
-from weft.commands.preflight import after_restart
+from weft.commands.preflight import after_restart, training_notes
 from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.validate import config_checks
 from weft.errors import Fault
 from weft.models import FAMILIES
+
+LAUNCHER = {
+    "WORLD_SIZE": "1",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
 
 
 def faults_of(words: str) -> tuple[Fault, ...]:
@@ -20,24 +28,46 @@ def faults_of(words: str) -> tuple[Fault, ...]:
     ("words", "line"),
     [
         ("--model.name mnist --sample 4", "sample: mnist reads images and generates no text"),
-        ("--eval.source text.txt", "eval.source: is set, and eval.every is 0 (no evaluation)"),
-        ("--eval.batches 3", "eval.batches: is set, and eval.every is 0"),
-        ("--lora.alpha 8", "lora.alpha: is set, and lora.rank is 0 (no adapters)"),
-        ("--guard.max_failures 3", "guard.max_failures: is set, and no guard goes on"),
         ("--data.mix a=1 --data.source b", "data.source: is set, and data.mix names the sources"),
-        ("--data.long error", "data.long: is set, and data.packing is 'stream'"),
         ("--run.full_mesh dp4", "run.full_mesh: is set, and run.elastic is False"),
         ("--run.full_mesh dq4", "run.full_mesh: unknown axis 'dq'"),
         ("--transport threads --run.restarts 2", "run.restarts: is set, and ranks as threads"),
         ("--transport threads --run.timeout_s 9", "run.timeout_s: is set, and ranks as threads"),
         ("--transport threads --save.memory_every 2", "save.memory_every: is set, and ranks as"),
-        ("--run.restarts 0 --save.memory_every 2", "save.memory_every: is set, and run.restarts"),
     ],
 )
-def test_a_key_without_effect_is_one_fault_with_a_fix(words: str, line: str) -> None:
+def test_a_contradiction_is_one_fault_with_a_fix(words: str, line: str) -> None:
     (fault,) = faults_of(words)
     assert str(fault).startswith(line)
     assert fault.fix
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--eval.source text.txt", "eval.source: is set, and eval.every is 0 (no evaluation)"),
+        ("--eval.batches 3", "eval.batches: is set, and eval.every is 0"),
+        ("--lora.alpha 8", "lora.alpha: is set, and lora.rank is 0 (no adapters)"),
+        ("--guard.max_failures 3", "guard.max_failures: is set, and no guard goes on"),
+        ("--data.long error", "data.long: is set, and data.packing is 'stream'"),
+        ("--run.restarts 0 --save.memory_every 2", "save.memory_every: is set, and run.restarts"),
+    ],
+)
+def test_a_key_of_what_is_switched_off_is_a_note(words: str, line: str) -> None:
+    run = load(words.split(), FAMILIES)
+    assert run_checks(run, config_checks) == ()
+    (note,) = [note for note in training_notes(run) if "is set" in note]
+    assert note.startswith(line)
+
+
+def test_keys_without_effect_under_a_launcher_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load(["--port", "29501", "--save.memory_every", "2"], FAMILIES)
+    assert not any("is not used" in note for note in training_notes(run))
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, value)
+    port, memory = [note for note in training_notes(run) if "is not used" in note]
+    assert port.startswith("port 29501")
+    assert memory.startswith("save.memory_every 2")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +85,9 @@ def test_a_key_without_effect_is_one_fault_with_a_fix(words: str, line: str) -> 
     ],
 )
 def test_a_key_with_an_effect_is_accepted(words: str) -> None:
-    assert faults_of(words) == ()
+    run = load(words.split(), FAMILIES)
+    assert run_checks(run, config_checks) == ()
+    assert not any("is set" in note for note in training_notes(run))
 
 
 def test_an_elastic_run_names_the_key_of_a_full_mesh_that_is_none() -> None:

@@ -96,15 +96,16 @@ class ChaosLayout:
         if not config:
             model = MIXTURE if self.is_mixture else DENSE
             values = {**SIZES, **model, "data.source": source, "eval.source": source}
+            values |= {"eval.every": 4, "eval.batches": 1}
             values["batch.global_size"] = SEQUENCES_A_RANK * self.num_data_ranks
+        else:
+            values["eval.every"] = 0
         values |= {
             "mesh": self.mesh,
             "parallel.zero": self.zero,
             "out": out,
             "guard.digest_every": 1,
             "guard.stragglers": 0,
-            "eval.every": 4 if not config else 0,
-            "eval.batches": 1,
             "sample": 0,
             "save.every": 8,
             "save.keep": 3,

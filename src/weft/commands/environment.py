@@ -116,6 +116,19 @@ def device_faults(device: str) -> Iterator[Fault]:
         yield Fault("device", "there is no GPU", "cuda", "cpu", fix)
 
 
+def launcher_notes(port: int | None, memory_every: int | None) -> Iterator[str]:
+    """Keys without effect on ranks that torchrun or Slurm has started."""
+    if not is_joining(os.environ):
+        return
+    if port is not None:
+        yield f"port {port} is not used: the launcher of the ranks has named their rendezvous"
+    if memory_every:
+        yield (
+            f"save.memory_every {memory_every} is not used: ranks that torchrun or Slurm starts "
+            "again resume from checkpoints, see --save.every"
+        )
+
+
 def notes(mesh: Mesh, device: str) -> tuple[str, ...]:
     """Remarks on the environment that do not prevent the run."""
     num_cores_here = num_cores()

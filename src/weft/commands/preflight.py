@@ -16,7 +16,7 @@ from weft.config.checks import Check
 from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
 from weft.config.run import Run
-from weft.config.unused_keys import full_mesh_is_elastic
+from weft.config.unused_keys import full_mesh_is_elastic, switched_off
 from weft.config.validate import config_checks
 from weft.core.mesh import Mesh
 from weft.errors import LaunchError
@@ -122,6 +122,16 @@ def training_notes(run: Run) -> tuple[str, ...]:
     found = list(environment.notes(run.device_mesh, run.device))
     if run.run.full_mesh:
         found.append(elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh)))
+    found += environment.launcher_notes(run.port, run.save.memory_every)
+    unused = switched_off(
+        evaluation=run.eval,
+        lora=lora,
+        guard=run.guard,
+        data=run.data,
+        supervision=run.run,
+        save=run.save,
+    )
+    found += map(str, unused)
     if restart_number(os.environ) and not run.resume:
         found.append("started again by the agent without a checkpoint in --out: from step 0")
     if not starts_new(run.resume, run.out):

@@ -1,4 +1,4 @@
-"""Checks for keys of a run config that would have no effect beside its other keys: set, and never read."""
+"""Keys of a run config that have no effect beside its other keys: contradictions are faults, what is switched off a note."""
 
 from __future__ import annotations
 
@@ -31,6 +31,25 @@ def sample_is_text(model: ModelConfig, sample: int) -> Iterator[Fault]:
         )
 
 
+def switched_off(
+    *,
+    evaluation: EvalConfig,
+    lora: LoraConfig,
+    guard: GuardConfig,
+    data: DataConfig,
+    supervision: SupervisionConfig,
+    save: SaveConfig,
+) -> Iterator[Fault]:
+    """Keys that are set, and belong to a part of the run that is switched off; it trains the same
+    without them.
+    """
+    yield from evaluation_is_on(evaluation)
+    yield from adapters_are_on(lora)
+    yield from guards_continue(guard)
+    yield from documents_are_packed(data)
+    yield from ranks_start_again(supervision, save)
+
+
 def evaluation_is_on(evaluation: EvalConfig) -> Iterator[Fault]:
     """What to evaluate on is read only by evaluations."""
     if not evaluation.every:
@@ -55,14 +74,25 @@ def guards_continue(guard: GuardConfig) -> Iterator[Fault]:
         yield from _set_keys(guard, "guard", ("max_failures",), what, fix=fix)
 
 
-def sources_are_read(data: DataConfig) -> Iterator[Fault]:
-    """A mixture names its own sources; long documents matter only where documents are packed."""
+def sources_are_one_or_mixed(data: DataConfig) -> Iterator[Fault]:
+    """A mixture names its own sources."""
     if data.mix and data.source not in ("stdlib", "digits"):
         what = "is set, and data.mix names the sources instead"
         yield Fault("data.source", what, got=repr(data.source), fix="leave one of them out")
+
+
+def documents_are_packed(data: DataConfig) -> Iterator[Fault]:
+    """What becomes of a long document matters only where documents are packed."""
     if data.packing != "documents":
         what = "is set, and data.packing is 'stream', which joins documents"
         yield from _set_keys(data, "data", ("long",), what, fix="--data.packing documents")
+
+
+def ranks_start_again(supervision: SupervisionConfig, save: SaveConfig) -> Iterator[Fault]:
+    """Snapshots in memory are read only by ranks that are started again."""
+    if not supervision.restarts and save.memory_every:
+        what = "is set, and run.restarts is 0: nothing would read a snapshot"
+        yield from _set_keys(save, "save", ("memory_every",), what, fix="--run.restarts 3")
 
 
 def ranks_are_supervised(
@@ -71,16 +101,12 @@ def ranks_are_supervised(
     save: SaveConfig,
 ) -> Iterator[Fault]:
     """Ranks are started again, and take snapshots for that, only as processes."""
-    if transport == "threads":
-        what = "is set, and ranks as threads are not supervised"
-        fix = "--transport process, or leave it out"
-        names = ("timeout_s", "restarts") if supervision.restarts else ("timeout_s",)
-        yield from _set_keys(supervision, "run", names, what, fix=fix)
-    elif not supervision.restarts:
-        what = "is set, and run.restarts is 0: nothing would read a snapshot"
-        fix = "--run.restarts 3, or leave it out"
-    else:
+    if transport != "threads":
         return
+    what = "is set, and ranks as threads are not supervised"
+    fix = "--transport process, or leave it out"
+    names = ("timeout_s", "restarts") if supervision.restarts else ("timeout_s",)
+    yield from _set_keys(supervision, "run", names, what, fix=fix)
     if save.memory_every:
         yield from _set_keys(save, "save", ("memory_every",), what, fix=fix)
 

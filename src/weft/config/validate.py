@@ -104,10 +104,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("lora", "model"), partial(lora.targets_exist, run.lora, model)),
         Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
         Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
-        Check(("eval",), partial(unused_keys.evaluation_is_on, run.eval)),
-        Check(("lora",), partial(unused_keys.adapters_are_on, run.lora)),
-        Check(("guard",), partial(unused_keys.guards_continue, run.guard)),
-        Check(("data",), partial(unused_keys.sources_are_read, data)),
+        Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),
         Check(
             ("transport", "run", "save"),
             partial(unused_keys.ranks_are_supervised, run.transport, run.run, run.save),
