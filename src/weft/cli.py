@@ -14,8 +14,6 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from pydantic import Field
-
 from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.commands import chaos as commands_chaos
@@ -23,6 +21,7 @@ from weft.commands import doctor as commands_doctor
 from weft.commands import environment, preflight, run_folder
 from weft.commands import explain as commands_explain
 from weft.commands import launch as commands_launch
+from weft.commands import prove as commands_prove
 from weft.commands import replay as commands_replay
 from weft.commands import schedule as commands_schedule
 from weft.commands import status as commands_status
@@ -33,14 +32,10 @@ from weft.commands.console import (
     print_result,
     set_openmp_policy,
     show_help,
-    take_flag,
     wants_help,
 )
 from weft.commands.preflight import data_checks
-from weft.config import flags
-from weft.config.checks import run_checks
-from weft.config.load import load, try_load
-from weft.config.schema import ConfigSection
+from weft.config.load import try_load
 from weft.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -53,7 +48,6 @@ from weft.errors import (
     did_you_mean,
 )
 from weft.models import FAMILIES
-from weft.prove.recorded import first_config_path, recorded_steps
 from weft.run.agent import end_with_agent
 
 CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
@@ -205,76 +199,6 @@ def schedule(words: Sequence[str]) -> int:
     return commands_schedule.schedule(words)
 
 
-class ProveOptions(ConfigSection):
-    """What `weft prove` compares, besides a run folder or the keys of a run."""
-
-    first: int = Field(
-        3,
-        ge=1,
-        description="steps to compare, from the first",
-    )
-
-
-TESTS_OF_THE_PROOF = {
-    "--mutants": "weft.commands.prove_mutants:prove_mutants",
-    "--sweep": "weft.commands.prove_mutants:prove_sweep",
-}
-"""Flags of `weft prove` that test the proof itself -> function that gets all words."""
-
-
-def prove(words: Sequence[str]) -> int:
-    """Compare a run, or a config, with one device; exit code 1 where they differ."""
-    for flag_name, path in TESTS_OF_THE_PROOF.items():
-        if flag_name in words:
-            return imported(path)(words)
-    command = COMMANDS["prove"]
-    if wants_help(words):
-        return show_help(
-            ProveOptions(),
-            f"weft prove {command.usage}",
-            f"{command.line}. Without a folder: any key of weft train",
-        )
-    flag, rest = take_flag("--first", words)
-    first = flags.read_config(flag, ProveOptions).first
-    folder = Path(rest[0]) if rest and os.path.isdir(rest[0]) else None
-    if folder is not None and len(rest) > 1:
-        raise UserError(
-            Fault(
-                "weft prove",
-                "a run folder takes no keys: it has its own config",
-                got=" ".join(rest[1:]),
-            )
-        )
-    if folder is None:
-        run = load_checked_run(rest, data_checks)
-    else:
-        _check_recorded_run(folder)
-    set_openmp_policy()
-    from weft.commands.prove import Proof  # imports torch, and so comes after all checks
-
-    proof = Proof()
-    if folder is None:
-        lines = proof.of_config(run, first=first)
-    else:
-        lines = proof.of_run(folder, first=first)
-    for line in lines:
-        print_result(line)
-    return EXIT_OK if proof.holds else EXIT_FAILED
-
-
-def _check_recorded_run(folder: Path) -> None:
-    """Check the config, data and events of a run folder, without torch.
-
-    Raises:
-        UserError: they cannot be read, or do not hold what a proof needs.
-    """
-    run = load([str(first_config_path(folder))], FAMILIES)
-    recorded_steps(folder)
-    faults = run_checks(run, data_checks)
-    if faults:
-        raise UserError(*faults)
-
-
 def imported(path: str) -> Callable[[Sequence[str]], int]:
     """The command "module:function", whose module is imported when the command runs."""
 
@@ -308,11 +232,7 @@ COMMANDS = {
     ),
     "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),
     "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
-    "prove": Command(
-        "[RUN | CONFIG.toml] [--first 3] | --mutants | --sweep MINUTES",
-        "compare a run or a layout with one device, number by number",
-        prove,
-    ),
+    "prove": Command(commands_prove.USAGE, commands_prove.LINE, commands_prove.prove),
     "replay": Command(commands_replay.USAGE, commands_replay.LINE, commands_replay.replay),
     "status": Command(
         commands_status.USAGE,

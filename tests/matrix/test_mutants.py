@@ -31,7 +31,7 @@ from weft.parallel.tensor import region, vocab
 from weft.parallel.tensor import transform as tensor_transform
 from weft.parallel.zero import grad_norm
 from weft.parallel.zero.param_group import ParamGroup
-from weft.train import step
+from weft.train import data_loader, step
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, tuple[Case, Patch]] = {}
@@ -240,11 +240,9 @@ def the_loss_is_divided_by_this_ranks_own_number_of_targets(patch: pytest.Monkey
 @mutant(Case("dp2", microbatches=2))
 def every_data_rank_trains_on_the_same_samples(patch: pytest.MonkeyPatch) -> None:
     """Half of the data is never seen."""
-    from weft.prove import layout
-
-    right = layout.layout_of
+    right = data_loader.layout_of
     patch.setattr(
-        layout, "layout_of", lambda samples, *, index, **rest: right(samples, index=0, **rest)
+        data_loader, "layout_of", lambda samples, *, index, **rest: right(samples, index=0, **rest)
     )
 
 

@@ -1,164 +1,168 @@
-"""`weft prove`: compare a recorded run, or a config before it runs, with one process. Imports torch."""
+"""`weft prove`: compare a run or a config with one device; checks first, torch is imported after them."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import torch
+from pydantic import Field
 
-from weft.comm.comm import Comm
-from weft.comm.threads import ThreadWorld
+from weft.commands.console import (
+    load_checked_run,
+    print_result,
+    set_openmp_policy,
+    show_help,
+    take_flag,
+    wants_help,
+)
+from weft.commands.preflight import data_checks
+from weft.config import flags
+from weft.config.checks import run_checks
 from weft.config.load import load
-from weft.config.run import Run, plan_of
-from weft.config.schema import ParallelConfig, PipelineConfig, PrecisionConfig
-from weft.core.mesh import Mesh
-from weft.data.dataset import open_data
-from weft.errors import counted
+from weft.config.run import Run
+from weft.config.schema import ConfigSection
+from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
-from weft.models.common.batch import Batch
-from weft.prove.compare import TOLERANCE, Verdict, prove_layout
+from weft.prove.html import page
 from weft.prove.recorded import first_config_path, recorded_steps
-from weft.prove.rerun import BOUNDS, DRIFT_AFTER, StepPair, step_pairs
-from weft.train.build import (
-    build_data_loader,
-    build_step,
-    build_step_range,
-    family_of,
-)
-from weft.train.data_loader import samples_of, whole_batch
-from weft.train.loop import Event, step_events
-from weft.train.optim import learning_rate
+from weft.prove.reduce import changes, command_of, reduced, without_weights_note
+from weft.prove.report import ProofReport
 
-MAX_DIFFERENCES_SHOWN = 5
-FLOAT64 = PrecisionConfig(
-    params="float64",
-    compute="float64",
-    reduce="float64",
-)
+USAGE = "[RUN | CONFIG.toml] [--first 4] [--json] [--html FILE] | --mutants | --sweep MINUTES"
+LINE = "compare a run or a layout with one device, number by number"
+KEY = "weft prove"
+
+TESTS_OF_THE_PROOF = {"--mutants": "prove_mutants", "--sweep": "prove_sweep"}
+"""Flags that test the proof itself -> function of `weft.commands.prove_mutants`, which gets all
+words.
+"""
 
 
-class Proof:
-    """Yields lines to print; `holds` says at the end whether everything was equal."""
+class ProveOptions(ConfigSection):
+    """What `weft prove` compares, besides a run folder or the keys of a run."""
 
-    holds = False
-
-    def of_run(self, out: Path, *, first: int) -> Iterator[str]:
-        """Compare the first steps of the run in `out` with one process."""
-        run = load([str(first_config_path(out))], FAMILIES)
-        size = run.device_mesh.size
-        yield f"{out} ({run.device_mesh}, {counted(size, 'rank')}) repeated on one process:"
-        pairs: list[StepPair] = []
-        for pair in step_pairs(
-            recorded_steps(out),
-            train_on_one_process(run),
-            first=first,
-        ):
-            pairs.append(pair)
-            if _is_shown(pair.step, first):
-                losses = f"loss {pair.loss:.6f} and {pair.loss_alone:.6f}"
-                yield f"  step {pair.step:>3}  {losses}  gradient norm {pair.norm:.5f} and {pair.norm_alone:.5f}"
-        yield from self._verdict_on_run(out, pairs, dtype=run.precision.compute)
-
-    def _verdict_on_run(
-        self,
-        out: Path,
-        pairs: list[StepPair],
-        *,
-        dtype: str,
-    ) -> Iterator[str]:
-        bound = BOUNDS[dtype]
-        pairs = pairs[: DRIFT_AFTER.get(dtype)]
-        loss = max(pair.loss_difference for pair in pairs)
-        norm = max(pair.norm_difference for pair in pairs)
-        wrong = [pair for pair in pairs if not pair.largest_difference <= bound]
-        self.holds = not wrong
-        yield f"largest relative difference in {counted(len(pairs), 'step')}: loss {loss:.1e}, gradient norm {norm:.1e}"
-        if self.holds:
-            yield f"equal within {bound:.0e} ({dtype} rounding)"
-        else:
-            steps = counted(len(pairs), "step")
-            first = f"the first is step {wrong[0].step}"
-            yield f"NOT equal: {len(wrong)} of {steps} differ by more than {bound:.0e} ({dtype} rounding), {first}"
-            yield f"to see the first tensor that differs: weft prove {out / 'run.toml'}"
-
-    def of_config(self, run: Run, *, first: int) -> Iterator[str]:
-        """Compare the first steps of this config with one device: ranks are threads, float64, every
-        tensor.
-        """
-        start = time.perf_counter()
-        mesh = run.device_mesh
-        yield f"{mesh}, {counted(mesh.size, 'rank')} as threads, float64, {counted(first, 'step')}, compared with one device:"
-        verdict = prove_config(run, steps=first)
-        seconds = time.perf_counter() - start
-        self.holds = verdict.holds
-        yield f"compared {verdict.compared:,} losses, norms, gradients and parameters in {seconds:.1f} s"
-        yield f"largest difference: {verdict.largest}"
-        for difference in verdict.wrong[:MAX_DIFFERENCES_SHOWN]:
-            yield f"  WRONG {difference}"
-        num_hidden = len(verdict.wrong) - MAX_DIFFERENCES_SHOWN
-        if num_hidden > 0:
-            yield f"  and {num_hidden:,} more"
-        for name in verdict.missing:
-            yield f"  MISSING {name}: some entries lie on no rank"
-        if self.holds:
-            yield f"equal within {TOLERANCE:.0e}"
-        else:
-            first_wrong = (*verdict.wrong, *verdict.missing)[0]
-            yield f"NOT equal: first at {first_wrong}"
+    first: int = Field(
+        4,
+        ge=1,
+        le=100_000,
+        description="steps to compare, from the first; the last one follows a checkpoint that is read back",
+    )
+    full: bool = Field(
+        False,
+        description="keep the sizes of model and batch; else they are as small as the layout allows",
+    )
+    html: str | None = Field(None, description="write the report to this file, too, as a page")
 
 
-def prove_config(run: Run, *, steps: int) -> Verdict:
-    """Train the first `steps` steps of a config on its layout and on one device, in float64;
-    compare every tensor.
-    """
-    run = run.with_values({"precision": FLOAT64})
-    samples = open_data(run.data, run.model)
-    batches: list[Batch] = []
-    for step in range(steps):
-        chosen = samples_of(
-            samples,
-            step,
-            global_size=run.batch.global_size,
-            seed=run.seed,
+def prove(words: Sequence[str]) -> int:
+    """Compare a run, or a config, with one device; exit code 1 where they differ."""
+    for flag, function in TESTS_OF_THE_PROOF.items():
+        if flag in words:
+            module = importlib.import_module("weft.commands.prove_mutants")  # imports torch
+            code: int = getattr(module, function)(words)
+            return code
+    if wants_help(words):
+        return show_help(
+            ProveOptions(),
+            f"weft prove {USAGE} [--full]",
+            f"{LINE}. Without a folder: any key of weft train. --json prints the report as JSON",
         )
-        batches.append(whole_batch(samples, chosen, later=run.model.reads_later_targets))
-    return prove_layout(
-        family_of(run.model, run.lora),
-        run.model,
-        batches,
-        plan=plan_of(run),
-        seed=run.seed,
-        optim=run.optim,
-        lr=learning_rate(run.optim.warmup, run.optim, run.steps),
-    )
+    options, rest = _read_options(words)
+    json_flag, rest = _take_switch("--json", rest)
+    is_json = json_flag[1:] == ["True"]
+    folder = Path(rest[0]) if rest and os.path.isdir(rest[0]) else None
+    if options.html is not None:
+        _check_page_path(options.html)
+    if folder is not None:
+        report = _of_folder(folder, rest, first=options.first, is_json=is_json)
+    else:
+        run = load_checked_run(rest, data_checks)
+        set_openmp_policy()
+        report = prove_config(run, steps=options.first, full=options.full)
+    if options.html is not None:
+        Path(options.html).write_text(page(report), encoding="utf-8")
+    print_result(report.to_json() if is_json else "\n".join(report.lines()))
+    return EXIT_OK if report.holds else EXIT_FAILED
 
 
-def train_on_one_process(run: Run) -> Iterator[Event]:
-    """Train the run again on one rank, with the same model, data, batch and optimizer; yields its
-    step events.
+def _read_options(words: Sequence[str]) -> tuple[ProveOptions, list[str]]:
+    """The command's own options, and all other words, among them --json."""
+    rest = list(words)
+    given: list[str] = []
+    for name in ("--first", "--html"):
+        flag, rest = take_flag(name, rest)
+        given.extend(flag)
+    flag, rest = _take_switch("--full", rest)
+    given.extend(flag)
+    return flags.read_config(given, ProveOptions), rest
+
+
+def _take_switch(name: str, words: list[str]) -> tuple[list[str], list[str]]:
+    """`--name` alone, or with True or False after it, as a flag with a value; and all other words."""
+    if name not in words:
+        return [], words
+    start = words.index(name)
+    has_value = words[start + 1 : start + 2] in (["True"], ["False"])
+    end = start + 2 if has_value else start + 1
+    value = words[start + 1] if has_value else "True"
+    return [name, value], [*words[:start], *words[end:]]
+
+
+def _check_page_path(path: str) -> None:
+    """The file can be written: its folder exists, and it is no folder.
+
+    Raises:
+        UserError: else, before anything runs.
     """
-    run = run.with_values(
-        {
-            "mesh": "",
-            "parallel": ParallelConfig(),
-            "pipeline": PipelineConfig(),
-            "resume": None,
-        }
-    )
-    torch.set_flush_denormal(True)
-    comm = Comm(Mesh.parse(""), 0, ThreadWorld(1).transport(0))
-    loader = build_data_loader(
-        open_data(run.data, run.model),
-        comm,
-        run.batch,
-        seed=run.seed,
-        later=run.model.reads_later_targets,
-    )
-    step_range = build_step_range(run.optim, total=run.steps, prefetch=run.data.prefetch)
-    return step_events(build_step(run, comm), loader, step_range)
+    file = Path(path)
+    if "\0" in path or not path:
+        raise UserError(Fault("html", "is no name of a file", got=repr(path)))
+    if file.is_dir():
+        raise UserError(Fault("html", "is a folder", got=repr(path), need="a file"))
+    if not file.parent.is_dir():
+        raise UserError(Fault("html", "its folder does not exist", got=repr(str(file.parent))))
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(Fault("html", "cannot be written", got=repr(path)))
 
 
-def _is_shown(step: int, last: int) -> bool:
-    return step <= 3 or step % 5 == 0 or step == last
+def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
+    """Prove a config before it runs, and look for the smallest failing case where it fails.
+
+    Args:
+        full: with the sizes of the run; else with reduced ones.
+    """
+    from weft.prove.proof import Subject, prove  # late: it imports torch
+    from weft.prove.shrink import smallest_case
+
+    subject = run if full else reduced(run)
+    report = prove(Subject.of(subject, steps=steps))
+    notes = report.notes if full else (*report.notes, *without_weights_note(run, subject))
+    report = replace(
+        report,
+        reduced=changes(run, subject),
+        command=command_of(subject, steps=steps),
+        notes=notes,
+    )
+    if report.holds:
+        return report
+    return report.with_smallest(smallest_case(subject, report))
+
+
+def _of_folder(folder: Path, words: Sequence[str], *, first: int, is_json: bool) -> ProofReport:
+    """Compare the recorded steps of a run folder."""
+    if len(words) > 1:
+        got = " ".join(words[1:])
+        raise UserError(Fault(KEY, "a run folder takes no keys: it has its own config", got=got))
+    run = load([str(first_config_path(folder))], FAMILIES)
+    steps = recorded_steps(folder)
+    faults = run_checks(run, data_checks)
+    if faults:
+        raise UserError(*faults)
+    set_openmp_policy()
+    from weft.prove.recorded_run import prove_recorded  # late: it imports torch
+
+    show = (lambda line: 0) if is_json else print_result
+    return prove_recorded(folder, run, steps, first=first, show=show)

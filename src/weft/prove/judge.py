@@ -193,6 +193,9 @@ class Judge:
             return
         tensor = torch.tensor(float(value), dtype=torch.float64)
         operation = record.norm_operations.get(site.step) if site.phase in STEP_NUMBERS else None
+        if site.block:
+            name = site.tensor.removeprefix(f"{site.block}.")
+            operation = record.sum_operations.get((site.step, site.block, name))
         self._check(site, record.rank, Observed(tensor, Whole(), operation), expected, key)
 
     # sums over ranks
@@ -231,8 +234,36 @@ class Judge:
             place = ShardPlace(partial.param.shard)
             expected = place.read(whole)
             assert expected is not None, "a shard lies in its parameter"
+            is_wrong = self._relative(total, expected, key) > self.bounds.bound(key)
+            if is_wrong and self._right_axes(step, partial.param.name, rank) is not None:
+                continue  # the terms are right, and their reduction is compared after it
             observed = Observed(total, place, partial.operation)
             self._check(site, rank, observed, expected, key)
+
+    def _relative(self, value: Tensor, expected: Tensor, key: Key) -> float:
+        return largest_difference(value, expected) / self.bounds.scale(key)
+
+    def _right_axes(self, step: int, name: str, rank: int) -> tuple[str, ...] | None:
+        """The axes over which the ranks' own gradients add up to the right one; None: there are none."""
+        param = self.records[rank].shards[name]
+        key = Key(step, "backward", f"{param.owner} gradient")
+        expected = ShardPlace(param.shard).read(self.bounds.plain.values[key])
+        assert expected is not None, "a shard lies in its parameter"
+        for axes in (param.reduce_axes, *self._axis_sets()):
+            total = self._sum_over(step, name, rank, axes)
+            if total is None or total.shape != expected.shape:
+                continue
+            if self._relative(total, expected, key) <= self.bounds.bound(key):
+                return axes
+        return None
+
+    def _axis_sets(self) -> list[tuple[str, ...]]:
+        """All sets of axes along which gradients may be summed, small ones first."""
+        candidates = [axis for axis in self.mesh.wide_axes if axis != pipeline_axis()]
+        found: list[tuple[str, ...]] = []
+        for number in range(len(candidates) + 1):
+            found.extend(itertools.combinations(candidates, number))
+        return found
 
     def _compare_sums(self) -> None:
         """Losses of each block, summed over the ranks with different tokens."""
@@ -437,26 +468,31 @@ class Judge:
         )
         if name is None or (site.step, name) not in record.partial_gradients:
             return
-        right = set(record.shards[name].reduce_axes)
-        candidates = [axis for axis in self.mesh.wide_axes if axis != pipeline_axis()]
-        for number in range(len(candidates) + 1):
-            for axes in itertools.combinations(candidates, number):
-                if set(axes) == right:
-                    continue
-                total = self._sum_over(site.step, name, failure.rank, axes)
-                if total is None:
-                    continue
-                local = _local_entries(total, failure.observed, record, name)
-                if local is None:
-                    continue
-                missing = [axis for axis in self.mesh.wide_axes if axis in right - set(axes)]
-                extra = [axis for axis in self.mesh.wide_axes if axis in set(axes) - right]
-                if missing:
-                    text = f"not summed over {' and '.join(missing)} (terms of other ranks are missing)"
-                    yield "+".join(missing), _Phrase(text, local)
-                else:
-                    text = f"summed over {' and '.join(extra)}, too"
-                    yield "+".join(extra), _Phrase(text, local)
+        right = self._right_axes(site.step, name, failure.rank)
+        if right is None:
+            return
+        for axes in self._axis_sets():
+            total = self._sum_over(site.step, name, failure.rank, axes)
+            if total is None or set(axes) == set(right):
+                continue
+            local = _local_entries(total, failure.observed, record, name)
+            if local is not None:
+                yield self._wrong_sum(right, axes, local)
+
+    def _wrong_sum(
+        self, right: tuple[str, ...], axes: tuple[str, ...], value: Tensor
+    ) -> tuple[str, _Phrase]:
+        """Axis and words of a sum over `axes` in place of `right`."""
+        missing = [axis for axis in self.mesh.wide_axes if axis in right and axis not in axes]
+        extra = [axis for axis in self.mesh.wide_axes if axis in axes and axis not in right]
+        words = []
+        if missing:
+            words.append(
+                f"not summed over {' and '.join(missing)} (terms of other ranks are missing)"
+            )
+        if extra:
+            words.append(f"summed over {' and '.join(extra)} by mistake")
+        return "+".join(missing or extra), _Phrase(", ".join(words), value)
 
     def _sum_over(self, step: int, name: str, rank: int, axes: tuple[str, ...]) -> Tensor | None:
         parts = []

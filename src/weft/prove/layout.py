@@ -3,40 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.dimension import position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
-from weft.data.order import layout_of
+from weft.data.order import Ints
+from weft.data.samples import SampleArrays
 from weft.layout.plan import Plan
 from weft.models import Family
 from weft.models.common.batch import Batch
 from weft.prove.oracle import OptimizerOf
 from weft.prove.trace import RankTrace, StepTrace
 from weft.train.build import build_model
+from weft.train.data_loader import DataLoader
 from weft.train.optim import matrices
 from weft.train.step import StepReport, TrainStep
 
+SAMPLE_FIELDS = ("inputs", "targets", "positions", "documents")
+
+
+class GivenSamples:
+    """The sequences of given whole batches as samples, in their order: those of step 0, then of
+    step 1.
+    """
+
+    def __init__(self, steps: Sequence[Batch]) -> None:
+        self.steps = tuple(steps)
+        self.num_samples = sum(len(batch.inputs) for batch in self.steps)
+
+    def at(self, places: Ints, *, seed: int) -> Ints:
+        """Sample i is at place i."""
+        return places
+
+    def read(self, samples: Ints) -> SampleArrays:
+        """The samples with these numbers, flattened to one batch dimension."""
+        numbers = torch.from_numpy(samples.ravel())
+        fields: dict[str, Any] = {}
+        for name in SAMPLE_FIELDS:
+            parts = [getattr(batch, name) for batch in self.steps]
+            if parts[0] is not None:
+                fields[name] = torch.cat(parts)[numbers].numpy()
+        return SampleArrays(**fields)
+
+    def place(self, sample: int) -> dict[str, object]:
+        """Its number."""
+        return {"sample": sample}
+
+    def facts(self) -> dict[str, object]:
+        """Number of samples."""
+        return {"samples": self.num_samples}
+
 
 def micro_batches(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
-    """This rank's micro-batches of a step's whole batch."""
+    """This rank's micro-batches of a step's whole batch, as training loads them."""
+    loader = _loader([batch], plan, rank, device=torch.device("cpu"))
+    return loader.batches(0)
+
+
+def _loader(
+    steps: Sequence[Batch],
+    plan: Plan,
+    rank: int,
+    *,
+    device: torch.device,
+) -> DataLoader:
     mesh = plan.mesh
-    sequences, positions = sequence_axes(), position_axes()
-    samples = layout_of(
-        np.arange(plan.global_size),
-        index=mesh.index(rank, sequences),
-        degree=mesh.degree(sequences),
+    return DataLoader(
+        GivenSamples(steps),
+        global_size=plan.global_size,
         micro_size=plan.micro_size,
+        seed=0,
+        index=mesh.index(rank, sequence_axes()),
+        degree=mesh.degree(sequence_axes()),
+        device=device,
+        later=steps[0].later_targets is not None,
+        context_index=mesh.index(rank, position_axes()),
+        context_degree=mesh.degree(position_axes()),
     )
-    shard = batch.columns(
-        index=mesh.index(rank, positions),
-        degree=mesh.degree(positions),
-    )
-    return [shard.rows(torch.from_numpy(rows)) for rows in samples]
 
 
 def run_layout(
@@ -59,8 +106,9 @@ def run_layout(
         clip=plan.clip,
     )
     traces = []
-    for batch in steps:
-        report = train(micro_batches(batch, plan, comm.rank), lr=lr)
+    loader = _loader(steps, plan, comm.rank, device=comm.device)
+    for step in range(len(steps)):
+        report = train(loader.batches(step), lr=lr)
         traces.append(_trace(train, report))
     shards = {param.owner: param.shard for param in model.shards.values()}
     return RankTrace(plan.mesh.coord_text(comm.rank), shards, tuple(traces))

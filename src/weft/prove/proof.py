@@ -11,7 +11,6 @@ import torch
 
 from weft.comm.comm import Comm
 from weft.config.run import Run
-from weft.core.mesh import Mesh
 from weft.data.dataset import open_data
 from weft.data.samples import Samples
 from weft.errors import CommError, GuardError, WeftError
@@ -21,7 +20,9 @@ from weft.prove.judge import Judge, axis_of_call
 from weft.prove.raw_batch import MaskedSamples
 from weft.prove.record import RankRecord, Recorder
 from weft.prove.reference import (
+    PLAIN,
     NumberTypes,
+    Perturbation,
     Reference,
     in_float64,
     perturbations,
@@ -216,17 +217,27 @@ def reference_bounds(subject: Subject) -> Bounds:
     """The one-device reference, and its perturbed versions for the bounds."""
     perturbed = []
     for perturbation in perturbations(subject.run):
-        reference = _reference(subject, perturbation=perturbation)
-        perturbed.append(reference.run_all(subject.steps))
-    plain = _reference(subject).run_all(subject.steps)
+        each = reference(subject, perturbation=perturbation)
+        perturbed.append(each.run_all(subject.steps))
+    plain = reference(subject).run_all(subject.steps)
     return Bounds(plain, tuple(perturbed), NumberTypes.of(subject.run))
 
 
-def _reference(subject: Subject, **options: object) -> Reference:
+def reference(
+    subject: Subject, *, perturbation: Perturbation = PLAIN, records: bool = True
+) -> Reference:
+    """The one-device reference of a subject."""
     run = subject.run
     source = initial_source(run.model, base=run.lora.base)
     torch.set_flush_denormal(True)
-    return Reference(run, subject.family, subject.samples, source=source, **options)  # type: ignore[arg-type]
+    return Reference(
+        run,
+        subject.family,
+        subject.samples,
+        source=source,
+        perturbation=perturbation,
+        records=records,
+    )
 
 
 def layout_text(run: Run) -> str:
@@ -265,13 +276,3 @@ def bounds_text(types: NumberTypes) -> str:
     if types.is_exact:
         return f"{TOLERANCE:.0e}"
     return f"{FACTOR:g} times what rounding noise of one unit moves the same computation"
-
-
-def without_axis(mesh: Mesh, axis: str, degree: int) -> str:
-    """The text of a mesh with another degree of an axis; 1 leaves it out."""
-    words = []
-    for name, old in mesh.axes:
-        new = degree if name == axis else old
-        if new > 1:
-            words.append(f"{name}{new}")
-    return " ".join(words)

@@ -133,10 +133,10 @@ def _sequence(samples: SequenceSamples, number: int) -> _Sequence:
 
 
 def _document_starts(samples: SequenceSamples, start: int, length: int) -> set[int]:
-    """Columns of a window, its end included, at which a document begins."""
+    """Columns of a window but its first, its end included, at which a document begins."""
     all_bounds = samples.stream.document_bounds
     bounds = all_bounds[0 : len(all_bounds)]
-    inside = bounds[(bounds >= start) & (bounds <= start + length)]
+    inside = bounds[(bounds > start) & (bounds <= start + length)]
     return {int(bound) - start for bound in inside}
 
 

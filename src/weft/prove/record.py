@@ -64,6 +64,7 @@ class RankRecord:
         values: tensors by what they are.
         partial_gradients: (step, parameter) -> gradient before its reduction.
         sums: (step, block, name) -> number of this rank's own tokens: losses, extra losses.
+        sum_operations: the operation before each of them.
         loads: (step, block) -> tokens of this rank at each expert.
         shards: geometry of the parameters here.
         events: events of the run.
@@ -75,6 +76,7 @@ class RankRecord:
     values: dict[Site, Observed] = field(default_factory=dict)
     partial_gradients: dict[tuple[int, str], PartialGradient] = field(default_factory=dict)
     sums: dict[tuple[int, str, str], float] = field(default_factory=dict)
+    sum_operations: dict[tuple[int, str, str], Operation | None] = field(default_factory=dict)
     loads: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     shards: Mapping[str, ParamShard] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -258,7 +260,9 @@ class Recorder:
     def _add_sum(self, step: int, block: str, name: str, value: Tensor | None) -> None:
         if value is not None:
             key = (step, block, name)
-            self.record.sums[key] = self.record.sums.get(key, 0.0) + float(value.detach().double())
+            before = self.record.sums.get(key, 0.0)
+            self.record.sums[key] = before + float(value.detach().double())
+            self.record.sum_operations[key] = self.trace.newest
 
     def _add_load(self, step: int, block: str, load: Tensor | None) -> None:
         if load is not None:

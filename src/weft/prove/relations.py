@@ -10,7 +10,9 @@ from torch import Tensor
 
 CLOSE = 1e-3
 """Relative residual within which a relation holds."""
-MAX_DENOMINATOR = 64
+MAX_DENOMINATOR = 8
+FRACTION_CLOSE = 1e-5
+"""Relative distance within which a factor is written as a fraction."""
 
 
 def relation(
@@ -70,9 +72,8 @@ def factor_of(measured: Tensor, expected: Tensor) -> float | None:
 
 def _factor_text(factor: float) -> str:
     near = Fraction(factor).limit_denominator(MAX_DENOMINATOR)
-    if near and abs(float(near) / factor - 1) < CLOSE:
-        return str(near)
-    return f"{factor:.6g}"
+    is_near = near not in (0, 1) and abs(float(near) / factor - 1) < FRACTION_CLOSE
+    return str(near) if is_near else f"{factor:.6g}"
 
 
 def _is_close(measured: Tensor, candidate: Tensor, expected: Tensor) -> bool:
@@ -105,10 +106,10 @@ def _rearrangement(measured: Tensor, expected: Tensor) -> str:
     right = expected.flatten().sort().values
     if bool(right.any()) and _is_close(ordered, right, torch.zeros_like(right)):
         return "the right values in another order (permutation)"
-    if expected.dim() > 1:
-        own = measured.flatten(1)[:, 0].sort().values
-        rows = expected.flatten(1)[:, 0].sort().values
-        if bool(rows.any()) and _is_close(own, rows, torch.zeros_like(rows)):
+    if expected.dim() > 1 and len(expected) > 2:
+        own = measured.flatten(1).sum(1)
+        rows = expected.flatten(1).sum(1)
+        if _is_close(own.sort().values, rows.sort().values, torch.zeros_like(rows)):
             return "rows of the right values in another order (permutation)"
     return ""
 

@@ -197,10 +197,16 @@ class ProofReport:
         if not differences:
             return None
         first = differences[0]
-        found = self.smallest.first if self.smallest is not None else None
-        if found is None or not found.axis or "+" in found.axis:
+        is_named = bool(first.axis) and first.axis in first.relation
+        if is_named or self.smallest is None or not self.smallest.has_one_axis:
             return first
-        return replace(first, axis=found.axis)
+        found = self.smallest.first
+        return replace(first, axis="" if found is None else found.axis)
+
+    @property
+    def has_one_axis(self) -> bool:
+        """Whether the mesh has one axis at most, so that a difference follows that one."""
+        return len(self.layout.partition(",")[0].split()) == 1 or self.ranks == 1
 
     @property
     def axis(self) -> str:

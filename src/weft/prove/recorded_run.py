@@ -1,0 +1,179 @@
+"""Compare the recorded losses and gradient norms of a run with the one-device reference, step by step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from weft.config.run import Run
+from weft.data.dataset import open_data
+from weft.errors import counted
+from weft.prove.bounds import FACTOR, FLOOR, TOLERANCE
+from weft.prove.proof import Subject, bounds_text, layout_text, model_text, reference, types_text
+from weft.prove.reference import Key, NumberTypes, Reference, perturbations
+from weft.prove.report import Difference, Pass, PhaseBound, ProofReport
+from weft.run.run_ranks import one_intra_op_thread
+
+Number = Literal["loss", "norm"]
+NAMES: dict[Number, str] = {"loss": "loss", "norm": "gradient norm"}
+OTHER_SHARE = 0.25
+"""Of the spread of the other number, that counts, too: a spread of two runs may be small by chance."""
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """One number of one step.
+
+    Attributes:
+        relative: difference from one device.
+        bound: largest one that rounding explains.
+    """
+
+    step: int
+    number: Number
+    recorded: float
+    alone: float
+    relative: float
+    bound: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.relative <= self.bound
+
+    def difference(self, ranks: int) -> Difference:
+        """As a difference of the report."""
+        ratio = self.recorded / self.alone if self.alone else math.inf
+        return Difference(
+            tensor=NAMES[self.number],
+            block="",
+            parameter="",
+            phase=self.number,
+            step=self.step,
+            micro_batch=None,
+            axis="",
+            ranks=tuple(range(ranks)),
+            collective="",
+            relation=f"{ratio:.6g} times the right value",
+            measured=self.relative,
+            bound=self.bound,
+        )
+
+
+class GrowingBound:
+    """The bound of a number that grows with the spread of perturbed runs, step by step."""
+
+    def __init__(self, types: NumberTypes) -> None:
+        self.types = types
+        self._spread: dict[Number, float] = {"loss": 0.0, "norm": 0.0}
+
+    def add(self, number: Number, plain: float, perturbed: Sequence[float]) -> None:
+        """Take the numbers of one step."""
+        for other in perturbed:
+            spread = relative_difference(other, plain)
+            self._spread[number] = max(self._spread[number], spread)
+
+    def bound(self, number: Number) -> float:
+        """The bound so far."""
+        if self.types.is_exact:
+            return TOLERANCE
+        other: Number = "norm" if number == "loss" else "loss"
+        spread = max(self._spread[number], OTHER_SHARE * self._spread[other])
+        return FACTOR * spread + FLOOR * self.types.eps
+
+
+def prove_recorded(
+    folder: Path,
+    run: Run,
+    recorded: Sequence[Mapping[str, Any]],
+    *,
+    first: int,
+    show: Callable[[str], object],
+) -> ProofReport:
+    """Compare the first steps of a run folder with the reference; shows each as it is computed."""
+    start = time.perf_counter()
+    ranks = run.device_mesh.size
+    show(f"{folder} ({run.device_mesh}, {counted(ranks, 'rank')}) repeated on one device:")
+    types = NumberTypes.of(run)
+    comparisons: list[StepComparison] = []
+    with one_intra_op_thread():
+        for number, found in _compare(run, recorded[:first]):
+            comparisons.extend(found)
+            if number <= 3 or number % 5 == 0 or number == first:
+                show(_step_line(number, found))
+    differences = tuple(each.difference(ranks) for each in comparisons if not each.is_equal)
+    source = bounds_text(types)
+    result = Pass(types_text(run), source, tuple(_phase_bounds(comparisons)), differences)
+    command = f"weft prove {folder / 'run.toml'}"
+    return ProofReport(
+        layout=layout_text(run),
+        model=model_text(run),
+        ranks=ranks,
+        steps=min(first, len(recorded)),
+        passes=(result,),
+        seconds=time.perf_counter() - start,
+        command=command,
+    )
+
+
+def _compare(run: Run, recorded: Sequence[Mapping[str, Any]]) -> Any:
+    """Yields the number of each step and its comparisons."""
+    samples = open_data(run.data, run.model)
+    subject = Subject.of(run, steps=len(recorded), samples=samples)
+    plain = reference(subject, records=False)
+    others = [
+        reference(subject, perturbation=perturbation, records=False)
+        for perturbation in perturbations(run)
+    ]
+    bound = GrowingBound(plain.types)
+    steps = [each.steps(len(recorded)) for each in (plain, *others)]
+    torch.set_flush_denormal(True)
+    for event, numbers in zip(recorded, zip(*steps, strict=True), strict=True):
+        found: list[StepComparison] = []
+        step = numbers[0]
+        for number, key in (("loss", "loss"), ("norm", "grad_norm")):
+            alone = _number(plain, step, number)
+            values = [_number(other, step, number) for other in others]
+            bound.add(number, alone, values)
+            relative = relative_difference(float(event[key]), alone)
+            found.append(
+                StepComparison(
+                    step, number, float(event[key]), alone, relative, bound.bound(number)
+                )
+            )
+        yield step, found
+
+
+def _number(each: Reference, step: int, number: Number) -> float:
+    return float(each.trace.values[Key(step, number, NAMES[number])])
+
+
+def _step_line(step: int, found: Sequence[StepComparison]) -> str:
+    loss, norm = found
+    losses = f"loss {loss.recorded:.6f} and {loss.alone:.6f}"
+    return f"  step {step:>3}  {losses}  gradient norm {norm.recorded:.5f} and {norm.alone:.5f}"
+
+
+def _phase_bounds(comparisons: Sequence[StepComparison]) -> list[PhaseBound]:
+    found = []
+    for number in NAMES:
+        own = [each for each in comparisons if each.number == number]
+        closest = max(own, key=lambda each: each.relative / each.bound)
+        ratio = closest.relative / closest.bound
+        found.append(PhaseBound(number, len(own), closest.relative, closest.bound, ratio))
+    return found
+
+
+def relative_difference(actual: float, expected: float) -> float:
+    """Absolute difference over the expected magnitude; infinite if one number alone is NaN."""
+    if math.isnan(actual) and math.isnan(expected):
+        return 0.0
+    if math.isnan(actual) or math.isnan(expected):
+        return math.inf
+    return abs(actual - expected) / max(abs(expected), 1e-30)

@@ -1,0 +1,223 @@
+"""Reduced sizes of a run: model, batch and sequence as small as its layout allows, its options as they are. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from weft.config.checks import as_flags
+from weft.config.load import load
+from weft.config.run import Run
+from weft.config.schema import DataConfig
+from weft.config.validate import config_checks
+from weft.errors import UserError
+from weft.models import FAMILIES
+
+SIZES = {
+    "layers": 2,
+    "head_size": 4,
+    "ffn": 16,
+    "experts": 4,
+    "expert_ffn": 8,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "window": 3,
+    "vocab": 256,
+}
+"""Smallest sizes that are tried, by field."""
+MOST_MULTIPLES = 24
+HEADS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
+DIMS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+SEQ_LENS = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
+DOCUMENT_SEQ_LEN = 32
+"""Shortest sequence with several documents."""
+MAX_VOCAB = 1024
+"""Larger vocabularies are replaced by that of bytes."""
+CLIP = 0.1
+"""Below the gradient norm of a tiny model, so that clipping acts."""
+STEPS, WARMUP = 6, 2
+SMALL_WORLD = 8
+STORED_SIZES = {"dim": 128, "layers": 8, "vocab": 4096}
+"""A model with stored weights of at most these sizes keeps them, and so its weights are compared."""
+
+
+def reduced(run: Run) -> Run:
+    """The run with reduced sizes; equal layout, options and number types."""
+    run = _smaller_schedule(run)
+    if not _keeps_weights(run):
+        run = _without_weights(run)
+        run = _smaller_model(run)
+    run = _smaller_data(run)
+    return _smaller_batch(run)
+
+
+def changes(before: Run, after: Run) -> dict[str, tuple[str, str]]:
+    """Keys that differ, with both values."""
+    old, new = _flat(before), _flat(after)
+    found = {}
+    for key, value in new.items():
+        if key != "model.preset" and old.get(key) != value:
+            found[key] = (str(old.get(key)), str(value))
+    return found
+
+
+def command_of(run: Run, *, steps: int) -> str:
+    """The command line that proves exactly this run."""
+    default = load(["--model.name", run.model.name], FAMILIES)
+    left_out = ("model.preset", "model.name", "out", "resume", "device", "transport", "nproc")
+    flags = {"model.name": run.model.name} if run.model.name != "llama3" else {}
+    before = _flat(default)
+    for key, value in _flat(run).items():
+        if key not in left_out and before.get(key) != value:
+            flags[key] = value
+    return f"weft prove --full --first {steps} {as_flags(flags)}".rstrip()
+
+
+def without_weights_note(before: Run, after: Run) -> tuple[str, ...]:
+    """A note where stored weights are not compared."""
+    if before.model.from_hf and not after.model.from_hf:
+        return ("the weights of model.from_hf are compared with --full only",)
+    if before.lora.base and not after.lora.base:
+        return ("the weights of lora.base are compared with --full only",)
+    return ()
+
+
+def is_valid(run: Run) -> bool:
+    """Whether the checks of the config accept the run."""
+    try:
+        return not any(check.fails() for check in config_checks(run))
+    except (UserError, ValueError):
+        return False
+
+
+def _flat(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in type(run).model_fields:
+        value = getattr(run, name)
+        if isinstance(value, BaseModel):
+            for key in type(value).model_fields:
+                found[f"{name}.{key}"] = getattr(value, key)
+        else:
+            found[name] = value
+    return found
+
+
+def _keeps_weights(run: Run) -> bool:
+    """Whether the stored weights that the run starts from are so few that they are compared."""
+    if run.model.from_hf is None:
+        return False
+    sizes = run.model.architecture
+    return all(sizes.get(key, 0) <= most for key, most in STORED_SIZES.items())
+
+
+def _without_weights(run: Run) -> Run:
+    return run.with_values({"model.from_hf": None, "lora.base": None, "model.preset": None})
+
+
+def _smaller_schedule(run: Run) -> Run:
+    """A short learning rate schedule with every part of the long one, and clipping that acts."""
+    optim = run.optim
+    values: dict[str, Any] = {
+        "steps": min(run.steps, STEPS),
+        "optim.warmup": min(optim.warmup, WARMUP),
+        "optim.clip": min(optim.clip, CLIP),
+        "eval.every": 0,
+        "sample": 0,
+        "save.every": 0,
+        "resume": None,
+    }
+    return run.with_values(values)
+
+
+def _smaller_model(run: Run) -> Run:
+    """One field after the other at its smallest valid value."""
+    run = _first_valid(run, _head_choices(run))
+    for name, smallest in SIZES.items():
+        current = run.model.architecture.get(name)
+        if isinstance(current, int) and not isinstance(current, bool) and current > smallest:
+            run = _first_valid(run, _multiples(name, smallest, current))
+    return _first_valid(run, _head_choices(run))
+
+
+def _multiples(name: str, smallest: int, current: int) -> Iterator[dict[str, Any]]:
+    for number in range(1, MOST_MULTIPLES):
+        value = smallest * number
+        if value < current:
+            yield {name: value}
+
+
+def _head_choices(run: Run) -> Iterator[dict[str, Any]]:
+    """Numbers of heads and the width, which depend on each other; grouped heads stay grouped."""
+    sizes = run.model.architecture
+    if "dim" not in sizes:
+        return
+    if "heads" not in sizes:
+        for dim in DIMS:
+            if dim < sizes["dim"]:
+                yield {"dim": dim}
+        return
+    ratio = 2 if sizes.get("kv_heads", sizes["heads"]) < sizes["heads"] else 1
+    for num in HEADS:
+        heads = {"heads": num * ratio}
+        if "kv_heads" in sizes:
+            heads["kv_heads"] = num
+        for dim in DIMS:
+            is_smaller = dim < sizes["dim"] or num * ratio < sizes["heads"]
+            if is_smaller and dim <= sizes["dim"] and num * ratio <= sizes["heads"]:
+                yield {**heads, "dim": dim}
+
+
+def _first_valid(run: Run, choices: Iterable[Mapping[str, Any]]) -> Run:
+    """The run with the first of these model fields that it accepts; else as it is."""
+    for fields in choices:
+        values = {**run.model.model_dump(), **fields}
+        try:
+            model = type(run.model).model_validate(values, strict=False)
+        except (ValidationError, UserError, ValueError):
+            continue
+        changed = run.with_values({"model": model})
+        if is_valid(changed):
+            return changed
+    return run
+
+
+def _smaller_data(run: Run) -> Run:
+    if run.model.kind == "images":
+        return run
+    has_own_tokens = run.data.tokenizer == "bytes" and run.data.source == "stdlib"
+    if not has_own_tokens and run.model.architecture.get("vocab", 0) == SIZES["vocab"]:
+        data = DataConfig(seq_len=run.data.seq_len, packing=run.data.packing)
+        run = run.with_values({"data": data})
+    shortest = DOCUMENT_SEQ_LEN if run.data.packing == "documents" else SEQ_LENS[0]
+    for seq_len in SEQ_LENS:
+        if shortest <= seq_len < run.data.seq_len:
+            changed = run.with_values({"data.seq_len": seq_len})
+            if is_valid(changed):
+                return changed
+    return run
+
+
+def _smaller_batch(run: Run) -> Run:
+    """Few sequences; more than one micro-batch where the run has more than one."""
+    most = 2 if run.device_mesh.size <= SMALL_WORLD else 1
+    micro_size = min(run.batch.micro_size, most)
+    for num_micro in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64):
+        number = min(num_micro, run.num_micro)
+        size = micro_size * number * run.num_data_ranks
+        changed = run.with_values({"batch.micro_size": micro_size, "batch.global_size": size})
+        if is_valid(changed):
+            return changed
+    return run
+
+
+def with_mesh(run: Run, mesh: str) -> Run:
+    """The run on another mesh, with as many micro-batches."""
+    num_micro = run.num_micro
+    changed = run.with_values({"mesh": mesh})
+    size = run.batch.micro_size * num_micro * changed.num_data_ranks
+    return changed.with_values({"batch.global_size": size})
