@@ -53,7 +53,7 @@ docs: $(STAMP)  ## the documentation as HTML in build/site; warnings are errors
 
 bench: $(STAMP)  ## speed against torch's own, and seconds to the first step
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rivals
-	@$(BIN)/python benchmarks/throughput.py
+	@$(BIN)/python -m benchmarks.throughput
 	@$(BIN)/python benchmarks/startup.py
 
 gpu: $(STAMP)  ## all checks on one GPU, under 25 minutes; REHEARSE=1: tiny, on the CPU

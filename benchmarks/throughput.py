@@ -1,6 +1,6 @@
 """Tokens/s of weft and of torch, in turns in the same processes: one rank against a plain loop, dp2 against DDP.
 
-    python benchmarks/throughput.py [--layers 6 --dim 256 --seq-len 256 --sequences 8 --rounds 8]
+    python -m benchmarks.throughput [--layers 6 --dim 256 --seq-len 256 --sequences 8 --rounds 8]
 
 Both train the same model from the same initial values on the same tokens with the same optimizer kernel. Printed are the
 median step time of each, and the median of the ratios of neighbouring turns (A B A B ...), since machines drift.
@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.distributed as dist
+from benchmarks.rivals.training import PlainModel
 from torch import nn
 
 from weft.comm.comm import Comm
@@ -27,7 +28,7 @@ from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import FAMILIES
-from weft.models.common.batch import Batch, forward, token_batch
+from weft.models.common.batch import Batch, token_batch
 from weft.models.llama3 import config as llama3
 from weft.prove.layout import micro_batches
 from weft.prove.oracle import plain_model
@@ -81,17 +82,6 @@ def global_batch(args: argparse.Namespace, num_ranks: int) -> Batch:
 def make_mesh(num_ranks: int) -> Mesh:
     text = f"dp{num_ranks}" if num_ranks > 1 else ""
     return Mesh.parse(text)
-
-
-class PlainModel(nn.Module):
-    """The blocks of one device as one module: the mean loss of a batch."""
-
-    def __init__(self, blocks: dict[str, nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict(blocks)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return forward(self.blocks, batch) / batch.num_targets()
 
 
 def torch_step(args: argparse.Namespace, world: World) -> Step:
