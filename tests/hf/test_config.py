@@ -85,6 +85,24 @@ REFUSED = {
         {"rope_scaling": {"rope_type": "llama3", "factor": "8"}},
         "rope: factor is no number",
     ),
+    "rope without the length that it scales": (
+        LLAMA,
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "rope: llama3 without original_max_position_embeddings",
+    ),
+    "yarn without the length that it scales": (
+        DEEPSEEK,
+        {"rope_scaling": {"type": "yarn", "factor": 40}},
+        "rope: yarn without original_max_position_embeddings",
+    ),
+    "rope of a length of nothing": (
+        DEEPSEEK,
+        {
+            "max_position_embeddings": 64,
+            "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 0},
+        },
+        "original_max_position_embeddings: out of range",
+    ),
     "yarn with its own gain": (
         DEEPSEEK,
         {"rope_scaling": {"type": "yarn", "factor": 40, "attention_factor": 1.2}},

@@ -24,6 +24,7 @@ THETA = 10_000.0
 """What transformers takes where nothing is set."""
 
 ORIGINAL_CONTEXT = "original_max_position_embeddings"
+LONGEST = "max_position_embeddings"
 PARTIAL = "partial_rotary_factor"
 LLAMA3_DEFAULTS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -74,10 +75,15 @@ class ScaledRope:
                 key, "this type of rope scaling is not supported for this family", repr(kind), need
             )
             return
+        faults: list[Fault] = []
         for name, value in found.items():
-            yield from _value_faults(name, value, kind, key=key)
+            faults.extend(_value_faults(name, value, kind, key=key))
         if kind == "yarn":
-            yield from _yarn_faults(found, config, key=key)
+            faults.extend(_yarn_faults(found, config, key=key))
+        has_length = config.get(LONGEST) or found.get(ORIGINAL_CONTEXT)
+        if kind != "default" and not has_length and not faults:
+            faults.append(Fault(key, f"rope: {kind} without {ORIGINAL_CONTEXT}"))
+        yield from faults
 
     def fields(self, config: Json) -> Flat:
         """The Config's fields of a config.json without faults."""
@@ -88,7 +94,7 @@ class ScaledRope:
             if len(self.types) > 1:
                 fields["rope_scaling_factor"] = 1.0
             return fields
-        longest: int = config.get("max_position_embeddings") or found[ORIGINAL_CONTEXT]
+        longest: int = config.get(LONGEST) or found[ORIGINAL_CONTEXT]
         original: int = found.get(ORIGINAL_CONTEXT, longest)
         if kind == "llama3":
             scaling = {name: found.get(name, default) for name, default in LLAMA3_DEFAULTS.items()}
@@ -159,7 +165,7 @@ def _value_faults(
     """Faults of one setting."""
     if not isinstance(value, int | float):
         yield Fault(key, f"rope: {name} is no number", repr(value))
-    elif not 0 <= value < math.inf or (name == "rope_theta" and not value):
+    elif not 0 <= value < math.inf or (name in ("rope_theta", ORIGINAL_CONTEXT) and not value):
         yield Fault(key, f"rope: {name}: out of range", repr(value), "a number above 0")
     elif name == PARTIAL:
         if value != 1:
@@ -181,7 +187,7 @@ def _yarn_faults(found: Mapping[str, Any], config: Json, *, key: str) -> Iterato
             "False",
             "True, or no such key",
         )
-    if not (found.get("factor") or config.get("max_position_embeddings")):
+    if not (found.get("factor") or config.get(LONGEST)):
         yield Fault(key, "rope: yarn without factor")
     if found.get("mscale_all_dim") and not found.get("mscale"):
         yield Fault(key, "rope: mscale_all_dim without mscale", need="both")
