@@ -137,6 +137,21 @@ REFUSED = {
         {"layer_types": ["full_attention", "sliding_attention"]},
         "layer_types",
     ),
+    "a pattern of windows that is no number": (
+        GEMMA3,
+        {"sliding_window_pattern": [1, 2]},
+        "sliding_window_pattern is no number",
+    ),
+    "layers of no kind": (
+        GEMMA3,
+        {"sliding_window_pattern": None, "layer_types": 3},
+        "layer_types: not what weft computes (got 3",
+    ),
+    "rope parameters that are a number": (
+        GEMMA3,
+        {"rope_parameters": 3},
+        "rope_parameters is no table",
+    ),
     "capped logits": (GEMMA3, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     "scaled rope in layers without a window": (
         GEMMA3,

@@ -71,8 +71,8 @@ class LayerTypeRope:
 
 def _rope_parts(config: Json) -> dict[str, dict[str, Any]]:
     """Field -> the keys of its layers' rotary embedding, as in a model with one type of layers."""
-    by_type = config.get("rope_parameters") or {}
-    if "full_attention" in by_type:
+    by_type = config.get("rope_parameters")
+    if isinstance(by_type, dict) and "full_attention" in by_type:
         return {
             "rope_theta": {
                 "rope_theta": _GLOBAL_THETA,
@@ -88,7 +88,9 @@ def _rope_parts(config: Json) -> dict[str, dict[str, Any]]:
 
 def _global_every(config: Json) -> int:
     """Distance of layers without a window, as `layer_types` has it."""
-    layer_types = config.get("layer_types") or []
+    layer_types = config.get("layer_types")
+    if not isinstance(layer_types, list):
+        return _GLOBAL_EVERY
     if "full_attention" in layer_types:
         return int(layer_types.index("full_attention")) + 1
     return max(_GLOBAL_EVERY, len(layer_types) + 1)
@@ -96,7 +98,9 @@ def _global_every(config: Json) -> int:
 
 def _layer_types(config: Json) -> list[str]:
     layers = config.get("num_hidden_layers")
-    every = config.get("sliding_window_pattern") or _global_every(config)
+    every = config.get("sliding_window_pattern")
+    if not isinstance(every, int) or not every:
+        every = _global_every(config)
     num_layers = layers if isinstance(layers, int) and layers <= MAX_LAYERS else 0
     return [
         "sliding_attention" if (layer + 1) % every else "full_attention"
