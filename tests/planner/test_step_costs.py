@@ -102,7 +102,7 @@ def test_the_meta_device_shows_what_a_real_step_does(name: str) -> None:
                 assert flops[key] == region.flops, key
 
 
-@pytest.mark.parametrize("name", ["pp2 1f1b", "dp2 zero3"])
+@pytest.mark.parametrize("name", ["pp2 1f1b", pytest.param("dp2 zero3", marks=pytest.mark.slow)])
 def test_three_micro_batches_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of eight micro-batches, of which three are played, has the levels and traffic of all
     eight.

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 
 from weft.commands.console import load_checked_run, print_result
-from weft.config.checks import Check
-from weft.config.run import Run, plan_of
+from weft.config.run import plan_of
 from weft.errors import EXIT_OK
 from weft.layout.explain import explain as explain_plan
-from weft.planner.hardware import find_hardware, hardware_faults
+from weft.planner.hardware import find_hardware, hardware_checks
 
 JSON_FLAG = "--json"
-
-
-def hardware_checks(run: Run) -> tuple[Check, ...]:
-    """The check of the device that a run is compared with."""
-    return (Check(("hardware",), partial(hardware_faults, run.hardware)),)
 
 
 def explain(words: Sequence[str]) -> int:

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from weft.commands.console import load_checked_run, print_result, show_help
 from weft.config import flags
-from weft.config.run import plan_of
+from weft.config.run import Run, plan_of
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_OK, ConfigError, Fault
 from weft.layout.plan import Plan
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.tp import AXIS as TP
+from weft.planner.hardware import Hardware, find_hardware, hardware_checks
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, find, make_table
 from weft.schedule.simulate import UNIT_COSTS, peak_live, simulate
@@ -104,13 +105,30 @@ def help_of_schedule() -> int:
 
 def simulate_run(words: Sequence[str]) -> int:
     """Draw the pipeline of a config as the simulator runs it."""
-    plan = plan_of(load_checked_run(words))
+    run = load_checked_run(words, hardware_checks)
+    plan = plan_of(run)
     _check_picture(plan.table)
     columns = screen_columns()
+    if run.hardware is not None:
+        return _simulate_on(run, find_hardware(run.hardware), columns)
     speed = f"a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward"
     assumptions = f"{plan.schedule}; {speed}; communication takes no time"
     print_result("\n".join(wrapped(assumptions, columns)))
     show(simulate(plan.table, lambda act: action_s(plan, act), unit="s"), columns=columns)
+    return EXIT_OK
+
+
+def _simulate_on(run: Run, hardware: Hardware, columns: int) -> int:
+    """Draw the predicted step of a run on a device."""
+    from weft.planner.measure import measure  # late: they import torch
+    from weft.planner.report import time_lines
+    from weft.planner.speeds import Speeds
+    from weft.planner.step_time import step_time
+
+    roles = measure(run)
+    speeds = Speeds(hardware)
+    print_result("\n".join(time_lines(roles, speeds)))
+    show(step_time(roles, speeds).timeline, columns=columns)
     return EXIT_OK
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from weft.config.checks import Check
+from weft.config.run import Run
 from weft.errors import ConfigError, Fault
 
 GB = 10**9
@@ -67,6 +69,11 @@ def hardware_faults(name: str | None) -> Iterator[Fault]:
         need=", ".join(table),
         fix=f"--hardware {near[0]}",
     )
+
+
+def hardware_checks(run: Run) -> tuple[Check, ...]:
+    """The check of the device that a run is compared with."""
+    return (Check(("hardware",), partial(hardware_faults, run.hardware)),)
 
 
 def find_hardware(name: str) -> Hardware:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 aten: Any = torch.ops.aten
@@ -23,7 +24,8 @@ class Kernel:
     Attributes:
         dtype: of the first result.
         flops: multiplications and additions.
-        num_bytes: size of all distinct inputs and outputs: what must move at least.
+        num_bytes: size of all distinct inputs and outputs, twice of those that are changed in
+            place: what must move at least.
         sizes: of a gemm: batch, rows, columns and inner length; else ().
     """
 
@@ -52,10 +54,11 @@ def kernel_of(
         args: positional arguments.
     """
     name = func._schema.name.removeprefix("aten::")
-    if not outputs or func.is_view or name.startswith(NO_KERNEL):
+    tensors = (*outputs, *inputs)
+    if not tensors or func.is_view or name.startswith(NO_KERNEL):
         return None
-    dtype = str(outputs[0].dtype).removeprefix("torch.")
-    num_bytes = _distinct_bytes((*inputs, *outputs))
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    num_bytes = _distinct_bytes(tensors) + _changed_bytes(func, args)
     packet = func.overloadpacket
     if packet in ATTENTION_FLOPS:
         flops = ATTENTION_FLOPS[packet](args)
@@ -73,6 +76,16 @@ def kernel_of(
 def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
     by_identity = {id(tensor): tensor for tensor in tensors}
     return sum(tensor.numel() * tensor.element_size() for tensor in by_identity.values())
+
+
+def _changed_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Size of the positional arguments that the call changes in place."""
+    changed: list[Tensor] = []
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            changed.extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+    return _distinct_bytes(changed)
 
 
 GemmSizes = tuple[int, int, int, int]

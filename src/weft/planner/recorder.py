@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,21 @@ Parts = Mapping[str, int]
 """Bytes by what they hold."""
 
 
+class Started(NamedTuple):
+    """A collective or message begins."""
+
+    op: Operation
+
+
+class Ended(NamedTuple):
+    """A rank has waited for a collective or message."""
+
+    op: Operation
+
+
+Event = Kernel | Started | Ended
+
+
 @dataclass
 class Region:
     """What happened between two marks.
@@ -36,8 +51,8 @@ class Region:
         peak_bytes: most that lived at once.
         peak_block: block that was computing then; "" outside of blocks.
         peak_parts: bytes of known buffers at that time, by what they hold.
-        kernels: how often each kernel was launched.
-        operations: collectives and messages, in order.
+        events: kernels, and starts and ends of collectives and messages, in order. An operation
+            ends when the rank has waited for it, perhaps in a later region.
     """
 
     name: str
@@ -46,8 +61,17 @@ class Region:
     peak_bytes: int = 0
     peak_block: str = ""
     peak_parts: Parts = field(default_factory=dict)
-    kernels: Counter[Kernel] = field(default_factory=Counter)
-    operations: list[Operation] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> Counter[Kernel]:
+        """How often each kernel was launched."""
+        return Counter(event for event in self.events if isinstance(event, Kernel))
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Collectives and messages that were started."""
+        return [event.op for event in self.events if isinstance(event, Started)]
 
     @property
     def change(self) -> int:
@@ -62,7 +86,7 @@ class Region:
     @property
     def flops(self) -> int:
         """Floating-point operations."""
-        return sum(kernel.flops * count for kernel, count in self.kernels.items())
+        return sum(event.flops for event in self.events if isinstance(event, Kernel))
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
@@ -142,11 +166,12 @@ class StepRecorder(TorchDispatchMode):
 
     def started(self, op: Operation) -> None:
         """Note a collective or message."""
-        self._region.operations.append(op)
+        self._region.events.append(Started(op))
         self._update_peak()
 
     def finished(self, op: Operation) -> None:
-        """Do nothing: operations are noted when they start."""
+        """Note that the rank has waited for it."""
+        self._region.events.append(Ended(op))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -158,7 +183,7 @@ class StepRecorder(TorchDispatchMode):
         outputs = self._own_tensors(result)
         kernel = kernel_of(func, inputs, outputs, args)
         if kernel is not None:
-            self._region.kernels[kernel] += 1
+            self._region.events.append(kernel)
         for tensor in outputs:
             self._note(tensor.untyped_storage())
         self._update_peak()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import WIDTH
+from weft.layout.plan import Plan
 from weft.planner.hardware import Hardware
 from weft.planner.measure import RoleCosts
-from weft.view.quantity import count
+from weft.planner.speeds import TERA, Speeds
+from weft.planner.step_time import step_time
+from weft.view.quantity import count, short_time
 from weft.view.quantity import memory as memory_text
 
 MOST_ROWS = 8
@@ -20,7 +24,41 @@ def costs_text(roles: Sequence[RoleCosts], hardware: Hardware | None) -> str:
     """The costs for a reader."""
     lines = [*_memory_lines(roles), *_fit_lines(roles, hardware), *_traffic_lines(roles)]
     lines.append(_flops_line(roles))
+    if hardware is not None:
+        lines.extend(time_lines(roles, Speeds(hardware)))
     return "\n".join(line[:WIDTH] for line in lines)
+
+
+def time_lines(roles: Sequence[RoleCosts], speeds: Speeds) -> list[str]:
+    """The predicted step: seconds and their parts, tokens a second, use of the devices."""
+    plan = roles[0].step.plan
+    time = step_time(roles, speeds)
+    num_ranks = plan.mesh.size
+    tokens = plan.global_size * plan.seq_len
+    tokens_a_second = count(tokens / time.total_s / num_ranks)
+    peak = speeds.hardware.bf16_tflops
+    hardware_tflops = time.flops / time.total_s / num_ranks / TERA
+    model_tflops = model_flops(plan) / time.total_s / num_ranks / TERA
+    lines = [
+        f"predicted step on {speeds.hardware.label}: {short_time(time.total_s)}",
+        f"  pipeline {short_time(time.pipeline_s)} (idle {100 * time.bubble:.0f}%), then reduce"
+        f" {short_time(time.reduce_s)}, update {short_time(time.update_s)}",
+    ]
+    waits = [f"{axis} {short_time(seconds)}" for axis, seconds in time.exposed_s.items()]
+    if waits:
+        lines.append(f"  waits for collectives, of the rank that waits most: {', '.join(waits)}")
+    return [
+        *lines,
+        f"  {tokens_a_second} tokens/s a device",
+        f"  MFU {100 * model_tflops / peak:.0f}% (3 forwards of model FLOPs, of {peak:g} TFLOP/s);"
+        f" with recomputation {100 * hardware_tflops / peak:.0f}%",
+        f"  shares of the published speeds that work reaches: {speeds.efficiency.source}",
+    ]
+
+
+def model_flops(plan: Plan) -> float:
+    """Of a step: a backward takes two forwards; recomputation does not count."""
+    return 3 * plan.global_size * sum(stage.flops for stage in plan.stages)
 
 
 def fullest(roles: Sequence[RoleCosts]) -> RoleCosts:
@@ -119,7 +157,24 @@ def costs_json(roles: Sequence[RoleCosts], hardware: Hardware | None) -> dict[st
             "memory_bytes": hardware.memory_bytes,
             "left_bytes": hardware.memory_bytes - peak,
         }
+        fields["time"] = _time_json(roles, Speeds(hardware))
     return fields
+
+
+def _time_json(roles: Sequence[RoleCosts], speeds: Speeds) -> dict[str, Any]:
+    plan = roles[0].step.plan
+    time = step_time(roles, speeds)
+    return {
+        "step_s": time.total_s,
+        "pipeline_s": time.pipeline_s,
+        "reduce_s": time.reduce_s,
+        "update_s": time.update_s,
+        "exposed_s": dict(time.exposed_s),
+        "bubble": time.bubble,
+        "tokens_per_s": plan.global_size * plan.seq_len / time.total_s,
+        "model_flops": model_flops(plan),
+        "efficiency": asdict(speeds.efficiency),
+    }
 
 
 def _role_json(role: RoleCosts) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""Predicted times: kernels and collectives on their lanes, messages inside and between nodes, the step of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.test_step_costs import run_of
+from weft.comm.observe import Operation
+from weft.planner.hardware import find_hardware
+from weft.planner.kernels import Kernel
+from weft.planner.measure import measure
+from weft.planner.recorder import Ended, Region, Started
+from weft.planner.speeds import Efficiency, Speeds
+from weft.planner.step_time import region_time, step_time
+
+H100 = find_hardware("h100")
+IDEAL = Efficiency(
+    gemm=1.0, attention=1.0, memory=1.0, launch_s=0.0, link=1.0, network=1.0, latency_s=0.0
+)
+SPEEDS = Speeds(H100, IDEAL)
+SECOND_OF_KERNEL = Kernel("memory", "float32", 0, int(H100.hbm_tb_s * 1e12))
+SECOND_OF_LINK = int(H100.link_gb_s * 1e9)
+
+
+def all_reduce(seconds: float, axis: str = "dp", group: tuple[int, ...] = (0, 1)) -> Operation:
+    sent = int(seconds * SECOND_OF_LINK)
+    return Operation("all_reduce", axis, group, rank=0, payload_bytes=sent, sent_bytes=sent)
+
+
+def region(*events: object) -> Region:
+    return Region("B0.0", 0, events=list(events))  # type: ignore[arg-type]
+
+
+def test_a_kernel_takes_flops_and_bytes_at_the_speeds_of_the_device() -> None:
+    flops = int(H100.bf16_tflops * 1e12)
+    product = Kernel("gemm", "bfloat16", flops, int(H100.hbm_tb_s * 1e12))
+    assert SPEEDS.kernel_s(product) == pytest.approx(2.0)
+    half = Speeds(H100, replace(IDEAL, gemm=0.5, launch_s=0.25))
+    assert half.kernel_s(product) == pytest.approx(3.25)
+
+
+def test_a_collective_overlaps_with_what_lies_between_its_start_and_its_wait() -> None:
+    hidden = all_reduce(0.5)
+    time = region_time(region(Started(hidden), SECOND_OF_KERNEL, Ended(hidden)), SPEEDS)
+    assert (time.total, time.exposed) == (pytest.approx(1.0), {"dp": 0.0})
+    long = all_reduce(3.0)
+    time = region_time(region(Started(long), SECOND_OF_KERNEL, Ended(long)), SPEEDS)
+    assert (time.total, time.exposed["dp"]) == (pytest.approx(3.0), pytest.approx(2.0))
+
+
+def test_collectives_of_one_axis_queue_and_of_two_do_not() -> None:
+    first, second = all_reduce(1.0), all_reduce(1.0)
+    one_lane = region(Started(first), Started(second), Ended(first), Ended(second))
+    assert region_time(one_lane, SPEEDS).total == pytest.approx(2.0)
+    other = all_reduce(1.0, axis="tp")
+    two_lanes = region(Started(first), Started(other), Ended(first), Ended(other))
+    assert region_time(two_lanes, SPEEDS).total == pytest.approx(1.0)
+
+
+def test_what_is_not_waited_for_is_still_under_way() -> None:
+    op = all_reduce(3.0)
+    time = region_time(region(Started(op), SECOND_OF_KERNEL), SPEEDS)
+    assert (time.total, time.under_way) == (pytest.approx(1.0), pytest.approx(2.0))
+
+
+def test_a_group_of_several_nodes_takes_the_network() -> None:
+    inside = SPEEDS.operation_s(all_reduce(1.0, group=(0, 1)))
+    between = SPEEDS.operation_s(all_reduce(1.0, group=(0, 8)))
+    assert between == pytest.approx(inside * H100.link_gb_s / H100.network_gb_s)
+    assert SPEEDS.message_s(10**9, 0, 7) < SPEEDS.message_s(10**9, 0, 8)
+
+
+def test_the_step_of_a_run() -> None:
+    run = run_of("--mesh pp2,dp2 --parallel.zero 1")
+    roles = measure(run)
+    time = step_time(roles, SPEEDS)
+    assert time.total_s == time.pipeline_s + time.reduce_s + time.update_s
+    assert time.flops == sum(role.flops * role.num_ranks for role in roles)
+    assert 0 < time.bubble < 1
+    half = H100.model_copy(
+        update={"hbm_tb_s": H100.hbm_tb_s / 2, "bf16_tflops": H100.bf16_tflops / 2}
+    )
+    slower = step_time(roles, Speeds(half, IDEAL))
+    assert time.update_s < slower.update_s <= 2 * time.update_s
+    assert time.pipeline_s < slower.pipeline_s <= 2 * time.pipeline_s
