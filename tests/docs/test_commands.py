@@ -26,6 +26,7 @@ PAGES = [
     "docs/huggingface.md",
     "docs/lora.md",
     "docs/plan.md",
+    "docs/proofs.md",
     "docs/schedules.md",
 ]
 NOT_RUN = ("make", "pip", "python")

@@ -1,301 +1,140 @@
-"""Each deliberate defect that trains silently wrong numbers makes the comparison with one device fail.
+"""A proof reports planted faults, with their block and axis; planting changes nothing for longer than its `with` block.
 
-Most of these shipped in systems that people trained with; docs/anchors of the kind are in each
-mutant's line.
+The faults are data: `weft.prove.mutants`. docs/proofs.md lists what weft says of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from itertools import count
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.matrix.layouts import Case, check
-from weft.comm import ops
-from weft.comm.transport import Work
-from weft.core.axes import Box
-from weft.core.shard import Shard
-from weft.errors import CommError
-from weft.models.common import init
-from weft.models.common.batch import Batch
-from weft.parallel.context import attend, ring
-from weft.parallel.model import parallelize as parallelize_module
-from weft.parallel.pipeline import player
-from weft.parallel.tensor import linear as tensor_linear
-from weft.parallel.tensor import region, vocab
-from weft.parallel.tensor import transform as tensor_transform
-from weft.parallel.zero import grad_norm
-from weft.parallel.zero.param_group import ParamGroup
-from weft.train import data_loader, step
+from weft.comm.comm import Comm
+from weft.prove.mutants.catalog import all_mutants
+from weft.prove.mutants.changes import nothing, returns
+from weft.prove.mutants.effect import write_texts
+from weft.prove.mutants.fault import (
+    CollectiveChange,
+    CollectiveFault,
+    FunctionFault,
+    Mutant,
+    MutantLayout,
+)
+from weft.prove.mutants.plant import planted
+from weft.prove.mutants.trial import MutantTrials
+from weft.testing import run_ranks
+from weft.train.step import TrainStep
 
-Patch = Callable[[pytest.MonkeyPatch], None]
-MUTANTS: dict[str, tuple[Case, Patch]] = {}
-
-
-def mutant(case: Case) -> Callable[[Patch], Patch]:
-    def register(patch: Patch) -> Patch:
-        assert patch.__doc__, "say what goes wrong"
-        MUTANTS[patch.__name__] = case, patch
-        return patch
-
-    return register
+MUTANTS = all_mutants()
+REPRESENTATIVE = (
+    "gradients_are_averaged_although_the_loss_is_normalised_globally",
+    "the_output_of_one_attention_is_not_summed",
+    "tied_embeddings_are_not_summed_across_stages",
+    "targets_of_multi_token_prediction_are_made_after_the_split",
+    "float16_gradients_are_not_divided_by_the_loss_scale",
+    "moments_are_swapped_in_the_checkpoint",
+)
+"""One of each kind: a collective, a module, a function, the data, a number type, a checkpoint."""
 
 
-@mutant(Case("dp2", microbatches=2))
-def gradients_are_never_reduced(patch: pytest.MonkeyPatch) -> None:
-    """Data ranks drift apart."""
-    patch.setattr(ParamGroup, "_start_collective", lambda self, unsharded: Work.done(unsharded))
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MutantTrials]:
+    folder = tmp_path_factory.mktemp("mutants")
+    write_texts(folder)
+    return MutantTrials(folder)
 
 
-@mutant(Case("dp2", microbatches=2))
-def gradients_are_averaged_although_the_loss_is_normalised_globally(
-    patch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_proof_reports_the_mutant_with_its_block_and_axis(name: str, trials: MutantTrials) -> None:
+    result = trials.trial(MUTANTS[name])
+    assert result.has_effect, "the mutant changes what is trained"
+    assert result.is_detected, result.message
+    assert result.is_attributed, f"{result.axis!r}, {result.block!r}: {result.message}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in REPRESENTATIVE])
+def test_proof_reports_every_other_mutant(name: str, trials: MutantTrials) -> None:
+    result = trials.trial(MUTANTS[name])
+    assert result.has_effect, "the mutant changes what is trained"
+    assert result.is_detected, result.message
+
+
+def test_a_mutant_without_effect_is_not_detected(trials: MutantTrials) -> None:
+    """Overlapping names of one layer: nothing on this layout calls the function."""
+    idle = FunctionFault("weft.parallel.context.ring:RingAccumulator.finish", nothing)
+    mutant = Mutant("idle", "nothing goes wrong", MutantLayout("dp2"), (idle,))
+    result = trials.trial(mutant)
+    assert not result.has_effect
+    assert not result.is_detected
+
+
+def test_there_are_eighty_mutants_and_each_says_what_goes_wrong_and_where() -> None:
+    assert len(MUTANTS) >= 80
+    for mutant in MUTANTS.values():
+        assert mutant.what
+        assert mutant.blocks, f"{mutant.name}: where a proof must see it"
+        assert mutant.axes, f"{mutant.name}: the axis that a proof must name"
+
+
+def test_planting_ends_with_the_block() -> None:
+    before = TrainStep.__dict__["_count_targets"]
+    fault = FunctionFault("weft.train.step:TrainStep._count_targets", returns(0))
+    with planted(Mutant("m", "w", MutantLayout(""), (fault,))):
+        assert TrainStep.__dict__["_count_targets"] is not before
+    assert TrainStep.__dict__["_count_targets"] is before
+
+
+SUM_OF_SITE = {
+    "skip": (1.0, 2.0),
+    "scale": (30.0, 30.0),
+    "avg": (1.5, 1.5),
+    "max": (2.0, 2.0),
+    "twice": (6.0, 6.0),
+    "zero": (1.0, 1.0),
+}
+
+
+def sum_over_dp(comm: Comm) -> float:
+    """The site of the collectives that the next test changes."""
+    own = torch.tensor([comm.rank + 1.0])
+    return comm.all_reduce(own, "dp").item()
+
+
+@pytest.mark.parametrize("change", SUM_OF_SITE)
+def test_a_faulty_collective_changes_the_calls_of_its_site_alone(
+    change: CollectiveChange,
 ) -> None:
-    """Gradients come out 1 / dp too small; AdamW hides it from the loss."""
+    fault = CollectiveFault("sum_over_dp", change, place=1 if change == "zero" else None, factor=10)
 
-    def average(self: ParamGroup, unsharded: Tensor) -> Work:
-        return self.comm.start_all_reduce_(unsharded, self.axes, op="avg")
+    def elsewhere(comm: Comm) -> float:
+        return comm.all_reduce(torch.tensor([comm.rank + 1.0]), "dp").item()
 
-    patch.setattr(ParamGroup, "_start_collective", average)
-
-
-@mutant(Case("dp2", microbatches=2, bucket_bytes=2**20))
-def two_parameters_are_swapped_in_one_ranks_bucket(patch: pytest.MonkeyPatch) -> None:
-    """Two gradients of equal shape are summed crosswise."""
-    right = ParamGroup.__init__
-    one, other = "layer0.attn_norm.weight", "layer0.mlp_norm.weight"
-
-    def swapped(self: ParamGroup, *args: Any, **kwargs: Any) -> None:
-        right(self, *args, **kwargs)
-        if {one, other} <= self.params.keys() and next(calls) == 0:
-            views = self._grad_views
-            views[one], views[other] = views[other], views[one]
-            for name in (one, other):
-                self.params[name].grad = views[name]
-
-    calls = count()
-    patch.setattr(ParamGroup, "__init__", swapped)
+    with planted(Mutant("m", "w", MutantLayout("dp2"), (fault,))):
+        assert tuple(run_ranks("dp2", sum_over_dp)) == SUM_OF_SITE[change]
+        assert run_ranks("dp2", elsewhere) == [3.0, 3.0]
 
 
-@mutant(Case("dp2", microbatches=3))
-def gradients_are_reduced_after_the_first_micro_batch(patch: pytest.MonkeyPatch) -> None:
-    """The later micro-batches stay local."""
-    right = player.Player.__init__
-
-    def early(self: player.Player, *args: Any, **kwargs: Any) -> None:
-        right(self, *args, **kwargs)
-        self.last_backward = {
-            stage: act._replace(mb=0) for stage, act in self.last_backward.items()
-        }
-
-    patch.setattr(player.Player, "__init__", early)
-
-
-@mutant(Case("dp2 tp2", microbatches=2))
-def the_gradient_rule_names_the_wrong_axis(patch: pytest.MonkeyPatch) -> None:
-    """Replicated parameters are summed over tp instead of dp."""
-    patch.setattr(
-        parallelize_module,
-        "gradient_axes",
-        lambda mesh, *, varies, sharded: ("tp",) if not sharded else (),
-    )
-
-
-@mutant(Case("tp2", sequence=True))
-def norms_under_sequence_parallelism_are_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
-    """Each rank's norm sees the gradient of its own tokens only."""
-    patch.setattr(parallelize_module, "gradient_axes", lambda mesh, *, varies, sharded: ())
-
-
-@mutant(Case("tp2"))
-def tensor_ranks_start_with_identical_shards(patch: pytest.MonkeyPatch) -> None:
-    """Half the capacity; the loss does not show it."""
-    right = init.init_params
-
-    def same(params: Any, table: Any, *, shards: Any = None, **rest: Any) -> None:
-        first = {name: Shard((Box.whole(param.shape),)) for name, param in params.items()}
-        right(params, table, shards=first, **rest)
-
-    patch.setattr(parallelize_module, "init_params", same)
-
-
-@mutant(Case("tp2", family="gpt2"))
-def the_input_gradient_of_a_column_linear_is_not_reduced(patch: pytest.MonkeyPatch) -> None:
-    """Blocks below see the gradient of this rank's heads only."""
-
-    right = region._Enter.backward
-
-    def backward(ctx: Any, dx: Tensor) -> Any:
-        comm = ctx.region.comm
-        ctx.region = replace(ctx.region, comm=_Deaf(comm))
-        return right(ctx, dx)
-
-    patch.setattr(region._Enter, "backward", staticmethod(backward))
-
-
-class _Deaf:
-    """A comm whose all-reduce returns its input."""
-
-    def __init__(self, comm: Any) -> None:
-        self.comm = comm
-
-    def start_all_reduce(self, x: Tensor, axis: Any) -> Work:
-        return Work.done(x.clone())
-
-
-@mutant(Case("tp2", family="gpt2"))
-def the_bias_of_a_row_linear_is_added_on_every_rank(patch: pytest.MonkeyPatch) -> None:
-    """tp times the bias."""
-
-    def forward(self: tensor_linear.RowParallelLinear, x: Tensor) -> Tensor:
-        return ops.reduce_from_region(
-            torch.nn.functional.linear(x, self.weight, self.bias),
-            self.region.comm,
-            self.region.axis,
-        )
-
-    patch.setattr(tensor_linear.RowParallelLinear, "forward", forward)
-
-
-@mutant(Case("tp2", sequence=True, family="gpt2"))
-def every_rank_adds_the_first_positions_under_sequence_parallelism(
-    patch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("change", "gathered"), [("reverse", [2.0, 1.0]), ("repeat", [1.0, 1.0])])
+def test_pieces_of_a_gather_are_permuted_or_repeated(
+    change: CollectiveChange, gathered: list[float]
 ) -> None:
-    """Learned positions of the wrong part of the sequence."""
-
-    def of_the_first_rank(comm: Any) -> Any:
-        def first(_: torch.nn.Module, args: Any) -> Any:
-            x, batch = args
-            return x, replace(batch, positions=batch.positions.chunk(comm.degree("tp"), 1)[0])
-
-        return first
-
-    patch.setattr(tensor_transform, "_local_positions", of_the_first_rank)
+    fault = CollectiveFault("gather_over_dp", change, op="all_gather")
+    with planted(Mutant("m", "w", MutantLayout("dp2"), (fault,))):
+        assert run_ranks("dp2", gather_over_dp) == [gathered, gathered]
 
 
-@mutant(Case("tp2"))
-def the_cut_cross_entropy_forgets_the_other_ranks_exponentials(patch: pytest.MonkeyPatch) -> None:
-    """Each rank's softmax is over its own part of the vocabulary."""
-    right = vocab.vocab_cross_entropy
-
-    def alone(logits: Tensor, targets: Tensor, *, lo: int, comm: Any, axis: Any) -> Tensor:
-        return right(logits, targets, lo=lo, comm=_Alone(comm), axis=axis)
-
-    patch.setattr(vocab, "vocab_cross_entropy", alone)
+def gather_over_dp(comm: Comm) -> list[float]:
+    """The site of the collectives that the last test changes."""
+    own = torch.tensor([comm.rank + 1.0])
+    found: list[float] = comm.all_gather(own, "dp").tolist()
+    return found
 
 
-class _Alone:
-    def __init__(self, comm: Any) -> None:
-        self.comm = comm
-
-    def all_reduce(self, x: Tensor, axis: Any, *, op: str = "sum") -> Tensor:
-        return self.comm.all_reduce(x, axis, op=op) if op == "max" else x
-
-
-@mutant(Case("pp2", family="gpt2"))
-def tied_embeddings_are_not_summed_across_stages(patch: pytest.MonkeyPatch) -> None:
-    """Embedding and head drift apart."""
-    patch.setattr(grad_norm, "sum_tied_gradients", lambda model, reducer: None)
-
-
-@mutant(Case("pp2", family="gpt2"))
-def a_tied_parameter_counts_twice_in_the_norm(patch: pytest.MonkeyPatch) -> None:
-    """The logged norm and the clipping are wrong."""
-    patch.setattr(grad_norm, "is_first_holder", lambda model, name, sharded_over=(): True)
-
-
-@mutant(Case("tp2"))
-def replicated_parameters_count_once_a_rank_in_the_norm(patch: pytest.MonkeyPatch) -> None:
-    """Norm weights count tp times."""
-    patch.setattr(grad_norm, "_is_first_replica", lambda piece, comm, sharded_over: True)
-
-
-@mutant(Case("pp2 tp2"))
-def clipping_uses_the_norm_of_this_rank(patch: pytest.MonkeyPatch) -> None:
-    """Every rank clips by another factor."""
-    right = step.TrainStep._total_stats
-
-    def local(self: step.TrainStep, *args: Any, **named: Any) -> Any:
-        norm = grad_norm.squared_norm(self.model, self.grads).sqrt()
-        return replace(right(self, *args, **named), grad_norm=norm)
-
-    patch.setattr(step.TrainStep, "_total_stats", local)
-
-
-@mutant(Case("dp2", microbatches=2))
-def the_loss_is_divided_by_this_ranks_own_number_of_targets(patch: pytest.MonkeyPatch) -> None:
-    """Wrong as soon as masks are unequal."""
-
-    def local(self: step.TrainStep, batches: Any) -> Tensor:
-        return torch.stack([batch.num_targets() for batch in batches]).sum().double() * 2
-
-    patch.setattr(step.TrainStep, "_count_targets", local)
-
-
-@mutant(Case("dp2", microbatches=2))
-def every_data_rank_trains_on_the_same_samples(patch: pytest.MonkeyPatch) -> None:
-    """Half of the data is never seen."""
-    right = data_loader.layout_of
-    patch.setattr(
-        data_loader, "layout_of", lambda samples, *, index, **rest: right(samples, index=0, **rest)
-    )
-
-
-@mutant(Case("pp2", microbatches=2))
-def the_last_micro_batch_is_dropped(patch: pytest.MonkeyPatch) -> None:
-    """Its gradients never come."""
-    right = player.Player._backward
-
-    def drop(self: player.Player, state: Any, act: Any) -> None:
-        if act.mb == 1:
-            state.seed = state.seed * 0
-        right(self, state, act)
-
-    patch.setattr(player.Player, "_backward", drop)
-
-
-@mutant(Case("cp2", microbatches=2))
-def gradients_are_not_reduced_over_cp(patch: pytest.MonkeyPatch) -> None:
-    """Each rank learns from its own columns: picotron's and ScaleTorch's where dp is 1."""
-    patch.setattr(parallelize_module, "gradient_axes", lambda mesh, *, varies, sharded: ())
-
-
-@mutant(Case("cp2", microbatches=2))
-def every_cp_rank_counts_positions_from_zero(patch: pytest.MonkeyPatch) -> None:
-    """Rotary angles of the wrong columns."""
-    right = Batch.columns
-
-    def local(self: Batch, *, index: int, degree: int) -> Batch:
-        own = right(self, index=index, degree=degree)
-        return replace(own, positions=torch.arange(own.inputs.shape[1]).expand_as(own.positions))
-
-    patch.setattr(Batch, "columns", local)
-
-
-@mutant(Case("cp2", microbatches=2))
-def attention_never_leaves_the_rank(patch: pytest.MonkeyPatch) -> None:
-    """Ring attention silently not used: ScaleTorch read its flag too early."""
-    patch.setattr(attend, "apply", lambda blocks, *, comm, variant: None)
-
-
-@mutant(Case("cp2", grouped=True, microbatches=2))
-def gradients_of_keys_and_values_do_not_come_home(patch: pytest.MonkeyPatch) -> None:
-    """Each rank keeps what it found itself."""
-    patch.setattr(ring.RingAccumulator, "finish", lambda self: (self.hop.wait(), self.own)[1])
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case, patch = MUTANTS[name]
-    check(case)
-    patch(monkeypatch)
-    with pytest.raises(
-        (AssertionError, CommError),
-        match=r"relative difference|arrived after its group was reduced",
-    ):
-        check(case)
+def test_texts_are_the_same_bytes_every_time(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write_texts(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == first

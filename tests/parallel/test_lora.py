@@ -20,16 +20,11 @@ from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.config.lora import LORA_A, LORA_B, adapted_linear, adapted_linears
 from weft.config.schema import LoraConfig, OptimConfig
-from weft.core.axes import Box
-from weft.core.shard import Shard
 from weft.errors import PlanError
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import chain
 from weft.models.common.init import named_parameters
 from weft.models.common.lora import AdaptedFamily, LoraFactor, adapted
-from weft.parallel.model import parallelize as parallelize_module
-from weft.parallel.tensor import linear as tensor_linear
-from weft.parallel.tensor import transform as tensor_transform
 from weft.parallel.zero.grouping import make_gradient_reducer
 from weft.prove.layout import micro_batches, run_layout
 from weft.prove.oracle import one_device, plain_model
@@ -357,6 +352,7 @@ def test_adapters_add_no_operation_between_tensor_ranks_but_the_sum_of_their_gra
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
+# Other faults of adapters are mutants of weft.prove.mutants, which tests/matrix/test_mutants.py plants.
 MUTANTS: dict[str, tuple[Case, Patch]] = {}
 
 
@@ -368,44 +364,10 @@ def mutant(case: Case) -> Callable[[Patch], Patch]:
     return register
 
 
-@mutant(Case("tp2", **TINY))
-def the_gradient_of_a_whole_a_is_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
-    right = tensor_transform._every_name
-    patch.setattr(
-        tensor_transform,
-        "_every_name",
-        lambda *a: {name for name in right(*a) if not name.endswith(LORA_A)},
-    )
-
-
-@mutant(Case("tp2", **TINY))
-def the_gradient_of_a_whole_b_is_not_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
-    right = tensor_transform._every_name
-    patch.setattr(
-        tensor_transform,
-        "_every_name",
-        lambda *a: {name for name in right(*a) if not name.endswith(LORA_B)},
-    )
-
-
 @mutant(Case("dp2", zero=3, **TINY))
 def adapters_are_scaled_twice(patch: pytest.MonkeyPatch) -> None:
     right = LoraFactor.forward
     patch.setattr(LoraFactor, "forward", lambda self, x: self.scale * right(self, x))
-
-
-@mutant(Case("tp2", **TINY))
-def every_rank_holds_the_same_rows_of_b(patch: pytest.MonkeyPatch) -> None:
-    right = parallelize_module.init_params
-
-    def same(params: Any, table: Any, *, shards: Any, **rest: Any) -> None:
-        first = {
-            name: Shard((Box.whole(params[name].shape),)) if name.endswith(LORA_B) else shard
-            for name, shard in shards.items()
-        }
-        right(params, table, shards=first, **rest)
-
-    patch.setattr(parallelize_module, "init_params", same)
 
 
 @mutant(Case("tp2", **TINY))
@@ -419,24 +381,6 @@ def the_rank_is_cut_instead_of_the_features(patch: pytest.MonkeyPatch) -> None:
         return {**right(self), **turned}
 
     patch.setattr(AdaptedFamily, "AXES", property(axes))
-
-
-@mutant(Case("tp2", family="gpt2", **TINY))
-def a_row_linears_adapter_is_added_behind_the_sum(patch: pytest.MonkeyPatch) -> None:
-    def forward(self: tensor_linear.RowParallelLinear, x: Tensor) -> Tensor:
-        y = tensor_linear.plus_adapter(
-            self, x, self.region.leave(nn.functional.linear(x, self.weight))
-        )
-        return y if self.bias is None else y + self.bias
-
-    patch.setattr(tensor_linear.RowParallelLinear, "forward", forward)
-
-
-@mutant(Case("pp2", **TINY))
-def the_base_moves_too(patch: pytest.MonkeyPatch) -> None:
-    from weft.models.common import lora
-
-    patch.setattr(lora, "freeze", lambda block: None)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

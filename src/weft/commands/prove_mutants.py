@@ -1,4 +1,4 @@
-"""`weft prove --mutants` and `weft prove --sweep`: planted faults that a proof must report, and healthy layouts that it must not."""
+"""`weft prove --mutants` and `--sweep`: faults that a proof must report, and healthy layouts that it must not."""
 
 from __future__ import annotations
 

@@ -116,10 +116,10 @@ MUTANTS = (
     Mutant(
         "every_cp_rank_counts_positions_from_zero",
         "rotary angles of the wrong columns",
-        RING,
+        MutantLayout("cp2 tp2"),
         (FunctionFault(COLUMNS, positions_from_zero),),
         axes=AXIS,
-        blocks=FIRST_LAYER,
+        blocks=("",),
         reference=references.MEGATRON_CP_ROPE,
     ),
     Mutant(
@@ -128,7 +128,7 @@ MUTANTS = (
         MutantLayout("cp2", family="deepseek"),
         (FunctionFault(COLUMNS, later_targets_of_columns),),
         axes=AXIS,
-        blocks=("mtp0",),
+        blocks=("",),
         reference=references.MEGATRON_MTP,
     ),
     Mutant(
@@ -137,7 +137,7 @@ MUTANTS = (
         RING,
         (FunctionFault(COLUMNS, targets_of_columns),),
         axes=AXIS,
-        blocks=("loss",),
+        blocks=("",),
     ),
     Mutant(
         "every_cp_rank_reads_the_first_columns",
@@ -145,7 +145,7 @@ MUTANTS = (
         RING,
         (FunctionFault(COLUMNS, other_ranks_columns),),
         axes=AXIS,
-        blocks=("embed",),
+        blocks=("",),
     ),
     Mutant(
         "columns_are_consecutive_where_attention_expects_two_chunks",
@@ -153,7 +153,7 @@ MUTANTS = (
         RING,
         (FunctionFault("weft.models.common.batch:zigzag", consecutive_columns),),
         axes=AXIS,
-        blocks=("embed", "layer0"),
+        blocks=("",),
     ),
     Mutant(
         "attention_never_leaves_the_rank",
@@ -167,7 +167,7 @@ MUTANTS = (
     Mutant(
         "gradients_of_keys_and_values_do_not_come_home",
         "each rank keeps what it found itself",
-        RING,
+        MutantLayout("dp2 cp2"),
         (FunctionFault("weft.parallel.context.ring:RingAccumulator.finish", own_gradients_alone),),
         axes=AXIS,
         blocks=("layer2",),

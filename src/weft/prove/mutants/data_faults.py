@@ -22,7 +22,7 @@ BATCHES = "weft.train.data_loader:DataLoader.batches"
 MICRO_BATCHES = "weft.train.data_loader:DataLoader.micro_batches"
 WHOLE_BATCH = "weft.train.data_loader:whole_batch"
 ANY_AXIS = ("", "dp")
-INPUTS = ("embed", "")
+STEP = ("",)
 
 
 def first_step(batches: Callable[..., list[Batch]], loader: DataLoader, step: int) -> list[Batch]:
@@ -111,10 +111,10 @@ MUTANTS = (
     Mutant(
         "every_data_rank_trains_on_the_same_samples",
         "half of the data is never seen",
-        DP,
+        MutantLayout("dp2 tp2"),
         (FunctionFault("weft.train.data_loader:layout_of", named_argument("index", 0)),),
         axes=("dp",),
-        blocks=INPUTS,
+        blocks=STEP,
         reference=references.SCALETORCH,
     ),
     Mutant(
@@ -123,7 +123,7 @@ MUTANTS = (
         DP,
         (FunctionFault(BATCHES, other_order),),
         axes=("dp",),
-        blocks=INPUTS,
+        blocks=STEP,
         reference=references.MEGATRON_RANDOM_STATE,
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = (
         DP,
         (FunctionFault(BATCHES, first_step),),
         axes=ANY_AXIS,
-        blocks=INPUTS,
+        blocks=STEP,
     ),
     Mutant(
         "every_step_reads_the_data_of_the_next",
@@ -140,7 +140,7 @@ MUTANTS = (
         DP,
         (FunctionFault(BATCHES, next_step),),
         axes=ANY_AXIS,
-        blocks=INPUTS,
+        blocks=STEP,
     ),
     Mutant(
         "the_last_micro_batch_is_the_first_one_again",
@@ -148,7 +148,7 @@ MUTANTS = (
         DP,
         (FunctionFault(MICRO_BATCHES, repeated_microbatch),),
         axes=ANY_AXIS,
-        blocks=INPUTS,
+        blocks=STEP,
     ),
     Mutant(
         "targets_are_shifted_twice",
@@ -156,7 +156,7 @@ MUTANTS = (
         DP,
         (FunctionFault(WHOLE_BATCH, shifted_targets),),
         axes=ANY_AXIS,
-        blocks=("loss", ""),
+        blocks=STEP,
     ),
     Mutant(
         "targets_at_the_end_of_documents_count",
@@ -164,7 +164,7 @@ MUTANTS = (
         PACKED,
         (FunctionFault(WHOLE_BATCH, targets_without_mask),),
         axes=ANY_AXIS,
-        blocks=("loss", ""),
+        blocks=STEP,
     ),
     Mutant(
         "the_mask_of_targets_is_off_by_one",
@@ -172,7 +172,7 @@ MUTANTS = (
         PACKED,
         (FunctionFault(WHOLE_BATCH, mask_off_by_one),),
         axes=ANY_AXIS,
-        blocks=("loss", ""),
+        blocks=STEP,
     ),
     Mutant(
         "attention_crosses_documents",
@@ -180,7 +180,7 @@ MUTANTS = (
         PACKED,
         (FunctionFault(WHOLE_BATCH, one_document),),
         axes=ANY_AXIS,
-        blocks=("layer0", ""),
+        blocks=STEP,
     ),
     Mutant(
         "positions_do_not_restart_in_documents",
@@ -188,7 +188,7 @@ MUTANTS = (
         PACKED,
         (FunctionFault(WHOLE_BATCH, continued_positions),),
         axes=ANY_AXIS,
-        blocks=("layer0", ""),
+        blocks=STEP,
     ),
     Mutant(
         "a_recomputed_forward_reads_other_positions",
@@ -210,6 +210,6 @@ MUTANTS = (
         MutantLayout("dp2", evaluates=True),
         (CollectiveFault("Evaluation.__call__", "repeat"),),
         axes=("dp",),
-        blocks=("loss", ""),
+        blocks=STEP,
     ),
 )

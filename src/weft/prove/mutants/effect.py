@@ -135,7 +135,8 @@ def layout_words(layout: MutantLayout, folder: Path) -> tuple[str, ...]:
 STREAM = "stream.txt"
 DOCUMENTS = "documents.jsonl"
 NUM_DOCUMENTS = 400
-ALPHABET = "abcdefghijklmnopqrstuvwxyz "
+ALPHABET = "abcdefghijklm nopqrstuvwxyz äöüßéñçåøæŁżπ€字Я"
+"""In UTF-8, so that bytes lie in all parts of the vocabulary."""
 
 
 def write_texts(folder: Path) -> None:

@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         "gradients_of_experts_are_twice_too_large",
         "dense parameters are averaged, experts are summed",
-        EP,
+        MutantLayout("dp2 ep2", family="qwen3-moe"),
         (FunctionFault(FINISH, expert_gradients_times(2.0)),),
         axes=AXIS,
         blocks=LAST_MIXTURE,
@@ -119,7 +119,7 @@ MUTANTS = (
     Mutant(
         "tokens_go_to_the_experts_of_another_rank",
         "the pieces of an all-to-all are swapped",
-        EP,
+        MutantLayout("dp2 ep2", family="qwen3-moe"),
         (CollectiveFault("ExpertParallelDispatch.forward", "reverse", op="all_to_all"),),
         axes=AXIS,
         blocks=FIRST_MIXTURE,
@@ -197,7 +197,7 @@ MUTANTS = (
     Mutant(
         "the_load_of_experts_is_that_of_this_rank",
         "biases of routers drift apart",
-        MutantLayout("dp2", family="deepseek"),
+        MutantLayout("dp2 tp2", family="deepseek"),
         (CollectiveFault("sum_loads", "skip"),),
         axes=("dp",),
         blocks=("layer1",),

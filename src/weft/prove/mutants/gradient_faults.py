@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         "gradients_are_never_reduced",
         "every data rank trains on its own gradients, also with several micro-batches",
-        DP,
+        MutantLayout("dp2 tp2"),
         _reduction("skip"),
         axes=("dp",),
         blocks=HEAD,
@@ -241,7 +241,7 @@ MUTANTS = (
     Mutant(
         "gradients_are_averaged_although_the_loss_is_normalised_globally",
         "gradients are 1 / dp too small, which AdamW hides from the loss",
-        DP,
+        MutantLayout("pp2 dp2"),
         _reduction("avg"),
         axes=("dp",),
         blocks=HEAD,
@@ -593,7 +593,7 @@ MUTANTS = (
     Mutant(
         "updated_shards_are_not_gathered",
         "under ZeRO 1 every rank trains on old values of the others' shards",
-        ZERO1,
+        MutantLayout("dp2 tp2", options="--parallel.zero 1"),
         (
             FunctionFault(
                 "weft.parallel.zero.gradient_reducer:GradientReducer.after_optimizer_step",

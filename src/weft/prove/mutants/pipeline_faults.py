@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.models.common.batch import Chained
+from weft.models.common.batch import Batch, Chained
 from weft.parallel.pipeline.player import Player
 from weft.prove.mutants import references
 from weft.prove.mutants.changes import input_itself, nothing
@@ -24,10 +24,9 @@ from weft.prove.mutants.fault import (
 PP = MutantLayout("pp2")
 PP_GPT2 = MutantLayout("pp2", family="gpt2")
 AXIS = ("pp",)
-FORWARD = "weft.parallel.pipeline.player:Player._forward"
 BACKWARD = "weft.parallel.pipeline.player:Player._backward"
 CHAIN = "weft.parallel.pipeline.player:chain"
-SECOND_STAGE = ("layer2", "layer1")
+SECOND_STAGE = ("layer2",)
 
 
 def drop_microbatch(backward: Callable[..., None], player: Player, state: Any, act: Any) -> None:
@@ -39,24 +38,23 @@ def drop_microbatch(backward: Callable[..., None], player: Player, state: Any, a
     state.seed = seed
 
 
-def zero_positions(forward: Callable[..., None], player: Player, state: Any, act: Any) -> None:
-    """Later stages have no table of positions."""
-    batches = state.batches
-    if act.stage > 0:
-        state.batches = tuple(
-            replace(batch, positions=torch.zeros_like(batch.positions)) for batch in batches
-        )
-    forward(player, state, act)
-    state.batches = batches
+def zero_positions(forward: Callable[..., Any], rope: Any, positions: Tensor) -> Any:
+    """All tokens are at position 0."""
+    return forward(rope, torch.zeros_like(positions))
 
 
-def next_microbatch(forward: Callable[..., None], player: Player, state: Any, act: Any) -> None:
-    """The last stage reads the targets of the next micro-batch."""
-    batches = state.batches
-    if act.stage == player.table.num_stages - 1:
-        state.batches = (*batches[1:], batches[0])
-    forward(player, state, act)
-    state.batches = batches
+@dataclass
+class TargetsOfTheMicrobatchBefore:
+    """The loss reads the targets of its last call."""
+
+    targets: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(
+        self, forward: Callable[..., Tensor], loss: Any, logits: Tensor, batch: Batch
+    ) -> Tensor:
+        before = self.targets.get(id(loss), batch.targets)
+        self.targets[id(loss)] = batch.targets
+        return forward(loss, logits, replace(batch, targets=before))
 
 
 def lost_weight_gradients(
@@ -141,7 +139,7 @@ MUTANTS = (
     Mutant(
         "tied_embeddings_are_not_summed_across_stages",
         "embedding and head drift apart",
-        PP_GPT2,
+        MutantLayout("pp2 dp2", family="gpt2"),
         (FunctionFault("weft.parallel.zero.grad_norm:sum_tied_gradients", nothing),),
         axes=AXIS,
         blocks=("embed", "head"),
@@ -168,17 +166,17 @@ MUTANTS = (
     Mutant(
         "later_stages_have_no_rotary_positions",
         "their tokens are all at position 0",
-        PP,
-        (FunctionFault(FORWARD, zero_positions),),
+        MutantLayout("pp2 tp2"),
+        (ModuleFault("layer2.attn.rope", zero_positions),),
         axes=AXIS,
-        blocks=SECOND_STAGE,
+        blocks=("layer2",),
         reference=references.SCALETORCH,
     ),
     Mutant(
-        "the_last_stage_reads_the_targets_of_the_next_micro_batch",
+        "the_last_stage_reads_the_targets_of_the_micro_batch_before",
         "micro-batches are off by one",
         PP,
-        (FunctionFault(FORWARD, next_microbatch),),
+        (ModuleFault("loss", TargetsOfTheMicrobatchBefore()),),
         axes=AXIS,
         blocks=("loss",),
     ),

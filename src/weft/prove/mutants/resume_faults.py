@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant(
         "shards_of_later_ranks_are_written_in_reverse_order",
         "the checkpoint holds other weights than the model",
-        MutantLayout("tp2"),
+        MutantLayout("dp2 tp2"),
         (FunctionFault(WRITE, reversed_rows),),
         axes=("tp",),
         blocks=PARAMETERS,

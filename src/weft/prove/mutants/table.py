@@ -1,4 +1,4 @@
-"""Tables of mutant results: text for the terminal, Markdown for docs/proofs.md."""
+"""Counts and lines of mutant results: how many faults a proof reports, and where."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from weft.prove.mutants.trial import MutantResult
-
-NAME_WIDTH = 50
 
 
 @dataclass(frozen=True)
@@ -81,32 +79,3 @@ def result_lines(result: MutantResult) -> Iterator[str]:
     place = "" if result.is_attributed or not result.is_detected else ", another place"
     yield f"{result.mutant.name}: {state}{place} ({result.mutant.layout}, {result.seconds:.1f} s)"
     yield f"  {result.message}"
-
-
-def markdown_table(results: Sequence[MutantResult]) -> Iterator[str]:
-    """Rows of a Markdown table."""
-    yield "| fault | layout | detected | weft's first difference | block, axis | published |"
-    yield "|---|---|---|---|---|---|"
-    for result in results:
-        mutant = result.mutant
-        title = mutant.name.replace("_", " ")
-        detected = "yes" if result.is_detected else "**no**"
-        right = "right" if result.is_attributed else "another"
-        message = result.message.replace("|", "\\|")
-        cells = (
-            f"{title}: {mutant.what}",
-            str(mutant.layout),
-            detected,
-            message,
-            right,
-            _reference_text(mutant.reference),
-        )
-        yield f"| {' | '.join(cells)} |"
-
-
-def _reference_text(reference: str) -> str:
-    """A link with the system and the number, or the text."""
-    if not reference.startswith("https://"):
-        return reference
-    _, _, _, _, system, _, number = reference.split("/")
-    return f"[{system} {number}]({reference})"

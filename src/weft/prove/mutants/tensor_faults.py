@@ -179,21 +179,6 @@ def adapter_behind_the_sum(
     return y if module.bias is None else y + module.bias
 
 
-def adapter_scaled_twice(forward: Callable[..., Tensor], factor: Any, x: Tensor) -> Tensor:
-    """Multiply by alpha / rank once more."""
-    out: Tensor = factor.scale * forward(factor, x)
-    return out
-
-
-def rank_sharded(axes: Callable[..., Any], family: Any) -> Any:
-    """B is sharded along the rank instead of its features."""
-    table = dict(axes(family))
-    for row, names in table.items():
-        if row.endswith(LORA_B):
-            table[row] = names[::-1]
-    return table
-
-
 def norm_taken_for_partial(axes_with: Callable[..., Any], partial: Any, name: str) -> Any:
     """The gradient of one norm, equal on all tensor ranks, is taken for a partial sum."""
     return ("tp",) if name == "layer1.mlp_norm.weight" else axes_with(partial, name)
@@ -214,7 +199,7 @@ MUTANTS = (
     Mutant(
         "tensor_ranks_start_with_identical_shards",
         "half the capacity; the loss does not show it",
-        TP,
+        MutantLayout("pp2 tp2"),
         (FunctionFault(INIT, identical_shards),),
         axes=AXIS,
         blocks=("embed",),
@@ -232,7 +217,7 @@ MUTANTS = (
     Mutant(
         "the_input_gradient_of_a_column_linear_is_not_reduced",
         "blocks below receive the gradient of this rank's heads only",
-        GPT2,
+        MutantLayout("dp2 tp2", family="gpt2"),
         (FunctionFault("weft.parallel.tensor.region:_Enter.backward", unreduced_input_gradient),),
         axes=AXIS,
         blocks=("head",),
@@ -262,7 +247,7 @@ MUTANTS = (
     Mutant(
         "the_output_of_one_attention_is_not_summed",
         "layer1 uses this rank's heads only",
-        TP,
+        MutantLayout("dp2 tp2"),
         (ModuleFault("layer1.attn.o", unreduced_output),),
         axes=AXIS,
         blocks=("layer1",),
@@ -327,7 +312,7 @@ MUTANTS = (
     Mutant(
         "the_norm_of_one_layer_is_not_summed_over_tp",
         "the list of replicated parameters misses one",
-        SP,
+        MutantLayout("dp2 tp2", options="--parallel.sequence True"),
         (
             FunctionFault(
                 "weft.parallel.tensor.transform:_every_name",
@@ -355,7 +340,7 @@ MUTANTS = (
     Mutant(
         "the_cut_cross_entropy_forgets_the_other_ranks_exponentials",
         "each rank's softmax is over its own part of the vocabulary",
-        TP,
+        MutantLayout("dp2 tp2"),
         (FunctionFault("weft.parallel.tensor.vocab:vocab_cross_entropy", own_exponentials),),
         axes=AXIS,
         blocks=("loss",),
@@ -379,7 +364,7 @@ MUTANTS = (
                 "weft.parallel.tensor.vocab:_VocabCrossEntropy.backward", without_own_target
             ),
         ),
-        axes=("tp", ""),
+        axes=AXIS,
         blocks=("loss", "head"),
         reference=references.TORCHTITAN_CHUNKED_LOSS,
     ),
@@ -400,7 +385,7 @@ MUTANTS = (
         "the log says half",
         MutantLayout("cp2 tp2"),
         (FunctionFault("weft.train.step:total_stats", halved_loss),),
-        axes=("tp", "cp", ""),
+        axes=AXIS,
         blocks=("loss", ""),
         reference=references.TORCHTITAN_LOSS,
     ),
@@ -409,7 +394,7 @@ MUTANTS = (
         "the log says tp times the loss",
         TP,
         (FunctionFault("weft.train.step:total_stats", loss_of_every_copy),),
-        axes=("tp", ""),
+        axes=AXIS,
         blocks=("loss", ""),
         reference=references.TORCHTITAN_LOSS,
     ),
@@ -483,7 +468,7 @@ MUTANTS = (
         "the adapter's part of a region is tp times too large",
         LORA,
         (ModuleFault("layer1.attn.o.lora_b", result_times(2.0)),),
-        axes=("tp", ""),
+        axes=AXIS,
         blocks=("layer1",),
     ),
     Mutant(
@@ -491,7 +476,7 @@ MUTANTS = (
         "the backward of a row linear multiplies by tp",
         TP,
         (ModuleFault("layer1.mlp.down", gradient_times(2.0)),),
-        axes=("tp", ""),
+        axes=AXIS,
         blocks=("layer1",),
         reference=references.MEGATRON_COMPOSITION,
     ),

@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant(
         "one_data_rank_is_never_updated",
         "replicas drift apart",
-        DP,
+        MutantLayout("dp2 tp2"),
         (FunctionFault(UPDATE, without_one_rank),),
         axes=("dp",),
         blocks=PARAMETERS,
