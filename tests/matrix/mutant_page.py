@@ -28,7 +28,8 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
     share = results["attributed"] / max(planted, 1)
     yield ""
     yield f"Detected {detected} of {planted}; attributed to the right block and axis: {results['attributed']} ({share:.0%})."
-    yield f"Not detected: {_names(results['survivors'])}. Detected, but not at its block and axis: {_names(results['wrong_place'])}."
+    yield f"Not detected: {_names(results['survivors'])}."
+    yield f"Detected, but not at its block and axis: {_names(results['wrong_place'])}."
     yield ""
     yield "| fault | layout | weft's first difference | block and axis | published |"
     yield "|---|---|---|---|---|"
