@@ -200,7 +200,7 @@ MUTANTS = (
         MutantLayout("dp2 tp2", family="deepseek"),
         (CollectiveFault("sum_loads", "skip"),),
         axes=("dp",),
-        blocks=("layer1",),
+        blocks=("layer1", "layer2", "mtp0"),
     ),
     Mutant(
         "biases_of_routers_are_never_updated",
@@ -208,7 +208,7 @@ MUTANTS = (
         MutantLayout("dp2", family="deepseek"),
         (FunctionFault("weft.train.step:rebalance_routers", nothing),),
         axes=("", "dp"),
-        blocks=("layer1",),
+        blocks=("layer1", "layer2", "mtp0"),
     ),
     Mutant(
         "the_shared_expert_counts_once_a_tensor_rank",
