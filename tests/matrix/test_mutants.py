@@ -30,7 +30,7 @@ from weft.train.step import TrainStep
 MUTANTS = all_mutants()
 REPRESENTATIVE = (
     "gradients_are_averaged_although_the_loss_is_normalised_globally",
-    "the_output_of_one_attention_is_not_summed",
+    "the_output_of_one_mlp_is_averaged",
     "tied_embeddings_are_not_summed_across_stages",
     "targets_of_multi_token_prediction_are_made_after_the_split",
     "float16_gradients_are_not_divided_by_the_loss_scale",

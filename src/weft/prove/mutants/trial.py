@@ -26,6 +26,10 @@ from weft.prove.mutants.fault import Mutant, MutantLayout
 from weft.prove.mutants.plant import planted
 from weft.prove.proof import Subject, prove
 from weft.prove.report import ProofReport
+from weft.prove.shrink import smallest_case
+
+MAX_SHRINK_S = 10.0
+"""Time in which a smaller case is looked for."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,19 @@ class MutantResult:
         }
 
 
+def _proof(run: Run, *, steps: int) -> ProofReport:
+    """The report; with the smallest case where several axes may be the cause."""
+    try:
+        report = prove(Subject.of(run, steps=steps))
+        if not report.holds and len(run.device_mesh.wide_axes) > 1:
+            smallest = smallest_case(run, report, seconds=MAX_SHRINK_S)
+            report = report.with_smallest(smallest)
+    except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return ProofReport(str(run.device_mesh), run.model.name, 0, steps, (), error=text)
+    return report
+
+
 @dataclass
 class MutantTrials:
     """Trials of mutants; what healthy layouts train is computed once.
@@ -146,7 +163,7 @@ class MutantTrials:
         report = None
         if effect:
             with planted(mutant):
-                report = prove(Subject.of(run, steps=mutant.steps))
+                report = _proof(run, steps=mutant.steps)
         return MutantResult(mutant, effect, report, time.perf_counter() - start)
 
     def _healthy(self, layout: MutantLayout, run: Run) -> TrainedNumbers:
