@@ -791,6 +791,10 @@ def _proofs() -> Iterator[Case]:
     yield Case("prove, a key besides", ("prove", "run", "--steps", "3"), "takes no keys")
     yield Case("prove, first 0", ("prove", "run", "--first", "0"), "first: out of range")
     yield Case("prove, first without value", ("prove", "run", "--first"), "first")
+    yield Case("mutant unknown", ("prove", "--mutants", "--only", "none"), "no such mutant")
+    yield Case("mutants, a key besides", ("prove", "--mutants", "--steps", "3"), "steps")
+    yield Case("sweep of no time", ("prove", "--sweep", "0"), "sweep: out of range")
+    yield Case("sweep of words", ("prove", "--sweep", "long"), "sweep")
 
 
 def _prompts() -> Iterator[Case]:

@@ -22,6 +22,7 @@ from weft.prove.mutants.fault import (
     Mutant,
     MutantLayout,
 )
+from weft.prove.mutants.names import mutant_names
 from weft.prove.mutants.plant import planted
 from weft.prove.mutants.trial import MutantTrials
 from weft.testing import run_ranks
@@ -77,6 +78,10 @@ def test_there_are_eighty_mutants_and_each_says_what_goes_wrong_and_where() -> N
         assert mutant.what
         assert mutant.blocks, f"{mutant.name}: where a proof must see it"
         assert mutant.axes, f"{mutant.name}: the axis that a proof must name"
+
+
+def test_names_are_read_without_importing_the_mutants() -> None:
+    assert sorted(mutant_names()) == sorted(MUTANTS)
 
 
 def test_planting_ends_with_the_block() -> None:

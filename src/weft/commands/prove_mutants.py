@@ -15,6 +15,7 @@ from weft.commands.console import print_result, set_openmp_policy, show_help, wa
 from weft.config import flags
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, counted
+from weft.prove.mutants.names import mutant_names
 
 MUTANTS = "--mutants"
 SWEEP = "--sweep"
@@ -45,15 +46,15 @@ def prove_mutants(words: Sequence[str]) -> int:
         return show_help(MutantOptions(), usage, "plant faults, each of which a proof must report")
     rest = [word for word in words if word != MUTANTS]
     options = flags.read_config(_without_json(rest), MutantOptions)
+    names = _chosen_names(options.only, mutant_names())
     _prepare_threads()
     from weft.prove.mutants.catalog import all_mutants  # imports torch, after all checks
     from weft.prove.mutants.table import MutantSummary, result_lines
     from weft.prove.mutants.trial import MutantResult, try_mutants
 
     catalog = all_mutants()
-    names = _chosen_names(options.only, tuple(catalog))
     results: list[MutantResult] = []
-    for result in try_mutants(catalog[name] for name in names):
+    for result in try_mutants(catalog[name] for name in catalog if name in names):
         results.append(result)
         if options.format == "text":
             print_result("\n".join(result_lines(result)))
@@ -106,7 +107,7 @@ def _prepare_threads() -> None:
     set_openmp_policy()
 
 
-def _chosen_names(only: str, known: Sequence[str]) -> tuple[str, ...]:
+def _chosen_names(only: str, known: Sequence[str]) -> frozenset[str]:
     """The names that contain one of the words; all where there are none.
 
     Raises:
@@ -119,4 +120,4 @@ def _chosen_names(only: str, known: Sequence[str]) -> tuple[str, ...]:
             hint = f"did you mean {nearest[0]}? " if nearest else ""
             fix = f"{hint}docs/proofs.md lists all {len(known)}"
             raise UserError(Fault("only", "no such mutant", got=repr(word), fix=fix))
-    return tuple(name for name in known if not words or any(word in name for word in words))
+    return frozenset(name for name in known if not words or any(word in name for word in words))

@@ -1,0 +1,28 @@
+"""Names of all mutants, read from the source of the modules that list them. No torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PATTERN = "*_faults.py"
+
+
+def mutant_names() -> tuple[str, ...]:
+    """The first argument of every `Mutant(...)`; importing the modules would import torch."""
+    names: list[str] = []
+    for path in sorted(Path(__file__).parent.glob(PATTERN)):
+        names.extend(_names_in(path))
+    return tuple(names)
+
+
+def _names_in(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        is_mutant = (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "Mutant"
+        )
+        if is_mutant and isinstance(node.args[0], ast.Constant):
+            yield str(node.args[0].value)
