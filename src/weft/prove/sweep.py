@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from weft.config.validate import config_checks
 from weft.core.dimension import all_axes
 from weft.models import FAMILIES
 from weft.prove.proof import Subject, prove
+from weft.prove.reduce import command_of, reduced
 from weft.prove.report import ProofReport
 from weft.prove.small_sizes import small_words
 from weft.schedule.catalog import SCHEDULES
@@ -42,15 +42,15 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The proof of one generated layout."""
+    """The proof of one generated layout, with reduced sizes."""
 
-    words: tuple[str, ...]
+    run: Run
     report: ProofReport
 
     @property
     def command(self) -> str:
         """The command that repeats it."""
-        return shlex.join(["weft", "prove", *self.words])
+        return command_of(self.run, steps=STEPS)
 
     @property
     def message(self) -> str:
@@ -59,16 +59,8 @@ class SweepResult:
         return self.report.error if first is None else str(first)
 
 
-@dataclass(frozen=True)
-class SweepCase:
-    """A generated layout that config validation accepts."""
-
-    words: tuple[str, ...]
-    run: Run
-
-
-def generated_cases(seed: int) -> Iterator[SweepCase]:
-    """Layouts without end, a function of the seed; no two in a row are alike."""
+def generated_runs(seed: int) -> Iterator[Run]:
+    """Runs that config validation accepts, without end, a function of the seed; no two in a row are alike."""
     dice = random.Random(seed)  # noqa: S311 - layouts, not secrets
     families = [name for name, family in FAMILIES.items() if family.Config.kind == "tokens"]
     while True:
@@ -76,7 +68,7 @@ def generated_cases(seed: int) -> Iterator[SweepCase]:
         loaded = try_load(list(words), FAMILIES)
         faults = run_checks(loaded.run, config_checks, known=loaded.faults)
         if not faults:
-            yield SweepCase(words, loaded.run)
+            yield reduced(loaded.run)
 
 
 def _words(dice: random.Random, family: str) -> tuple[str, ...]:
@@ -160,8 +152,8 @@ def sweep(minutes: float, *, seed: int, most: int | None = None) -> Iterator[Swe
         most: number of layouts after which it ends, too.
     """
     end = time.monotonic() + 60 * minutes
-    for number, case in enumerate(generated_cases(seed), start=1):
-        report = prove(Subject.of(case.run, steps=STEPS))
-        yield SweepResult(case.words, report)
+    for number, run in enumerate(generated_runs(seed), start=1):
+        report = prove(Subject.of(run, steps=STEPS))
+        yield SweepResult(run, report)
         if time.monotonic() >= end or number == most:
             return
