@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weft.comm.comm import Comm
-from weft.prove.mutants.catalog import all_mutants
+from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.changes import nothing, returns
 from weft.prove.mutants.effect import write_texts
 from weft.prove.mutants.fault import (

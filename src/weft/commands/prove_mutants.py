@@ -48,7 +48,7 @@ def prove_mutants(words: Sequence[str]) -> int:
     options = flags.read_config(_without_json(rest), MutantOptions)
     names = _chosen_names(options.only, mutant_names())
     _prepare_threads()
-    from weft.prove.mutants.catalog import all_mutants  # imports torch, after all checks
+    from weft.prove.mutants.all_mutants import all_mutants  # imports torch, after all checks
     from weft.prove.mutants.table import MutantSummary, result_lines
     from weft.prove.mutants.trial import MutantResult, try_mutants
 

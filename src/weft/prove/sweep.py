@@ -60,7 +60,7 @@ class SweepResult:
 
 
 def generated_runs(seed: int) -> Iterator[Run]:
-    """Runs that config validation accepts, without end, a function of the seed; no two in a row are alike."""
+    """Runs that config validation accepts, without end, a function of the seed."""
     dice = random.Random(seed)  # noqa: S311 - layouts, not secrets
     families = [name for name, family in FAMILIES.items() if family.Config.kind == "tokens"]
     while True:
