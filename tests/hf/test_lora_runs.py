@@ -205,6 +205,7 @@ def test_commands_from_a_base_to_both_exports(
             "error: lora.rank: is 0, no adapters, but lora.base names their base model",
         ),
         (("--lora.rank", "2", "--lora.base", str(tmp_path)), "error: lora.base: "),
+        (("--lora.rank", "2", "--lora.base", "auto"), "error: lora.base: names no run: auto"),
     ):
         assert rejected(["train", *short, *words], capsys).startswith(message)
     assert rejected(

@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.core.axes import span
-from weft.models.common.batch import IGNORE
-from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_cross_entropy
+from weft.models.common.batch import IGNORE, token_batch
+from weft.parallel.tensor.vocab import (
+    VocabParallelEmbedding,
+    VocabParallelLoss,
+    vocab_cross_entropy,
+)
 from weft.testing import run_ranks
 
 
@@ -108,3 +112,19 @@ def test_bfloat16_logits_are_summed_in_float32() -> None:
     for loss in run_ranks("tp2", rank):
         assert loss.dtype == torch.float32
         torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("entry", [-1, 11, 10**9])
+def test_an_entry_outside_the_vocabulary_is_an_error_as_on_one_device(entry: int) -> None:
+    tokens = torch.tensor([[3, entry]])
+    batch = token_batch(torch.zeros_like(tokens), tokens)
+
+    def rank(comm: Comm) -> None:
+        with pytest.raises(IndexError, match="a token is outside the vocabulary of 11"):
+            VocabParallelEmbedding(11, 6, comm=comm)(tokens)
+        loss = VocabParallelLoss(11, comm=comm)
+        logits = torch.zeros(1, 2, loss.hi - loss.lo)
+        with pytest.raises(IndexError, match="a target is outside the vocabulary of 11"):
+            loss(logits, batch)
+
+    run_ranks("tp2", rank)

@@ -29,6 +29,7 @@ from weft.data.dataset import open_data
 from weft.data.order import batch_of_step
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
 from weft.train.event_log import step_history
+from weft.train.guard import spike_bound
 from weft.train.guard_records import (
     WINDOW,
     GuardState,
@@ -178,6 +179,15 @@ def test_a_rollback_from_a_spike_leaves_out_all_batches_since_the_checkpoint(
     (record,) = read_records(out)
     assert record["left_out"] == sorted(left_out)
     assert record["start_step"] == every
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1.01, 100.0))
+def test_a_loss_at_the_median_is_no_spike_whatever_its_sign(median: float, factor: float) -> None:
+    bound = spike_bound(median, factor=factor)
+    assert median <= bound
+    assert bound <= factor * abs(median) or median == 0
+    if median > 0:
+        assert bound == factor * median
 
 
 def test_spikes_need_a_factor_above_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from weft.checkpoint.resume import check_model, find_checkpoint, starts_new
+from weft.checkpoint.resume import AUTO, check_model, find_checkpoint, starts_new
 from weft.config.schema import LoraConfig, ModelSection
 from weft.errors import CheckpointError, Fault
 from weft.hf.folder_checks import weight_faults
@@ -30,8 +30,6 @@ def from_hf_faults(
 def lora_base_faults(
     lora: LoraConfig,
     model: ModelSection,
-    *,
-    out: str | None,
 ) -> Iterator[Fault]:
     """The checkpoint that `lora.base` means must exist and be of this model, judged by its
     manifest.
@@ -61,8 +59,12 @@ def lora_base_faults(
     if "\0" in base:
         yield Fault(key, "is not a valid file name", repr(base))
         return
+    if base == AUTO:
+        what = "names no run: auto is a value of resume"
+        yield Fault(key, what, repr(base), "a run folder or a checkpoint", "--lora.base runs/first")
+        return
     try:
-        found = find_checkpoint(base, out)
+        found = find_checkpoint(base)
         if found.path is not None and found.manifest is not None:
             facts = found.manifest.facts
             check_model(

@@ -40,12 +40,7 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         run.nproc,
         is_elastic=run.run.elastic,
     )
-    has_base = partial(
-        initial_weights.lora_base_faults,
-        run.lora,
-        run.model,
-        out=run.out,
-    )
+    has_base = partial(initial_weights.lora_base_faults, run.lora, run.model)
     resumes = partial(
         resume_faults,
         run.model,

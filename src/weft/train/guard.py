@@ -223,10 +223,11 @@ class StepGuard:
         if not self.config.spike or len(losses) < MIN_LOSSES:
             return None
         median = statistics.median(losses)
-        if report.loss <= self.config.spike * median:
+        if report.loss <= spike_bound(median, factor=self.config.spike):
             return None
+        times = f"{report.loss / median:.3g} times " if median > 0 else "far above "
         reason = (
-            f"the loss is {report.loss:.4g}, {report.loss / median:.3g} times the median "
+            f"the loss is {report.loss:.4g}, {times}the median "
             f"{median:.4g} of the last {len(losses)} steps"
         )
         return self._failed_step(
@@ -298,6 +299,18 @@ class StepGuard:
         }
         self.record_folder.mkdir(parents=True, exist_ok=True)
         replace_file(unused_record_path(self.record_folder, failed.step), to_line(record))
+
+
+def spike_bound(median: float, *, factor: float) -> float:
+    """The largest loss that is no spike: `factor` times the median; as far above a median that is
+    not positive, as losses of a user's model may be.
+
+    >>> spike_bound(2.0, factor=3), spike_bound(-2.0, factor=3)
+    (6.0, 2.0)
+    """
+    if median > 0:
+        return factor * median
+    return median + (factor - 1) * abs(median)
 
 
 def can_roll_back(config: GuardConfig) -> bool:

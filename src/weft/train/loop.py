@@ -192,16 +192,16 @@ def step_events(
     if guard is None:
         guard = StepGuard(GuardConfig(), loader, step.model.comm.mesh)
     steps = _Steps(
-        step,
-        loader,
-        step_range,
-        evaluator,
-        saver,
-        guard,
-        digests,
-        stragglers,
-        on_phase,
-        snapshots,
+        step=step,
+        loader=loader,
+        step_range=step_range,
+        evaluator=evaluator,
+        saver=saver,
+        guard=guard,
+        digests=digests,
+        stragglers=stragglers,
+        on_phase=on_phase,
+        snapshots=snapshots,
     )
     if saver is not None and guard.needs_first_save:
         yield from saver.save(step_range.start)

@@ -43,6 +43,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.region = Region(comm, axis, sequence_parallel)
+        self.num_embeddings = num_embeddings
         self.lo, hi = span(num_embeddings, comm.degree(axis), comm.index(axis))
         self.weight = nn.Parameter(
             torch.empty(hi - self.lo, embedding_dim, device=device, dtype=dtype)
@@ -56,6 +57,7 @@ class VocabParallelEmbedding(nn.Module):
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.region = region
+        self.num_embeddings = module.num_embeddings
         self.weight = cast(nn.Parameter, module.weight)
         self.lo, _ = span(
             module.num_embeddings, region.comm.degree(region.axis), region.comm.index(region.axis)
@@ -63,7 +65,12 @@ class VocabParallelEmbedding(nn.Module):
         return self
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens_BS -> x_BSD."""
+        """tokens_BS -> x_BSD.
+
+        Raises:
+            IndexError: a token is outside the vocabulary (on a CPU; on a GPU a device assertion).
+        """
+        _check_within(tokens, self.num_embeddings, "a token")
         local = tokens - self.lo
         is_local = (local >= 0) & (local < self.weight.shape[0])
         index = torch.where(is_local, local, 0)
@@ -85,13 +92,35 @@ class VocabParallelLoss(nn.Module):
         super().__init__()
         self.comm = comm
         self.axis = axis
+        self.vocab = vocab
         self.lo, self.hi = span(vocab, comm.degree(axis), comm.index(axis))
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
-        """logits_BSV (this rank's part of V), targets_BS -> scalar sum over the targets that count."""
+        """logits_BSV (this rank's part of V), targets_BS -> scalar sum over the targets that count.
+
+        Raises:
+            IndexError: a target that counts is outside the vocabulary (on a CPU; on a GPU a device
+                assertion).
+        """
+        counted = torch.where(batch.targets == IGNORE, 0, batch.targets)
+        _check_within(counted, self.vocab, "a target")
         return vocab_cross_entropy(
             logits, batch.targets, lo=self.lo, comm=self.comm, axis=self.axis
         )
+
+
+def _check_within(entries: Tensor, vocab: int, what: str) -> None:
+    """Reject entries that no rank holds, which would count as zeros; torch's own embedding and loss
+    reject them, too.
+    """
+    if entries.is_meta:
+        return
+    is_within = ((entries >= 0) & (entries < vocab)).all()
+    message = f"{what} is outside the vocabulary of {vocab}"
+    if entries.is_cuda:
+        torch._assert_async(is_within, message)  # no wait for the device
+    elif not is_within:
+        raise IndexError(message)
 
 
 def vocab_cross_entropy(
