@@ -10,6 +10,7 @@ import sys
 os.environ.update(
     OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"
 )  # before torch is imported: ranks share the cores
+os.environ.setdefault("WEFT_PROVE_BEFORE", "never")  # the many tiny runs are not proved
 
 import hypothesis
 import pytest

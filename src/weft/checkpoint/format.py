@@ -93,6 +93,8 @@ class Facts(Record):
     position: dict[str, Any] = {}
     """Position in the data: steps and samples, and what guards have recorded (`weft.train.guard`)."""
     loss_scale: dict[str, Any] | None = None
+    proof: dict[str, Any] = {}
+    """Verdict of the proof before the first step; empty: there was none."""
 
 
 class Piece(Record):

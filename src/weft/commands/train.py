@@ -13,6 +13,7 @@ from pathlib import Path
 from weft.checkpoint.folder import next_command
 from weft.checkpoint.resume import starts_new
 from weft.commands.joined import Watch, run_joined
+from weft.commands.proof_before import RunningProof, start_proof
 from weft.config.run import Run
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_PREEMPTED, RankError
@@ -56,8 +57,14 @@ def train(
         generate_text: called on every rank after the last step; its text is an event.
         adapt_attempt: see `Supervision`.
     """
+    world = detect(os.environ)
+    proof = None
+    if world is None or world.rank == 0:
+        proof = start_proof(run, os.environ)
     if starts_new(run.resume, run.out):
         check_initial_parameters(run.model)
+    if isinstance(proof, RunningProof):
+        proof = proof.wait()
     out = Path(run.out) if run.out else None
     stop_request = StopRequest()
     job = RankJob(
@@ -65,11 +72,10 @@ def train(
         mesh=run.device_mesh,
         deterministic=run.deterministic,
         out=run.out,
-        build=partial(build_training, run),
+        build=partial(build_training, run, proof=proof),
         generate_text=generate_text,
     )
     main = partial(train_rank, job, stop_request)
-    world = detect(os.environ)
     run_numerics = numerics(deterministic=run.deterministic, matmul=run.precision.matmul)
     if world is not None:
         with run_numerics:

@@ -20,6 +20,7 @@ from weft.config.schema import (
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
+    ProveConfig,
     SaveConfig,
     SupervisionConfig,
 )
@@ -101,6 +102,9 @@ class Run(ConfigSection):
     )
     eval: EvalConfig = Field(
         default_factory=EvalConfig, description="loss on text that is not trained on"
+    )
+    prove: ProveConfig = Field(
+        default_factory=ProveConfig, description="proof of the run before its first step"
     )
 
     @property

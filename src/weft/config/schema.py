@@ -304,6 +304,15 @@ class SupervisionConfig(ConfigSection):
     )
 
 
+class ProveConfig(ConfigSection):
+    """Proof of a run before its first step."""
+
+    before: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="prove code, layout and options at reduced size first: unless this machine has, always, never",
+    )
+
+
 class SaveConfig(ConfigSection):
     """Checkpoints."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,14 @@ from weft.train.guard import StepGuard
 from weft.train.guard_records import FOLDER as GUARD_FOLDER
 from weft.train.guard_records import left_out_batches, read_records
 from weft.train.loop import Evaluator, Event, Training
-from weft.train.run_records import facts_of, note_event, opening_notes, optimizer_text, run_event
+from weft.train.run_records import (
+    facts_of,
+    note_event,
+    opening_notes,
+    optimizer_text,
+    proof_event,
+    run_event,
+)
 from weft.train.run_start import restore_newest
 from weft.train.step import TrainStep, report_blocks
 from weft.train.straggler import StragglerWatch
@@ -46,6 +53,7 @@ def build_training(
     stop_requested: Callable[[], bool],
     attempt: Attempt | None = None,
     samples: Samples | None = None,
+    proof: Mapping[str, Any] | None = None,
 ) -> Training:
     """The training run of this rank, initialised or restored from the checkpoint that `resume`
     means; every rank calls it.
@@ -54,6 +62,7 @@ def build_training(
         attempt: of a supervised rank: its status, where it takes snapshots, and why it was started
             again; then it resumes from the newest snapshot or checkpoint.
         samples: the opened data; default: that of the run.
+        proof: verdict of the proof before the first step, for the records of the run.
 
     Raises:
         CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
@@ -82,6 +91,7 @@ def build_training(
         step,
         steps.samples,
         guard=lambda: guard.state,
+        proof=proof,
     )
     snapshots = _Snapshots()
     if attempt is not None and attempt.memory_folder is not None:
@@ -128,6 +138,8 @@ def build_training(
         text = elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh))
         opening_events.append({**note_event(text), "kind": "elastic", "mesh": run.mesh})
     opening_events.extend(snapshots.notes)
+    if proof:
+        opening_events.append(proof_event(proof))
     return Training(
         step=step,
         loader=steps.loader,

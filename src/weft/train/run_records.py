@@ -31,12 +31,14 @@ def facts_of(
     samples: Samples,
     *,
     guard: Callable[[], GuardState] = GuardState,
+    proof: Mapping[str, Any] | None = None,
 ) -> Callable[[int], Facts]:
     """Returns the facts of a checkpoint's manifest after a number of steps; see Note [There is no
     random state].
 
     Args:
         config: all keys of the run, as JSON.
+        proof: verdict of the proof before the first step.
     """
     plan = step.model.plan.model_dump(mode="json")
     data = samples.facts()
@@ -58,6 +60,7 @@ def facts_of(
             data=data,
             position=guard().position(num_steps, global_size=global_size),
             loss_scale=loss_scale,
+            proof=dict(proof or {}),
         )
 
     return facts_after
@@ -131,3 +134,17 @@ def opening_notes(set_aside_paths: Sequence[Path], step_range: StepRange) -> Ite
 def note_event(text: str) -> Event:
     """A `note` event of events.jsonl."""
     return {"event": "note", "text": text}
+
+
+def proof_event(proof: Mapping[str, Any]) -> Event:
+    """The `proof` event of events.jsonl: the verdict on layout and options before the first step."""
+    if proof["verdict"] != "equal":
+        text = f"not proved: {proof.get('reason', '')}"
+    else:
+        when = (
+            "before, on this machine"
+            if proof["source"] == "cache"
+            else f"in {proof['seconds']:.1f} s"
+        )
+        text = f"proved equal to one device, {proof['compared']:,} tensors at reduced size, {when}"
+    return {"event": "proof", "text": text, **proof}

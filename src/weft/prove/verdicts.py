@@ -1,0 +1,94 @@
+"""Verdicts of proofs that this machine has made before: one small file each in the user's cache folder. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import weft
+from weft.config.run import Run, plan_of
+from weft.config.user_code import is_reference, load_module, source_digest
+from weft.small_files import UnreadableFile, read_json_object
+
+MAX_BYTES = 2**16
+CACHE_VARIABLE = "XDG_CACHE_HOME"
+FOLDER = "weft/proofs"
+IRRELEVANT = {
+    "out", "resume", "seed", "device", "transport", "nproc", "port", "sample", "data", "save",
+    "run", "guard", "eval", "prove",
+}  # fmt: skip
+"""Sections and keys that do not change what is computed, or are not compared."""
+
+
+@cache
+def weft_digest() -> str:
+    """SHA-256 of the sources of this weft."""
+    package = Path(weft.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def verdict_key(run: Run) -> str:
+    """Hash of all that a proof of this run depends on: code, versions, layout, options, sizes.
+
+    Args:
+        run: with reduced sizes.
+    """
+    facts = {
+        "weft": weft_digest(),
+        "code": [_code_digest(name) for name in (run.model.name, run.optim.name)],
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "plan": plan_of(run).to_json(),
+        "options": run.model_dump(mode="json", exclude=IRRELEVANT),
+        "packing": run.data.packing,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _code_digest(reference: str) -> str:
+    """Hash of a user's code that a key names; "" for weft's own."""
+    module, _, _ = reference.partition(":")
+    if not is_reference(module):
+        return ""
+    return source_digest(load_module(module, key="model.name"))
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where verdicts are kept."""
+    base = environ.get(CACHE_VARIABLE, "")
+    if not base or not os.path.isabs(base):
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / FOLDER
+
+
+def read_verdict(folder: Path, key: str) -> dict[str, Any] | None:
+    """The stored verdict, which is "equal"; None where there is none that can be read."""
+    try:
+        stored = read_json_object(folder / f"{key}.json", max_bytes=MAX_BYTES)
+    except (UnreadableFile, ValueError):
+        return None
+    is_right = stored.get("key") == key and stored.get("verdict") == "equal"
+    return stored if is_right else None
+
+
+def write_verdict(folder: Path, verdict: Mapping[str, Any]) -> None:
+    """Keep a verdict; a folder that cannot be written keeps none."""
+    path = folder / f"{verdict['key']}.json"
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(verdict), encoding="utf-8")
+        temporary.replace(path)
