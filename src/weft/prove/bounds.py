@@ -22,7 +22,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from weft.prove.reference import Key, NumberTypes, ReferenceTrace
+from weft.prove.reference import NumberTypes, ReferenceTrace, TensorKey
 from weft.prove.report import Phase
 
 TOLERANCE = 1e-9
@@ -49,7 +49,7 @@ class Bounds:
     perturbed: Sequence[ReferenceTrace]
     types: NumberTypes
 
-    def scale(self, key: Key) -> float:
+    def scale(self, key: TensorKey) -> float:
         """What differences of this tensor are relative to."""
         own = self._largest[key]
         if key.phase in ("reduce", "clip", "moments", "backward"):
@@ -59,7 +59,7 @@ class Bounds:
             return max(own, self._largest_lr, MIN_SCALE)
         return max(own, MIN_SCALE)
 
-    def bound(self, key: Key) -> float:
+    def bound(self, key: TensorKey) -> float:
         """Largest relative difference that rounding explains."""
         if key.phase == "batch":
             return 0.0
@@ -69,10 +69,10 @@ class Bounds:
         return FACTOR * spread + FLOOR * self.types.eps
 
     @cached_property
-    def _spreads(self) -> dict[Key, float]:
+    def _spreads(self) -> dict[TensorKey, float]:
         return {key: self._spread(key) for key in self.plain.values if key.phase != "batch"}
 
-    def _spread(self, key: Key) -> float:
+    def _spread(self, key: TensorKey) -> float:
         whole = self.plain.values[key]
         scale = self.scale(key)
         largest = 0.0
@@ -82,7 +82,7 @@ class Bounds:
                 largest = max(largest, largest_difference(other, whole) / scale)
         return largest
 
-    def _typical_spread(self, key: Key) -> float:
+    def _typical_spread(self, key: TensorKey) -> float:
         """The median over the tensors of the phase; numbers of a step take that of its gradients."""
         phase: Phase = "reduce" if key.phase in ("loss", "norm", "clip") else key.phase
         return self._medians.get((key.step, phase), 0.0)
@@ -99,7 +99,7 @@ class Bounds:
         return max(self.plain.lrs.values(), default=0.0)
 
     @cached_property
-    def _largest(self) -> dict[Key, float]:
+    def _largest(self) -> dict[TensorKey, float]:
         found = {}
         for key, tensor in self.plain.values.items():
             found[key] = float(tensor.abs().max()) if tensor.numel() else 0.0
@@ -114,7 +114,7 @@ class Bounds:
         return found
 
 
-def _kind(key: Key) -> str:
+def _kind(key: TensorKey) -> str:
     """What follows the name of the parameter or block: "gradient", "exp_avg"."""
     return key.tensor.rpartition(" ")[2]
 

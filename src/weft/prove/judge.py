@@ -16,7 +16,7 @@ from weft.core.mesh import Mesh
 from weft.prove.bounds import Bounds, largest_difference
 from weft.prove.places import ShardPlace, Whole
 from weft.prove.record import Observed, PartialGradient, RankRecord, Site
-from weft.prove.reference import Key
+from weft.prove.reference import TensorKey
 from weft.prove.relations import relation
 from weft.prove.report import PHASES, Difference, Phase, PhaseBound
 
@@ -120,19 +120,21 @@ class Judge:
             expected = expected.reshape(observed.value.shape)
             self._check(site, record.rank, observed, expected, key)
 
-    def _key(self, site: Site) -> Key:
+    def _key(self, site: Site) -> TensorKey:
         """The reference's name of a tensor; restored state is that after the step."""
         phase = site.phase
         if phase == "checkpoint":
             phase = "update" if site.tensor == site.parameter else "moments"
         tensor = "documents" if site.tensor == "whole_documents" else site.tensor
-        return Key(site.step, phase, tensor)
+        return TensorKey(site.step, phase, tensor)
 
     def _is_skipped(self, site: Site) -> bool:
         """Whether the gradients of a step overflowed: they have no values to compare."""
         return site.step in self.bounds.plain.skipped and site.phase in PHASE_OF_GRADIENTS
 
-    def _check(self, site: Site, rank: int, observed: Observed, expected: Tensor, key: Key) -> None:
+    def _check(
+        self, site: Site, rank: int, observed: Observed, expected: Tensor, key: TensorKey
+    ) -> None:
         value = observed.value
         bound = self.bounds.bound(key)
         relative = largest_difference(value, expected) / self.bounds.scale(key)
@@ -143,7 +145,7 @@ class Judge:
             failure = Failure(rank, observed, expected, relative, bound)
             self.failures.setdefault(site, {})[rank] = failure
 
-    def _partial_relative(self, site: Site, rank: int, expected: Tensor, key: Key) -> float:
+    def _partial_relative(self, site: Site, rank: int, expected: Tensor, key: TensorKey) -> float:
         """Of a gradient whose parts are summed over tensor-parallel ranks only later."""
         parts = []
         for member in self.mesh.group(rank, activation_axes()):
@@ -187,7 +189,7 @@ class Judge:
                     self._number(record, Site(step, "clip", "", "clip factor"), factor)
 
     def _number(self, record: RankRecord, site: Site, value: float) -> None:
-        key = Key(site.step, site.phase, site.tensor)
+        key = TensorKey(site.step, site.phase, site.tensor)
         expected = self.bounds.plain.values.get(key)
         if expected is None:
             return
@@ -225,7 +227,7 @@ class Judge:
     ) -> None:
         block = owner.partition(".")[0]
         site = Site(step, "backward", block, f"{owner} gradient", owner)
-        key = Key(step, "backward", f"{owner} gradient")
+        key = TensorKey(step, "backward", f"{owner} gradient")
         whole = self.bounds.plain.values.get(key)
         if whole is None or self._is_skipped(site):
             return
@@ -240,13 +242,13 @@ class Judge:
             observed = Observed(total, place, partial.operation)
             self._check(site, rank, observed, expected, key)
 
-    def _relative(self, value: Tensor, expected: Tensor, key: Key) -> float:
+    def _relative(self, value: Tensor, expected: Tensor, key: TensorKey) -> float:
         return largest_difference(value, expected) / self.bounds.scale(key)
 
     def _right_axes(self, step: int, name: str, rank: int) -> tuple[str, ...] | None:
         """The axes over which the ranks' own gradients add up to the right one; None: there are none."""
         param = self.records[rank].shards[name]
-        key = Key(step, "backward", f"{param.owner} gradient")
+        key = TensorKey(step, "backward", f"{param.owner} gradient")
         expected = ShardPlace(param.shard).read(self.bounds.plain.values[key])
         assert expected is not None, "a shard lies in its parameter"
         for axes in (param.reduce_axes, *self._axis_sets()):
@@ -296,7 +298,7 @@ class Judge:
             assert isinstance(step, int)
             assert isinstance(block, str)
             site = Site(step, "forward", block, f"{block}.expert load")
-            key = Key(step, "forward", site.tensor)
+            key = TensorKey(step, "forward", site.tensor)
             whole = self.bounds.plain.values.get(key)
             if whole is None:
                 continue
@@ -521,7 +523,7 @@ class Judge:
         if whole is None:
             return found
         if site.phase == "clip":
-            unclipped = values.get(Key(site.step, "reduce", f"{site.parameter} gradient"))
+            unclipped = values.get(TensorKey(site.step, "reduce", f"{site.parameter} gradient"))
             if unclipped is not None:
                 local = place.read(unclipped)
                 if local is not None:
@@ -539,7 +541,9 @@ class Judge:
     def _before(self, site: Site, failure: Failure) -> Tensor | None:
         if site.phase != "update" or not site.parameter:
             return None
-        used = self.bounds.plain.values.get(Key(site.step, "forward", f"{site.parameter} as used"))
+        used = self.bounds.plain.values.get(
+            TensorKey(site.step, "forward", f"{site.parameter} as used")
+        )
         return None if used is None else failure.observed.place.read(used)
 
 

@@ -16,7 +16,7 @@ from weft.data.dataset import open_data
 from weft.errors import counted
 from weft.prove.bounds import FACTOR, FLOOR, TOLERANCE
 from weft.prove.proof import Subject, bounds_text, layout_text, model_text, reference, types_text
-from weft.prove.reference import Key, NumberTypes, Reference, perturbations
+from weft.prove.reference import NumberTypes, Reference, TensorKey, perturbations
 from weft.prove.report import Difference, Pass, PhaseBound, ProofReport
 from weft.run.run_ranks import one_intra_op_thread
 
@@ -151,7 +151,7 @@ def _compare(run: Run, recorded: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _number(each: Reference, step: int, number: Number) -> float:
-    return float(each.trace.values[Key(step, number, NAMES[number])])
+    return float(each.trace.values[TensorKey(step, number, NAMES[number])])
 
 
 def _step_line(step: int, found: Sequence[StepComparison]) -> str:

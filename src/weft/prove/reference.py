@@ -31,7 +31,7 @@ FIRST_SCALE = 65536.0
 """Loss scale of float16 before the first step, in the definition of the run."""
 
 
-class Key(NamedTuple):
+class TensorKey(NamedTuple):
     """A logical tensor of one step."""
 
     step: int
@@ -70,7 +70,7 @@ class ReferenceTrace:
     """
 
     blocks: tuple[str, ...]
-    values: dict[Key, Tensor] = field(default_factory=dict)
+    values: dict[TensorKey, Tensor] = field(default_factory=dict)
     lrs: dict[int, float] = field(default_factory=dict)
     scales: dict[int, float] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
@@ -260,10 +260,12 @@ class Reference:
 
     def _keep(self, step: int, phase: Phase, name: str, tensor: Tensor) -> None:
         if self.records:
-            self.trace.values[Key(step, phase, name)] = tensor.detach().clone()
+            self.trace.values[TensorKey(step, phase, name)] = tensor.detach().clone()
 
     def _keep_number(self, step: int, phase: Phase, name: str, value: float) -> None:
-        self.trace.values[Key(step, phase, name)] = torch.tensor(float(value), dtype=torch.float64)
+        self.trace.values[TensorKey(step, phase, name)] = torch.tensor(
+            float(value), dtype=torch.float64
+        )
 
     def micro_batches(self, num_rows: int) -> list[range]:
         """Rows of each micro-batch, in the order in which they are added; exact types take all at
