@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from weft.comm.transport import Work
     from weft.core.attention_mask import AttentionMask
     from weft.core.mesh import Mesh
+    from weft.core.shard import Stacked
     from weft.errors import WeftError
     from weft.layout.plan import Plan
     from weft.models.common.attention import Attend
+    from weft.models.common.batch import Batch, Extra
+    from weft.models.common.layers import Loss, RegionInput, RegionOutput
+    from weft.models.user_model import Model
     from weft.parallel.context.ring import ring_attention
     from weft.parallel.data_parallel.ddp import DistributedDataParallel
     from weft.parallel.data_parallel.replicas import DataParallel
@@ -33,16 +37,23 @@ __version__ = "0.1.0"
 _HOMES = {
     "Attend": "weft.models.common.attention",
     "AttentionMask": "weft.core.attention_mask",
+    "Batch": "weft.models.common.batch",
     "ColumnParallelLinear": "weft.parallel.tensor.linear",
     "Comm": "weft.comm.comm",
     "DataParallel": "weft.parallel.data_parallel.replicas",
     "DistributedDataParallel": "weft.parallel.data_parallel.ddp",
+    "Extra": "weft.models.common.batch",
     "FullyShardedDataParallel": "weft.parallel.zero.fsdp",
+    "Loss": "weft.models.common.layers",
     "Mesh": "weft.core.mesh",
+    "Model": "weft.models.user_model",
     "PipelineParallel": "weft.parallel.pipeline.module",
     "Plan": "weft.layout.plan",
+    "RegionInput": "weft.models.common.layers",
+    "RegionOutput": "weft.models.common.layers",
     "RowParallelLinear": "weft.parallel.tensor.linear",
     "ShardedOptimizer": "weft.parallel.zero.sharded_optimizer",
+    "Stacked": "weft.core.shard",
     "VocabParallelEmbedding": "weft.parallel.tensor.vocab",
     "WeftError": "weft.errors",
     "Work": "weft.comm.transport",
@@ -54,16 +65,23 @@ _HOMES = {
 __all__ = [
     "Attend",
     "AttentionMask",
+    "Batch",
     "ColumnParallelLinear",
     "Comm",
     "DataParallel",
     "DistributedDataParallel",
+    "Extra",
     "FullyShardedDataParallel",
+    "Loss",
     "Mesh",
+    "Model",
     "PipelineParallel",
     "Plan",
+    "RegionInput",
+    "RegionOutput",
     "RowParallelLinear",
     "ShardedOptimizer",
+    "Stacked",
     "VocabParallelEmbedding",
     "WeftError",
     "Work",

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
 from weft.config.checks import Adaptation, CheckTable, run_checks
 from weft.config.load import try_load
-from weft.config.run import Run
+from weft.config.run import Run, plan_of
 from weft.config.validate import config_checks
 from weft.errors import EXIT_OK, UserError
 from weft.models import FAMILIES
@@ -39,6 +39,7 @@ def load_checked_run(
     Raises:
         UserError: with every fault: of single keys, of their combination, and of the environment.
     """
+    set_openmp_policy()  # a user's model file may import torch
     loaded = try_load(words, FAMILIES)
     run = loaded.run
     if adapt is not None and not loaded.faults:
@@ -51,7 +52,23 @@ def load_checked_run(
     )
     if faults:
         raise UserError(*faults)
+    if FAMILIES.is_user_model(run.model.name):
+        _check_user_model(run)
     return run
+
+
+def _check_user_model(run: Run) -> None:
+    """Checks of a user's model, which need torch.
+
+    Raises:
+        UserError: the model would compute other numbers on this layout than on one device.
+    """
+    from weft.models.user_family import UserFamily
+    from weft.train.model_checks import check_user_model
+
+    family = FAMILIES[run.model.name]
+    assert isinstance(family, UserFamily), "a name that is not weft's is a user's"
+    check_user_model(family, run.model, plan_of(run))
 
 
 def wants_help(words: Sequence[str]) -> bool:

@@ -29,7 +29,7 @@ MAX_JOB_BYTES = 4096
 
 def new_run_folder(model: ModelSection, now: datetime) -> Path:
     """A run folder that does not exist yet: `runs/llama3-tiny-20260131-120000`."""
-    base = RUNS / f"{model.preset or model.name}-{now:%Y%m%d-%H%M%S}"
+    base = RUNS / f"{model.label}-{now:%Y%m%d-%H%M%S}"
     folder = base
     number = 1
     while folder.exists():

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, create_model
@@ -185,9 +186,10 @@ def run_type(name: str, config: type[ModelConfig]) -> type[Run]:
     """`Run` with the family's own fields in its `model` section; equal arguments give the same
     type.
     """
-    name_field: Any = (str, Field(name, description="model family"))
+    description = ModelSection.model_fields["name"].description
+    name_field: Any = (str, Field(name, description=description))
     model = create_model(
-        f"{name.title()}Model",
+        f"{Path(name).stem.title()}Model",
         __base__=(config, ModelSection),
         name=name_field,
     )

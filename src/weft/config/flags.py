@@ -66,7 +66,7 @@ def split(argv: Sequence[str]) -> Words:
             flags.append((name.replace("-", "_"), [value] if equals else []))
         elif re.fullmatch(r"-[A-Za-z]", word) and not wants_value:
             flags.append((word, []))
-        elif not flags or (not wants_value and word.endswith(".toml")):
+        elif not flags or (not wants_value and word.endswith((".toml", ".py"))):
             loose.append(word)
         else:
             flags[-1][1].append(word)

@@ -15,16 +15,19 @@ from weft.config.families import ModelChoice, choose_model, default_model, prese
 from weft.config.finetuning import finetuning_defaults
 from weft.config.hf.from_hf import KEY as FROM_HF
 from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, select_folder
-from weft.config.hf.mapping import Families
+from weft.config.hf.mapping import ConfigFamily, Families
 from weft.config.keys import Flat, faults_of, keys_of, nest, unknown_key, whole_number
 from weft.config.run import Run
 from weft.config.schema import ConfigSection, ModelSection
+from weft.config.user_code import canonical_reference, is_file_reference, is_reference
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
 from weft.schedule.catalog import SCHEDULES
 
 DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits"}
 """Kind of model -> data source where none is named."""
+
+NAME, DIGEST = "model.name", "model.digest"
 
 MAX_RANKS = 2**20
 MAX_COUNTS = {
@@ -97,6 +100,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         **sources.folder.decided,
         "model.name": sources.model.name,
         "model.preset": sources.model.preset,
+        **_source_digest(families[sources.model.name], asked),
     }
     run, invalid = _validate(of_run, values)
     too_large = tuple(_size_faults(run.model))
@@ -121,9 +125,13 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
     """File and flags, with the keys of the model left out where it is wrong or another one is
     chosen.
     """
-    words = flags.split(argv)
+    words, word_faults = _with_model_file(flags.split(argv))
     file, file_faults = _read_file(words.loose)
+    file_faults = (*word_faults, *file_faults)
     first = flags.first_words(words)
+    for layer in (file, first):
+        if is_reference(layer.get(NAME)):
+            layer[NAME] = canonical_reference(layer[NAME])
     folder, folder_faults = select_folder(file, first, families)
     folder_name = str(first.get(FROM_HF, file.get(FROM_HF)))
     if HUB_NAME.fullmatch(folder_name) and not Path(folder_name).exists():
@@ -145,6 +153,28 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
         model,
         (*file_faults, *folder_faults, *choice_faults),
     )
+
+
+def _with_model_file(words: flags.Words) -> tuple[flags.Words, tuple[Fault, ...]]:
+    """The words with a model file, `my_model.py`, as its flag."""
+    files = [word for word in words.loose if is_file_reference(word)]
+    if not files:
+        return words, ()
+    others = tuple(word for word in words.loose if not is_file_reference(word))
+    named = [" ".join(given) for name, given in words.flags if name == NAME]
+    faults: tuple[Fault, ...] = ()
+    if len(files) > 1 or named:
+        got = " ".join([*files, *named])
+        faults = (Fault(NAME, "more than one model", got=got, fix="name one"),)
+    flag = (NAME, (files[0],))
+    rest = tuple(pair for pair in words.flags if pair[0] != NAME)
+    return flags.Words(others, (flag, *rest)), faults
+
+
+def _source_digest(family: ConfigFamily, asked: Flat) -> Flat:
+    """The digest of a user's model file, where the config does not say which it had."""
+    digest = getattr(family, "digest", None)
+    return {} if DIGEST in asked or digest is None else {DIGEST: digest}
 
 
 def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -36,18 +37,33 @@ class ModelSection(ModelConfig):
     family's config.
     """
 
-    name: str = Field("llama3", description="model family")
+    name: str = Field(
+        "llama3", description="model family, or a model of your own: a file or package.module"
+    )
     preset: str | None = Field(
         None, description="named sizes of the family; explicit fields override them"
     )
     from_hf: str | None = Field(
         None, description="folder of a Hugging Face checkpoint to start from"
     )
+    digest: str | None = Field(
+        None, description="hash of the source of a model file; written by weft, not to be set"
+    )
+
+    @property
+    def label(self) -> str:
+        """A short name for folders and messages: the preset, the family, or the name of a file."""
+        return self.preset or label_of(self.name)
 
     @property
     def architecture(self) -> dict[str, Any]:
         """The family's own fields: what decides the shape of the model."""
         return self.model_dump(exclude=set(ModelSection.model_fields))
+
+
+def label_of(model_name: str) -> str:
+    """A family's name, or the name of a model file without its folder."""
+    return Path(model_name).stem if model_name.endswith(".py") else model_name
 
 
 class DataConfig(ConfigSection):

@@ -16,6 +16,7 @@ from weft.config.schema import (
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
+    label_of,
 )
 from weft.core.dimension import (
     Dimension,
@@ -202,7 +203,7 @@ def layout_request(
             local_sizes[axis] = size // degree
     return LayoutRequest(
         degrees={axis: mesh.degree(axis) for axis in all_axes()},
-        model_name=model.family,
+        model_name=label_of(model.family),
         model_kind=model.kind,
         local_sizes=local_sizes,
         axis_sizes=axis_sizes,
@@ -348,7 +349,7 @@ def sequence_parallel_has_sequences(
     if parallel.sequence and model.kind != "tokens":
         yield Fault(
             "parallel.sequence",
-            f"shards activations along the sequence, and {model.family} reads {model.kind}",
+            f"shards activations along the sequence, and {label_of(model.family)} reads {model.kind}",
             got="True",
             need="False",
         )

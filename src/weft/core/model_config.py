@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,8 +21,17 @@ AxisTable = Mapping[str, tuple[DimAxis, ...]]
 matched exactly once.
 """
 
-Draw = tuple[Literal["normal"], float] | tuple[Literal["ones"]] | tuple[Literal["zeros"]]
-"""Distribution of a parameter's initial values: normal with this standard deviation, or constant.
+OwnValues = Callable[[str, int], Any]
+"""(global name, seed) -> all initial values of a parameter, as a tensor."""
+
+Draw = (
+    tuple[Literal["normal"], float]
+    | tuple[Literal["ones"]]
+    | tuple[Literal["zeros"]]
+    | tuple[Literal["own"], OwnValues]
+)
+"""Distribution of a parameter's initial values: normal with this standard deviation, constant, or
+values of its own.
 """
 
 InitTable = Mapping[str, Draw]

@@ -24,7 +24,7 @@ from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.forward import gather_vocabulary, run_stages
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
-from weft.train.init_from import lazy_blocks
+from weft.train.init_from import lazy_blocks, place_buffers
 
 TRAINING_BLOCKS = ("loss", "mtp")
 """Blocks (by the beginning of their names) that only training reads."""
@@ -45,8 +45,9 @@ def load_model(
         CheckpointError: a tensor that is missing, damaged or of another shape; it names it.
     """
     blocks = lazy_blocks(family, config)
-    model = parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
+    model = parallelize(blocks, plan, comm, axes=family.axes(config), ties=family.ties(config))
     dtype: torch.dtype = getattr(torch, plan.compute)
+    place_buffers(model.blocks.values(), device=comm.device, dtype=dtype)
     for param in model.params.values():
         values = torch.empty(param.shape, device=comm.device, dtype=dtype)
         allocated = nn.Parameter(values, requires_grad=False)

@@ -236,8 +236,10 @@ def _end_tokens(path: Path) -> frozenset[int]:
 
 
 def _check_is_language_model(path: Path, family: str) -> None:
-    language_models = [name for name, known in FAMILIES.items() if known.Config.kind == "tokens"]
-    if family not in language_models:
+    if family not in FAMILIES or FAMILIES[family].Config.kind != "tokens":
+        language_models = [
+            name for name, known in FAMILIES.items() if known.Config.kind == "tokens"
+        ]
         need = f"a language model: {', '.join(language_models)}"
         raise CheckpointError(
             Fault(

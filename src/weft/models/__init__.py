@@ -1,4 +1,4 @@
-"""Registry of model families: each folder here that has a config.py is one. Imports no torch.
+"""Registry of model families: each folder here that has a config.py is one, and each model file of a user. Imports no torch.
 
 config.py   Config, PRESETS, AXES, ties, init; no torch
 model.py    blocks, and builders: of single blocks; optional
@@ -8,14 +8,16 @@ hf.py       HF: config.json and tensors of Hugging Face folders, both ways; no t
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.config.hf.mapping import ConfigFamily, HFMapping
+from weft.config.user_code import canonical_reference, is_reference
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
 
@@ -28,8 +30,7 @@ if TYPE_CHECKING:
 class Family(ConfigFamily, Protocol):
     """A model family: its configs, and how a model is built, initialised and sharded."""
 
-    @property
-    def AXES(self) -> AxisTable:  # noqa: N802 (a constant of the family)
+    def axes(self, cfg: Any) -> AxisTable:
         """Logical axes of every parameter."""
 
     def ties(self, cfg: Any) -> dict[str, str]:
@@ -71,6 +72,10 @@ class FamilyFolder:
             hf=importlib.import_module(f"{package}.hf").HF if has_hf else None,
         )
 
+    def axes(self, cfg: Any) -> AxisTable:
+        """The table of config.py."""
+        return self.AXES
+
     def blocks(self, cfg: Any) -> dict[str, nn.Module]:
         """The chain that model.py builds."""
         model = importlib.import_module(f"{self.package}.model")
@@ -98,6 +103,77 @@ def _family_packages() -> Iterator[str]:
             yield f"{__name__}.{module.name}"
 
 
+ENTRY_POINTS = "weft.models"
+"""Group of entry points by which installed packages name their models."""
+
+
+class FamilyRegistry(Mapping[str, Family]):
+    """Families by name: those of weft, installed ones (entry points), and users' models by file or
+    dotted name, which are imported when they are looked up. Iterates over those of weft.
+    """
+
+    def __init__(self, built_in: Mapping[str, Family]) -> None:
+        self._built_in = dict(built_in)
+        self._of_users: dict[str, Family] = {}
+
+    def __getitem__(self, name: str) -> Family:
+        """The family of this name.
+
+        Raises:
+            KeyError: there is none.
+            ConfigError: the model of a user cannot be used.
+        """
+        known = self._built_in.get(name) or self._of_users.get(name)
+        if known is not None:
+            return known
+        if not is_reference(name):
+            installed = self._installed(name)
+            if installed is None:
+                raise KeyError(name)
+            self._of_users[name] = _load_user_family(installed, name=name)
+            return self._of_users[name]
+        canonical = canonical_reference(name)
+        if canonical not in self._of_users:
+            self._of_users[canonical] = _load_user_family(canonical, name=canonical)
+        return self._of_users[canonical]
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._built_in or name in self._of_users or is_reference(name):
+            return True
+        return isinstance(name, str) and self._installed(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._built_in)
+
+    def __len__(self) -> int:
+        return len(self._built_in)
+
+    def add(self, family: Family) -> None:
+        """Register a family of this process under its own name; one of the same name is replaced."""
+        self._of_users[family.Config.family] = family
+
+    def is_user_model(self, name: str) -> bool:
+        """Whether a name belongs to a model of a user."""
+        return name not in self._built_in
+
+    @staticmethod
+    def _installed(name: str) -> str | None:
+        """The module that an entry point names."""
+        for entry in importlib.metadata.entry_points(group=ENTRY_POINTS, name=name):
+            return entry.module
+        return None
+
+
+def _load_user_family(reference: str, *, name: str) -> Family:
+    """The family of a user's model; imports torch."""
+    from weft.models.user_family import UserFamily
+    from weft.models.user_model import model_of_file
+
+    model = replace(model_of_file(reference), name=name)
+    family: Family = UserFamily(model)
+    return family
+
+
 def _load_families() -> dict[str, Family]:
     families = [FamilyFolder.load(package) for package in _family_packages()]
     families.sort(key=lambda family: family.Config.family)
@@ -111,7 +187,7 @@ def _collect_presets(families: Mapping[str, Family]) -> dict[str, ModelConfig]:
     return presets
 
 
-FAMILIES: Mapping[str, Family] = _load_families()
+FAMILIES = FamilyRegistry(_load_families())
 PRESETS: Mapping[str, ModelConfig] = _collect_presets(FAMILIES)
 
 

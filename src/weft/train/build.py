@@ -27,7 +27,13 @@ from weft.models.common.lora import adapted
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
 from weft.run.world import Attempt
 from weft.train.data_loader import DataLoader
-from weft.train.init_from import check_hf_folder, initialize_from, lazy_blocks, lora_base
+from weft.train.init_from import (
+    check_hf_folder,
+    initialize_from,
+    lazy_blocks,
+    lora_base,
+    place_buffers,
+)
 from weft.train.loop import StepRange
 from weft.train.optim import Optimizer, learning_rate, make_optimizer, matrices
 from weft.train.run_start import StartState, find_start
@@ -61,11 +67,14 @@ def build_model(
         blocks,
         plan,
         comm,
-        axes=family.AXES,
+        axes=family.axes(config),
         ties=family.ties(config),
         example=example,
     )
+    compute: torch.dtype = getattr(torch, plan.compute)
+    place_buffers(model.blocks.values(), device=comm.device, dtype=compute)
     dtype: torch.dtype = getattr(torch, plan.params)
+    table = family.init(config)
     stored = frozenset(source.shapes) if source else frozenset()
 
     def initialize(names: Sequence[str]) -> None:
@@ -76,7 +85,7 @@ def build_model(
             (stored_names if is_stored else drawn_names).append(name)
         materialize_params(
             model,
-            family.init(config),
+            table,
             seed=seed,
             device=comm.device,
             dtype=dtype,

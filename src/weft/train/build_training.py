@@ -18,13 +18,14 @@ from weft.comm.comm import Comm
 from weft.comm.text import broadcast_text
 from weft.config.elastic import elastic_note
 from weft.config.run import Run
-from weft.config.schema import GuardConfig
+from weft.config.schema import GuardConfig, ModelSection
 from weft.config.toml import dump
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.data.dataset import open_validation
 from weft.data.order import batch_of_step
 from weft.data.samples import Samples
+from weft.models import FAMILIES
 from weft.run.world import Attempt
 from weft.train.build import RunSteps, build_data_loader, build_run_steps
 from weft.train.digest import StateDigests
@@ -154,9 +155,19 @@ def build_training(
         peak_lr=run.optim.lr,
         on_phase=attempt.status.on_phase if attempt else None,
         snapshots=snapshots.taker,
-        files={"run.toml": dump(run), "plan.json": step.model.plan.to_json() + "\n"},
+        files={
+            "run.toml": dump(run),
+            "plan.json": step.model.plan.to_json() + "\n",
+            **_model_file(run.model),
+        },
         opening_events=tuple(opening_events),
     )
+
+
+def _model_file(model: ModelSection) -> dict[str, str]:
+    """A copy of the model file of a user."""
+    text: str | None = getattr(FAMILIES[model.name], "text", None)
+    return {} if text is None else {"model.py": text}
 
 
 def _start_events(

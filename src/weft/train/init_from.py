@@ -60,6 +60,23 @@ def lazy_blocks(family: Family, config: ModelConfig) -> Mapping[str, nn.Module]:
     return LazyBlocks(builders, meta_modules)
 
 
+def place_buffers(
+    blocks: Iterable[nn.Module],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Move the buffers of a user's modules to the device of a rank, and floating-point ones to the
+    dtype of compute; weft's own models have none.
+    """
+    for block in blocks:
+        for module in block.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    wide = dtype if buffer.is_floating_point() else buffer.dtype
+                    module._buffers[name] = buffer.to(device=device, dtype=wide)
+
+
 def lora_base(base: str) -> Source:
     """Parameters of the checkpoint that `lora.base` means; adapters that it has are merged into
     them.

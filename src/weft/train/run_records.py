@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.checkpoint.format import Facts
 from weft.config.lora import adapted_linears
-from weft.config.schema import LoraConfig, ModelSection, OptimConfig
+from weft.config.schema import LoraConfig, ModelSection, OptimConfig, label_of
 from weft.core.model_config import ModelConfig
 from weft.data.samples import Samples
 from weft.errors import counted
@@ -83,7 +83,7 @@ def run_event(
     model = config["model"]
     return {
         "event": "run",
-        "model": model["preset"] or model["name"],
+        "model": model["preset"] or label_of(model["name"]),
         "params": step.num_params,
         "layout": str(plan.mesh),
         "why": explain(plan),

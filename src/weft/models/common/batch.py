@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -148,6 +148,11 @@ class Extra(NamedTuple):
     x: Tensor
     loss: Tensor | None = None
     load: Tensor | None = None
+
+
+def drop_batch(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A forward pre-hook of blocks that are called with (x, batch) and take x alone."""
+    return args[:1]
 
 
 class Chained(NamedTuple):

@@ -112,11 +112,11 @@ class AdaptedFamily:
         """The plain family's."""
         return self.plain.hf
 
-    @property
-    def AXES(self) -> AxisTable:  # noqa: N802 (a constant, as in every family)
+    def axes(self, cfg: Any) -> AxisTable:
         """The plain family's rows, and those of adapters."""
-        axes = dict(self.plain.AXES)
-        for row, row_axes in self.plain.AXES.items():
+        plain = self.plain.axes(cfg)
+        axes = dict(plain)
+        for row, row_axes in plain.items():
             if row.endswith(".weight") and len(row_axes) == 2:
                 linear = row.removesuffix(".weight")
                 out_axis, in_axis = row_axes

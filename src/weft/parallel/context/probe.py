@@ -17,6 +17,7 @@ from weft.core.attention_mask import ALL_FEATURES
 from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend, AttentionImplementation, AttentionSpec
 from weft.models.common.batch import Batch, chain, token_batch
+from weft.parallel.autograd.tree import tensors_in
 
 ROWS, LENGTH, RANKS = 2, 8, 2
 """Of the batch, and of the context-parallel ranks that are imitated."""
@@ -34,6 +35,9 @@ TOLERANCE = 1e-3
 TOLERANCE_16_BIT = 5e-2
 """The same for parameters in bfloat16 or float16."""
 
+
+Activation = Tensor | tuple[Tensor, ...]
+"""What a block hands on; several tensors to a loss that reads them."""
 
 TOKENWISE = (
     nn.Linear,
@@ -63,30 +67,33 @@ def check_blocks(blocks: Mapping[str, nn.Module], *, hidden_shape: tuple[int, ..
         return
     tokens_BS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 2
     batch = token_batch(tokens_BS, tokens_BS)
+    x: Activation = batch.inputs
+    if hidden_shape is not None:
+        x = _random((ROWS, LENGTH, *hidden_shape))
     for name, block in blocks.items():
         if _num_meta_entries(block) > MOST_ENTRIES:
             return
-        x = batch.inputs
-        if hidden_shape is not None:
-            generator = torch.Generator().manual_seed(0)
-            x = torch.randn(
-                ROWS,
-                LENGTH,
-                *hidden_shape,
-                generator=generator,
-            )
         out = _check_block(name, block, x, batch)
-        if out.dim() < 2 or out.shape[:2] != (ROWS, LENGTH):
-            return  # a loss: it has no columns
-        hidden_shape = tuple(out.shape[2:])
+        if isinstance(out, Tensor) and out.dim() == 0:
+            return  # the loss
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(out)]
+        if any(shape[:2] != (ROWS, LENGTH) for shape in shapes):
+            what = "hands on an activation without a position for each token: under cp it would see its rank's columns alone"
+            raise PlanError(Fault(name, what, got=f"shape {shapes[0]}", fix="a mesh without cp"))
+        x = tuple(map(_random, shapes)) if isinstance(out, tuple) else _random(shapes[0])
+
+
+def _random(shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator)
 
 
 def _check_block(
     name: str,
     block: nn.Module,
-    x: Tensor,
+    x: Activation,
     batch: Batch,
-) -> Tensor:
+) -> Activation:
     """Compare both ways of the block; its output for whole sequences."""
     probe = _Probe(block)
     try:
@@ -126,23 +133,28 @@ def _check_block(
 
 def _difference(
     probe: _Probe,
-    x: Tensor,
+    x: Activation,
     batch: Batch,
-    whole: Tensor,
+    whole: Activation,
     index: int,
 ) -> float:
     """Largest difference of a rank's columns, relative to the largest output; 0 where the output
     has no columns.
     """
-    if whole.dim() < 2 or whole.shape[:2] != (ROWS, LENGTH):
+    wholes = list(tensors_in(whole))
+    if any(tensor.shape[:2] != (ROWS, LENGTH) for tensor in wholes):
         return 0.0
     own_batch = batch.columns(index=index, degree=RANKS)
     columns = own_batch.positions[0]
-    own = probe.run(x[:, columns], own_batch)
-    expected = whole[:, columns].double()
-    error = (own.double() - expected).abs().max()
-    largest = whole.double().abs().max()
-    return float(error / largest.clamp(min=1e-30))
+    own_x = tuple(tensor[:, columns] for tensor in tensors_in(x))
+    own = probe.run(own_x if isinstance(x, tuple) else own_x[0], own_batch)
+    worst = 0.0
+    for tensor, own_tensor in zip(wholes, tensors_in(own), strict=True):
+        expected = tensor[:, columns].double()
+        error = (own_tensor.double() - expected).abs().max()
+        largest = tensor.double().abs().max()
+        worst = max(worst, float(error / largest.clamp(min=1e-30)))
+    return worst
 
 
 def _is_tested(module: nn.Module) -> bool:
@@ -205,15 +217,17 @@ class _Probe:
             attend.implementation = implementation
 
     @torch.no_grad()
-    def run(self, x: Tensor, batch: Batch) -> Tensor:
+    def run(self, x: Activation, batch: Batch) -> Activation:
         """The block's output."""
-        x = x.to(self.device)
-        if x.is_floating_point():
-            x = x.to(self.dtype)
+        x = tuple(map(self._local, x)) if isinstance(x, tuple) else self._local(x)
         local_batch = batch.map(lambda field: field.to(self.device))
         block = _FunctionalBlock(self.block, self.stand_ins)
-        chained = chain({"block": block}, x, local_batch)
+        chained = chain({"block": block}, x, local_batch)  # type: ignore[arg-type]
         return chained.x
+
+    def _local(self, x: Tensor) -> Tensor:
+        x = x.to(self.device)
+        return x.to(self.dtype) if x.is_floating_point() else x
 
 
 class _FunctionalBlock(nn.Module):

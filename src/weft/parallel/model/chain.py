@@ -87,6 +87,7 @@ def _deep_copy(model: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def replace_module(block: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """The block with `new` in place of `old`, under every name that it has."""
     if block is old:
+        new._forward_pre_hooks.update(old._forward_pre_hooks)  # they decide what it is called with
         return new
     for parent in list(block.modules()):
         for name, child in list(parent._modules.items()):

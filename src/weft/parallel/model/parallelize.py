@@ -338,7 +338,8 @@ def _axes_with(partial: Mapping[str, frozenset[str]], name: str) -> tuple[str, .
 
 def _known_axes(plan: Plan, params: Mapping[str, nn.Parameter]) -> AxisTable:
     if plan.family in FAMILIES:
-        return FAMILIES[plan.family].AXES
+        family = FAMILIES[plan.family]
+        return family.axes(family.Config.model_validate_json(plan.architecture))
     return {name: ("whole",) * param.ndim for name, param in params.items()}
 
 

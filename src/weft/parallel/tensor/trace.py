@@ -17,6 +17,7 @@ from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend, overrides_forward
 from weft.models.common.batch import Batch, Extra
 from weft.models.common.layers import Loss, RegionInput
+from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.chain import replace_module
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
 from weft.parallel.tensor.dims import DimFactor, Dims, ShardingError, is_sharded
@@ -267,11 +268,12 @@ def _run(name: str, block: nn.Module, x: Tensor, batch: Batch, trace: ShardingTr
         fix = _fix_of_failure(reason, sequence_parallel=trace.sequence_parallel)
         raise PlanError(Fault(trace.module, what, fix=fix)) from error
     x = out.x if isinstance(out, Extra) else out
-    value = trace.value(x)
-    if value.params:
-        trace.use(value.params, partial=value.varies)
-    if not value.inside:
-        trace.set(x, Value(value.dims, activation=x.is_floating_point()))
+    for tensor in tensors_in(x):  # a loss may read several
+        value = trace.value(tensor)
+        if value.params:
+            trace.use(value.params, partial=value.varies)
+        if not value.inside:
+            trace.set(tensor, Value(value.dims, activation=tensor.is_floating_point()))
     return x
 
 
@@ -325,15 +327,16 @@ def _instrumented(
     for path in kinds.columns:
         if any(path.startswith(f"{region}.") for region in kinds.regions):
             continue
-        block.get_submodule(path).register_forward_pre_hook(_reader(f"{name}.{path}", trace))
+        reader = _reader(f"{name}.{path}".rstrip("."), trace)
+        block.get_submodule(path).register_forward_pre_hook(reader)
     for path in kinds.rows:
         linear = block.get_submodule(path)
         assert isinstance(linear, nn.Linear), f"{path} was found to be a linear"
-        replace_module(block, linear, TracedRow(linear, trace))
+        block = replace_module(block, linear, TracedRow(linear, trace))
     for path in kinds.embeddings:
         embedding = block.get_submodule(path)
         assert isinstance(embedding, nn.Embedding), f"{path} was found to be an embedding"
-        replace_module(block, embedding, TracedEmbedding(embedding, trace))
+        block = replace_module(block, embedding, TracedEmbedding(embedding, trace))
     for path, module in list(block.named_modules()):
         if isinstance(module, Attend) and not overrides_forward(module):
             module.implementation = TracedAttention(trace)

@@ -15,6 +15,7 @@ from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import DimAxis, Stacked, shard_of, sharded_over
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
+from weft.models.common.batch import drop_batch
 from weft.models.common.init import named_parameters
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.lora import LoraLinear
@@ -66,12 +67,15 @@ def transform(
     regions = _find_regions(chain, plan, comm, axes=axes)
     region = Region(comm, AXIS, plan.sequence_parallel)
     done: set[int] = set()
-    for name, block in blocks.items():
+    for name, block in list(blocks.items()):
         if id(block) not in done:  # a block may be used twice
             done.add(id(block))
             first_name = regions.first_names[name]
             modules = regions.modules[first_name]
-            _make_parallel(first_name, block, modules, regions.findings, region)
+            made = _make_parallel(first_name, block, modules, regions.findings, region)
+            for other, same in blocks.items():
+                if same is block:
+                    blocks[other] = made
     _shard_losses(blocks, regions.findings, comm, vocab=axis_sizes.get("vocab", 0))
     return regions.partial
 
@@ -205,7 +209,8 @@ def find_sharded_modules(
     columns, rows, embeddings, regions = [], [], [], []
     for path, module in block.named_modules():
         key = f"{name}.{path}.weight" if path else f"{name}.weight"
-        if isinstance(module, nn.Linear):
+        has_weight = module._parameters.get("weight") is not None  # a parametrized one has none
+        if isinstance(module, nn.Linear) and has_weight:
             out_axis, in_axis = logical_axes(key, axes)
             is_column = sharded_over(out_axis, rule) == AXIS
             is_row = sharded_over(in_axis, rule) == AXIS
@@ -259,15 +264,16 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def _check_class(module: nn.Module, known: tuple[type[nn.Module], ...], key: str) -> None:
     """Reject a module that computes something else than the parallel one in its place would."""
     forwards = {cls.forward for cls in known}
-    name = known[0].__name__
+    class_name = known[0].__name__
     if type(module).forward not in forwards or "forward" in vars(module):
-        what = (
-            f"{type(module).__name__} overrides {name}.forward, and a parallel one would replace it"
-        )
-        fix = f"use nn.{name}, or name axes that are not sharded"
+        what = f"{type(module).__name__} overrides {class_name}.forward, and a parallel one would replace it"
+        fix = f"use nn.{class_name}, or name axes that are not sharded"
         raise PlanError(Fault(key, what, fix=fix))
-    if any(getattr(module, hooks) for hooks in HOOKS):
-        what = f"this {name} has hooks, and the parallel one that replaces it would not run them"
+    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+    if any(hook is not drop_batch for hook in hooks):
+        what = (
+            f"this {class_name} has hooks, and the parallel one that replaces it would not run them"
+        )
         fix = "register them on the module around it, or name axes that are not sharded"
         raise PlanError(Fault(key, what, fix=fix))
 
@@ -312,32 +318,34 @@ class RegionExit(nn.Module):
 
 def _make_parallel(
     name: str, block: nn.Module, modules: ShardedModules, findings: Findings, region: Region
-) -> None:
-    """Replace the linears, embeddings and declared regions below a block by parallel ones."""
+) -> nn.Module:
+    """The block with parallel linears, embeddings and declared regions in place of plain ones."""
     entries = SharedEntries(region)
     columns: dict[str, ColumnParallelLinear] = {}
     for path in modules.columns:
         in_region = any(path.startswith(f"{declared}.") for declared in modules.regions)
-        is_inside = in_region or f"{name}.{path}" in findings.inside_columns
+        is_inside = in_region or f"{name}.{path}".rstrip(".") in findings.inside_columns
         linear = block.get_submodule(path)
         assert isinstance(linear, nn.Linear), f"{path} was found to be a linear"
         columns[path] = ColumnParallelLinear.from_linear(
             linear, region, None if is_inside else entries
         )
-        replace_module(block, linear, columns[path])
+        block = replace_module(block, linear, columns[path])
     for path in modules.rows:
         linear = block.get_submodule(path)
         assert isinstance(linear, nn.Linear), f"{path} was found to be a linear"
-        replace_module(block, linear, RowParallelLinear.from_linear(linear, region))
+        block = replace_module(block, linear, RowParallelLinear.from_linear(linear, region))
     for path in modules.embeddings:
         embedding = block.get_submodule(path)
         assert isinstance(embedding, nn.Embedding), f"{path} was found to be an embedding"
-        replace_module(block, embedding, VocabParallelEmbedding.from_embedding(embedding, region))
+        parallel = VocabParallelEmbedding.from_embedding(embedding, region)
+        block = replace_module(block, embedding, parallel)
     _make_regions(block, modules, columns, region)
     _share_entries(name, block, entries, columns, findings)
     learns_positions = any(isinstance(module, nn.Embedding) for module in block.modules())
     if modules.embeddings and region.sequence_parallel and learns_positions:
-        block.register_forward_pre_hook(_local_positions(region.comm))
+        block.register_forward_pre_hook(_local_positions(region.comm), prepend=True)
+    return block
 
 
 def _make_regions(
@@ -372,9 +380,10 @@ def _share_entries(
     """
     readers: dict[int, list[ColumnParallelLinear]] = {}
     for path, column in columns.items():
-        paths = findings.entries.get(f"{name}.{path}", [])
+        paths = findings.entries.get(f"{name}.{path}" if path else name, [])
         if paths:
-            readers[id(column)] = [columns[reader.removeprefix(f"{name}.")] for reader in paths]
+            own = [reader.removeprefix(name).removeprefix(".") for reader in paths]
+            readers[id(column)] = [columns[reader] for reader in own]
     entries.readers = readers
     if readers:
         block.register_forward_hook(lambda *_: entries.clear(), always_call=True)
@@ -387,7 +396,7 @@ def _local_positions(comm: Comm) -> Callable[[nn.Module, tuple[Any, ...]], tuple
     index = comm.index(AXIS)
 
     def narrow(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, batch = args
+        x, batch = args  # before `drop_batch`
         parts = batch.positions.chunk(degree, SEQ_DIM)
         local_batch = replace(batch, positions=parts[index])
         return x, local_batch

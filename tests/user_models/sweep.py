@@ -1,0 +1,91 @@
+"""Twelve models in other people's ways under five layouts: each equals one device within 1e-9, or is rejected in one line.
+
+`python -m tests.user_models.sweep` prints the table of docs/your-model.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weft.commands.prove import prove_config
+from weft.config.checks import run_checks
+from weft.config.load import load
+from weft.config.run import Run, plan_of
+from weft.config.validate import config_checks
+from weft.errors import UserError
+from weft.models import FAMILIES
+from weft.models.user_family import UserFamily
+from weft.train.model_checks import check_user_model
+
+FOLDER = Path(__file__).parent
+MODELS = {
+    "fused_block": "nanoGPT's fused block",
+    "parallel_block": "GPT-J's parallel block",
+    "vit": "a ViT",
+    "shared_layer": "ALBERT's shared layer",
+    "scan": "Mamba's scan",
+    "latents": "Perceiver's latents",
+    "batch_norm": "conv net with BatchNorm",
+    "head_bias": "T5's per-head bias",
+    "shared_router": "mixture, shared router",
+    "torch_attention": "nn.MultiheadAttention",
+    "torch_encoder": "nn.TransformerEncoderLayer",
+    "weight_norm": "weight-normed linear",
+}
+LAYOUTS = {
+    "tp2": ("--mesh", "tp2"),
+    "tp2 sp": ("--mesh", "tp2", "--parallel.sequence", "True"),
+    "cp2": ("--mesh", "cp2"),
+    "pp2": ("--mesh", "pp2"),
+    "dp2 zero3": ("--mesh", "dp2", "--parallel.zero", "3"),
+}
+SIZES = ("--batch.global_size", "4", "--data.seq_len", "16", "--optim.warmup", "0")
+
+
+def checked(name: str, layout: str) -> Run:
+    """The run of a model under a layout, checked as a command checks it.
+
+    Raises:
+        UserError: it is rejected.
+    """
+    micro = ("--batch.micro_size", "1" if "dp2" in layout else "2")
+    run = load([str(FOLDER / f"{name}.py"), *LAYOUTS[layout], *SIZES, *micro], FAMILIES)
+    faults = run_checks(run, config_checks)
+    if faults:
+        raise UserError(*faults)
+    family = FAMILIES[run.model.name]
+    assert isinstance(family, UserFamily)
+    check_user_model(family, run.model, plan_of(run))
+    return run
+
+
+def outcome(name: str, layout: str, *, steps: int = 3) -> float | str:
+    """The largest relative difference to one device, or the line that rejects the model."""
+    try:
+        run = checked(name, layout)
+    except UserError as error:
+        return str(error.faults[0])
+    verdict = prove_config(run, steps=steps)
+    assert not verdict.missing
+    return verdict.largest.relative
+
+
+def main() -> None:
+    """Print the table, and each line of rejection."""
+    lines: dict[str, list[str]] = {}
+    print(f"| model | {' | '.join(LAYOUTS)} |")  # noqa: T201 - the table
+    print("|" + "---|" * (len(LAYOUTS) + 1))  # noqa: T201
+    for name, title in MODELS.items():
+        cells = []
+        for layout in LAYOUTS:
+            found = outcome(name, layout)
+            cells.append("rejected" if isinstance(found, str) else f"{found:.0e}")
+            if isinstance(found, str):
+                lines.setdefault(found, []).append(f"{name}, {layout}")
+        print(f"| {title} | {' | '.join(cells)} |", flush=True)  # noqa: T201
+    for line, places in lines.items():
+        print(f"{'; '.join(places)}\n    {line}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

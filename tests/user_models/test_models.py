@@ -1,0 +1,59 @@
+"""Each of the twelve models under each layout equals one device within 1e-9, or is rejected in one line before the first step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.user_models.sweep import LAYOUTS, MODELS, outcome
+from weft.prove.compare import TOLERANCE
+
+ATTEND = "mixes tokens outside of Attend"
+IMAGES = "reads images"
+STATE = "keeps state outside its parameters"
+OUTSIDE = "scaled_dot_product_attention sums over a sharded dim"
+REJECTED = {
+    ("vit", "tp2 sp"): IMAGES,
+    ("vit", "cp2"): IMAGES,
+    ("scan", "cp2"): ATTEND,
+    ("latents", "tp2 sp"): IMAGES,
+    ("latents", "cp2"): IMAGES,
+    **{("batch_norm", layout): STATE for layout in ("tp2", "pp2", "dp2 zero3")},
+    ("batch_norm", "tp2 sp"): IMAGES,
+    ("batch_norm", "cp2"): IMAGES,
+    ("head_bias", "tp2"): "index of a sharded tensor has no rule",
+    ("head_bias", "tp2 sp"): "index of a sharded tensor has no rule",
+    ("head_bias", "cp2"): ATTEND,
+    ("shared_router", "tp2 sp"): "topk over a sharded dim",
+    ("torch_attention", "tp2 sp"): OUTSIDE,
+    ("torch_attention", "cp2"): ATTEND,
+    ("torch_encoder", "tp2 sp"): OUTSIDE,
+    ("torch_encoder", "cp2"): ATTEND,
+}
+"""(model, layout) -> part of the line."""
+EQUAL = [(name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in REJECTED]
+ALWAYS = [case for case in EQUAL if case[1] == "tp2" or case == ("fused_block", "cp2")]
+
+
+def compare(name: str, layout: str, *, steps: int) -> None:
+    found = outcome(name, layout, steps=steps)
+    assert isinstance(found, float), found
+    assert found <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "layout"), ALWAYS)
+def test_a_model_equals_one_device_under_tensor_parallelism(name: str, layout: str) -> None:
+    compare(name, layout, steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout"), EQUAL)
+def test_a_model_equals_one_device(name: str, layout: str) -> None:
+    compare(name, layout, steps=3)
+
+
+@pytest.mark.parametrize(("name", "layout"), REJECTED)
+def test_a_model_is_rejected_in_one_line(name: str, layout: str) -> None:
+    found = outcome(name, layout, steps=1)
+    assert isinstance(found, str), found
+    assert REJECTED[name, layout] in found
+    assert "\n" not in found
