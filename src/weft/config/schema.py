@@ -37,9 +37,7 @@ class ModelSection(ModelConfig):
     family's config.
     """
 
-    name: str = Field(
-        "llama3", description="model family, or a model of your own: a file or package.module"
-    )
+    name: str = Field("llama3", description="model family, or a model file")
     preset: str | None = Field(
         None, description="named sizes of the family; explicit fields override them"
     )
