@@ -50,7 +50,7 @@ from weft.errors import (
 from weft.models import FAMILIES
 from weft.run.agent import end_with_agent
 
-CONFIG_USAGE = "[CONFIG.toml] [--key value ...]"
+CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
 MAX_FAULTS_SHOWN = 50
 INPUT_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 """Errors of the file system that a name or the rights of the input cause."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.commands.prove import prove_config
 from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.config.validate import config_checks
 from weft.errors import UserError
 from weft.models import FAMILIES
-from weft.models.user_family import UserFamily
+from weft.prove.proof import Subject, prove
 from weft.train.model_checks import check_user_model
 
 FOLDER = Path(__file__).parent
@@ -53,21 +52,22 @@ def checked(name: str, layout: str) -> Run:
     faults = run_checks(run, config_checks)
     if faults:
         raise UserError(*faults)
-    family = FAMILIES[run.model.name]
-    assert isinstance(family, UserFamily)
-    check_user_model(family, run.model, plan_of(run))
+    check_user_model(FAMILIES[run.model.name], run.model, plan_of(run))
     return run
 
 
 def outcome(name: str, layout: str, *, steps: int = 3) -> float | str:
-    """The largest relative difference to one device, or the line that rejects the model."""
+    """The largest relative difference of the loss, a gradient or a parameter to one device in
+    float64, or the line that rejects the model.
+    """
     try:
         run = checked(name, layout)
     except UserError as error:
         return str(error.faults[0])
-    verdict = prove_config(run, steps=steps)
-    assert not verdict.missing
-    return verdict.largest.relative
+    report = prove(Subject.of(run, steps=steps).in_float64())
+    assert report.holds, report
+    (comparison,) = report.passes
+    return max(bound.largest for bound in comparison.bounds)
 
 
 def main() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.user_models.sweep import LAYOUTS, MODELS, outcome
-from weft.prove.compare import TOLERANCE
 
+TOLERANCE = 1e-9
+"""Relative, in float64, which rounds at 1e-16."""
 ATTEND = "mixes tokens outside of Attend"
 IMAGES = "reads images"
 STATE = "keeps state outside its parameters"

@@ -63,12 +63,9 @@ def _check_user_model(run: Run) -> None:
     Raises:
         UserError: the model would compute other numbers on this layout than on one device.
     """
-    from weft.models.user_family import UserFamily
     from weft.train.model_checks import check_user_model
 
-    family = FAMILIES[run.model.name]
-    assert isinstance(family, UserFamily), "a name that is not weft's is a user's"
-    check_user_model(family, run.model, plan_of(run))
+    check_user_model(FAMILIES[run.model.name], run.model, plan_of(run))
 
 
 def wants_help(words: Sequence[str]) -> bool:

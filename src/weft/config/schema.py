@@ -37,16 +37,14 @@ class ModelSection(ModelConfig):
     family's config.
     """
 
-    name: str = Field("llama3", description="model family, or a model file")
+    name: str = Field("llama3", description="model family")
     preset: str | None = Field(
         None, description="named sizes of the family; explicit fields override them"
     )
     from_hf: str | None = Field(
         None, description="folder of a Hugging Face checkpoint to start from"
     )
-    digest: str | None = Field(
-        None, description="hash of the source of a model file; written by weft, not to be set"
-    )
+    digest: str | None = Field(None, description="hash of the model file, written by weft")
 
     @property
     def label(self) -> str:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from weft.config.checks import as_flags
 from weft.config.load import load
-from weft.config.run import Run
+from weft.config.run import Run, plan_of
 from weft.config.schema import DataConfig
 from weft.config.validate import config_checks
 from weft.errors import UserError
@@ -47,7 +47,27 @@ STORED_SIZES = {"dim": 128, "layers": 8, "vocab": 4096}
 
 
 def reduced(run: Run) -> Run:
-    """The run with reduced sizes; equal layout, options and number types."""
+    """The run with reduced sizes; equal layout, options and number types. A user's model keeps its
+    sizes where it does not take the reduced ones.
+    """
+    smaller = _reduced(run)
+    if FAMILIES.is_user_model(run.model.name) and not _suits_user_model(smaller):
+        return _smaller_schedule(run)
+    return smaller
+
+
+def _suits_user_model(run: Run) -> bool:
+    """Whether the model of a user takes these sizes."""
+    from weft.train.model_checks import check_user_model  # late: it imports torch
+
+    try:
+        check_user_model(FAMILIES[run.model.name], run.model, plan_of(run))
+    except UserError:
+        return False
+    return True
+
+
+def _reduced(run: Run) -> Run:
     run = _smaller_schedule(run)
     if not _keeps_weights(run):
         run = _without_weights(run)

@@ -39,12 +39,13 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 SEED = 12345
 
 
-def check_user_model(family: UserFamily, config: ModelConfig, plan: Plan) -> None:
+def check_user_model(family: Family, config: ModelConfig, plan: Plan) -> None:
     """Reject a model that would compute other numbers on other layouts.
 
     Raises:
         PlanError: what is wrong, and where.
     """
+    assert isinstance(family, UserFamily), "the model of a user"
     faults = tuple(axes_faults(family, config))
     if faults:
         raise PlanError(*faults)
