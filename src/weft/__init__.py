@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from weft.parallel.zero.fsdp import FullyShardedDataParallel
     from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
     from weft.run.init import init
+    from weft.train.optimizers.contract import Optimizer
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ _HOMES = {
     "Loss": "weft.models.common.layers",
     "Mesh": "weft.core.mesh",
     "Model": "weft.models.user_model",
+    "Optimizer": "weft.train.optimizers.contract",
     "PipelineParallel": "weft.parallel.pipeline.module",
     "Plan": "weft.layout.plan",
     "RegionInput": "weft.models.common.layers",
@@ -75,6 +77,7 @@ __all__ = [
     "Loss",
     "Mesh",
     "Model",
+    "Optimizer",
     "PipelineParallel",
     "Plan",
     "RegionInput",

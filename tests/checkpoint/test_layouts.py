@@ -84,7 +84,7 @@ def moments(step: TrainStep) -> list[Entries]:
                     Entries(f"{section}/{part.param.owner}", box, values.reshape(box.shape).clone())
                     for box, values in zip(part.boxes, flat, strict=True)
                 ]
-        for section, number in part.scalars.items():
+        for section, number in part.whole.items():
             found.append(Entries(f"{section}/{part.param.owner}", Box((), ()), number.clone()))
     return found
 

@@ -170,7 +170,8 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
         "mesh: cannot read 'q'",
         "modle.layers: unknown key. Fix: did you mean 'model.layers'?",
         "seed: wrong type (got 'x'; need a whole number",
-        "optim.name: unknown value (got 'sdg'; need one of adamw, sgd). Fix: did you mean 'sgd'?",
+        "optim.name: unknown optimizer (got 'sdg'; need one of adamw, sgd, lion, muon, adafactor, or "
+        "package.module:Class). Fix: did you mean 'sgd'?",
     ):
         assert line in reported
     assert len(reported.splitlines()) == 10

@@ -25,6 +25,7 @@ PAGES = [
     "docs/generate.md",
     "docs/huggingface.md",
     "docs/lora.md",
+    "docs/optimizers.md",
     "docs/plan.md",
     "docs/proofs.md",
     "docs/schedules.md",

@@ -149,7 +149,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         "~unknown-user/y",
     ),
     "data.tokenizer": ("nowhere.json", "/dev/zero", "text.txt"),
-    "optim.name": ("adam", "lion"),
+    "optim.name": ("adam", "muno"),
     "optim.lr": ("0", "-1", "nan", "inf", "fast", "1e400"),
     "optim.min_lr": ("-1", "nan"),
     "optim.warmup": ("-1", "1e13"),
@@ -919,6 +919,50 @@ def command_lines() -> Iterator[Case]:
     yield Case("2,000 unknown keys", ("train", *many), "unknown key", faults=60)
 
 
+def optimizers() -> Iterator[Case]:
+    rows: dict[str, tuple[tuple[str, ...], str]] = {
+        "unknown": (("--optim.name", "muno"), "did you mean 'muon'"),
+        "unknown option": (
+            ("--optim.name", "muon", "--optim.options.momentun", "0.9"),
+            "did you mean 'momentum'",
+        ),
+        "option out of range": (
+            ("--optim.name", "muon", "--optim.options.ns_steps", "0"),
+            "optim.options.ns_steps: out of range",
+        ),
+        "options as a value": (("--optim.options", "3"), "optim.options: wrong type"),
+        "a group without settings": (("--optim.groups", "*norm*"), "is no group"),
+        "a group with an unknown setting": (("--optim.groups", "*: wd=0"), "no setting of a group"),
+        "a group with no number": (("--optim.groups", "*: lr_scale=x"), "is no number"),
+        "a group below zero": (("--optim.groups", "*: lr_scale=-1"), "out of range"),
+        "a group of an unknown optimizer": (
+            ("--optim.groups", "*: optimizer=x"),
+            "unknown optimizer",
+        ),
+        "one pattern twice": (
+            ("--optim.groups", "*: lr_scale=1", "*: lr_scale=2"),
+            "the same pattern",
+        ),
+        "deterministic on three data ranks": (
+            ("--deterministic", "True", "--mesh", "dp3", "--batch.global_size", "24"),
+            "binary tree over the data ranks",
+        ),
+        "deterministic with six micro-batches": (
+            ("--deterministic", "True", "--batch.global_size", "12"),
+            "binary tree over the micro-batches",
+        ),
+        "deterministic adafactor under ZeRO": (
+            (
+                *("--deterministic", "True", "--mesh", "dp2"),
+                *("--optim.name", "adafactor", "--parallel.zero", "1"),
+            ),
+            "adafactor adds sums",
+        ),
+    }
+    for name, (words, line) in rows.items():
+        yield Case(name, ("train", *words), line)
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "config": config_values,
     "toml": toml_files,
@@ -928,6 +972,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "checkpoint": checkpoints,
     "schedule": schedules,
     "words": command_lines,
+    "optimizers": optimizers,
 }
 
 

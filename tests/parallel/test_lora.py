@@ -31,7 +31,7 @@ from weft.prove.oracle import one_device, plain_model
 from weft.prove.trace import RankTrace, StepTrace, differences, uncovered
 from weft.testing import run_ranks
 from weft.train.build import build_model
-from weft.train.optim import Optimizer, make_optimizer, matrices
+from weft.train.optim import StepOptimizer, make_optimizer, matrices
 from weft.train.step import TrainStep
 
 LORA = LoraConfig(rank=3, alpha=5.0)
@@ -52,7 +52,7 @@ def family_of(case: Case, lora: LoraConfig = LORA) -> Family:
     return Shaken(FAMILIES[case.family], lora)  # type: ignore[return-value]
 
 
-def optimizer(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> Optimizer:
+def optimizer(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> StepOptimizer:
     """torch's AdamW; of a stage that has no adapters, one that moves nothing."""
     return adamw(tensors, decayed) if tensors else make_optimizer(tensors, OptimConfig())
 

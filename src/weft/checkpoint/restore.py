@@ -16,7 +16,14 @@ from weft.checkpoint.format import Manifest
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.read import Checkpoint, Source, open_checkpoint
 from weft.checkpoint.resume import find_checkpoint, run_folder_of
-from weft.checkpoint.state import OPTIMIZER, ParamState, TrainState, param_states, param_values
+from weft.checkpoint.state import (
+    MODEL,
+    OPTIMIZER,
+    ParamState,
+    TrainState,
+    param_states,
+    param_values,
+)
 from weft.checkpoint.transfer import distribute
 from weft.checkpoint.write_item import dtype_name
 from weft.comm.comm import Comm
@@ -68,6 +75,19 @@ def load_parameters(state: TrainState, source: Source) -> None:
     state.grads.after_optimizer_step()
 
 
+def has_optimizer_state(state: TrainState, manifest: Manifest) -> bool:
+    """Whether a checkpoint holds exactly the state that this optimizer keeps, on all ranks; every
+    rank must call it.
+    """
+    comm = state.model.comm
+    num_wrong = torch.zeros(1, dtype=torch.int64, device=comm.device)
+    try:
+        _check_optimizer(state, manifest)
+    except CheckpointError:
+        num_wrong.fill_(1)
+    return not comm.sum_world(num_wrong).item()
+
+
 def load_model(model: ParallelModel, source: Source) -> None:
     """Load the parameters of a model that is not trained, converted to their dtype here. Every rank
     must call it.
@@ -83,16 +103,17 @@ def _load(params: Iterable[ParamState], section: Callable[[str], Source]) -> Non
     opened: dict[str, _OpenSection] = {}
     for local in params:
         owner = local.param.owner
-        for name in (*local.tensors, *local.scalars):
+        for name in (*local.tensors, *local.whole):
             if name not in opened:
                 opened[name] = _OpenSection(name, section(name))
         for name, tensor in local.tensors.items():
             opened[name].check_shape(owner, local.param.shape)
             entries = opened[name].read_boxes(owner, local.boxes)
             tensor.copy_(entries.view(tensor.shape))
-        for name, scalar in local.scalars.items():
-            opened[name].check_shape(owner, ())
-            scalar.copy_(opened[name].source.read(owner, Box((), ())))
+        for name, tensor in local.whole.items():
+            shape = tuple(tensor.shape)
+            opened[name].check_shape(owner, shape)
+            tensor.copy_(opened[name].source.read(owner, Box.whole(shape)))
 
 
 class _OpenSection:
@@ -129,7 +150,7 @@ class _OpenSection:
 def _check_dtypes(state: TrainState, manifest: Manifest) -> None:
     """Stored dtypes must equal those here: a conversion would change the numbers of the run."""
     for local in param_states(state):
-        tensors = {**local.tensors, **local.scalars}
+        tensors = {**local.tensors, **local.whole}
         for section, tensor in tensors.items():
             name = f"{section}/{local.param.owner}"
             stored = manifest.tensors.get(name)
@@ -165,16 +186,31 @@ def _check_unexpected_names(state: TrainState, manifest: Manifest) -> None:
 
 
 def _check_optimizer(state: TrainState, manifest: Manifest) -> None:
-    """The checkpoint must hold exactly the kinds of optimizer state that this optimizer keeps."""
-    prefix = f"{OPTIMIZER}/"
-    stored_keys = {
-        section.removeprefix(prefix) for section in manifest.sections if section.startswith(prefix)
-    }
-    if stored_keys != state.optimizer_keys:
-        what = "the checkpoint is of an optimizer with other state"
-        fix = "the optimizer (and sgd's momentum) that wrote it"
-        got, need = _key_list(stored_keys), _key_list(state.optimizer_keys)
-        raise CheckpointError(Fault("optim", what, got, need, fix))
+    """The checkpoint must hold exactly the state that this optimizer keeps of each parameter."""
+    stored = _stored_keys(manifest)
+    for name, needed in state.optimizer_keys.items():
+        owner = state.model.shards[name].owner
+        found = stored.get(owner, frozenset())
+        is_stored = f"{MODEL}/{owner}" in manifest.tensors
+        if is_stored and found != needed:
+            what = f"{owner} has another optimizer in the checkpoint, with other state"
+            fix = (
+                "resume with the optimizer, options and groups that wrote it, "
+                "or --optim.on_change fresh"
+            )
+            got, need = _key_list(found), _key_list(needed)
+            raise CheckpointError(Fault("optim", what, got, need, fix))
+
+
+def _stored_keys(manifest: Manifest) -> dict[str, frozenset[str]]:
+    """Parameter -> keys of its optimizer state in a checkpoint."""
+    found: dict[str, set[str]] = {}
+    for stored_name in manifest.tensors:
+        section, _, name = stored_name.rpartition("/")
+        kind, _, key = section.partition("/")
+        if kind == OPTIMIZER:
+            found.setdefault(name, set()).add(key)
+    return {name: frozenset(keys) for name, keys in found.items()}
 
 
 def _key_list(keys: Iterable[str]) -> str:

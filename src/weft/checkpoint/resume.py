@@ -19,6 +19,7 @@ from typing import Any
 from weft.checkpoint.folder import FOLDER, FoundCheckpoint, checkpoints, find_newest
 from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
+from weft.config.optimizers import resume_values
 from weft.config.schema import ModelSection
 from weft.errors import CheckpointError, Fault
 
@@ -31,7 +32,6 @@ SAME_KEYS = (
     "seed",
     "batch.global_size",
     "data.seq_len",
-    "optim.name",
     "precision.params",
     "lora.rank",
     "lora.alpha",
@@ -160,8 +160,41 @@ def _model_changes(model: ModelSection, facts: Facts, path: Path) -> Iterator[Fa
             yield _fault_of_key(fault)
 
 
+def _optimizer_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterator[Fault]:
+    """Another optimizer than that of the checkpoint, whose state would not fit."""
+    if not is_other_optimizer(config, facts) or _value(config, "optim.on_change") == "fresh":
+        return
+    stored, current = facts.run["optim"], config["optim"]
+    fresh = "--optim.on_change fresh to begin with fresh optimizer state"
+    if stored["name"] != current["name"]:
+        key, got, need = "optim.name", current["name"], stored["name"]
+        fix = f"--optim.name {need}, or {fresh}"
+    else:
+        key, got, need = "optim.groups", "other optimizers of some parameters", "the same groups"
+        fix = f"the groups of its run.toml, or {fresh}"
+    what = f"differs from the checkpoint {path}"
+    yield Fault(
+        key,
+        what,
+        got=got,
+        need=need,
+        fix=fix,
+    )
+
+
+def is_other_optimizer(config: Mapping[str, Any], facts: Facts) -> bool:
+    """Whether a run has another optimizer of some parameters than a checkpoint.
+
+    Args:
+        config: all keys of the run, as JSON.
+    """
+    stored: dict[str, Any] = facts.run.get("optim") or {}
+    return bool(stored) and resume_values(stored) != resume_values(config["optim"])
+
+
 def _key_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterator[Fault]:
     """Other keys that differ from the checkpoint's and must not."""
+    yield from _optimizer_changes(config, facts, path)
     has_lora = bool(_value(config, "lora.rank"))
     keys = (*SAME_KEYS, *SAME_KEYS_WITH_LORA) if has_lora else SAME_KEYS
     for key in keys:

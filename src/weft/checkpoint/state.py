@@ -2,7 +2,8 @@
 
     stored name                  content
     model/<parameter>            its values, in the dtype that the optimizer updates
-    optim/<key>/<parameter>      optimizer state ("exp_avg", ...; "step" is one number, 0-dim)
+    optim/<key>/<parameter>      optimizer state: of the parameter's shape ("exp_avg"), sums of its
+                                 rows or columns ("row_var"), or one number, 0-dim ("step")
 
 A tied parameter is stored under its owner's name. A parameter that is not trained (a router's bias)
 has no optimizer state.
@@ -38,13 +39,14 @@ class TrainState:
         grads: the store whose `tensors` the optimizer updates: the parameters, or ZeRO shards and
             masters of them.
         optimizer_state: parameter name -> key ("exp_avg") -> tensor.
-        optimizer_keys: all keys that this optimizer keeps of a parameter.
+        optimizer_keys: trained parameter name -> the keys that its optimizer keeps, also of parameters
+            that other ranks hold under ZeRO.
     """
 
     model: ParallelModel
     grads: GradientReducer
     optimizer_state: Mapping[str, Mapping[str, Tensor]]
-    optimizer_keys: frozenset[str]
+    optimizer_keys: Mapping[str, frozenset[str]]
 
     @property
     def trained_names(self) -> frozenset[str]:
@@ -61,9 +63,8 @@ class TrainState:
         names = set()
         for name, shard in self.model.shards.items():
             names.add(f"{MODEL}/{shard.owner}")
-            if self.model.params[name].requires_grad:
-                for key in self.optimizer_keys:
-                    names.add(f"{OPTIMIZER}/{key}/{shard.owner}")
+            for key in self.optimizer_keys.get(name, ()):
+                names.add(f"{OPTIMIZER}/{key}/{shard.owner}")
         return frozenset(names)
 
 
@@ -75,7 +76,7 @@ class ParamState:
         param: geometry of this rank's shard of the parameter.
         lo, hi: range of the shard's entries (row-major) that the tensors here hold.
         tensors: section ("model", "optim/exp_avg") -> those entries.
-        scalars: section -> one number for the whole parameter.
+        whole: section -> a tensor of the whole parameter: one number, sums of its rows or columns.
         replica_axes: mesh axes along which all ranks hold the same entries.
         num_replicas: ranks that hold the same entries.
         replica: index of this rank among them.
@@ -86,7 +87,7 @@ class ParamState:
     lo: int
     hi: int
     tensors: Mapping[str, Tensor]
-    scalars: Mapping[str, Tensor]
+    whole: Mapping[str, Tensor]
     replica_axes: tuple[str, ...]
     num_replicas: int
     replica: int
@@ -112,7 +113,7 @@ class ParamState:
         return self.lo + start, self.lo + stop
 
     @property
-    def writes_scalars(self) -> bool:
+    def writes_whole(self) -> bool:
         """Whether this rank writes the first entry of the whole parameter."""
         start, stop = self.write_range
         return start == 0 and stop > 0 and self.param.shard.holds_first_entry
@@ -133,13 +134,14 @@ class ParamState:
                     values,
                 )
                 offset += box.size
-        if self.writes_scalars:
-            for section, scalar in self.scalars.items():
+        if self.writes_whole:
+            for section, tensor in self.whole.items():
+                tensor_shape = tuple(tensor.shape)
                 yield WriteItem(
                     f"{section}/{owner}",
-                    (),
-                    Box((), ()),
-                    scalar.detach(),
+                    tensor_shape,
+                    Box.whole(tensor_shape),
+                    tensor.detach(),
                 )
 
 
@@ -164,14 +166,14 @@ def param_states(state: TrainState) -> Iterator[ParamState]:
             yield local
             continue
         tensors = dict(local.tensors)
-        scalars: dict[str, Tensor] = {}
+        whole: dict[str, Tensor] = {}
         for key, value in state.optimizer_state[name].items():
             section = f"{OPTIMIZER}/{key}"
-            if value.ndim:
+            if value.shape == state.grads.sharded_params[name].shape:
                 tensors[section] = value
             else:
-                scalars[section] = value
-        yield replace(local, tensors=tensors, scalars=scalars)
+                whole[section] = value
+        yield replace(local, tensors=tensors, whole=whole)
 
 
 def param_values(
@@ -232,7 +234,7 @@ def _param_state(
         lo=lo,
         hi=hi,
         tensors={MODEL: tensor},
-        scalars={},
+        whole={},
         replica_axes=replica_axes,
         num_replicas=comm.degree(replica_axes),
         replica=comm.index(replica_axes),

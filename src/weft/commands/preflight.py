@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from weft.commands.run_folder import is_started_again, out_faults, resumes_in
 from weft.config.checks import Check
 from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
+from weft.config.optimizers import is_user_class
 from weft.config.run import Run
 from weft.config.unused_keys import full_mesh_is_elastic, switched_off
 from weft.config.validate import config_checks
 from weft.core.mesh import Mesh
-from weft.errors import LaunchError
+from weft.errors import Fault, LaunchError
 from weft.run.agent import restart_number
 from weft.run.world import detect
 
@@ -59,7 +60,22 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         ),
         Check(("lora.base", "lora.rank", "model"), has_base),
         Check(RESUME_KEYS, resumes),
+        Check(("optim", "model", "lora"), partial(_optimizer_faults, run)),
     )
+
+
+def _optimizer_faults(run: Run) -> Iterable[Fault]:
+    """What is wrong with a user's optimizer class, or with groups of parameters; torch is imported
+    only for these.
+    """
+    if is_user_class(run.optim.name):
+        from weft.train.optimizers.user_class import class_faults  # imports torch
+
+        yield from class_faults(run.optim.name, run.optim.options)
+    if run.optim.groups:
+        from weft.train.optimizers.start_checks import group_faults  # imports torch
+
+        yield from group_faults(run.optim, run.model, run.lora)
 
 
 def after_restart(run: Run) -> Run:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from weft.checkpoint.folder import next_command
 from weft.checkpoint.resume import starts_new
 from weft.commands.joined import Watch, run_joined
@@ -188,6 +190,8 @@ def train_rank(
         SystemExit: with code 75, if the run was asked to stop and has saved.
     """
     device = choose_device(job.device, world)
+    if job.deterministic:
+        torch.set_num_threads(1)  # kernels add in another order on other numbers of threads
     with (
         stop_request,
         open_comm(world, job.mesh, device, deterministic=job.deterministic) as comm,

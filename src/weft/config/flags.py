@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from weft.config.keys import (
     needs_whole_numbers,
     nest,
     plain_types,
+    table_key,
     unknown_key,
     whole_number,
 )
@@ -32,6 +34,10 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 JOINED = ("mesh",)
 """Keys whose text consists of several words: `--mesh dp2 tp2` needs no quotes."""
+
+
+OPEN = ("optim.groups", "optim.options")
+"""Keys whose words are read by validation."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +95,16 @@ def read(words: Words, known: Mapping[str, FieldInfo]) -> Flags:
     values: Flat = {}
     faults: list[Fault] = []
     for name, given in words.flags:
+        if table_key(name, known) and given:
+            values[name] = toml_words(given)
+            continue
         if name not in known:
             faults.append(unknown_key(name, known))
             continue
         field = known[name]
+        if name in OPEN and given:
+            values[name] = given  # validation of the whole config reads them
+            continue
         is_joined = name in JOINED and given
         try:
             values[name] = parse((" ".join(given),) if is_joined else given, field)
@@ -142,6 +154,17 @@ def parse(words: Sequence[str], field: FieldInfo) -> Any:
             return tyro.cli(annotation, args=plain_words, console_outputs=False)
     except SystemExit:
         raise ValueError(f"cannot read {' '.join(words)!r}") from None
+
+
+def toml_words(words: Sequence[str]) -> Any:
+    """Words as a value of any type: what TOML reads, else text; several words are a tuple."""
+    values = []
+    for word in words:
+        try:
+            values.append(tomllib.loads(f"value = {word}")["value"])
+        except tomllib.TOMLDecodeError:
+            values.append({"True": True, "False": False}.get(word, word))
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def _plain_word(word: str, annotation: Any) -> str:

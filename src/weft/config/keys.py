@@ -52,6 +52,16 @@ def keys_of(config: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
     return found
 
 
+def table_key(key: str, known: Mapping[str, FieldInfo]) -> str | None:
+    """The key whose value is a table of any names, with this key in it: `optim.options.eps` is in
+    `optim.options`.
+    """
+    table = key.rpartition(".")[0]
+    if table in known and get_origin(known[table].annotation) is dict:
+        return table
+    return None
+
+
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """The type of the section that a field is; None for a plain value."""
     annotation = field.annotation
@@ -84,7 +94,11 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_as_tuple, value))
+    if isinstance(value, dict):
+        return {name: _as_tuple(item) for name, item in value.items()}
+    return value
 
 
 def plain_types(annotation: Any) -> frozenset[type]:

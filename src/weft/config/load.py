@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,16 @@ from weft.config.finetuning import finetuning_defaults
 from weft.config.hf.from_hf import KEY as FROM_HF
 from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, select_folder
 from weft.config.hf.mapping import ConfigFamily, Families
-from weft.config.keys import Flat, faults_of, keys_of, nest, unknown_key, whole_number
+from weft.config.keys import (
+    Flat,
+    faults_of,
+    keys_of,
+    nest,
+    table_key,
+    unknown_key,
+    whole_number,
+)
+from weft.config.optimizers import optimizer_faults
 from weft.config.run import Run
 from weft.config.schema import ConfigSection, ModelSection
 from weft.config.user_code import canonical_reference, is_file_reference, is_reference
@@ -86,11 +96,16 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
     of_run = run_type(sources.model.name, families[sources.model.name].Config)
     known = keys_of(of_run)
     given = flags.read(sources.words, known)
-    unknown = [unknown_key(key, known) for key in sources.file if key not in known]
+    is_table = partial(table_key, known=known)
+    unknown = [
+        unknown_key(key, known) for key in sources.file if key not in known and not is_table(key)
+    ]
     asked: Flat = {}
     for key, value in {**sources.file, **given.values}.items():
         if key in known:
             asked[key] = whole_number(value, known[key].annotation)
+        elif is_table(key):
+            asked[key] = value
     contradicting = contradictions(sources.folder, asked)
     values: Flat = {
         **_defaults(sources.model, asked, families),
@@ -106,6 +121,9 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
     too_large = tuple(_size_faults(run.model))
     if too_large:
         run = run.with_values({"model": type(run.model)()})
+    optimizer = tuple(optimizer_faults(run.optim))
+    if optimizer:
+        run = run.with_values({"optim": type(run.optim)()})
     mesh_faults = _mesh_faults(run.mesh)
     if mesh_faults:
         run = run.with_values({"mesh": ""})
@@ -116,6 +134,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *contradicting,
         *invalid,
         *too_large,
+        *optimizer,
         *mesh_faults,
     )
     return Loaded(run, faults)

@@ -53,7 +53,7 @@ class Run(ConfigSection):
     )
     deterministic: bool = Field(
         False,
-        description="same bits in every run on GPUs: algorithms and reductions in a fixed order, slower",
+        description="same bits in every run, and for 1, 2, 4, ... data ranks: sums in a fixed order, one thread a rank",
     )
     hardware: str | None = Field(
         None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from weft.core.model_config import ModelConfig
 from weft.core.precision import Dtype
@@ -143,10 +143,40 @@ class BatchConfig(ConfigSection):
         return self.global_size // (num_data_ranks * self.micro_size)
 
 
+class OptimGroup(ConfigSection):
+    """Settings of the parameters whose names match a pattern; None: those of the run."""
+
+    match: str = Field(min_length=1, description="pattern of parameter names: *norm*, layer?.mlp.*")
+    optimizer: str | None = Field(None, description="optimizer of these parameters")
+    lr_scale: float = Field(1.0, ge=0, description="learning rate, times optim.lr")
+    weight_decay: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="weight decay of all of them, vectors too"
+    )
+    betas: tuple[Share, Share] | None = Field(None, description="decay rates of both moments")
+
+
 class OptimConfig(ConfigSection):
     """Optimizer and learning rate schedule."""
 
-    name: Literal["adamw", "sgd"] = Field("adamw", description="optimizer")
+    name: str = Field(
+        "adamw",
+        description="adamw, sgd, lion, muon, adafactor, or a class: package.module:Class, file.py:Class",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        title="a table: [optim.options] in TOML, --optim.options.NAME VALUE",
+        description="options of the optimizer by name: see docs/optimizers.md",
+    )
+    groups: tuple[OptimGroup, ...] = Field(
+        (),
+        title='groups such as "*norm*: weight_decay=0"',
+        description='settings by name pattern, first match wins: "*norm*: weight_decay=0" "embed*: lr_scale=0.1"',
+        examples=['"*norm*: weight_decay=0"'],
+    )
+    on_change: Literal["reject", "fresh"] = Field(
+        "reject",
+        description="a resumed checkpoint of another optimizer: reject, or begin with fresh state",
+    )
     lr: float = Field(
         3e-3,
         gt=0,
@@ -173,7 +203,7 @@ class OptimConfig(ConfigSection):
         description="weight decay of matrices, per unit of learning rate",
     )
     betas: tuple[Share, Share] = Field(
-        (0.9, 0.95), description="adamw: decay rates of both moments, 0 to 1"
+        (0.9, 0.95), description="adamw, lion: decay rates of both moments, 0 to 1"
     )
     eps: float = Field(
         1e-8,
@@ -186,6 +216,58 @@ class OptimConfig(ConfigSection):
         ge=0,
         description="largest global gradient norm; 0: no clipping",
     )
+
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _read_groups(cls, value: Any) -> Any:
+        """Groups given as text, as on the command line."""
+        if not isinstance(value, tuple | list):
+            raise ValueError('is no list of groups; try [{match = "*norm*", weight_decay = 0.0}]')
+        groups = []
+        for item in value:
+            group = read_group(item) if isinstance(item, str) else item
+            if isinstance(group, dict):
+                _check_group(group)
+            groups.append(group)
+        return tuple(groups)
+
+
+GROUP_EXAMPLE = '"*norm*: weight_decay=0"'
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    settings = list(OptimGroup.model_fields)
+    for name in group:
+        if name not in settings:
+            known = ", ".join(settings)
+            raise ValueError(f"{name!r} is no setting of a group ({known}); try {GROUP_EXAMPLE}")
+    if "match" not in group:
+        raise ValueError(f"a group has no pattern, match; try {GROUP_EXAMPLE}")
+
+
+def read_group(text: str) -> dict[str, Any]:
+    """The keys of a group: `embed*: lr_scale=0.1 betas=0.9/0.95`.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    pattern, colon, settings = text.partition(": ")
+    group: dict[str, Any] = {"match": pattern.strip()}
+    if not colon or not settings.strip():
+        raise ValueError(f"{text!r} is no group; try {GROUP_EXAMPLE}")
+    for word in settings.replace(",", " ").split():
+        name, _, value = word.partition("=")
+        is_number = name in ("lr_scale", "weight_decay", "betas")
+        group[name] = _numbers(name, value) if is_number else value
+    return group
+
+
+def _numbers(name: str, text: str) -> float | tuple[float, ...]:
+    try:
+        numbers = tuple(float(number) for number in text.split("/"))
+    except ValueError:
+        raise ValueError(f"{name}={text} is no number; try {GROUP_EXAMPLE}") from None
+    return numbers if name == "betas" else numbers[0]
 
 
 class ParallelConfig(ConfigSection):

@@ -116,6 +116,8 @@ def value(item: Any) -> str:
     if isinstance(item, tuple | list):
         items = ", ".join(map(value, item))
         return f"[{items}]"
+    if isinstance(item, BaseModel):
+        return value(item.model_dump(exclude_none=True))
     if isinstance(item, Mapping):
         pairs = [f"{json.dumps(key)} = {value(part)}" for key, part in item.items()]
         return f"{{{', '.join(pairs)}}}"

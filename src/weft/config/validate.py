@@ -13,6 +13,7 @@ from weft.config.schema import (
     BatchConfig,
     DataConfig,
     GuardConfig,
+    OptimConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
@@ -24,6 +25,7 @@ from weft.core.dimension import (
     LayoutRequest,
     activation_axes,
     all_axes,
+    data_axis,
     default_sharding_rule,
     dimensions,
     pipeline_axis,
@@ -100,6 +102,10 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             ("precision",),
             partial(number_types_fit, run.precision),
             _no_suggestions,
+        ),
+        Check(
+            ("deterministic", "mesh", "batch", "parallel.zero", "optim"),
+            partial(order_is_fixed, mesh, batch, parallel, run.optim, is_wanted=run.deterministic),
         ),
         Check(("guard",), partial(guard_factors_are_above_one, run.guard)),
         Check(("lora", "model"), partial(lora.targets_exist, run.lora, model)),
@@ -387,6 +393,60 @@ def number_types_fit(precision: PrecisionConfig) -> Iterable[Fault]:
         compute=precision.compute,
         reduce=precision.reduce,
     )
+
+
+def order_is_fixed(
+    mesh: Mesh,
+    batch: BatchConfig,
+    parallel: ParallelConfig,
+    optim: OptimConfig,
+    *,
+    is_wanted: bool,
+) -> Iterator[Fault]:
+    """Deterministic runs: sums over micro-batches and data ranks are one binary tree."""
+    if not is_wanted or any(batch_divides(mesh, batch)):
+        return
+    data = data_axis()
+    others = [axis for axis in sequence_axes() if axis != data]
+    degree = mesh.degree(data)
+    num_micro = batch.global_size // (batch.micro_size * mesh.degree(tuple(others)))
+    key, fix = "deterministic", "leave deterministic out"
+    if degree & (degree - 1):
+        yield Fault(
+            key,
+            "adds gradients in a binary tree over the data ranks",
+            got=f"{data}{degree}",
+            need="a power of two",
+            fix=fix,
+        )
+    elif num_micro & (num_micro - 1):
+        yield Fault(
+            key,
+            "adds gradients in a binary tree over the micro-batches of a step",
+            got=f"{num_micro} over all data ranks",
+            need="a power of two",
+            fix=f"change batch.global_size or batch.micro_size, or {fix}",
+        )
+    names = [name for name, _ in mesh.axes]
+    for axis in others:
+        is_outside = mesh.degree(axis) > 1 < degree and names.index(axis) < names.index(data)
+        if is_outside:
+            yield Fault(
+                key,
+                f"assigns micro-batches to {data} first",
+                got=str(mesh),
+                need=f"{data} before {axis}",
+                fix=f"move {axis} behind {data} in the mesh",
+            )
+    rules = {optim.name, *(group.optimizer for group in optim.groups)}
+    if "adafactor" in rules and parallel.zero:
+        yield Fault(
+            key,
+            "adafactor adds sums of rows and columns over the ranks of ZeRO",
+            got=f"parallel.zero {parallel.zero}",
+            need="0",
+            fix=f"--parallel.zero 0, or {fix}",
+        )
 
 
 def guard_factors_are_above_one(guard: GuardConfig) -> Iterator[Fault]:

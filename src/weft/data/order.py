@@ -75,12 +75,24 @@ def uniform_draws(numbers: Ints, *, seed: int) -> NDArray[np.float64]:
     return highest_53_bits.astype(np.float64) / 2**53
 
 
-def layout_of(samples: Ints, *, index: int, degree: int, micro_size: int) -> Ints:
+def layout_of(
+    samples: Ints,
+    *,
+    index: int,
+    degree: int,
+    micro_size: int,
+    outer: int = 1,
+) -> Ints:
     """Samples of data rank `index` of `degree`, as [micro-batch, place]: j = (m * degree + index) *
     micro_size + i.
+
+    Args:
+        outer: groups of data ranks that take consecutive micro-batches each; with all ranks in
+            groups of one, j = (index * micro-batches + m) * micro_size + i.
     """
-    samples_by_rank = samples.reshape(-1, degree, micro_size)
-    return samples_by_rank[:, index]
+    inner = degree // outer
+    by_rank = samples.reshape(outer, -1, inner, micro_size)
+    return by_rank[index // inner, :, index % inner]
 
 
 def permuted(places: Ints, length: int, *, key: int) -> Ints:

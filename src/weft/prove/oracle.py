@@ -13,9 +13,9 @@ from weft.models.common.batch import Batch, chain
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.prove.trace import StepTrace
 from weft.train.expert_load import rebalance_routers
-from weft.train.optim import Optimizer, matrices
+from weft.train.optim import StepOptimizer, matrices
 
-OptimizerOf = Callable[[Mapping[str, Tensor], Collection[str]], Optimizer]
+OptimizerOf = Callable[[Mapping[str, Tensor], Collection[str]], StepOptimizer]
 """From the tensors to update, by global name, and the names of those with weight decay."""
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +15,14 @@ from weft.checkpoint.read import Source
 from weft.checkpoint.resume import AUTO
 from weft.comm.comm import Comm
 from weft.config.run import Run, plan_of
-from weft.config.schema import BatchConfig, LoraConfig, ModelSection, OptimConfig
-from weft.core.dimension import position_axes, sequence_axes
+from weft.config.schema import (
+    BatchConfig,
+    LoraConfig,
+    ModelSection,
+    OptimConfig,
+    ParallelConfig,
+)
+from weft.core.dimension import data_axis, position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
 from weft.data.dataset import open_data
 from weft.data.samples import Samples
@@ -35,7 +42,7 @@ from weft.train.init_from import (
     place_buffers,
 )
 from weft.train.loop import StepRange
-from weft.train.optim import Optimizer, learning_rate, make_optimizer, matrices
+from weft.train.optim import StepOptimizer, learning_rate, make_optimizer, matrices
 from weft.train.run_start import StartState, find_start
 from weft.train.step import TrainStep
 
@@ -151,10 +158,28 @@ def build_step(run: Run, comm: Comm) -> TrainStep:
     )
     decay_names = matrices(model.params)
 
-    def optimizer(tensors: Mapping[str, Tensor]) -> Optimizer:
+    def optimizer(tensors: Mapping[str, Tensor]) -> StepOptimizer:
         return make_optimizer(tensors, run.optim, decay_names=decay_names)
 
-    return TrainStep(model, make_optimizer=optimizer, clip=run.optim.clip)
+    return TrainStep(
+        model,
+        make_optimizer=optimizer,
+        clip=run.optim.clip,
+        fixed_order=run.deterministic,
+    )
+
+
+FixedOrder = Literal["ranks of micro-batches", "micro-batches of ranks"]
+"""See `weft.parallel.zero.fixed_order`."""
+
+
+def fixed_order_of(parallel: ParallelConfig, *, deterministic: bool) -> FixedOrder | None:
+    """How a run assigns micro-batches to ranks, so that the bits of their sums do not depend on the
+    number of ranks.
+    """
+    if not deterministic:
+        return None
+    return "micro-batches of ranks" if parallel.zero >= 2 else "ranks of micro-batches"
 
 
 def build_data_loader(
@@ -164,10 +189,12 @@ def build_data_loader(
     *,
     seed: int,
     later: bool,
+    fixed_order: FixedOrder | None = None,
 ) -> DataLoader:
     """The loader of this rank's micro-batches.
 
     Args:
+        fixed_order: which micro-batches a rank gets, where gradients are added in a fixed order.
         later: whether the model also reads targets of later positions (multi-token prediction).
     """
     return DataLoader(
@@ -177,6 +204,7 @@ def build_data_loader(
         seed=seed,
         index=comm.index(sequence_axes()),
         degree=comm.degree(sequence_axes()),
+        outer=comm.degree(data_axis()) if fixed_order == "ranks of micro-batches" else 1,
         device=comm.device,
         later=later,
         context_index=comm.index(position_axes()),
@@ -246,13 +274,14 @@ def build_run_steps(
     start.check_data(samples)
     resume = None if start.checkpoint is None else run.resume or AUTO
     step = build_step(run.with_values({"resume": resume}), comm)
-    start.restore(step)
+    start.restore(step, run.optim.model_dump(mode="json"))
     loader = build_data_loader(
         samples,
         comm,
         run.batch,
         seed=run.seed,
         later=run.model.reads_later_targets,
+        fixed_order=fixed_order_of(run.parallel, deterministic=run.deterministic),
     )
     step_range = build_step_range(
         run.optim,

@@ -38,6 +38,7 @@ from weft.train.run_records import (
     facts_of,
     note_event,
     opening_notes,
+    optimizer_group_notes,
     optimizer_text,
     proof_event,
     run_event,
@@ -135,6 +136,9 @@ def build_training(
         set_aside_paths=set_aside_paths,
         attempt=attempt,
     )
+    group_notes = optimizer_group_notes(step, run.optim)
+    if not start.num_done:
+        opening_events.extend(group_notes)
     if run.run.full_mesh:
         text = elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh))
         opening_events.append({**note_event(text), "kind": "elastic", "mesh": run.mesh})

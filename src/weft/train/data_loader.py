@@ -32,6 +32,7 @@ class DataLoader:
         context_index, context_degree: index of this rank among those that share each sequence, and
             their number.
         later: whether the model also reads targets of later positions (multi-token prediction).
+        outer: groups of data ranks that take consecutive micro-batches.
     """
 
     samples: Samples
@@ -44,6 +45,7 @@ class DataLoader:
     context_index: int = 0
     context_degree: int = 1
     later: bool = False
+    outer: int = 1
 
     def batches(self, step: int) -> list[Batch]:
         """Micro-batches of step `step` (from 0), in the order of the schedule's micro-batch
@@ -66,6 +68,7 @@ class DataLoader:
             index=self.index,
             degree=self.degree,
             micro_size=self.micro_size,
+            outer=self.outer,
         )
         sequences = whole_batch(self.samples, local, later=self.later)
         shard = sequences.columns(index=self.context_index, degree=self.context_degree)

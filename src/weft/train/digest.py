@@ -188,7 +188,7 @@ class StateDigests:
     def _tensors(self) -> Iterator[ReplicatedTensor]:
         model = self.state.model
         for local in param_states(self.state):
-            tensors = {**local.tensors, **local.scalars}
+            tensors = {**local.tensors, **local.whole}
             for section, tensor in tensors.items():
                 name = f"{section}/{local.param.name}"
                 yield ReplicatedTensor(name, local.replica_axes, tensor)

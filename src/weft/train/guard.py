@@ -257,6 +257,7 @@ class StepGuard:
                 index=self.mesh.index(value.rank, axes),
                 degree=self.mesh.degree(axes),
                 micro_size=self.loader.micro_size,
+                outer=self.loader.outer,
             )
             suspects = tuple(by_micro_batch[list(value.micro_batches)].ravel().tolist())
         return FailedStep(

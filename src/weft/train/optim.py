@@ -1,38 +1,26 @@
-"""Optimizers (torch's kernels, state kept by parameter name) and the learning-rate schedule."""
+"""The optimizer of a run: rules applied to the shards of named parameters, and the learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
-from torch.optim.sgd import sgd
 
+from weft.comm.comm import Comm
 from weft.config.schema import OptimConfig
-
-# Note [Why not torch.optim.AdamW itself]
-# Its constructor imports torch._dynamo: 829 modules, 0.95 s and 70 MB before the first step of every run. The functions
-# behind it (`torch.optim.adamw.adamw`, `torch.optim.sgd.sgd`) are the same kernels without that; and state by global
-# name is what a checkpoint or another layout needs, where torch's state goes by position.
-#
-# `fused=True` is the fastest on the CPU too. Best of 30 steps of AdamW in float32, ms, measured on 1 (2) threads:
-#
-#                                       loop          foreach       fused
-#     80 matrices 64x64, 20 vectors      2.6 ( 2.7)    1.6 ( 1.7)   0.4 (0.5)
-#     80 matrices 256x256, 20 vectors   10.0 ( 8.1)   19.9 (15.2)   2.9 (2.1)
-#     10 matrices 1024x1024             22.4 ( 9.5)   37.1 (23.5)   5.2 (2.9)
-#
-# and its result does not depend on how a parameter is cut into pieces, to the last bit. The fused SGD is not so (its
-# vector body and its tail round differently), the plain loop is in float32 and float64: SGD takes that, 8.9 ms where
-# fused takes 3.9 for the ten large matrices.
-
-State = dict[str, Tensor]
+from weft.parallel.zero.matrix_shards import MatrixExchange
+from weft.parallel.zero.param_entries import ParamEntries
+from weft.train.optimizers.contract import Optimizer, State
+from weft.train.optimizers.groups import GroupSettings, group_names, make_rule, splits_stacked
+from weft.train.optimizers.user_class import run_with_sums
 
 
-class Optimizer(Protocol):
+class StepOptimizer(Protocol):
     """What a training step needs: set each group's "lr", then `step()`. torch's own optimizers fit
     too.
     """
@@ -44,13 +32,40 @@ class Optimizer(Protocol):
         ...
 
 
-class NamedOptimizer:
-    """Parameters by global name, in two groups: those with weight decay, and the others.
+@dataclass(frozen=True)
+class MatrixTraffic:
+    """The exchange of the matrices of one group in a step.
 
     Attributes:
-        param_groups: {"names", "lr", "weight_decay"}; `lr` is read at every step.
-        state: parameter name -> torch's key ("exp_avg", ...) -> tensor; exists from the start,
-            zero.
+        axes: mesh axes along which they are spread.
+        sent_bytes: what this rank sends.
+    """
+
+    axes: tuple[str, ...]
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class RuleGroup:
+    """Parameters with one update rule and equal settings.
+
+    Attributes:
+        exchanges: of a rule that needs whole matrices.
+    """
+
+    settings: GroupSettings
+    names: tuple[str, ...]
+    rule: Optimizer
+    exchanges: tuple[MatrixExchange, ...]
+
+
+class NamedOptimizer:
+    """Parameters by global name, in groups of one update rule and equal settings.
+
+    Args:
+        params: this rank's entries of each parameter.
+        decay_names: parameters with weight decay where no group says otherwise; default: the
+            matrices.
     """
 
     def __init__(
@@ -58,155 +73,233 @@ class NamedOptimizer:
         params: Mapping[str, Tensor],
         optim: OptimConfig,
         *,
-        decay_names: Collection[str],
+        decay_names: Collection[str] | None = None,
     ) -> None:
         self.params = dict(params)
-        self.state: dict[str, State] = {
-            name: self.fresh_state(param) for name, param in self.params.items()
-        }
-        decayed = tuple(name for name in self.params if name in decay_names)
-        others = tuple(name for name in self.params if name not in decay_names)
-        self.param_groups: list[dict[str, Any]] = []
-        for names, weight_decay in ((decayed, optim.weight_decay), (others, 0.0)):
-            if names:
-                self.param_groups.append(
-                    {"names": names, "lr": optim.lr, "weight_decay": weight_decay}
-                )
+        self.optim = optim
+        self.decay_names = decay_names
+        self.comm: Comm | None = None
+        self.fixed_order = False
+        self.entries: dict[str, ParamEntries] = {}
+        for name, param in params.items():
+            self.entries[name] = ParamEntries.whole(tuple(param.shape))
 
-    def fresh_state(self, param: Tensor) -> State:
-        """State of a parameter before the first step."""
-        raise NotImplementedError
-
-    def update(
+    def attach(
         self,
-        names: list[str],
-        grads: list[Tensor],
+        entries: Mapping[str, ParamEntries],
+        comm: Comm,
         *,
-        lr: float,
-        weight_decay: float,
+        fixed_order: bool = False,
     ) -> None:
-        """Update these parameters by these gradients."""
-        raise NotImplementedError
+        """Say which entries of which parameters are where, before the first use.
+
+        Args:
+            entries: of all trained parameters of this rank's stages, in the order of the model.
+            fixed_order: whether bits may not depend on how parameters are sharded.
+        """
+        assert "groups" not in self.__dict__, "state exists already"
+        self.entries = dict(entries)
+        self.comm = comm
+        self.fixed_order = fixed_order
+
+    @cached_property
+    def groups(self) -> tuple[RuleGroup, ...]:
+        """The groups with their update rules."""
+        shapes = {name: each.shape for name, each in self.entries.items()}
+        decay_names = self.decay_names
+        if decay_names is None:
+            decay_names = [name for name, shape in shapes.items() if len(shape) >= 2]
+        found = []
+        for settings, names in group_names(self.optim, shapes, decay_names=decay_names).items():
+            rule = make_rule(self.optim, settings, fixed_order=self.fixed_order)
+            exchanges = self._exchanges_of(names) if rule.kind == "whole_matrix" else ()
+            found.append(RuleGroup(settings, names, rule, exchanges))
+        return tuple(found)
+
+    @cached_property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """{"names", "lr", "weight_decay", "lr_scale"} of each group; `lr` is read at every step."""
+        found = []
+        for group in self.groups:
+            found.append(
+                {
+                    "names": group.names,
+                    "lr": self.optim.lr,
+                    "weight_decay": group.settings.weight_decay,
+                    "lr_scale": group.settings.lr_scale,
+                }
+            )
+        return found
+
+    @cached_property
+    def state(self) -> dict[str, State]:
+        """Parameter name -> the rule's key ("exp_avg", ...) -> tensor; zero before the first step."""
+        found = {}
+        for group in self.groups:
+            for name in group.names:
+                if name in self.params:
+                    shape = self.entries[name].shape
+                    found[name] = group.rule.fresh_state(self.params[name], shape)
+        return {name: found[name] for name in self.params}
+
+    @cached_property
+    def _absent(self) -> dict[str, State]:
+        """Stand-ins for the state of parameters that this rank holds no entries of, but in whose
+        sums it takes part.
+        """
+        return {}
+
+    def _exchanges_of(self, names: Sequence[str]) -> tuple[MatrixExchange, ...]:
+        """One exchange for the parameters that are spread over the same axes."""
+        by_axes: dict[tuple[str, ...], dict[str, ParamEntries]] = {}
+        for name in names:
+            entries = self.entries[name]
+            by_axes.setdefault(entries.axes, {})[name] = entries
+        splits = splits_stacked(self.optim)
+        exchanges = []
+        for params in by_axes.values():
+            exchanges.append(MatrixExchange(params, self.comm, splits_stacked=splits))
+        return tuple(exchanges)
+
+    def matrix_traffic(self) -> tuple[MatrixTraffic, ...]:
+        """What this rank sends in a step for matrices whose entries are spread over ranks."""
+        found = []
+        for group in self.groups:
+            itemsize = self._gather_dtype(group.rule).itemsize
+            for exchange in group.exchanges:
+                found.append(MatrixTraffic(exchange.axes, exchange.sent_bytes(itemsize)))
+        return tuple(found)
+
+    def _gather_dtype(self, rule: Optimizer) -> torch.dtype:
+        return rule.gather_dtype(self._like.dtype)
+
+    @property
+    def _like(self) -> Tensor:
+        """Any parameter here; an empty one where this rank holds none."""
+        for param in self.params.values():
+            return param
+        device = self.comm.device if self.comm is not None else None
+        return torch.zeros(0, device=device)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            grads: dict[str, Tensor] = {}
-            for name in group["names"]:
-                grad = self.params[name].grad
-                if grad is not None:
-                    grads[name] = grad
-            if grads:
-                self.update(
-                    list(grads),
-                    list(grads.values()),
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
+        """Update every parameter that has a gradient; a collective where a rule needs whole
+        matrices or sums.
+        """
+        for group, values in zip(self.groups, self.param_groups, strict=True):
+            settings = {
+                "lr": values["lr"] * values["lr_scale"],
+                "weight_decay": values["weight_decay"],
+            }
+            if group.rule.kind == "elementwise":
+                self._update(group, settings)
+            elif group.rule.kind == "reductions":
+                self._update_with_sums(group, settings)
+            else:
+                for exchange in group.exchanges:
+                    self._update_matrices(group.rule, exchange, settings)
+
+    def _grads(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Gradients of those parameters that this rank holds entries of."""
+        grads: dict[str, Tensor] = {}
+        for name in names:
+            param = self.params.get(name)
+            if param is not None and param.grad is not None:
+                grads[name] = param.grad
+        return grads
+
+    def _update(self, group: RuleGroup, settings: Mapping[str, float]) -> None:
+        grads = self._grads(group.names)
+        if grads:
+            group.rule.update_all(
+                [self.params[name] for name in grads],
+                list(grads.values()),
+                [self.state[name] for name in grads],
+                lr=settings["lr"],
+                weight_decay=settings["weight_decay"],
+            )
+
+    def _update_matrices(
+        self, rule: Optimizer, exchange: MatrixExchange, settings: Mapping[str, float]
+    ) -> None:
+        dtype = self._gather_dtype(rule)
+        like = self._like.new_zeros(0, dtype=dtype)
+        grads = self._grads(exchange.names)
+        directions = {}
+        for name in exchange.names:
+            if name in grads:
+                direction = rule.direction(grads[name], self.state[name])
+                directions[name] = direction.to(dtype)
+            elif name in self.params:
+                directions[name] = torch.zeros_like(self.params[name], dtype=dtype)
+        for each in exchange.run(directions, rule.transform, like=like):
+            name = each.matrix.name
+            if name in grads:
+                rule.apply(
+                    each.piece.view(self.params[name]),
+                    each.values,
+                    lr=settings["lr"],
+                    weight_decay=settings["weight_decay"],
+                    shape=each.matrix.shape,
                 )
 
-    def state_keys(self) -> frozenset[str]:
-        """Keys of the state of every parameter."""
-        return frozenset(self.fresh_state(torch.empty(1)))
+    def _update_with_sums(self, group: RuleGroup, settings: Mapping[str, float]) -> None:
+        grads = self._grads(group.names)
+        by_axes: dict[tuple[str, ...], list[str]] = {}
+        for name in group.names:
+            if name in grads or name not in self.params:
+                by_axes.setdefault(self.entries[name].axes, []).append(name)
+        empty = self._like.new_zeros(0)
+        for axes, members in by_axes.items():
+            run_with_sums(
+                group.rule,
+                [self.params.get(name, empty) for name in members],
+                [grads.get(name, empty) for name in members],
+                [self._state_or_absent(group.rule, name) for name in members],
+                entries=[self.entries[name] for name in members],
+                add=partial(self._add_sums, axes),
+                lr=settings["lr"],
+                weight_decay=settings["weight_decay"],
+            )
 
-    def states(self, names: list[str], key: str) -> list[Tensor]:
-        """The state of one key of these parameters."""
-        return [self.state[name][key] for name in names]
+    def _state_or_absent(self, rule: Optimizer, name: str) -> State:
+        """The state of a parameter; a stand-in where this rank holds no entries of it but takes
+        part in its sums.
+        """
+        if name in self.state:
+            return self.state[name]
+        if name not in self._absent:
+            empty = self._like.new_zeros(0)
+            self._absent[name] = rule.fresh_state(empty, self.entries[name].shape)
+        return self._absent[name]
 
+    def _add_sums(
+        self, axes: tuple[str, ...], sums: Sequence[Sequence[Tensor]]
+    ) -> Sequence[Sequence[Tensor]]:
+        """Add the partial sums of all ranks along some axes, in one all-reduce."""
+        if self.comm is None or not axes:
+            return sums
+        parts = [each.reshape(-1) for own in sums for each in own]
+        total = self.comm.all_reduce(torch.cat(parts), axes)
+        start = 0
+        totals = []
+        for own in sums:
+            received = []
+            for each in own:
+                stop = start + each.numel()
+                received.append(total[start:stop].view(each.shape))
+                start = stop
+            totals.append(received)
+        return totals
 
-class AdamW(NamedOptimizer):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019), as
-    `torch.optim.AdamW(fused=True)` computes it.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        optim: OptimConfig,
-        *,
-        decay_names: Collection[str],
-    ) -> None:
-        self.betas = optim.betas
-        self.eps = optim.eps
-        super().__init__(params, optim, decay_names=decay_names)
-
-    def fresh_state(self, param: Tensor) -> State:
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=param.device),
-            "exp_avg": torch.zeros_like(param, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
-        }
-
-    def update(
-        self,
-        names: list[str],
-        grads: list[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-    ) -> None:
-        adamw(
-            [self.params[name] for name in names],
-            grads,
-            self.states(names, "exp_avg"),
-            self.states(names, "exp_avg_sq"),
-            [],
-            self.states(names, "step"),
-            fused=True,
-            amsgrad=False,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=self.eps,
-            maximize=False,
-        )
-
-
-class SGD(NamedOptimizer):
-    """Gradient descent with momentum, as `torch.optim.SGD(foreach=False)` computes it: the decay is
-    added to the gradient.
-    """
-
-    def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        optim: OptimConfig,
-        *,
-        decay_names: Collection[str],
-    ) -> None:
-        self.momentum = optim.momentum
-        super().__init__(params, optim, decay_names=decay_names)
-
-    def fresh_state(self, param: Tensor) -> State:
-        if not self.momentum:
-            return {}
-        return {"momentum_buffer": torch.zeros_like(param, requires_grad=False)}
-
-    def update(
-        self,
-        names: list[str],
-        grads: list[Tensor],
-        *,
-        lr: float,
-        weight_decay: float,
-    ) -> None:
-        buffers: list[Tensor | None] = [self.state[name].get("momentum_buffer") for name in names]
-        sgd(
-            [self.params[name] for name in names],
-            grads,
-            buffers,
-            foreach=grads[0].device.type == "cuda",
-            weight_decay=weight_decay,
-            momentum=self.momentum,
-            lr=lr,
-            dampening=0,
-            nesterov=False,
-            maximize=False,
-        )
-
-
-OPTIMIZERS: dict[str, type[NamedOptimizer]] = {"adamw": AdamW, "sgd": SGD}
+    def state_keys(self) -> dict[str, frozenset[str]]:
+        """Keys of the state of every trained parameter of this rank's stages."""
+        found = {}
+        for group in self.groups:
+            for name in group.names:
+                ndim = len(self.entries[name].shape)
+                found[name] = frozenset(group.rule.state_axes(ndim))
+        return found
 
 
 def make_optimizer(
@@ -218,9 +311,7 @@ def make_optimizer(
     """The optimizer that `optim` describes; weight decay applies to `decay_names` (default: the
     matrices).
     """
-    if decay_names is None:
-        decay_names = matrices(params)
-    return OPTIMIZERS[optim.name](params, optim, decay_names=decay_names)
+    return NamedOptimizer(params, optim, decay_names=decay_names)
 
 
 def matrices(params: Mapping[str, Tensor]) -> frozenset[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.format import Facts
+from weft.comm.text import all_gather_text
 from weft.config.lora import adapted_linears
 from weft.config.schema import LoraConfig, ModelSection, OptimConfig, label_of
 from weft.core.model_config import ModelConfig
@@ -16,6 +18,8 @@ from weft.layout.explain import explain
 from weft.layout.plan import Plan
 from weft.train.guard_records import GuardState
 from weft.train.loop import Event, StepRange
+from weft.train.optim import NamedOptimizer
+from weft.train.optimizers.groups import group_lines
 from weft.train.step import TrainStep
 
 # Note [There is no random state]
@@ -110,6 +114,29 @@ def optimizer_text(optim: OptimConfig, lora: LoraConfig, model: ModelConfig) -> 
     num_linears = len(adapted_linears(lora.targets, model.linears()))
     linears = counted(num_linears, "linear")
     return f"{text}; trains only adapters of rank {lora.rank} on {linears}"
+
+
+def optimizer_group_notes(step: TrainStep, optim: OptimConfig) -> Iterator[Event]:
+    """What each group of parameters is updated by, and what the exchange of matrices sends; every
+    rank must call it.
+    """
+    optimizer = step.optimizer
+    if not isinstance(optimizer, NamedOptimizer) or not (optim.groups or optim.name == "muon"):
+        return
+    comm = step.model.comm
+    local = {name: list(entries.shape) for name, entries in optimizer.entries.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for text in all_gather_text(comm, json.dumps(local)):
+        for name, shape in json.loads(text).items():
+            shapes[name] = tuple(shape)
+    decay_names = [name for name, shape in shapes.items() if len(shape) >= 2]
+    for line in group_lines(optim, shapes, decay_names=decay_names):
+        yield note_event(f"optimizer: {line}")
+    for traffic in optimizer.matrix_traffic():
+        if traffic.sent_bytes:
+            axes = "+".join(traffic.axes)
+            size = f"{traffic.sent_bytes:,} bytes a step"
+            yield note_event(f"optimizer: rank 0 sends {size} over {axes} for whole matrices")
 
 
 def _schedule_text(plan: Plan) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.read import Checkpoint
 from weft.checkpoint.restore import load_parameters, open_newest_valid
-from weft.checkpoint.resume import AUTO, data_changes
+from weft.checkpoint.resume import AUTO, data_changes, is_other_optimizer
 from weft.checkpoint.state import MODEL
 from weft.comm.comm import Comm
 from weft.data.samples import Samples
@@ -82,16 +82,22 @@ class StartState:
         if changes:
             raise DataError(*changes)
 
-    def restore(self, step: TrainStep) -> None:
+    def restore(self, step: TrainStep, optim: Mapping[str, Any] | None = None) -> None:
         """Load the checkpoint, if any, into the step; of an import the parameters only. Every rank
         must call it.
+
+        Args:
+            optim: section `optim` of the run, as JSON; with `on_change = fresh` the state of
+                another optimizer is not loaded.
         """
         if self.checkpoint is None:
             return
-        if self.is_import:
+        may_reset = optim is not None and optim["on_change"] == "fresh"
+        facts = self.checkpoint.manifest.facts
+        if self.is_import or (may_reset and is_other_optimizer({"optim": optim}, facts)):
             load_parameters(step.state(), self.checkpoint.section(MODEL))
         else:
-            step.restore(self.checkpoint)
+            step.restore(self.checkpoint, may_reset_optimizer=may_reset)
 
     def resume_event(self) -> Event:
         """The `resume` event of events.jsonl."""

@@ -13,21 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import restore
-from weft.checkpoint.state import TrainState
+from weft.checkpoint.state import MODEL, TrainState
 from weft.core.axes import data_axes
 from weft.core.dimension import replicated_axes
 from weft.errors import CheckpointError, Fault, NonFiniteError
 from weft.models.common.batch import Batch, Extra
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.pipeline.player import ActionCallback, Player
+from weft.parallel.pipeline.player import ActionCallback, Player, PlayResult
 from weft.parallel.zero import grad_norm
+from weft.parallel.zero.fixed_order import Leaf, exact_sum
 from weft.parallel.zero.grouping import make_gradient_reducer
+from weft.parallel.zero.matrix_shards import param_entries
 from weft.run.rank_status import OnBlock, Phase
 from weft.schedule.actions import Act
 from weft.train.expert_load import imbalance, rebalance_routers, sum_loads
 from weft.train.loss_scale import LossScale
 from weft.train.nonfinite import NonFiniteValue, locate
-from weft.train.optim import NamedOptimizer, Optimizer
+from weft.train.optim import NamedOptimizer, StepOptimizer
 from weft.train.step_stats import RankStats, StepTotals, memory_bytes, total_stats
 
 
@@ -121,6 +123,8 @@ class TrainStep:
         make_optimizer: builds the optimizer of the tensors to update, by global name; their
             gradients are in `.grad`.
         clip: largest global gradient norm; 0: no clipping.
+        fixed_order: whether loss, norm and gradients have the same bits for every number of data
+            ranks.
         on_action: called after every pipeline action, for profiles.
 
     Attributes:
@@ -131,14 +135,19 @@ class TrainStep:
         self,
         model: ParallelModel,
         *,
-        make_optimizer: Callable[[Mapping[str, Tensor]], Optimizer],
+        make_optimizer: Callable[[Mapping[str, Tensor]], StepOptimizer],
         clip: float,
+        fixed_order: bool = False,
         on_action: ActionCallback | None = None,
     ) -> None:
         self.model = model
         self.clip = clip
-        self.grads = make_gradient_reducer(model)
+        self.fixed_order = fixed_order
+        self.grads = make_gradient_reducer(model, fixed_order=fixed_order)
         self.optimizer = make_optimizer(self.grads.sharded_params)
+        if isinstance(self.optimizer, NamedOptimizer):
+            entries = param_entries(model, self.grads)
+            self.optimizer.attach(entries, model.comm, fixed_order=fixed_order)
         self.loss_scale = LossScale.of(model.plan)
         self.player = Player(
             model,
@@ -175,13 +184,23 @@ class TrainStep:
             optimizer.state_keys(),
         )
 
-    def restore(self, checkpoint: restore.OpenCheckpoint) -> None:
+    def restore(
+        self, checkpoint: restore.OpenCheckpoint, *, may_reset_optimizer: bool = False
+    ) -> None:
         """Load parameters, optimizer state and loss scale; every rank must call it.
+
+        Args:
+            may_reset_optimizer: begin with fresh optimizer state where the checkpoint has that of
+                another optimizer.
 
         Raises:
             CheckpointError: see `weft.checkpoint.restore.restore`.
         """
-        restore.restore(self.state(), checkpoint)
+        state = self.state()
+        if may_reset_optimizer and not restore.has_optimizer_state(state, checkpoint.manifest):
+            restore.load_parameters(state, checkpoint.section(MODEL))
+            return
+        restore.restore(state, checkpoint)
         stored = checkpoint.manifest.facts.loss_scale
         if stored and self.loss_scale.is_dynamic:
             self.loss_scale = LossScale(
@@ -230,14 +249,14 @@ class TrainStep:
         played = self.player.play(
             batches,
             scale / targets,
-            before_action=_action_reporter(on_phase),
+            before_action=self._before_action(on_phase),
         )
         report_phase("reduce")
         self.grads.finish()
         grad_norm.sum_tied_gradients(self.model, self.grads)
         loads = sum_loads(played.loads, self.model.comm)
         totals = self._total_stats(
-            played.loss,
+            played,
             targets,
             expert_load=imbalance(loads, self.model.comm.device),
             status=status(),
@@ -275,6 +294,20 @@ class TrainStep:
             status=totals.status,
         )
 
+    def _before_action(
+        self, on_phase: Callable[[Phase], None] | None
+    ) -> Callable[[Act], None] | None:
+        report = _action_reporter(on_phase)
+        if not self.fixed_order:
+            return report
+
+        def before(act: Act) -> None:
+            self.grads.begin_leaf(Leaf(act.stage, act.mb))
+            if report is not None:
+                report(act)
+
+        return before
+
     def _find_nonfinite(
         self,
         loss: float,
@@ -305,7 +338,7 @@ class TrainStep:
 
     def _total_stats(
         self,
-        loss: Tensor,
+        played: PlayResult,
         targets: Tensor,
         *,
         expert_load: Tensor,
@@ -313,11 +346,22 @@ class TrainStep:
     ) -> StepTotals:
         comm = self.model.comm
         is_first_copy = comm.index(replicated_axes()) == 0  # the others hold copies of the loss
+        loss = played.loss if is_first_copy else torch.zeros_like(played.loss)
+        if self.fixed_order:
+            losses = played.losses if is_first_copy else ()
+            loss = self._on_first_rank(exact_sum(comm, losses))
+            norm = self._on_first_rank(grad_norm.exact_squared_norm(self.model, self.grads))
+        else:
+            norm = grad_norm.squared_norm(self.model, self.grads)
         local = RankStats(
-            loss=loss if is_first_copy else torch.zeros_like(loss),
-            grad_sq_norm=grad_norm.squared_norm(self.model, self.grads),
+            loss=loss,
+            grad_sq_norm=norm,
             mem_bytes=memory_bytes(comm.device),
             expert_load=expert_load,
             status=status,
         )
         return total_stats(comm, local, targets)
+
+    def _on_first_rank(self, total: Tensor) -> Tensor:
+        """A sum over all ranks as a number that is added over ranks."""
+        return total if self.model.comm.rank == 0 else torch.zeros_like(total)

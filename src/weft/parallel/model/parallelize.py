@@ -12,7 +12,7 @@ from weft.comm.comm import Comm
 from weft.core.axes import Box, data_axes, gradient_axes, sharding_axes
 from weft.core.dimension import activation_axes, dimensions, pipeline_axis, position_axes
 from weft.core.model_config import AxisTable, InitTable, logical_axes
-from weft.core.shard import Shard, first_axes, shard_of
+from weft.core.shard import DimAxis, Shard, first_axes, shard_of
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_example
@@ -35,6 +35,7 @@ class ParamShard:
         shard: the entries of it that this rank holds.
         shard_axes: mesh axes over which it is sharded.
         reduce_axes: mesh axes over which its gradient is summed.
+        logical: logical axis of each dim.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ParamShard:
     shard: Shard
     shard_axes: tuple[str, ...]
     reduce_axes: tuple[str, ...]
+    logical: tuple[DimAxis, ...]
 
     @property
     def box(self) -> Box:
@@ -376,6 +378,7 @@ def _shard(
         ),
         shard_axes=cut,
         reduce_axes=gradient_axes(plan.mesh, varies=varies, sharded=cut),
+        logical=logical,
     )
 
 

@@ -48,10 +48,12 @@ class PlayResult:
             losses of blocks.
         loads: block name -> tokens that the step sent to each of its experts, int64, for blocks
             that return a load.
+        losses: the numbers that `loss` is the sum of.
     """
 
     loss: Tensor
     loads: dict[str, Tensor]
+    losses: tuple[Tensor, ...]
 
 
 class StageMicrobatch(NamedTuple):
@@ -86,7 +88,7 @@ class StepState:
 
     Attributes:
         seed: gradient of the step's loss by the summed loss, scalar.
-        loss, loads: as in `PlayResult`, so far.
+        loss, loads, losses: as in `PlayResult`, so far.
         activations: forwards whose backward (B or I) has not run.
         pending_wgrads: weight gradients that an I has left for its W.
         outputs: outputs of actions, until they are sent or the next stage on this rank takes them.
@@ -98,6 +100,7 @@ class StepState:
     seed: Tensor
     loss: Tensor
     loads: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
     activations: dict[StageMicrobatch, _Saved] = field(default_factory=dict)
     pending_wgrads: dict[StageMicrobatch, SplitBackward] = field(default_factory=dict)
     outputs: dict[Act, Tensor] = field(default_factory=dict)
@@ -177,7 +180,7 @@ class Player:
         for send in state.sends:
             send.work.wait()
         state.check_empty()
-        return PlayResult(state.loss, state.loads)
+        return PlayResult(state.loss, state.loads, tuple(state.losses))
 
     def _execute(self, state: StepState, instruction: Instruction) -> None:
         if isinstance(instruction, Send):
@@ -223,8 +226,9 @@ class Player:
         else:
             state.outputs[act] = out.x.detach()
         for loss in losses:
-            value = loss.detach()
-            state.loss += value.double()
+            value = loss.detach().double()
+            state.loss += value
+            state.losses.append(value)
 
     def _backward(self, state: StepState, act: Act) -> None:
         """B; or I, where the forward was split: then weight gradients stay pending."""

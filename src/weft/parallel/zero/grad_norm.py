@@ -14,6 +14,7 @@ from weft.parallel.model.parallelize import (
     ParamShard,
 )
 from weft.parallel.pp import AXIS as PP
+from weft.parallel.zero.fixed_order import exact_sum
 from weft.parallel.zero.gradient_reducer import GradientReducer
 
 
@@ -62,6 +63,18 @@ def squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor:
         reducer.norm_weights[names] = _count_weights(model, reducer, names)
     weights = reducer.norm_weights[names]
     return (squares * weights).sum()
+
+
+def exact_squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor:
+    """The squared gradient norm over all ranks, float64 scalar, the same bits however parameters
+    are sharded; every rank must call it.
+    """
+    gradients = []
+    for name in reducer.sharded_params:
+        axes = reducer.shard_axes[name]
+        if is_first_holder(model, name, sharded_over=axes):
+            gradients.append(_gradient(reducer, name))
+    return exact_sum(model.comm, gradients, lambda gradient: gradient.double().square())
 
 
 def _count_weights(

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
+from weft.parallel.zero.fixed_order import Leaf
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.unshard_hooks import after_this_backward
 
@@ -146,6 +147,11 @@ class GradientReducer:
             self._stages_to_sync.add(stage)
         else:
             self._stages_to_sync.discard(stage)
+
+    def begin_leaf(self, leaf: Leaf) -> None:
+        """Say whose backward runs next, where gradients are added in a fixed order."""
+        for group in self.trained_groups:
+            group.leaf = leaf
 
     # during a backward
 

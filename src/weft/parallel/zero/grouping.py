@@ -27,13 +27,16 @@ DistributedDataParallel.
 """
 
 
-def make_gradient_reducer(model: ParallelModel) -> GradientReducer:
+def make_gradient_reducer(model: ParallelModel, *, fixed_order: bool = False) -> GradientReducer:
     """The gradient reducer of this rank's part of a model, as the plan's ZeRO stage and dtypes say.
 
     A model on the meta device is materialised group by group, so that under ZeRO 3 no rank ever
     holds all of its part.
+
+    Args:
+        fixed_order: whether the bits of gradients are the same for every number of data ranks.
     """
-    policy = sharding_policy(model.plan)
+    policy = replace(sharding_policy(model.plan), fixed_order=fixed_order)
     if policy.zero == 0:
         groups = _bucket_groups_of(model, policy)
     else:

@@ -12,6 +12,7 @@ nor `sharded_param`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +24,14 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.errors import CommError
+from weft.parallel.zero.fixed_order import FixedOrderSum, Leaf, TreeSum
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 
 ZeroStage = Literal[0, 1, 2, 3]
+
+FIRST_LEAF = Leaf(0, 0)
+WHOLE_SHARD = ""
+"""Key of the tree over reduced shards, where every backward is reduced."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class ShardingPolicy:
             whenever they are complete.
         keeps_sharded_grad: whether reduced gradients stay allocated; else `take_reduced_grads`
             hands them over.
+        fixed_order: whether gradients are added in the tree of `weft.parallel.zero.fixed_order`.
     """
 
     zero: ZeroStage
@@ -53,6 +60,7 @@ class ShardingPolicy:
     grad_scale: float = 1.0
     keeps_unsharded_grad: bool = False
     keeps_sharded_grad: bool = True
+    fixed_order: bool = False
 
 
 class ParamGroup:
@@ -72,6 +80,7 @@ class ParamGroup:
             there is none.
         missing: parameters without a gradient from the backward that is running.
         is_reduced: whether a reduction has started since the last `finish_step`.
+        leaf: stage and micro-batch whose backward runs, for sums in a fixed order.
     """
 
     def __init__(
@@ -96,7 +105,10 @@ class ParamGroup:
         self.unsharded_grad: Tensor | None = None
         self.sharded_grad: Tensor | None = None
         self._grad_views: dict[str, Tensor] = {}
-        self._reducing: Work | None = None
+        self._reducing: Work | FixedOrderSum | None = None
+        self.leaf = FIRST_LEAF
+        self._reducing_leaf = FIRST_LEAF
+        self._trees: dict[str, TreeSum] = defaultdict(TreeSum)
         self._gathering: Work | None = None
         self.unsharded_params: FlatParams | None = None
         self.sharded_param: Tensor | None = None
@@ -169,7 +181,7 @@ class ParamGroup:
         """
         policy = self.policy
         keeps_both = policy.keeps_unsharded_grad and policy.keeps_sharded_grad
-        return keeps_both and policy.compute == policy.reduce
+        return keeps_both and policy.compute == policy.reduce and not policy.fixed_order
 
     def _allocate_grads(self) -> None:
         policy = self.policy
@@ -217,6 +229,10 @@ class ParamGroup:
             self.unsharded_grad.zero_()
         if self.sharded_grad is not None and not self._shares_grad_memory:
             self.sharded_grad.zero_()
+        self._trees.clear()
+        if self.policy.fixed_order and self.sharded_param is None:
+            for param in self.params.values():
+                param.grad = None
 
     def accumulate_grad(self, name: str, param: Tensor) -> bool:
         """Add what autograd left in `param.grad` to the unsharded gradient; whether it was the last
@@ -232,6 +248,11 @@ class ParamGroup:
                 f"use ZeRO 2, or a schedule whose backward is not split"
             )
         assert param.grad is not None, "the hook runs after the gradient was accumulated"
+        self.missing.discard(name)
+        if self.policy.fixed_order and self.policy.keeps_unsharded_grad:
+            self._trees[name].add(self.leaf, param.grad.to(self.policy.reduce))
+            param.grad = None
+            return not self.missing
         if self.unsharded_grad is None:
             self._allocate_unsharded_grad()
         view = self._grad_views[name]
@@ -243,7 +264,6 @@ class ParamGroup:
         ):  # it was set to None between steps, and autograd allocated a new one
             view.copy_(param.grad)
             param.grad = view
-        self.missing.discard(name)
         return not self.missing
 
     def start_reduce(self) -> None:
@@ -256,7 +276,13 @@ class ParamGroup:
         unsharded = self.unsharded_grad
         if unsharded is None:
             unsharded = self._allocate_unsharded_grad()
+        if self.policy.fixed_order and self.policy.keeps_unsharded_grad:
+            for name, tree in self._trees.items():
+                total = tree.take()
+                if total is not None:
+                    self._grad_views[name].copy_(total)
         self._reducing = self._start_collective(unsharded)
+        self._reducing_leaf = self.leaf
         self.is_reduced = True
         if not self.policy.keeps_unsharded_grad:
             self.unsharded_grad = None
@@ -270,8 +296,16 @@ class ParamGroup:
             if self.params[name].grad is None:
                 view.zero_()
 
-    def _start_collective(self, unsharded: Tensor) -> Work:
+    def _start_collective(self, unsharded: Tensor) -> Work | FixedOrderSum:
         """Reduce-scatter where the group is sharded, else all-reduce."""
+        if self.policy.fixed_order and self.axes and self.comm.degree(self.axes) > 1:
+            return FixedOrderSum(
+                self.comm,
+                unsharded,
+                self.axes,
+                is_sharded=self.is_sharded,
+                data_first=self.policy.keeps_unsharded_grad,
+            )
         if self.is_sharded and self._shares_grad_memory:
             return self.comm.start_reduce_scatter_(unsharded, self.axes)
         if self.is_sharded:
@@ -286,7 +320,11 @@ class ParamGroup:
             return
         total = self._reducing.wait()
         self._reducing = None
-        if self.sharded_grad is None:
+        if self.policy.fixed_order and not self.policy.keeps_unsharded_grad:
+            self._trees[WHOLE_SHARD].add(self._reducing_leaf, total)
+        elif self.policy.fixed_order and self.sharded_grad is not None:
+            self.sharded_grad.copy_(total)
+        elif self.sharded_grad is None:
             self.sharded_grad = total.to(self.policy.params).mul_(self.policy.grad_scale)
         elif not self.policy.keeps_unsharded_grad:
             self.sharded_grad.add_(total, alpha=self.policy.grad_scale)
@@ -299,8 +337,20 @@ class ParamGroup:
         assert self.is_reduced, "every group is reduced before the step ends"
         assert not has_unreduced, "so are the gradients of its last backward"
         self.wait_reduce()
+        if self.policy.fixed_order:
+            self._finish_fixed_order()
         self.missing = set(self.params)
         self.is_reduced = False
+
+    def _finish_fixed_order(self) -> None:
+        """Have the sum of all micro-batches in the sharded gradient."""
+        tree = self._trees.get(WHOLE_SHARD)
+        total = tree.take() if tree is not None else None
+        if total is not None and self.sharded_grad is not None:
+            self.sharded_grad.copy_(total)
+        if self.sharded_param is None:
+            for name, param in self.params.items():
+                param.grad = self._grad_views[name]
 
     def take_reduced_grads(self) -> dict[str, Tensor]:
         """The reduced gradient by parameter name, one-dimensional; it is the caller's from here on."""

@@ -1,0 +1,171 @@
+"""Optimizer names, their options and parameter groups in the config: reading and checking them. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from weft.config.keys import VALUE_SYNONYMS, faults_of, keys_of
+from weft.config.schema import ConfigSection, OptimConfig, OptimGroup, Share
+from weft.errors import Fault, did_you_mean
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class NoOptions(ConfigSection):
+    """An optimizer whose settings are all keys of `optim`."""
+
+
+class MuonOptions(ConfigSection):
+    """Options of torch.optim.Muon, and of the parameters that it does not update."""
+
+    momentum: Share = Field(0.95, description="decay rate of the gradient's average, 0 to 1")
+    nesterov: bool = Field(True, description="interpolate the gradient with the momentum")
+    ns_coefficients: tuple[float, float, float] = Field(
+        (3.4445, -4.7750, 2.0315), description="a, b, c of the Newton-Schulz iteration"
+    )
+    ns_steps: int = Field(
+        5,
+        ge=1,
+        le=99,
+        description="Newton-Schulz iterations",
+    )
+    eps: float = Field(1e-7, gt=0, description="smallest norm that a direction is divided by")
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
+        "original", description="factor of a matrix's rate: sqrt(max(1, A/B)), 0.2 sqrt(max(A, B))"
+    )
+    split_stacked: bool = Field(
+        True, description="orthogonalise each projection of a fused weight by itself"
+    )
+    adamw_lr_scale: Positive = Field(
+        1.0, description="learning rate of the parameters that AdamW updates, times optim.lr"
+    )
+
+
+class AdafactorOptions(ConfigSection):
+    """Options of torch.optim.Adafactor."""
+
+    beta2_decay: float = Field(
+        -0.8, le=0, description="decay rate of the second moment at step t: 1 - t^beta2_decay"
+    )
+    eps: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
+        (0.0, 1e-3),
+        description="smallest root of the second moment (0: the dtype's), smallest parameter scale",
+    )
+    d: float = Field(1.0, ge=1, description="root mean square above which an update is clipped")
+
+
+OPTIONS: Mapping[str, type[ConfigSection]] = {
+    "adamw": NoOptions,
+    "sgd": NoOptions,
+    "lion": NoOptions,
+    "muon": MuonOptions,
+    "adafactor": AdafactorOptions,
+}
+"""Optimizers by name, and the options of each; users' classes have names with a colon."""
+
+SYNONYMS: Mapping[str, str] = {**VALUE_SYNONYMS, "momentum": "sgd", "shampoo": "muon"}
+
+MUON_SKIPS = ("embed*", "head*")
+"""Blocks whose parameters muon leaves to AdamW."""
+
+
+def is_user_class(name: str) -> bool:
+    """Whether an optimizer's name is that of a user's class: `package.module:Class`."""
+    return ":" in name
+
+
+def options_of(optim: OptimConfig, name: str) -> ConfigSection:
+    """The options of one of weft's optimizers: those of the config, if it is the run's."""
+    values = optim.options if name == optim.name else {}
+    return OPTIONS[name].model_validate(values, strict=True)
+
+
+def optimizer_faults(optim: OptimConfig) -> Iterator[Fault]:
+    """What is wrong with the optimizer's name, its options and the groups, without its class and
+    the parameters' names.
+    """
+    if not is_user_class(optim.name):
+        yield from _name_faults("optim.name", optim.name)
+        if optim.name in OPTIONS:
+            yield from _option_faults(optim)
+    for group in optim.groups:
+        if group.optimizer is not None and group.optimizer != optim.name:
+            yield from _name_faults("optim.groups", group.optimizer)
+    yield from _hidden_groups(optim.groups)
+
+
+def _name_faults(key: str, name: str) -> Iterator[Fault]:
+    if name in OPTIONS:
+        return
+    fix = did_you_mean(name, OPTIONS)
+    if name in SYNONYMS:
+        fix = f"did you mean {SYNONYMS[name]!r}?"
+    known = ", ".join(OPTIONS)
+    yield Fault(
+        key,
+        "unknown optimizer",
+        got=repr(name),
+        need=f"one of {known}, or package.module:Class",
+        fix=fix,
+    )
+
+
+def _option_faults(optim: OptimConfig) -> Iterator[Fault]:
+    options = OPTIONS[optim.name]
+    known = keys_of(options)
+    for name in optim.options:
+        if name not in known:
+            fix = did_you_mean(name, known) if known else f"{optim.name} has no options"
+            yield Fault(f"optim.options.{name}", f"{optim.name} has no such option", fix=fix)
+    values = {name: value for name, value in optim.options.items() if name in known}
+    try:
+        options.model_validate(values, strict=True)
+    except ValidationError as error:
+        for fault in faults_of(error, known):
+            fix = fault.fix.replace("--", "--optim.options.")
+            yield replace(fault, key=f"optim.options.{fault.key}", fix=fix)
+
+
+def _hidden_groups(groups: tuple[OptimGroup, ...]) -> Iterator[Fault]:
+    """Groups whose pattern an earlier group has, so that they apply to nothing."""
+    seen: list[str] = []
+    for group in groups:
+        if group.match in seen:
+            yield Fault(
+                "optim.groups",
+                "two groups have the same pattern, and the first match wins",
+                got=repr(group.match),
+                fix="join them, or remove one",
+            )
+        seen.append(group.match)
+
+
+def group_of(name: str, groups: tuple[OptimGroup, ...]) -> int | None:
+    """Index of the first group whose pattern matches a parameter's name."""
+    for index, group in enumerate(groups):
+        if fnmatchcase(name, group.match):
+            return index
+    return None
+
+
+def muon_updates(name: str, ndim: int) -> bool:
+    """Whether muon updates a parameter, where no group says otherwise: matrices, and stacks of
+    matrices (experts), outside the blocks of embedding and head.
+    """
+    block = name.partition(".")[0]
+    is_skipped = any(fnmatchcase(block, pattern) for pattern in MUON_SKIPS)
+    return ndim in (2, 3) and not is_skipped
+
+
+def resume_values(optim: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides which optimizer updates which parameter, of a config as JSON."""
+    groups = []
+    for group in optim.get("groups", ()):
+        if group.get("optimizer") is not None:
+            groups.append((group["match"], group["optimizer"]))
+    return {"name": optim.get("name"), "groups": groups}

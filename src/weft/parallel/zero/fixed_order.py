@@ -1,0 +1,183 @@
+"""Sums in a fixed binary tree over the micro-batches of a step, whatever the number of data ranks: `deterministic = true`.
+
+Micro-batch p of a step is leaf p. With D data ranks of M micro-batches each, the same tree is
+computed in two ways, chosen by when gradients are reduced; p counts the micro-batches of one rank
+first (ZeRO 0, 1: once a step), or the ranks (ZeRO 2, 3: every backward):
+
+    p = d M + m    rank d adds the tree over its m, then the tree over ranks is added      0 1 | 2 3
+    p = m D + d    the tree over ranks of each m is added, then that over m                0 2 | 1 3
+
+Both are the tree whose node (level, i) is the sum of (level - 1, 2 i) and (level - 1, 2 i + 1), if
+D and M are powers of two. Ranks along other axes are added last where ranks are, or first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.comm.comm import Comm
+from weft.comm.transport import Work
+from weft.core.axes import span_sizes
+from weft.core.dimension import data_axis
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A micro-batch of a stage."""
+
+    stage: int
+    microbatch: int
+
+
+@dataclass
+class TreeSum:
+    """A sum of tensors in a binary tree over micro-batches, whatever order they arrive in.
+
+    Nodes are added as soon as both are there: of M leaves that come in order at most log2(M) + 1
+    sums are held. A leaf that never comes counts as zero.
+
+    Attributes:
+        nodes: (stage, level, index) -> sum of the leaves below.
+    """
+
+    nodes: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+
+    def add(self, leaf: Leaf, x: Tensor) -> None:
+        """Add a leaf; x is changed."""
+        self._add(leaf.stage, 0, leaf.microbatch, x)
+
+    def _add(self, stage: int, level: int, index: int, x: Tensor) -> None:
+        if (stage, level, index) in self.nodes:  # a second gradient of one micro-batch
+            self.nodes[stage, level, index].add_(x)
+            return
+        sibling = self.nodes.pop((stage, level, index ^ 1), None)
+        if sibling is None:
+            self.nodes[stage, level, index] = x
+        else:
+            self._add(stage, level + 1, index // 2, sibling.add_(x))
+
+    def take(self) -> Tensor | None:
+        """The sum of all leaves, and of stages in their order; None without leaves."""
+        total: Tensor | None = None
+        for stage in sorted({stage for stage, _, _ in self.nodes}):
+            stage_sum = self._take_stage(stage)
+            total = stage_sum if total is None else total.add_(stage_sum)
+        self.nodes.clear()
+        return total
+
+    def _take_stage(self, stage: int) -> Tensor:
+        """The root: a node without a sibling is that of the level above."""
+        level = 0
+        while True:
+            mine = {key: x for key, x in self.nodes.items() if key[0] == stage}
+            if len(mine) == 1:
+                return next(iter(mine.values()))
+            for key in sorted(mine):
+                if key[1] == level:
+                    x = self.nodes.pop(key)
+                    self._add(stage, level + 1, key[2] // 2, x)
+            level += 1
+
+
+def tree_sum(rows: Tensor, dim: int) -> Tensor:
+    """The sum along a dim in a binary tree: neighbours first."""
+    while rows.shape[dim] > 1:
+        length = rows.shape[dim]
+        even = rows.narrow(dim, 0, length - length % 2).unflatten(dim, (-1, 2))
+        sums = even.select(dim + 1, 0) + even.select(dim + 1, 1)
+        if length % 2:
+            sums = torch.cat((sums, rows.narrow(dim, length - 1, 1)), dim)
+        rows = sums
+    return rows.squeeze(dim)
+
+
+class FixedOrderSum:
+    """The sum of every rank's flat tensor, in a tree over ranks, under way: an all-to-all of shards,
+    which each rank adds; and an all-gather where every rank needs the whole sum.
+
+    Args:
+        flat: of this rank.
+        axes: mesh axes whose ranks are added.
+        is_sharded: whether this rank needs its equal shard alone.
+        data_first: whether the data axis is added before the other axes.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        flat: Tensor,
+        axes: tuple[str, ...],
+        *,
+        is_sharded: bool,
+        data_first: bool,
+    ) -> None:
+        self.comm = comm
+        self.axes = tuple(name for name in comm.mesh.wide_axes if name in axes)
+        self.is_sharded = is_sharded
+        self.data_first = data_first
+        self.sizes = span_sizes(flat.numel(), comm.degree(axes))
+        own_size = self.sizes[comm.index(axes)]
+        self._started: Work = comm.start_all_to_all(
+            flat,
+            axes,
+            send_sizes=self.sizes,
+            recv_sizes=(own_size,) * len(self.sizes),
+        )
+
+    def wait(self) -> Tensor:
+        """The sum, in new memory: this rank's shard, or the whole."""
+        received = self._started.wait()
+        degrees = [self.comm.degree(name) for name in self.axes]
+        rows = received.view(*degrees, -1)
+        remaining = list(self.axes)
+        for name in self._order():
+            rows = tree_sum(rows, remaining.index(name))
+            remaining.remove(name)
+        if self.is_sharded:
+            return rows
+        return self.comm.all_gather(rows, self.axes, sizes=self.sizes)
+
+    def _order(self) -> tuple[str, ...]:
+        """The axes in the order in which they are added."""
+        data = [name for name in self.axes if name == data_axis()]
+        others = [name for name in reversed(self.axes) if name != data_axis()]
+        return (*data, *others) if self.data_first else (*others, *data)
+
+
+SUM_BITS = 30
+"""Bits of each of the two whole numbers that a number is split into."""
+
+
+def exact_sum(
+    comm: Comm, tensors: Sequence[Tensor], term: Callable[[Tensor], Tensor] = Tensor.double
+) -> Tensor:
+    """The sum of the numbers of all ranks of the mesh, float64 scalar: the same bits in whatever
+    order, and on however many ranks, the numbers are; every rank must call it.
+
+    Each number is rounded to 60 bits below the largest one of all, as two whole numbers, whose
+    sums are exact. Source: the idea of Demmel and Nguyen 2013, "Fast Reproducible Floating-Point
+    Summation", with whole numbers in place of bins.
+
+    Args:
+        term: from one of the tensors to the numbers that are added, float64; called twice.
+    """
+    largest = torch.zeros(1, dtype=torch.float64, device=comm.device)
+    for tensor in tensors:
+        if tensor.numel():
+            largest = torch.maximum(largest, term(tensor).abs().amax())
+    largest = comm.combine_world(largest, lambda rows: rows.amax(0))
+    _, exponent = torch.frexp(largest)
+    unit = torch.ldexp(torch.ones_like(largest), exponent - SUM_BITS)
+    parts = torch.zeros(2, dtype=torch.int64, device=comm.device)
+    for tensor in tensors:
+        scaled = term(tensor) / unit
+        high = scaled.trunc()
+        low = ((scaled - high) * 2**SUM_BITS).round()
+        parts += torch.stack((high.sum(dtype=torch.int64), low.sum(dtype=torch.int64)))
+    high_sum, low_sum = comm.sum_world(parts).double().unbind()
+    total = (high_sum + low_sum / 2**SUM_BITS) * unit
+    return torch.where(largest.isfinite(), total, largest).squeeze(0)

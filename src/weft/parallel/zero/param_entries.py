@@ -1,0 +1,108 @@
+"""Where the entries of a parameter are: boxes of each rank, sums of rows and columns, and its logical matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from weft.core.axes import Box
+from weft.core.shard import DimAxis, Stacked
+
+Shape = tuple[int, ...]
+
+
+def state_shape(shape: Shape, axes: Literal["rows", "columns"]) -> Shape:
+    """Shape of the sums of a parameter's rows, [..., A, 1], or columns, [..., 1, B]."""
+    if axes == "rows":
+        return (*shape[:-1], 1)
+    return (*shape[:-2], 1, shape[-1])
+
+
+@dataclass(frozen=True)
+class ParamEntries:
+    """Where the entries of one parameter are.
+
+    Attributes:
+        shape: of the whole parameter.
+        logical: logical axis of each dim.
+        axes: mesh axes over whose ranks the entries are spread, each entry on one of them.
+        index: of this rank along `axes`.
+        boxes_at: rank along `axes` -> boxes of the whole parameter, in the order of its tensor.
+    """
+
+    shape: Shape
+    logical: tuple[DimAxis, ...]
+    axes: tuple[str, ...]
+    index: int
+    boxes_at: Callable[[int], tuple[Box, ...]]
+
+    @staticmethod
+    def whole(shape: Shape, logical: tuple[DimAxis, ...] = ()) -> ParamEntries:
+        """A parameter that one rank holds."""
+        box = Box.whole(shape)
+        return ParamEntries(shape, logical, (), 0, lambda _: (box,))
+
+    @cached_property
+    def own_boxes(self) -> tuple[Box, ...]:
+        """The boxes of this rank."""
+        return self.boxes_at(self.index)
+
+    def views(self, x: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """This rank's boxes, each with its entries of x, which has a number for each local entry."""
+        flat = x.view(-1)
+        start = 0
+        for box in self.own_boxes:
+            yield box, flat[start : start + box.size].view(box.shape)
+            start += box.size
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Partial sum of x along the last dim, [..., A, 1]."""
+        total = x.new_zeros(state_shape(self.shape, "rows"))
+        for box, entries in self.views(x):
+            total[box.slices[:-1]] += entries.sum(-1, keepdim=True)
+        return total
+
+    def columns(self, x: Tensor) -> Tensor:
+        """Partial sum of x along the last dim but one, [..., 1, B]."""
+        total = x.new_zeros(state_shape(self.shape, "columns"))
+        for box, entries in self.views(x):
+            total[(*box.slices[:-2], slice(None), box.slices[-1])] += entries.sum(-2, keepdim=True)
+        return total
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The numbers of x ([..., A, 1], [..., 1, B]) at each local entry, one-dimensional."""
+        expanded = x.expand(self.shape)
+        parts = [expanded[box.slices].reshape(-1) for box in self.own_boxes]
+        return torch.cat(parts) if parts else x.new_zeros(0)
+
+    def matrices(self, *, splits_stacked: bool) -> tuple[Box, ...]:
+        """The logical matrices of a parameter with two dims or three: each index of the first of
+        three dims (experts), and each part of a `Stacked` dim if `splits_stacked`.
+        """
+        boxes = [Box.whole(self.shape)]
+        if len(self.shape) == 3:
+            boxes = [_within(boxes[0], 0, index, index + 1) for index in range(self.shape[0])]
+        for dim, axis in enumerate(self.logical):
+            if isinstance(axis, Stacked) and splits_stacked:
+                boxes = [part for box in boxes for part in _parts(box, dim, axis)]
+        return tuple(boxes)
+
+
+def _within(box: Box, dim: int, start: int, stop: int) -> Box:
+    """The box with other bounds along one dim."""
+    lo, hi = list(box.lo), list(box.hi)
+    lo[dim], hi[dim] = start, stop
+    return Box(tuple(lo), tuple(hi))
+
+
+def _parts(box: Box, dim: int, axis: Stacked) -> Iterator[Box]:
+    """The parts of a box along a `Stacked` dim."""
+    start = 0
+    for size in axis.sizes(box.hi[dim]) or (box.hi[dim],):
+        yield _within(box, dim, start, start + size)
+        start += size

@@ -1,0 +1,200 @@
+"""Which optimizer updates which parameter, with which settings: the groups of a run, by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from weft.config.optimizers import (
+    AdafactorOptions,
+    MuonOptions,
+    group_of,
+    is_user_class,
+    muon_updates,
+    options_of,
+)
+from weft.config.schema import OptimConfig, OptimGroup
+from weft.errors import ConfigError, Fault, counted, did_you_mean
+from weft.train.optimizers.adafactor import Adafactor
+from weft.train.optimizers.contract import Optimizer
+from weft.train.optimizers.elementwise import SGD, AdamW, Lion
+from weft.train.optimizers.muon import Muon
+from weft.train.optimizers.user_class import make_user_optimizer
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Global parameter name -> shape of the whole parameter."""
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What the parameters of a group have in common.
+
+    Attributes:
+        optimizer: name of the optimizer.
+        match: pattern that put them here; "": none did.
+        lr_scale: factor of the run's learning rate.
+        weight_decay: per unit of learning rate.
+        betas: decay rates of both moments.
+    """
+
+    optimizer: str
+    match: str
+    lr_scale: float
+    weight_decay: float
+    betas: tuple[float, float]
+
+    def __str__(self) -> str:
+        matched = f"{self.match}: " if self.match else ""
+        text = f"{matched}{self.optimizer}, weight decay {self.weight_decay:g}"
+        if self.lr_scale != 1:
+            text += f", lr x {self.lr_scale:g}"
+        return text
+
+
+def group_names(
+    optim: OptimConfig, shapes: Shapes, *, decay_names: Collection[str]
+) -> dict[GroupSettings, tuple[str, ...]]:
+    """The groups of these parameters, with their names, in the order of their first parameter.
+
+    Args:
+        decay_names: parameters with weight decay where no group says otherwise.
+
+    Raises:
+        ConfigError: an optimizer of matrices is asked to update a parameter of other dims.
+    """
+    found: dict[GroupSettings, list[str]] = {}
+    for name, shape in shapes.items():
+        settings = _settings(optim, name, shape, decays=name in decay_names)
+        found.setdefault(settings, []).append(name)
+    return {settings: tuple(names) for settings, names in found.items()}
+
+
+def _settings(
+    optim: OptimConfig,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    decays: bool,
+) -> GroupSettings:
+    index = group_of(name, optim.groups)
+    group = OptimGroup(match="-") if index is None else optim.groups[index]
+    optimizer = group.optimizer or default_optimizer(optim.name, name, len(shape))
+    if optimizer == "muon" and len(shape) not in (2, 3):
+        what = f"{name} is no matrix, which muon updates"
+        raise ConfigError(Fault("optim.groups", what, got=str(list(shape)), fix="optimizer=adamw"))
+    decay = optim.weight_decay if decays else 0.0
+    lr_scale = group.lr_scale
+    if optim.name == "muon" and optimizer == "adamw":
+        options = options_of(optim, "muon")
+        assert isinstance(options, MuonOptions), "muon's own"
+        lr_scale *= options.adamw_lr_scale
+    return GroupSettings(
+        optimizer,
+        match="" if index is None else group.match,
+        lr_scale=lr_scale,
+        weight_decay=decay if group.weight_decay is None else group.weight_decay,
+        betas=group.betas or optim.betas,
+    )
+
+
+def default_optimizer(run_optimizer: str, name: str, ndim: int) -> str:
+    """The optimizer of a parameter that no group names one for: the run's, and AdamW for what muon
+    does not update.
+    """
+    if run_optimizer == "muon" and not muon_updates(name, ndim):
+        return "adamw"
+    return run_optimizer
+
+
+def make_rule(
+    optim: OptimConfig, settings: GroupSettings, *, fixed_order: bool = False
+) -> Optimizer:
+    """The update rule of a group.
+
+    Args:
+        fixed_order: whether its bits may not depend on how parameters are sharded.
+    """
+    name = settings.optimizer
+    if is_user_class(name):
+        options = optim.options if name == optim.name else {}
+        return make_user_optimizer(name, options)
+    if name == "adamw":
+        return AdamW(betas=settings.betas, eps=optim.eps, fused=not fixed_order)
+    if name == "lion":
+        return Lion(betas=settings.betas)
+    if name == "sgd":
+        return SGD(momentum=optim.momentum)
+    options_section = options_of(optim, name)
+    if isinstance(options_section, AdafactorOptions):
+        return Adafactor(
+            beta2_decay=options_section.beta2_decay,
+            eps=options_section.eps,
+            d=options_section.d,
+        )
+    assert isinstance(options_section, MuonOptions), name
+    return Muon(
+        momentum=options_section.momentum,
+        nesterov=options_section.nesterov,
+        ns_coefficients=options_section.ns_coefficients,
+        ns_steps=options_section.ns_steps,
+        eps=options_section.eps,
+        adjust_lr_fn=options_section.adjust_lr_fn,
+    )
+
+
+def splits_stacked(optim: OptimConfig) -> bool:
+    """Whether fused projections are separate matrices."""
+    options = options_of(optim, "muon")
+    assert isinstance(options, MuonOptions), "muon's own"
+    return options.split_stacked
+
+
+def unmatched_groups(optim: OptimConfig, names: Collection[str]) -> tuple[Fault, ...]:
+    """Groups whose pattern matches none of the model's parameters, or only such that an earlier
+    group matches.
+    """
+    faults = []
+    used = {group_of(name, optim.groups) for name in names}
+    for index, group in enumerate(optim.groups):
+        if index in used:
+            continue
+        alone = replace_groups(optim, (group,))
+        hidden = [name for name in names if group_of(name, alone.groups) is not None]
+        if hidden:
+            what = "an earlier group matches all parameters of this one"
+            fix = "put the narrower pattern first"
+        else:
+            what = "the pattern matches no parameter"
+            fix = did_you_mean(group.match, names)
+            if not fix.startswith("did"):
+                fix = f"names are like {min(names)}; `weft axes` lists all" if names else ""
+        faults.append(Fault("optim.groups", what, got=repr(group.match), fix=fix))
+    return tuple(faults)
+
+
+def replace_groups(optim: OptimConfig, groups: tuple[OptimGroup, ...]) -> OptimConfig:
+    """The config with other groups."""
+    return optim.model_copy(update={"groups": groups})
+
+
+def group_lines(
+    optim: OptimConfig, shapes: Shapes, *, decay_names: Collection[str]
+) -> tuple[str, ...]:
+    """The groups of a run in words, one line each, and patterns that overlap."""
+    lines = []
+    for settings, names in group_names(optim, shapes, decay_names=decay_names).items():
+        lines.append(f"{settings}: {counted(len(names), 'parameter')}")
+    for index, group in enumerate(optim.groups):
+        for later in optim.groups[index + 1 :]:
+            both = [
+                name
+                for name in shapes
+                if group_of(name, (group,)) == 0 and group_of(name, (later,)) == 0
+            ]
+            if both:
+                shared = counted(len(both), "parameter")
+                lines.append(
+                    f"{group.match} and {later.match} both match {shared}, such as {both[0]}: "
+                    f"the first one applies"
+                )
+    return tuple(lines)
