@@ -42,13 +42,14 @@ DUE = 1 << 8
 def room_problem(comm: Comm, folder: Path, state: TrainState) -> str:
     """Why there is no room for snapshots, or ""; the same on all ranks, which all call it."""
     own_bytes = sum(item.num_bytes for item in write_items(state))
-    free = min(shutil.disk_usage(folder).free, _available_bytes())
-    sizes = torch.tensor([own_bytes], dtype=torch.int64, device=comm.device)
+    own_free = min(shutil.disk_usage(folder).free, _available_bytes())
     every_axis = tuple(name for name, _ in comm.mesh.axes)
-    total_bytes = int(comm.all_reduce(sizes, every_axis).item())
-    lowest = torch.tensor([free], dtype=torch.int64, device=comm.device)
-    free_bytes = int(comm.all_reduce(lowest, every_axis, op="min").item())
-    need_bytes = COPIES * total_bytes
+    sizes = torch.tensor([own_bytes], dtype=torch.int64, device=comm.device)
+    free = torch.tensor([own_free], dtype=torch.int64, device=comm.device)
+    total = comm.all_reduce(sizes, every_axis)
+    lowest = comm.all_reduce(free, every_axis, op="min")
+    need_bytes = COPIES * int(total.item())
+    free_bytes = int(lowest.item())
     if need_bytes <= MAX_SHARE * free_bytes:
         return ""
     return f"{need_bytes:,} bytes are needed, and {free_bytes:,} bytes of memory are available"
@@ -118,9 +119,12 @@ class MemorySnapshots:
 
     def is_due(self, step: int, status: int) -> bool:
         """Whether a snapshot follows step `step`, in which some rank had each flag of `status`."""
-        is_writing = status >> FLAG_SHIFT & StatusFlag.WRITING
-        is_due = bool(status & DUE) if self.every is None else step % self.every == 0
-        return is_due and not is_writing
+        own_status = status >> FLAG_SHIFT
+        if own_status & StatusFlag.WRITING:
+            return False
+        if self.every is None:
+            return bool(status & DUE)
+        return step % self.every == 0
 
     def remove_above(self, step: int) -> None:
         """Remove the snapshots of more than `step` steps, which are trained again otherwise, after

@@ -121,11 +121,14 @@ def _none_on_first_line(found: re.Match[str]) -> str:
 
 def take_flag(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flag with its value, and all other words."""
-    if name not in words:
-        return [], list(words)
-    start = list(words).index(name)
+    others = list(words)
+    if name not in others:
+        return [], others
+    start = others.index(name)
     end = start + 2
-    return list(words[start:end]), [*words[:start], *words[end:]]
+    flag = others[start:end]
+    del others[start:end]
+    return flag, others
 
 
 def set_openmp_policy() -> None:

@@ -150,7 +150,9 @@ def _check_picture(table: Table) -> None:
 def action_s(plan: Plan, act: Act) -> float:
     """Seconds of one action on one simulated rank."""
     num_shards = plan.mesh.degree((TP, CP))
-    flops = UNIT_COSTS[act.kind] * plan.stages[act.stage].flops * plan.micro_size
+    stage = plan.stages[act.stage]
+    unit_cost = UNIT_COSTS[act.kind]
+    flops = unit_cost * stage.flops * plan.micro_size
     return flops / num_shards / SIMULATED_FLOPS
 
 

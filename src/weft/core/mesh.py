@@ -142,10 +142,14 @@ class Mesh:
         """The groups along `axis`, one at a time."""
         inner = self._in_mesh_order(axis)
         strides = self._strides()
-        outer = [(name, degree) for name, degree in self.axes if name not in inner]
-        offsets = [range(0, degree * strides[name], strides[name]) for name, degree in outer]
+        offsets: list[range] = []
+        for name, degree in self.axes:
+            if name not in inner:
+                stride = strides[name]
+                offsets.append(range(0, degree * stride, stride))
         for outer_offsets in itertools.product(*offsets):
-            yield self.group(sum(outer_offsets), axis)
+            first_rank = sum(outer_offsets)
+            yield self.group(first_rank, axis)
 
     def coord_text(self, rank: int) -> str:
         """Coordinates of `rank` as text: `pp1 dp0 tp1`; `single rank` for a mesh without axes."""

@@ -59,13 +59,22 @@ def import_faults(folder: Path, cfg: ModelConfig) -> Iterator[Fault]:
 
 def _shape_faults(folder: Path, matched: MatchedFolder, cfg: ModelConfig) -> Iterator[Fault]:
     """Weights of linears and of the embedding of another shape than config.json makes of them."""
-    expected = {f"{name}.weight": shape for name, shape in cfg.linears().items()}
-    expected["embed.tok.weight"] = (cfg.axis_sizes()["vocab"], cfg.model_dump()["dim"])
+    expected: dict[str, tuple[int, ...]] = {}
+    for linear, sides in cfg.linears().items():
+        expected[f"{linear}.weight"] = sides
+    vocab = cfg.axis_sizes()["vocab"]
+    dim = cfg.model_dump()["dim"]
+    expected["embed.tok.weight"] = (vocab, dim)
     for name, shape in expected.items():
         source = matched.params.get(name)
-        if source is not None and source.shape != shape:
-            what = f"{source.rule.tensor}: config.json makes another shape of it"
-            yield Fault(str(folder), what, str(list(source.shape)), str(list(shape)))
+        if source is None or source.shape == shape:
+            continue
+        yield Fault(
+            str(folder),
+            f"{source.rule.tensor}: config.json makes another shape of it",
+            got=str(list(source.shape)),
+            need=str(list(shape)),
+        )
 
 
 def _nonfinite_faults(matched: MatchedFolder) -> Iterator[Fault]:

@@ -58,9 +58,15 @@ def adapter_targets(cfg: ModelConfig, lora: LoraConfig) -> tuple[AdapterTarget, 
     adapted = set(adapted_linears(lora.targets, cfg.linears()))
     by_tensor: dict[str, list[WeightRule]] = {}
     for rule in _model_rules(cfg):
-        if rule.param.removesuffix(WEIGHT) in adapted:
-            by_tensor.setdefault(rule.tensor, []).append(rule)
-    return tuple(_adapter_target(tensor, rules) for tensor, rules in by_tensor.items())
+        linear = rule.param.removesuffix(WEIGHT)
+        if linear not in adapted:
+            continue
+        rules = by_tensor.setdefault(rule.tensor, [])
+        rules.append(rule)
+    targets: list[AdapterTarget] = []
+    for tensor, rules in by_tensor.items():
+        targets.append(_adapter_target(tensor, rules))
+    return tuple(targets)
 
 
 def _model_rules(cfg: ModelConfig) -> list[WeightRule]:

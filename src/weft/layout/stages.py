@@ -27,8 +27,12 @@ def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[s
     """
     check_number_of_stages(blocks, num_stages)
     units = _layer_units(blocks)
-    costs = tuple(round(sum(block.flops for block in unit)) for unit in units)
-    return _names_between(units, _balanced_bounds(costs, num_stages))
+    costs: list[int] = []
+    for unit in units:
+        flops = sum(block.flops for block in unit)
+        costs.append(round(flops))
+    bounds = _balanced_bounds(tuple(costs), num_stages)
+    return _names_between(units, bounds)
 
 
 def check_number_of_stages(blocks: Sequence[BlockSpec], num_stages: int) -> None:

@@ -87,14 +87,19 @@ def digest(tensor: Tensor, weights: Tensor) -> Tensor:
     """
     flat = tensor.detach().reshape(-1)
     entries_per_word = WORD_BYTES // flat.element_size()
-    num_whole = flat.numel() // entries_per_word * entries_per_word
+    num_rest = flat.numel() % entries_per_word
+    num_whole = flat.numel() - num_rest
+    whole = flat[:num_whole]
     is_aligned = flat.storage_offset() % entries_per_word == 0
-    whole = flat[:num_whole] if is_aligned else flat[:num_whole].clone()
+    if not is_aligned:
+        whole = whole.clone()
     rest = torch.zeros(entries_per_word, dtype=flat.dtype, device=flat.device)
-    rest[: flat.numel() - num_whole] = flat[num_whole:]
+    rest[:num_rest] = flat[num_whole:]
     sums = _row_sums(whole.view(torch.int64), weights)
     last_word = rest.view(torch.int64).sum()
-    return _weighted(sums) * ODD + last_word * ODD + flat.numel()
+    words = _weighted(sums) * ODD
+    rest_word = last_word * ODD
+    return words + rest_word + flat.numel()
 
 
 def _row_sums(words: Tensor, weights: Tensor) -> Tensor:
@@ -165,10 +170,11 @@ class StateDigests:
         if stored is None:
             return False
         tensors = tuple(self._tensors())
-        is_changed = (stored != self._digests(tensors)).tolist()
-        changed = [
-            each.name for each, is_other in zip(tensors, is_changed, strict=True) if is_other
-        ]
+        is_other = stored != self._digests(tensors)
+        changed: list[str] = []
+        for each, is_changed in zip(tensors, is_other.tolist(), strict=True):
+            if is_changed:
+                changed.append(each.name)
         self._changed = tuple(changed)
         return bool(changed)
 
@@ -269,7 +275,10 @@ def _present(axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
 
 def _replica_classes(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     """All sets of mesh axes along which a tensor may have replicas."""
-    names = tuple(name for name, degree in mesh.axes if degree > 1 and name != pipeline_axis())
+    names: list[str] = []
+    for name, degree in mesh.axes:
+        if degree > 1 and name != pipeline_axis():
+            names.append(name)
     classes: list[tuple[str, ...]] = []
     for size in range(1, len(names) + 1):
         classes.extend(combinations(names, size))

@@ -39,8 +39,10 @@ def rebalance_routers(blocks: Mapping[str, nn.Module], loads: Mapping[str, Tenso
     """
     for name, load in loads.items():
         router = router_of(blocks[name])
-        if router.bias is not None and router.rate:
-            router.bias.copy_(rebalance(router.bias, load, rate=router.rate))
+        bias, rate = router.bias, router.rate
+        if bias is not None and rate:
+            new_bias = rebalance(bias, load, rate=rate)
+            bias.copy_(new_bias)
 
 
 def imbalance(loads: Mapping[str, Tensor], device: torch.device) -> Tensor:
@@ -49,5 +51,9 @@ def imbalance(loads: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """
     if not loads:
         return torch.zeros((), device=device)
-    ratios = [(load.max() * load.numel()) / load.sum() for load in loads.values()]
-    return torch.stack(ratios).nan_to_num(0.0).max()
+    ratios: list[Tensor] = []
+    for load in loads.values():
+        scaled_max = load.max() * load.numel()
+        ratios.append(scaled_max / load.sum())
+    by_block = torch.stack(ratios).nan_to_num(0.0)
+    return by_block.max()

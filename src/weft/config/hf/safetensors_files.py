@@ -203,9 +203,14 @@ def _whole_numbers(values: Any) -> tuple[int, ...]:
 
 def _check_overlap(entries: Mapping[str, TensorEntry]) -> None:
     """Check that no byte of a file belongs to two tensors."""
-    in_order = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
-    for (name, entry), (next_name, next_entry) in pairwise(in_order):
-        if next_entry.start < entry.stop:
+
+    def bounds(name: str) -> tuple[int, int]:
+        return entries[name].start, entries[name].stop
+
+    in_order = sorted(entries, key=bounds)
+    for name, next_name in pairwise(in_order):
+        entry = entries[name]
+        if entries[next_name].start < entry.stop:
             what = f"{name} and {next_name} lie over the same bytes"
             raise CheckpointError(Fault(str(entry.file), what, fix="download the file again"))
 

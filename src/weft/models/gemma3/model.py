@@ -24,7 +24,13 @@ class OffsetRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = 1 + self.weight.to(wide)
-        return F.rms_norm(x.to(wide), self.normalized_shape, scale, self.eps).to(x.dtype)
+        normed = F.rms_norm(
+            x.to(wide),
+            self.normalized_shape,
+            scale,
+            self.eps,
+        )
+        return normed.to(x.dtype)
 
 
 class ScaledEmbed(Embed):
@@ -32,7 +38,12 @@ class ScaledEmbed(Embed):
 
     def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
         x_BSD = super().forward(tokens_BS, batch)
-        scale = torch.tensor(x_BSD.shape[-1] ** 0.5, dtype=x_BSD.dtype, device=x_BSD.device)
+        root = x_BSD.shape[-1] ** 0.5
+        scale = torch.tensor(
+            root,
+            dtype=x_BSD.dtype,
+            device=x_BSD.device,
+        )
         return x_BSD * scale
 
 

@@ -40,9 +40,14 @@ class GeluMLP(nn.Module):
 
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"."""
-    embed = EmbedWithPositions(cfg.vocab, cfg.dim, max_seq_len=cfg.max_seq_len)
+    embed = EmbedWithPositions(
+        cfg.vocab,
+        cfg.dim,
+        max_seq_len=cfg.max_seq_len,
+    )
     layers = [_layer(cfg) for _ in range(cfg.layers)]
-    head = Head(_norm(cfg), nn.Linear(cfg.dim, cfg.vocab, bias=False))
+    logits = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+    head = Head(_norm(cfg), logits)
     return chain_blocks(embed, layers, head)
 
 

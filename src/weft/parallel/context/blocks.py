@@ -104,8 +104,11 @@ class BlockAttention:
 
     def _columns_of(self, index: int, device: torch.device) -> Tensor:
         """Columns of a sequence that a rank holds, in its order."""
-        spans = zigzag(self.blocks.length, self.blocks.num_ranks, index)
-        parts = [torch.arange(span.start, span.stop, device=device) for span in spans]
+        blocks = self.blocks
+        parts: list[Tensor] = []
+        for span in zigzag(blocks.length, blocks.num_ranks, index):
+            columns = torch.arange(span.start, span.stop, device=device)
+            parts.append(columns)
         return torch.cat(parts)
 
 

@@ -88,18 +88,16 @@ class ParallelModel:
         """Local parameters that receive no update; routers' biases, which are updated without a
         gradient, are not among them.
         """
-        routers = (
-            module
-            for block in self.blocks.values()
-            for module in block.modules()
-            if isinstance(module, Router)
-        )
-        biases = {id(router.bias) for router in routers}
-        return frozenset(
-            name
-            for name, param in self.params.items()
-            if not param.requires_grad and id(param) not in biases
-        )
+        biases: set[int] = set()
+        for block in self.blocks.values():
+            for module in block.modules():
+                if isinstance(module, Router):
+                    biases.add(id(module.bias))
+        frozen: set[str] = set()
+        for name, param in self.params.items():
+            if not param.requires_grad and id(param) not in biases:
+                frozen.add(name)
+        return frozenset(frozen)
 
 
 @dataclass(frozen=True)
@@ -342,7 +340,10 @@ def _known_axes(plan: Plan, params: Mapping[str, nn.Parameter]) -> AxisTable:
     if plan.family in FAMILIES:
         family = FAMILIES[plan.family]
         return family.axes(family.Config.model_validate_json(plan.architecture))
-    return {name: ("whole",) * param.ndim for name, param in params.items()}
+    table: dict[str, tuple[DimAxis, ...]] = {}
+    for name, param in params.items():
+        table[name] = ("whole",) * param.ndim
+    return table
 
 
 def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dict[str, int]:

@@ -146,7 +146,10 @@ def _squeeze(op: TracedOp) -> list[Dims]:
     asked = _places(op.dims, op.args.get("dim"))
     gone = [place for place in asked if length(op.dims[place]) == 1]
     _refuse_sharded(op, gone)
-    kept = [dim for place, dim in enumerate(op.dims) if place not in gone]
+    kept: list[Dim] = []
+    for place, dim in enumerate(op.dims):
+        if place not in gone:
+            kept.append(dim)
     return [tuple(kept)]
 
 
@@ -207,12 +210,16 @@ def _cat(op: TracedOp) -> list[Dims]:
     """Along whole dims; shards of two tensors one after the other are a `Stacked` dim."""
     num_dims = len(op.shape)
     place = op.args.get("dim", 0) % num_dims
-    operands = [operand.dims for operand in op.operands if len(operand.dims) == num_dims]
-    along = [dims[place] for dims in operands]
     one: Dim = (DimFactor(1),)
-    others = [with_dim(dims, place, one) for dims in operands]
-    shape = (*op.shape[:place], 1, *op.shape[place + 1 :])
-    dims = _broadcast(op.name, others, shape)
+    along: list[Dim] = []
+    others: list[Dims] = []
+    for operand in op.operands:
+        if len(operand.dims) == num_dims:
+            along.append(operand.dims[place])
+            others.append(with_dim(operand.dims, place, one))
+    shape = list(op.shape)
+    shape[place] = 1
+    dims = _broadcast(op.name, others, tuple(shape))
     sharded = [is_sharded(dim) for dim in along]
     if not any(sharded):
         return [with_dim(dims, place, (DimFactor(op.shape[place]),))]
@@ -328,10 +335,11 @@ def _attention(op: TracedOp) -> list[Dims]:
     q, k, v = (operand.dims for operand in op.operands[:3])
     for dims in (q, k, v):
         _refuse_contraction(op, *dims[2:])
-    q_heads, k_heads, v_heads = q[1], k[1], v[1]
+    k_heads = k[1]
     has_one_kv_head = length(k_heads) == 1 and not is_sharded(k_heads)
-    same_heads = is_sharded(q_heads) == is_sharded(k_heads) == is_sharded(v_heads)
-    if not same_heads and not has_one_kv_head:
+    sharded_heads = [is_sharded(dims[1]) for dims in (q, k, v)]
+    are_alike = len(set(sharded_heads)) == 1
+    if not are_alike and not has_one_kv_head:
         raise ShardingError("attention of sharded heads with whole ones")
     return [(*q[:-1], v[-1])]
 
@@ -399,7 +407,8 @@ def rule_of(func: Any) -> Rule | None:
 
 def arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by their names in the operation's schema."""
-    names = [argument.name for argument in func._schema.arguments]
-    by_name = dict(zip(names, args, strict=False))
+    by_name: dict[str, Any] = {}
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        by_name[argument.name] = value
     by_name.update(kwargs)
     return by_name

@@ -143,8 +143,11 @@ class SharedEntries:
 
     def _enter(self, x: Tensor, linear: HasWeight) -> _Entry:
         linears = self.readers.get(id(linear), (linear,))
-        entered, deferred = self.region.enter(x, [one.weight for one in linears])
-        weights = {id(one): weight for one, weight in zip(linears, deferred, strict=True)}
+        own_weights = [reader.weight for reader in linears]
+        entered, deferred = self.region.enter(x, own_weights)
+        weights: dict[int, DeferredWeight] = {}
+        for reader, weight in zip(linears, deferred, strict=True):
+            weights[id(reader)] = weight
         entry = _Entry(x, entered, weights)
         self._open[id(x)] = entry
         return entry

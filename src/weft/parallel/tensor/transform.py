@@ -251,10 +251,11 @@ def _declares_region(module: nn.Module) -> bool:
 
 
 def _holds_sharded(prefix: str, module: nn.Module, *, axes: AxisTable, rule: Rule) -> bool:
-    names = (f"{prefix}{path}" for path, _ in module.named_parameters())
-    return any(
-        sharded_over(axis, rule) == AXIS for name in names for axis in logical_axes(name, axes)
-    )
+    for path, _ in module.named_parameters():
+        for axis in logical_axes(f"{prefix}{path}", axes):
+            if sharded_over(axis, rule) == AXIS:
+                return True
+    return False
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -445,4 +446,5 @@ def _every_name(partial: frozenset[str], chain: PlainChain) -> frozenset[str]:
         return scope, id(params[name])
 
     partial_ids = {identity(name) for name in partial}
-    return frozenset(name for name in params if identity(name) in partial_ids)
+    names = [name for name in params if identity(name) in partial_ids]
+    return frozenset(names)
