@@ -16,9 +16,10 @@ from pathlib import Path
 
 from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
+from weft.checkpoint.remote import is_url, local_folder
 from weft.commands import chaos as commands_chaos
 from weft.commands import doctor as commands_doctor
-from weft.commands import environment, preflight, run_folder
+from weft.commands import environment, preflight, remote_folder, run_folder
 from weft.commands import explain as commands_explain
 from weft.commands import launch as commands_launch
 from weft.commands import prove as commands_prove
@@ -54,6 +55,8 @@ CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
 MAX_FAULTS_SHOWN = 50
 INPUT_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 """Errors of the file system that a name or the rights of the input cause."""
+LOCAL_COMMANDS = {"status": 1, "prove": 1, "replay": 1, "generate": 1, "export": 2, "import": 1}
+"""Commands that read local folders, and how many of their first words may name one."""
 PATIENCE_S = 1.0
 """Time that other ranks wait after a fault, so that torchrun does not end the first one before it
 has printed the faults.
@@ -122,6 +125,7 @@ def _command(name: str, words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if name == "--version":
         return lambda _words: print_result(f"weft {__version__}")
     if name in COMMANDS:
+        _reject_url(name, words)
         return COMMANDS[name].run
     if name.startswith("-") or name.endswith(".toml"):
         fix = f"weft train {shlex.join([name, *words])}"
@@ -129,6 +133,21 @@ def _command(name: str, words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     hint = did_you_mean(name, COMMANDS)
     what = f"unknown command {name!r}; commands: {', '.join(COMMANDS)}"
     raise UserError(Fault("", what, fix=hint if hint.startswith("did") else "see weft --help"))
+
+
+def _reject_url(name: str, words: Sequence[str]) -> None:
+    """Reject a URL as the run of a command that reads local folders.
+
+    Raises:
+        UserError: it is one.
+    """
+    if name not in LOCAL_COMMANDS:
+        return
+    for word in words[: LOCAL_COMMANDS[name]]:
+        if is_url(word) and not word.startswith("-"):
+            what = "reads local folders, and this is a URL"
+            fix = f"copy it here, or on the machine of the run name {local_folder(word)}"
+            raise UserError(Fault(f"weft {name}", what, repr(word), "a folder", fix))
 
 
 def overview() -> str:
@@ -159,6 +178,13 @@ def train(words: Sequence[str]) -> int:
     )
     with run_folder.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
         run = run.with_values({"out": out})
+        remote_folder.fetch(
+            run.save.remote,
+            out,
+            run.resume,
+            model=run.model,
+            config=run.model_dump(mode="json"),
+        )
         if run.run.elastic:
             run_folder.mark_job(Path(out), os.environ)
         print_messages(f"note: {note}" for note in preflight.training_notes(run))

@@ -42,6 +42,7 @@ class Case:
         line: part of its line on stderr.
         change: what is done to the valid folders before.
         faults: lines it may have: an input may be wrong in several ways.
+        env: environment variables, of an engine that has started the ranks.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Case:
     line: str = ""
     change: Change | None = None
     faults: int = 1
+    env: tuple[tuple[str, str], ...] = ()
 
 
 def _nothing(_folder: Path) -> None:
@@ -963,6 +965,51 @@ def optimizers() -> Iterator[Case]:
         yield Case(name, ("train", *words), line)
 
 
+# ------------------------------------------------------------------------------- keys of another way to start ranks
+
+TORCHRUN = (
+    *(("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")),
+    *(("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500"), ("TORCHELASTIC_MAX_RESTARTS", "2")),
+)
+SLURM = (
+    *(("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_LOCALID", "0")),
+    *(("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "node[1-2]")),
+)
+SNAPSHOTS = "save.memory_every: has no effect"
+UNSUPERVISED = "has no effect on ranks as threads"
+
+
+def starts() -> Iterator[Case]:
+    threads = ("--transport", "threads")
+    memory = ("--save.memory_every", "5")
+    rows: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], str], ...] = (
+        ("processes", (), ("--run.restarts", "0", *memory), SNAPSHOTS),
+        ("processes", (), ("--run.full_mesh", "dp4"), "run.full_mesh: has no effect without"),
+        ("processes", (), ("--nproc", "1"), "or --run.elastic True for the best smaller layout"),
+        ("threads", (), (*threads, *memory), f"save.memory_every: {UNSUPERVISED}"),
+        ("threads", (), (*threads, "--run.restarts", "3"), f"run.restarts: {UNSUPERVISED}"),
+        ("threads", (), (*threads, "--run.timeout_s", "9"), f"run.timeout_s: {UNSUPERVISED}"),
+        ("threads", (), (*threads, "--port", "29500"), f"port: {UNSUPERVISED}"),
+        ("torchrun", TORCHRUN, threads, "transport: torchrun starts ranks as processes"),
+        ("torchrun", TORCHRUN, memory, SNAPSHOTS),
+        ("torchrun", TORCHRUN, ("--port", "29501"), "port: has no effect: torchrun has"),
+        ("torchrun", TORCHRUN, ("--run.restarts", "3"), "torchrun --max-restarts 3"),
+        ("torchrun", TORCHRUN, ("--nproc", "4"), "nproc: differs"),
+        ("Slurm", SLURM, threads, "transport: Slurm starts ranks as processes"),
+        ("Slurm", SLURM, memory, SNAPSHOTS),
+        ("Slurm", SLURM, ("--port", "29501"), "port: has no effect: Slurm has"),
+        ("Slurm", SLURM, ("--run.restarts", "3"), "weft launch slurm"),
+    )
+    for way, env, words, line in rows:
+        all_words = ("train", "--mesh", "dp2", *words)
+        yield Case(f"{way} {' '.join(words)}", all_words, line, env=env)
+    elastic = ("--run.elastic", "True", "--run.full_mesh", "xx9")
+    yield Case("full_mesh xx9", ("train", "--mesh", "dp2", *elastic), "", faults=2)
+    launch = ("launch", "slurm", "--mesh", "dp2", "--dry-run")
+    yield Case("launch with snapshots", (*launch, *memory), SNAPSHOTS)
+    yield Case("launch with threads", (*launch, *threads), "transport: a cluster starts")
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "config": config_values,
     "toml": toml_files,
@@ -973,6 +1020,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "schedule": schedules,
     "words": command_lines,
     "optimizers": optimizers,
+    "start": starts,
 }
 
 

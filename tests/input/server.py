@@ -1,6 +1,6 @@
 """Runs `weft` commands in forked children of a process without torch, and reports exit code, output, CPU time and files opened.
 
-python -m tests.input.server   reads a JSON request a line (words, folder), writes a JSON report a line
+python -m tests.input.server   reads a JSON request a line (words, folder, env), writes a JSON report a line
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def serve() -> None:
     _answer({"start_s": used.ru_utime + used.ru_stime})
     for line in sys.stdin:
         request = json.loads(line)
-        _answer(_run(request["words"], request["folder"]))
+        _answer(_run(request["words"], request["folder"], request["env"]))
 
 
 def _answer(report: dict[str, Any]) -> None:
@@ -48,11 +48,12 @@ def _answer(report: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _run(words: list[str], folder: str) -> dict[str, Any]:
+def _run(words: list[str], folder: str, env: dict[str, str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         files = {name: Path(place) / name for name in ("out", "err", "report")}
         child = os.fork()
         if child == 0:
+            os.environ.update(env)
             _child(words, folder, files)
         _, status, used = os.wait4(child, 0)
         report_text = files["report"].read_text() or "{}"

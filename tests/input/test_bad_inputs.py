@@ -55,7 +55,8 @@ class Server:
     def run(self, case: Case, folder: Path) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"words": case.words, "folder": str(folder)}) + "\n")
+        request = {"words": case.words, "folder": str(folder), "env": dict(case.env)}
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         report: dict[str, Any] = json.loads(self.process.stdout.readline())
         return report

@@ -23,6 +23,7 @@ import torch
 
 from weft.core.mesh import Mesh
 from weft.errors import CommTimeout, DataError, Fault, RankError
+from weft.run import worker_group
 from weft.run.launch import join, launch
 from weft.run.rank_setup import open_comm
 from weft.run.world import World, detect
@@ -30,6 +31,8 @@ from weft.run.world import World, detect
 MESH = Mesh.parse("pp3")
 FOLDER = Path(sys.argv[1])
 FOREVER_S = 300
+SETTLE_S = worker_group.SETTLE_S
+PATIENT_S = 60.0
 
 Scenario = Callable[[World], None]
 
@@ -68,6 +71,18 @@ def prepared(world: World) -> None:
 def raises(world: World) -> None:
     if world.rank == 1:
         raise ValueError("rank 1 cannot go on")
+    time.sleep(FOREVER_S)
+
+
+def reports_early(world: World) -> None:
+    """Rank 1 reports its error before it closes what it has opened, which takes long."""
+    if world.rank == 1:
+        try:
+            raise ValueError("rank 1 cannot go on")
+        except ValueError as error:
+            assert world.attempt is not None
+            world.attempt.report_error(error)
+            time.sleep(FOREVER_S)
     time.sleep(FOREVER_S)
 
 
@@ -164,6 +179,7 @@ SCENARIOS: dict[str, Scenario] = {
     "listens": listens,
     "prepared": prepared,
     "raises": raises,
+    "reports_early": reports_early,
     "raises_during_collectives": raises_during_collectives,
     "killed_during_collectives": killed_during_collectives,
     "all_raise": all_raise,
@@ -193,11 +209,16 @@ class Outcome:
 
 
 def run_scenario(text: str) -> Outcome:
-    """Launch one scenario on three ranks: `ok`, or `ok:threads`, `ok:4711` (a port)."""
+    """Launch one scenario on three ranks: `ok`, or `ok:threads`, `ok:4711` (a port), or
+    `ok:patient`: reports of the others are waited for very long.
+    """
     name, _, option = text.partition(":")
     options: dict[str, Any] = {}
+    worker_group.SETTLE_S = PATIENT_S if option == "patient" else SETTLE_S
     if option == "threads":
         options["transport"] = option
+    elif option == "patient":
+        pass
     elif option:
         options["port"] = int(option)
 

@@ -78,6 +78,8 @@ IN_PROCESSES = (
     "exits_without_report",
     "saved",
 )
+PATIENT = ("raises_during_collectives:patient", "reports_early:patient")
+"""Where the time for reports of other ranks is a minute."""
 IN_THREADS = ("ok:threads", "raises_during_collectives:threads")
 
 
@@ -95,7 +97,7 @@ def played(tmp_path_factory):
     """All scenarios, one after the other in one process."""
     folder = tmp_path_factory.mktemp("played")
     port = free_port()
-    names = (f"listens:{port}", f"ok:{port}", *IN_PROCESSES, *IN_THREADS)
+    names = (f"listens:{port}", f"ok:{port}", *IN_PROCESSES, *PATIENT, *IN_THREADS)
     with running(folder, *names, text="typed by a user") as process:
         out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
@@ -189,6 +191,13 @@ def test_ranks_that_saved_and_stopped_give_exit_code_75(played):
 def test_the_other_ranks_are_ended_soon_after_a_failure(played, name):
     start_s = played.outcomes["ok"]["seconds"]
     assert played.outcomes[name]["seconds"] < MAX_END_S + 2 * start_s
+
+
+@pytest.mark.parametrize("name", PATIENT)
+def test_an_error_that_a_rank_reports_is_known_at_once(played, name):
+    outcome = played.outcomes[name]
+    assert outcome["error"].startswith("rank 1 (pp1): ValueError: rank 1 cannot go on")
+    assert outcome["seconds"] < MAX_END_S + 2 * played.outcomes["ok"]["seconds"]
 
 
 def test_no_process_is_left_and_no_thread_in_the_parent(played):

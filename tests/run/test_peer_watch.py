@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import pytest
 
@@ -12,6 +14,7 @@ from tests.comm.test_store_namespace import MemoryStore
 from weft.comm.transport import Call
 from weft.core.mesh import Mesh
 from weft.run import peer_watch
+from weft.run.folder_lock import LockHolder
 from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.rank_status import StatusBoard
 
@@ -151,9 +154,117 @@ def test_the_timeout_is_not_that_of_the_start(ranks):
     assert ranks[0].verdicts == []
 
 
-def test_a_call_that_all_have_joined_names_no_culprit(ranks):
+def test_a_call_without_data_that_all_have_joined_ends_after_the_limit(ranks):
+    """A link is cut, and the store is reached another way."""
     for rank in ranks[:2]:
         rank.enter(3, call(0, 1))
+    start_s = time.monotonic()
+    verdict = verdict_of(ranks[0], *ranks[:2])
+    assert time.monotonic() - start_s >= TIMEOUT_S
+    host = os.uname().nodename
+    place = f"rank {verdict.rank} ({MESH.coord_text(verdict.rank)})"
+    assert verdict.rank in (0, 1)
+    assert verdict.text.startswith(f"{place}: step 3, backward: all members have joined, ")
+    assert "no data has arrived for" in verdict.text
+    assert (
+        f"the link between {host} and {host} is cut, or data is lost; stalled in " in verdict.text
+    )
+    assert "all_reduce(sum) float32[4] over dp, ranks 0 1; found by rank" in verdict.text
+
+
+def test_a_member_that_joined_and_computes_without_end_is_named(ranks):
+    """It has joined an asynchronous collective, and is stuck elsewhere."""
+    ranks[0].enter(3, call(0, 1))
+    ranks[1].status.on_phase(3, "backward")
+    ranks[1].status.started(call(0, 1))
+    ranks[1].status.on_block("layer2")
+    verdict = verdict_of(ranks[0], *ranks[:2])
+    assert verdict.text.startswith("rank 1 (pp0 dp1): step 3, backward of layer2: no progress for ")
+
+
+def test_data_that_arrives_slowly_is_no_hang(ranks):
+    """Members of a call wait for less than the limit, one call after the other."""
     with ranks[0].watch, ranks[1].watch:
-        time.sleep(3 * TIMEOUT_S)
-    assert ranks[0].verdicts == []
+        end = time.monotonic() + 4 * TIMEOUT_S
+        step = 3
+        while time.monotonic() < end:
+            for rank in ranks[:2]:
+                rank.enter(step, call(0, 1))
+            step += 1
+            time.sleep(0.6 * TIMEOUT_S)
+    assert ranks[0].verdicts == ranks[1].verdicts == []
+
+
+class SilentStore(MemoryStore):
+    """A store whose machine becomes unreachable: requests are not answered, or fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_cut = threading.Event()
+        self.is_over = threading.Event()
+        self.fails = False
+
+    def check(self, keys: list[str]) -> bool:
+        if self.is_cut.is_set():
+            if self.fails:
+                raise RuntimeError("Connection reset by peer")
+            self.is_over.wait(WAIT_S)
+        return super().check(keys)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_cannot_reach_the_store_ends_after_the_limit(
+    ranks, fails, monkeypatch, tmp_path
+):
+    store = SilentStore()
+    store.fails = fails
+    board = StatusBoard.create(tmp_path / "cut", 1)
+    verdicts: list[PeerFailure] = []
+    watch = PeerWatch(
+        store,
+        1,
+        MESH,
+        board,
+        timeout_s=TIMEOUT_S,
+        on_verdict=lambda verdict, is_own: verdicts.append(verdict),
+    )
+    cut = Rank(watch, board.rank(0))
+    cut.enter(3, call(0, 1))
+    store.set("process/0", json.dumps({**asdict(LockHolder.this_process()), "host": "node7"}))
+    with watch:
+        while not watch._store_host:
+            time.sleep(0.01)
+        start_s = time.monotonic()
+        store.is_cut.set()
+        while not verdicts and time.monotonic() < start_s + WAIT_S:
+            time.sleep(0.01)
+        store.is_over.set()
+    (verdict,) = verdicts
+    assert verdict.rank == 0
+    assert verdict.text.startswith(
+        "rank 0 (pp0 dp0) on node7: its machine has not answered rank 1 "
+    )
+    assert "the link is cut, or one of them is down; found by rank 1 at step 3" in verdict.text
+
+
+def test_a_rank_that_makes_progress_without_the_store_goes_on(tmp_path):
+    store = SilentStore()
+    board = StatusBoard.create(tmp_path / "board", 1)
+    verdicts: list[PeerFailure] = []
+    watch = PeerWatch(
+        store,
+        1,
+        MESH,
+        board,
+        timeout_s=TIMEOUT_S,
+        on_verdict=lambda verdict, is_own: verdicts.append(verdict),
+    )
+    rank = Rank(watch, board.rank(0))
+    with watch:
+        store.is_cut.set()
+        end = time.monotonic() + 3 * TIMEOUT_S
+        while time.monotonic() < end:
+            rank.enter(3, call(0, 1))
+            time.sleep(0.05)
+        store.is_over.set()
+    assert verdicts == []

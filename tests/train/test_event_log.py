@@ -203,7 +203,7 @@ def test_a_fifo_as_event_log_is_rejected(tmp_path):
 
 
 def test_files_of_a_run_that_starts_again_on_a_full_disk_stay(tmp_path, monkeypatch):
-    def fail(path: Path, text: str) -> None:
+    def fail(path: Path, text: str, *, kept: Path | None = None) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with EventLog(tmp_path) as log:
@@ -213,3 +213,63 @@ def test_files_of_a_run_that_starts_again_on_a_full_disk_stay(tmp_path, monkeypa
         with pytest.raises(WeftError, match=r"plan.json.*No space left on device"):
             log.write_versioned("plan.json", "{}")
     assert (tmp_path / "run.toml").read_text() == "steps = 1\n"
+
+
+KILLED = 9
+CHANGES = ("open", "os.rename", "os.link", "os.remove")
+
+
+def run_until_change(folder: Path, number: int) -> bool:
+    """Replace run.toml in a process that is killed just before its n-th change of a file; whether
+    it was killed.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            _replace_until_change(folder, number)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == KILLED
+
+
+def _replace_until_change(folder: Path, number: int) -> None:
+    seen = 0
+
+    def count(event: str, _arguments: tuple[object, ...]) -> None:
+        nonlocal seen
+        seen += event in CHANGES
+        if seen == number:
+            os._exit(KILLED)  # as a kill: nothing is cleaned up
+
+    log = EventLog(folder)
+    sys.addaudithook(count)
+    log.write_versioned("run.toml", "steps = 2\n")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_run_killed_while_it_replaces_its_config_has_a_whole_one(
+    tmp_path, monkeypatch, has_links
+):
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    for number in range(1, 20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "run.toml").write_text("steps = 1\n")
+        was_killed = run_until_change(folder, number)
+        texts = {path.name: path.read_text() for path in folder.glob("run*.toml")}
+        old = [name for name, text in texts.items() if text == "steps = 1\n"]
+        assert old, "the old config is there under one of its names"
+        if has_links:
+            assert texts["run.toml"] in ("steps = 1\n", "steps = 2\n")
+        EventLog(folder).write_versioned("run.toml", "steps = 2\n")
+        again = {path.name: path.read_text() for path in folder.glob("run*.toml")}
+        assert again == {"run.toml": "steps = 2\n", "run-1.toml": "steps = 1\n"}
+        if not was_killed:
+            break
+    assert 3 < number < 19, "some changes of files, all of them tried"

@@ -21,6 +21,8 @@ FIX_OF_FULL_DISK: Mapping[Failure, str] = {
     NOT_WRITTEN: "free disk space, or choose another folder",
 }
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_LINK_ERRNOS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)
+"""Errors of file systems without hard links."""
 NO_FOLDER_SYNC_ERRNOS = (errno.EINVAL, errno.ENOTSUP)
 """Some network file systems flush names by themselves and reject fsync on a folder."""
 
@@ -33,10 +35,14 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str, *, kept: Path | None = None) -> None:
     """Write a file whole: to a private temporary file, flushed to the disk, then renamed.
 
     A symbolic link at `path` is replaced, not followed; one at the temporary name is an error.
+
+    Args:
+        kept: name that an existing file at `path` gets before: at every moment there is a whole
+            file at `path`, and the old one at one of the two names.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -45,9 +51,21 @@ def replace_file(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        if kept is not None:
+            _add_name(path, kept)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _add_name(path: Path, name: Path) -> None:
+    """Give a file a second name; where the file system has no links, or for a folder, another one."""
+    try:
+        os.link(path, name, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in NO_LINK_ERRNOS:
+            raise
+        path.rename(name)
 
 
 def sync_folder(path: Path) -> None:

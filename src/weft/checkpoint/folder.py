@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,13 +49,14 @@ def temporary_path(final: Path) -> Path:
 
 def checkpoints(run_folder: Path) -> Iterator[tuple[int, Path]]:
     """Steps and folders of all checkpoints, newest first, valid or not."""
-    steps = []
-    for name in _names(run_folder / FOLDER):
-        match = _NAME.fullmatch(name)
-        if match:
-            steps.append(int(match[1]))
-    for step in sorted(steps, reverse=True):
+    for step in steps_of(_names(run_folder / FOLDER)):
         yield step, checkpoint_path(run_folder, step)
+
+
+def steps_of(names: Iterable[str]) -> list[int]:
+    """Steps of the checkpoints among the names of a folder, newest first."""
+    matches = (_NAME.fullmatch(name) for name in names)
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def find_newest(run_folder: Path, *, below: int | None = None) -> FoundCheckpoint:
@@ -137,8 +138,13 @@ def set_aside(run_folder: Path, *, above: int) -> tuple[Path, ...]:
     renamed = []
     for step, path in tuple(checkpoints(run_folder)):
         if step > above:
-            renamed.append(path.rename(_unused_aside_path(path)))
+            renamed.append(set_one_aside(path))
     return tuple(renamed)
+
+
+def set_one_aside(path: Path) -> Path:
+    """Rename a checkpoint that is not to be read again; its new name."""
+    return path.rename(_unused_aside_path(path))
 
 
 def _unused_aside_path(path: Path) -> Path:

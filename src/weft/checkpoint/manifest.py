@@ -28,9 +28,17 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: not a checkpoint, a flipped bit, unreadable, of a newer format, or data
             files missing or cut short.
     """
-    text = _verified_bytes(path)
-    manifest = _parse(path, text)
-    faults = tuple(_offset_faults(path, manifest)) or tuple(_length_faults(path, manifest))
+    manifest = read_manifest_alone(path)
+    faults = tuple(_length_faults(path, manifest))
+    if faults:
+        raise CheckpointError(*faults)
+    return manifest
+
+
+def read_manifest_alone(path: Path) -> Manifest:
+    """As `read_manifest`, without a look at the data files: they may be elsewhere."""
+    manifest = _parse(path, _verified_bytes(path))
+    faults = tuple(_offset_faults(path, manifest))
     if faults:
         raise CheckpointError(*faults)
     return manifest

@@ -25,6 +25,7 @@ from weft.checkpoint.commit import commit, discard
 from weft.checkpoint.disk import free_bytes
 from weft.checkpoint.folder import checkpoint_path, checkpoints, prune, temporary_path
 from weft.checkpoint.format import Facts
+from weft.checkpoint.remote import RemoteCopies
 from weft.checkpoint.state import TrainState, write_items
 from weft.checkpoint.transfer import collect
 from weft.checkpoint.write import RankWrite, start_write
@@ -59,11 +60,19 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class CommitResult:
-    """A committed checkpoint; `prune_error` says why an older one could not be removed."""
+    """A committed checkpoint.
+
+    Attributes:
+        prune_error: why an older one could not be removed.
+        remote: URL of its copy; "" if there is none.
+        upload_error: why it could not be copied.
+    """
 
     num_bytes: int
     write_s: float
     prune_error: str
+    remote: str
+    upload_error: str
 
 
 class Saver:
@@ -78,6 +87,7 @@ class Saver:
         stop_requested: whether this process has been asked to save and exit.
         last_saved: steps of the checkpoint that the run resumed from.
         separate: ranks that do not share the run folder with rank 0: their files are sent to it.
+        remote: on rank 0: copies checkpoints to a URL, after each commit.
 
     Attributes:
         last_saved: steps of the newest save that was started.
@@ -97,6 +107,7 @@ class Saver:
         stop_requested: Callable[[], bool],
         last_saved: int = 0,
         separate: Sequence[int] = (),
+        remote: RemoteCopies | None = None,
     ) -> None:
         self.comm = comm
         self.run_folder = run_folder
@@ -106,6 +117,7 @@ class Saver:
         self.error = ""
         self.write_s = 0.0
         self._separate = separate
+        self._remote = remote
         self._state = state
         self._facts = facts
         self._stop_requested = stop_requested
@@ -243,7 +255,19 @@ class Saver:
             prune(self.run_folder, self.keep)
         except CheckpointError as error:
             prune_error = _fault_text(error)
-        return CommitResult(manifest.num_bytes, write_s, prune_error)
+        remote, upload_error = self._upload(pending.final)
+        return CommitResult(manifest.num_bytes, write_s, prune_error, remote, upload_error)
+
+    def _upload(self, path: Path) -> tuple[str, str]:
+        """Copy a checkpoint to the URL of the run, if it has one: the URL of the copy, or why that
+        failed.
+        """
+        if self._remote is None:
+            return "", ""
+        try:
+            return self._remote.upload(path), ""
+        except CheckpointError as error:
+            return "", _fault_text(error)
 
     def _poll_commit(self, *, wait: bool = False) -> Iterator[Event]:
         """The events of the commit, if it has ended."""
@@ -258,8 +282,8 @@ class Saver:
         except CheckpointError as error:
             yield self._failure(pending, _fault_text(error), need_bytes=pending.write.num_bytes)
             return
-        self.error = ""
-        yield {
+        self.error = result.upload_error
+        event = {
             "event": "save",
             "step": pending.step,
             "path": str(pending.final),
@@ -267,6 +291,12 @@ class Saver:
             "stall_s": pending.stall_s,
             "write_s": result.write_s,
         }
+        if result.remote:
+            event["remote"] = result.remote
+        yield event
+        if result.upload_error:
+            text = f"warning: step {pending.step} is saved here only: {result.upload_error}"
+            yield {"event": "note", "text": text}
         if result.prune_error:
             yield {"event": "note", "text": f"warning: {result.prune_error}"}
 

@@ -11,10 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from weft.comm.interfaces import LOOPBACK
 from weft.core.mesh import Mesh
 from weft.errors import Fault, LaunchError, counted
-from weft.run.world import detect, num_cores
+from weft.run.world import JOB_VARIABLE, detect, num_cores
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
 LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
+MAX_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
+"""torchrun sets it to the value of its --max-restarts."""
+ELASTIC_FIX = "--run.elastic True for the best smaller layout"
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 
 
@@ -53,7 +56,7 @@ def world_faults(mesh: Mesh, nproc: int | None, *, is_elastic: bool = False) -> 
         ranks = counted(size, "rank")
         fix = f"start {ranks}, or choose a mesh of {started} such as --mesh dp{started}"
         if started.isdecimal() and int(started) < size and not is_elastic:
-            fix += ", or --run.elastic True for the best smaller layout"
+            fix += f", or {ELASTIC_FIX}"
         yield Fault(
             "mesh",
             "differs from the world size",
@@ -61,14 +64,19 @@ def world_faults(mesh: Mesh, nproc: int | None, *, is_elastic: bool = False) -> 
             need=need,
             fix=fix,
         )
-    if world is None and nproc not in (None, size):
-        yield Fault(
-            "nproc",
-            "differs from the mesh",
-            got=f"{nproc}",
-            need=need,
-            fix=f"--nproc {size}, or a mesh of {nproc} such as --mesh dp{nproc}",
-        )
+    is_shrunk = world is not None and is_elastic
+    if nproc is not None and nproc != size and not is_shrunk:
+        fix = f"--nproc {size}, or a mesh of {nproc} such as --mesh dp{nproc}"
+        if nproc < size and not is_elastic and world is None:
+            fix += f", or {ELASTIC_FIX}"
+        yield Fault("nproc", "differs from the mesh", got=f"{nproc}", need=need, fix=fix)
+
+
+def transport_faults(transport: str) -> Iterator[Fault]:
+    """Ranks that torchrun or Slurm has started are processes."""
+    if transport == "threads" and is_joining(os.environ):
+        what = "ranks as threads cannot be started by torchrun or Slurm"
+        yield Fault("transport", what, got=transport, need="process", fix="--transport process")
 
 
 def port_faults(port: int | None) -> Iterator[Fault]:
@@ -116,8 +124,12 @@ def device_faults(device: str) -> Iterator[Fault]:
         yield Fault("device", "there is no GPU", "cuda", "cpu", fix)
 
 
-def launcher_notes(port: int | None, memory_every: int | None) -> Iterator[str]:
-    """Keys without effect on ranks that torchrun or Slurm has started."""
+def launcher_notes(
+    port: int | None, memory_every: int | None, *, restarts: int | None
+) -> Iterator[str]:
+    """Keys without effect on ranks that torchrun or Slurm has started; the job files of `weft
+    launch` start them again as often as `restarts` says.
+    """
     if not is_joining(os.environ):
         return
     if port is not None:
@@ -126,6 +138,12 @@ def launcher_notes(port: int | None, memory_every: int | None) -> Iterator[str]:
         yield (
             f"save.memory_every {memory_every} is not used: ranks that torchrun or Slurm starts "
             "again resume from checkpoints, see --save.every"
+        )
+    times = os.environ.get(MAX_RESTARTS_VARIABLE, "0")
+    if restarts is not None and times != str(restarts) and not os.environ.get(JOB_VARIABLE):
+        yield (
+            f"run.restarts {restarts} is not used: the launcher of the ranks starts them again "
+            f"{times} times (torchrun --max-restarts; weft launch slurm)"
         )
 
 

@@ -14,9 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from weft.checkpoint.disk import replace_file
+from weft.checkpoint.remote import url_faults
 from weft.checkpoint.resume import AUTO
 from weft.commands.console import load_checked_run, print_result, show_help, wants_help
-from weft.commands.preflight import data_checks
+from weft.commands.preflight import data_checks, with_local_folder
 from weft.commands.run_folder import new_run_folder, out_faults
 from weft.config import flags, toml
 from weft.config.checks import Check, CheckTable
@@ -62,7 +63,7 @@ def launch(words: Sequence[str]) -> int:
         return _help(words)
     request = _request(words)
     engine, options = request.engine, request.options
-    run = load_checked_run(request.run_words, *_tables(engine))
+    run = load_checked_run(request.run_words, *_tables(engine), adapt=with_local_folder)
     out = Path(run.out or new_run_folder(run.model, datetime.now())).absolute()
     job = _job(run, options, out=out, engine=engine)
     faults = tuple(_faults(run, job, out, options=options, engine=engine))
@@ -143,7 +144,7 @@ def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> Clus
         ranks_per_node=ranks_per_node,
         gpus_per_node=num_gpus(options, ranks_per_node, run.device),
         cpus_per_rank=options.cpus_per_rank,
-        restarts=run.run.restarts,
+        restarts=run.run.num_restarts,
         folder=out / JOB_FOLDER,
         work_folder=Path.cwd(),
         config=config,
@@ -161,6 +162,8 @@ def _faults(
     if run.transport == "threads":
         what = "ranks as threads cannot run on a cluster"
         yield Fault("transport", what, "threads", "process")
+    if run.save.remote is not None:
+        yield from url_faults(run.save.remote)
 
 
 def _text_of_files(folder: Path, files: Mapping[str, str]) -> str:

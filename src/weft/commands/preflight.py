@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.resume import AUTO, RESUME_KEYS, resume_faults, starts_new
-from weft.commands import environment, initial_weights
+from weft.commands import environment, initial_weights, remote_folder
 from weft.commands.data_checks import READ_KEYS, sample_faults, source_faults, validation_faults
 from weft.commands.run_folder import is_started_again, out_faults, resumes_in
 from weft.config.checks import Check
@@ -54,6 +54,11 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         Check(("port",), partial(environment.port_faults, run.port)),
         Check((*READ_KEYS, "sample"), partial(sample_faults, run.data, run.model, run.sample)),
         Check(("device",), partial(environment.device_faults, run.device)),
+        Check(("transport",), partial(environment.transport_faults, run.transport)),
+        Check(
+            ("save.remote", "out", "resume"),
+            partial(remote_folder.remote_faults, run.save.remote, run.out, run.resume),
+        ),
         Check(
             ("model", "resume"),
             partial(initial_weights.from_hf_faults, run.model, **starts_from),
@@ -91,14 +96,20 @@ def after_restart(run: Run) -> Run:
             return not any(check.fails() for check in checks)
 
         run = run.with_values(_elastic_layout(full_mesh, run.nproc, is_valid=is_valid))
+    run = with_local_folder(run)
     if not run.out or resumes_in(Path(run.out), run.resume):
         return run
     if not is_started_again(Path(run.out), is_elastic=run.run.elastic):
         return run
-    has_checkpoint = any(checkpoints(Path(run.out)))
+    has_checkpoint = any(checkpoints(Path(run.out))) or remote_folder.has_copy(run.save.remote)
     if run.resume is not None and not has_checkpoint:
         return run
     return run.with_values({"resume": AUTO})
+
+
+def with_local_folder(run: Run) -> Run:
+    """The run with a local folder, if its `out` is a URL."""
+    return run.with_values(remote_folder.local_keys(run.out, run.save.remote))
 
 
 def _elastic_layout(
@@ -133,7 +144,13 @@ def training_notes(run: Run) -> tuple[str, ...]:
     found = list(environment.notes(run.device_mesh, run.device))
     if run.run.full_mesh:
         found.append(elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh)))
-    found += environment.launcher_notes(run.port, run.save.memory_every)
+    if run.save.remote:
+        found.append(f"checkpoints are copied to {run.save.remote}; the run folder is {run.out}")
+    found += environment.launcher_notes(
+        run.port,
+        run.save.memory_every,
+        restarts=run.run.restarts,
+    )
     unused = switched_off(
         evaluation=run.eval,
         lora=lora,

@@ -104,8 +104,8 @@ def train(
             out=out,
             supervision=Supervision(
                 timeout_s=run.run.timeout_s,
-                restarts=run.run.restarts,
-                snapshots=run.run.restarts > 0 and run.save.memory_every != 0,
+                restarts=run.run.num_restarts,
+                snapshots=run.run.num_restarts > 0 and run.save.memory_every != 0,
                 on_board=partial(publish_status_board, out) if out else ignore_board,
                 adapt_attempt=adapt_attempt,
             ),
@@ -199,6 +199,7 @@ def train_rank(
         heartbeat(log.out),
         nullcontext() if watch is None else _end_event_of_killed_rank_0(job.out, world),
         nullcontext() if watch is None else watch(comm, log),
+        _reported_error(world),
     ):
         training = job.build(
             comm,
@@ -211,6 +212,17 @@ def train_rank(
         outcome = run_training(training, log, at_end=sample)
     if outcome == "stopped":
         raise SystemExit(EXIT_PREEMPTED)
+
+
+@contextmanager
+def _reported_error(world: World) -> Iterator[None]:
+    """Report an error at once, before connections are closed and files are written."""
+    try:
+        yield
+    except Exception as error:
+        if world.attempt is not None:
+            world.attempt.report_error(error)
+        raise
 
 
 def open_event_log(out: str | None, world: World, *, has_launcher: bool) -> EventLog:

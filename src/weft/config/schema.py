@@ -14,6 +14,9 @@ from weft.schedule.catalog import SCHEDULES
 MAX_COUNT = 10**12
 """Steps, and other numbers of things that a run does one after the other."""
 
+DEFAULT_RESTARTS = 3
+"""Restarts of local ranks after failures; ranks as threads have none."""
+
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -383,11 +386,9 @@ class SupervisionConfig(ConfigSection):
         le=1e6,
         description="seconds without progress after which a rank is hung; 0: 5 times the step time, at least 2 s",
     )
-    restarts: int = Field(
-        3,
-        ge=0,
-        le=1000,
-        description="how often ranks are started again after a failure or hang, from the newest snapshot or checkpoint",
+    restarts: Annotated[int, Field(ge=0, le=1000)] | None = Field(
+        None,
+        description="how often ranks are started again after a failure or hang, from the newest snapshot or checkpoint; None: 3",
     )
     elastic: bool = Field(
         False,
@@ -396,6 +397,11 @@ class SupervisionConfig(ConfigSection):
     full_mesh: str = Field(
         "", description="elastic: mesh to return to when its ranks are back; empty: mesh"
     )
+
+    @property
+    def num_restarts(self) -> int:
+        """How often local ranks are started again."""
+        return DEFAULT_RESTARTS if self.restarts is None else self.restarts
 
 
 class ProveConfig(ConfigSection):
@@ -428,4 +434,8 @@ class SaveConfig(ConfigSection):
         ge=1,
         le=MAX_COUNT,
         description="newest checkpoints that are kept",
+    )
+    remote: str | None = Field(
+        None,
+        description="URL to which checkpoints are copied (fsspec: s3://, gs://, file://); an out that is a URL sets it",
     )

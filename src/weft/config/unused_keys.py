@@ -90,7 +90,7 @@ def documents_are_packed(data: DataConfig) -> Iterator[Fault]:
 
 def ranks_start_again(supervision: SupervisionConfig, save: SaveConfig) -> Iterator[Fault]:
     """Snapshots in memory are read only by ranks that are started again."""
-    if not supervision.restarts and save.memory_every:
+    if not supervision.num_restarts and save.memory_every:
         what = "is set, and run.restarts is 0: nothing would read a snapshot"
         yield from _set_keys(save, "save", ("memory_every",), what, fix="--run.restarts 3")
 
@@ -99,10 +99,17 @@ def ranks_are_supervised(
     transport: Literal["process", "threads"],
     supervision: SupervisionConfig,
     save: SaveConfig,
+    *,
+    port: int | None,
 ) -> Iterator[Fault]:
-    """Ranks are started again, and take snapshots for that, only as processes."""
+    """Ranks are started again, and take snapshots for that, only as processes; only these meet at a
+    port.
+    """
     if transport != "threads":
         return
+    if port is not None:
+        what = "is set, and ranks as threads need no rendezvous"
+        yield Fault("port", what, got=str(port), fix="--transport process, or leave it out")
     what = "is set, and ranks as threads are not supervised"
     fix = "--transport process, or leave it out"
     names = ("timeout_s", "restarts") if supervision.restarts else ("timeout_s",)

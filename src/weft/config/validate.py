@@ -114,7 +114,13 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),
         Check(
             ("transport", "run", "save"),
-            partial(unused_keys.ranks_are_supervised, run.transport, run.run, run.save),
+            partial(
+                unused_keys.ranks_are_supervised,
+                run.transport,
+                run.run,
+                run.save,
+                port=run.port,
+            ),
         ),
         Check(("run",), partial(unused_keys.full_mesh_is_elastic, run.run)),
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from weft.checkpoint.disk import NO_LINK_ERRNOS
 from weft.errors import Fault, LaunchError
 
 LOCK = "run.lock"
@@ -36,7 +37,6 @@ SETTLE_S = 0.2
 """Without flock: how long another process may take to see that it has removed a lock that was not
 stale."""
 NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF)
-NO_LINK_ERRNOS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)
 OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 # Note [Two locks in one file]

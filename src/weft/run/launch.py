@@ -26,7 +26,7 @@ from weft.run.rank_status import StatusBoard
 from weft.run.rank_threads import run_rank_threads
 from weft.run.signals import SignalQueue
 from weft.run.supervisor import RestartPolicy, SupervisedEnd, Supervisor
-from weft.run.worker import WorkerProcess, exit_code_of, exit_now, run_worker
+from weft.run.worker import WorkerProcess, exit_code_of, exit_now, run_worker, send_failure
 from weft.run.worker_group import WorkerGroup, fork_workers
 from weft.run.world import Attempt, Restart, ThreadRendezvous, World
 
@@ -129,7 +129,8 @@ def launch(
                 world = local_world(
                     rank, nproc, folder=attempt_folder, nonce=nonce, listener=listener
                 )
-                attempt = Attempt(status, folder.memory_path, restart)
+                report = partial(send_failure, rank=rank, pipe=forked.pipe)
+                attempt = Attempt(status, folder.memory_path, restart, report_error=report)
                 world = replace(world, attempt=supervision.adapt_attempt(rank, attempt))
                 exit_now(run_worker(partial(_run_main, main, world), rank=rank, pipe=forked.pipe))
             supervisor = Supervisor(

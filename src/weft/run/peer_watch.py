@@ -30,6 +30,10 @@ from weft.run.rank_status import Phase, RankSnapshot, StatusBoard, WaitingCall
 #     does not wait, no progress   computes or sleeps without end: the culprit, after the limit of its phase (weft.run.hang)
 #     waits for another call       followed; a rank met twice closes a deadlock, and is the culprit
 #     makes progress               nothing is wrong, it is slow
+#     all members have joined      the data does not arrive: after the limit a link is cut, although the store is reached
+#
+# A rank whose store does not answer, and which makes no progress for as long, is cut off from the machine of the store. It
+# can ask nobody: a second thread ends it. The agent starts all ranks again in both cases.
 #
 # Questions cost requests only while a rank waits unusually long. The first verdict in the store counts, for all ranks: each
 # exits, one prints, and the culprit is killed by a rank of its machine, so that the agent need not wait for it.
@@ -45,6 +49,10 @@ MAX_SILENCE_S = 120.0
 times are unknown."""
 
 
+STORE_RANK = 0
+"""The store is on the machine of this rank, or of the agent that has started it."""
+
+
 class WatchStore(Protocol):
     """The part of torch.distributed.Store that is used here."""
 
@@ -52,6 +60,42 @@ class WatchStore(Protocol):
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+class TimedStore:
+    """A store that knows whether its oldest request has been answered."""
+
+    def __init__(self, store: WatchStore) -> None:
+        self._store = store
+        self.is_silent = False
+        """Whether the newest request has no answer yet, or the connection is lost."""
+
+    def set(self, key: str, value: str) -> None:
+        """As the method of the store."""
+        self.is_silent = True
+        self._store.set(key, value)
+        self.is_silent = False
+
+    def get(self, key: str) -> bytes:
+        """As the method of the store."""
+        self.is_silent = True
+        value = self._store.get(key)
+        self.is_silent = False
+        return value
+
+    def check(self, keys: list[str]) -> bool:
+        """As the method of the store."""
+        self.is_silent = True
+        has_keys = self._store.check(keys)
+        self.is_silent = False
+        return has_keys
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """As the method of the store."""
+        self.is_silent = True
+        value = self._store.compare_set(key, expected, desired)
+        self.is_silent = False
+        return value
 
 
 @dataclass(frozen=True)
@@ -116,7 +160,7 @@ class PeerWatch:
         timeout_s: float,
         on_verdict: Callable[[PeerFailure, bool], None],
     ) -> None:
-        self._store = store
+        self._store = TimedStore(store)
         self._rank = rank
         self._mesh = mesh
         self._board = board
@@ -127,18 +171,24 @@ class PeerWatch:
         self._stalled_s = 0.0
         self._num_questions = 0
         self._last_question = ""
+        self._store_host = ""
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="weft peer watch", daemon=True)
+        self._threads: list[threading.Thread] = []
+        for target in (self._watch, self._watch_store):
+            thread = threading.Thread(target=target, name="weft peer watch", daemon=True)
+            self._threads.append(thread)
 
     def __enter__(self) -> PeerWatch:
         process = LockHolder.this_process()
         self._store.set(f"process/{self._rank}", json.dumps(asdict(process)))
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._closing.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _watch(self) -> None:
         progress = -1
@@ -154,7 +204,9 @@ class PeerWatch:
                 asks_at_s = 0.0
             else:
                 self._stalled_s += interval_s
-            with suppress(RuntimeError):  # the store is lost: collectives fail by themselves
+            with suppress(RuntimeError):  # the store is lost: see `_watch_store`
+                if not self._store_host:
+                    self._store_host = self._host_of(STORE_RANK)
                 self._answer()
                 self._obey_verdict()
                 snapshot = self._board.read(0)
@@ -163,6 +215,39 @@ class PeerWatch:
                 if snapshot.waiting is not None and is_due:
                     self._diagnose(snapshot.waiting, snapshot)
                     asks_at_s = self._stalled_s + ANSWER_S
+
+    def _watch_store(self) -> None:
+        """End this rank if it makes no progress and the store does not answer for as long."""
+        progress = -1
+        silent_s = 0.0
+        checked_at_s = time.monotonic()
+        while not self._closing.wait(self._interval_s):
+            now_s = time.monotonic()
+            interval_s = min(now_s - checked_at_s, 2 * self._interval_s)
+            checked_at_s = now_s
+            is_new = self._board.progress(0) != progress
+            progress = self._board.progress(0)
+            if is_new or not self._store.is_silent:
+                silent_s = 0.0
+                continue
+            silent_s += interval_s
+            snapshot = self._board.read(0)
+            limit_s = min(self._limit_s(snapshot, snapshot.phase), self._max_silence_s)
+            if silent_s >= limit_s and snapshot.waiting is not None:
+                self._on_verdict(self._unreachable(snapshot, silent_s), True)
+                return
+
+    def _unreachable(self, snapshot: RankSnapshot, silent_s: float) -> PeerFailure:
+        """The verdict on the rank whose machine has the store."""
+        coordinates = self._mesh.coord_text(STORE_RANK)
+        host = f" on {self._store_host}" if self._store_host else ""
+        text = (
+            f"rank {STORE_RANK} ({coordinates}){host}: its machine has not answered rank "
+            f"{self._rank} ({self._mesh.coord_text(self._rank)}) on {os.uname().nodename} for "
+            f"{silent_s:.1f} s: the link is cut, or one of them is down; found by rank "
+            f"{self._rank} at {snapshot.place}"
+        )
+        return PeerFailure(STORE_RANK, text)
 
     def _limit_s(self, snapshot: RankSnapshot, phase: Phase) -> float:
         """How long a rank that computes may make no progress in a phase; `snapshot` has step times."""
@@ -215,11 +300,13 @@ class PeerWatch:
         """Follow the ranks that `call` waits for, and publish the verdict if one of them is hung."""
         path = [self._rank]
         while True:
-            member = self._first_missing(call, path)
+            answers: dict[int, Answer] = {}
+            member = self._first_missing(call, path, answers)
             if isinstance(member, PeerFailure):
                 self._publish(member, call)
                 return
             if member is None:
+                self._check_arrival(call, snapshot, answers, asked_by=path[-1])
                 return
             rank, answer = member
             if answer.waiting is None:
@@ -235,11 +322,51 @@ class PeerWatch:
             path.append(rank)
             call = answer.waiting
 
+    def _check_arrival(
+        self,
+        call: WaitingCall,
+        snapshot: RankSnapshot,
+        answers: dict[int, Answer],
+        *,
+        asked_by: int,
+    ) -> None:
+        """Publish a verdict on a call that all members have joined, if one of them is hung elsewhere
+        or if no data has arrived for longer than the limit.
+
+        Args:
+            answers: of the members other than `asked_by`.
+        """
+        if self._closing.is_set() or not answers:
+            return
+        limit_s = self._limit_s(snapshot, snapshot.phase)
+        seconds = self._stalled_s
+        for rank, answer in answers.items():
+            if answer.waiting is None:
+                if answer.stalled_s >= self._limit_s(snapshot, answer.phase):
+                    text = f"{answer.place}: no progress for {answer.stalled_s:.1f} s"
+                    self._publish(self._verdict(rank, text), call)
+                return
+            seconds = min(seconds, answer.stalled_s)
+        if seconds < limit_s:
+            return
+        hosts = {rank: self._host_of(rank) for rank in (asked_by, *answers)}
+        others = [rank for rank in answers if hosts[rank] != hosts[asked_by]]
+        culprit = (others or list(answers))[0]
+        ends = f"{hosts[culprit]} and {hosts[asked_by]}"
+        text = (
+            f"{answers[culprit].place}: all members have joined, but no data has arrived for "
+            f"{seconds:.1f} s: the link between {ends} is cut, or data is lost"
+        )
+        self._publish(self._verdict(culprit, text), call, relation="stalled")
+
     def _first_missing(
-        self, call: WaitingCall, path: list[int]
+        self, call: WaitingCall, path: list[int], answers: dict[int, Answer]
     ) -> PeerFailure | tuple[int, Answer] | None:
         """The first member that has not joined `call`, with its answer, or the verdict on one that
         does not answer; None if all have joined.
+
+        Args:
+            answers: gets those of members that have joined.
         """
         for member in call.members:
             if member == path[-1]:
@@ -252,17 +379,34 @@ class PeerWatch:
                 return self._verdict(member, text)
             if answer.num_started.get(call.group, 0) <= call.position:
                 return member, answer
+            answers[member] = answer
         return None
 
     def _verdict(self, rank: int, text: str) -> PeerFailure:
-        return PeerFailure(rank, f"rank {rank} ({self._mesh.coord_text(rank)}): {text}")
+        """The verdict on a rank, with its host if that is not the one of this rank."""
+        host = self._host_of(rank)
+        place = f" on {host}" if host not in ("", os.uname().nodename) else ""
+        return PeerFailure(rank, f"rank {rank} ({self._mesh.coord_text(rank)}){place}: {text}")
 
-    def _publish(self, verdict: PeerFailure, call: WaitingCall) -> None:
+    def _host_of(self, rank: int) -> str:
+        """Name of the machine of a rank; "" while it is not known."""
+        process = self._process_of(rank)
+        return process.host if process is not None else ""
+
+    def _process_of(self, rank: int) -> LockHolder | None:
+        key = f"process/{rank}"
+        if not self._store.check([key]):
+            return None
+        return LockHolder.from_text(self._store.get(key).decode())
+
+    def _publish(
+        self, verdict: PeerFailure, call: WaitingCall, *, relation: str = "missing"
+    ) -> None:
         if self._stalled_s == 0.0 or self._board.read(0).waiting is None:
             return  # it went on meanwhile
         members = " ".join(map(str, call.members))
         text = (
-            f"{verdict.text}; missing in {call.text}, ranks {members}; "
+            f"{verdict.text}; {relation} in {call.text}, ranks {members}; "
             f"found by rank {self._rank} at {self._board.read(0).place}"
         )
         own = json.dumps({"rank": verdict.rank, "text": text, "by": self._rank})
@@ -280,10 +424,7 @@ class PeerWatch:
         self._on_verdict(verdict, stored["by"] == self._rank)
 
     def _kill(self, rank: int) -> None:
-        key = f"process/{rank}"
-        if not self._store.check([key]):
-            return
-        process = LockHolder.from_text(self._store.get(key).decode())
+        process = self._process_of(rank)
         if process is None or not process.is_on_this_machine() or not process.is_running():
             return
         with suppress(ProcessLookupError, PermissionError):

@@ -91,8 +91,9 @@ class Supervisor:
             group.poll(POLL_S)
             if not group.failures:
                 self._seen_alive_s = polled_s
-            if group.is_settled():
-                return self._failed(root_cause(group.failures))
+            certain = group.certain_failures()
+            if certain or group.is_settled():
+                return self._failed(root_cause([*group.failures, *certain]))
             code = self._handle_signal()
             if code is not None:
                 return SupervisedEnd(code, is_requested=True)

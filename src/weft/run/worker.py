@@ -37,8 +37,8 @@ class WorkerProcess:
     """One forked rank. In the parent: its process. In the rank itself: pid 0.
 
     Attributes:
-        pipe: the reading end in the parent, the writing end in the rank; carries at most one
-            report.
+        pipe: the reading end in the parent, the writing end in the rank; carries a report, and
+            where it failed early, another one of the same error.
         stack_file: where a crash or STACK_SIGNAL writes the stacks.
         exit_code: None while it runs; a signal's number negated.
     """

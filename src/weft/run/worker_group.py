@@ -109,6 +109,12 @@ class WorkerGroup:
         """Whether a worker has failed and the others had time to report the cause."""
         return time.monotonic() >= self._settled_at
 
+    def certain_failures(self) -> list[RankFailure]:
+        """Reports of errors that another rank does not cause: known before their ranks have ended."""
+        reports = [worker.report for worker in self.workers]
+        failures = [report for report in reports if isinstance(report, RankFailure)]
+        return [failure for failure in failures if failure.kind == "error"]
+
     def poll(self, timeout_s: float, *, client: Connection | None = None) -> bool:
         """Wait at most `timeout_s` for reports and ends, and record them; whether `client` can be
         read or was closed.
@@ -244,8 +250,11 @@ def _has_ended(worker: WorkerProcess) -> bool:
 
 
 def _receive(worker: WorkerProcess) -> None:
-    """Read a report, or close the pipe at its end."""
+    """Read a report, of which the first counts, or close the pipe at its end."""
     try:
-        worker.report = worker.pipe.recv()
+        report = worker.pipe.recv()
     except (EOFError, OSError):  # OSError: the worker ended within a report
         worker.pipe.close()
+        return
+    if worker.report is None:
+        worker.report = report

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,6 +61,10 @@ class Restart:
     had_started: bool
 
 
+def ignore_error(error: Exception) -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One start of local ranks by the launcher that supervises them.
@@ -69,11 +73,14 @@ class Attempt:
         status: this rank's slot on the launcher's board.
         memory_folder: folder in memory for snapshots, which outlives the ranks; None: no snapshots.
         restart: None for the first attempt.
+        report_error: tells the launcher of an error before this rank has closed its connections,
+            at which others fail.
     """
 
     status: RankStatus
     memory_folder: Path | None = None
     restart: Restart | None = None
+    report_error: Callable[[Exception], object] = ignore_error
 
 
 @dataclass(frozen=True)

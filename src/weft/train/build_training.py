@@ -12,13 +12,14 @@ from typing import Any
 from weft.checkpoint.folder import checkpoints, remove_leftovers, set_aside
 from weft.checkpoint.format import Facts
 from weft.checkpoint.memory import MemorySnapshots, clean, room_problem
+from weft.checkpoint.remote import RemoteCopies
 from weft.checkpoint.saver import Saver
 from weft.checkpoint.transfer import ranks_without_folder
 from weft.comm.comm import Comm
-from weft.comm.text import broadcast_text
+from weft.comm.text import broadcast_text, raise_on_all_ranks
 from weft.config.elastic import elastic_note
 from weft.config.run import Run
-from weft.config.schema import GuardConfig, ModelSection
+from weft.config.schema import GuardConfig, ModelSection, SaveConfig
 from weft.config.toml import dump
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
@@ -115,6 +116,7 @@ def build_training(
         stop_requested=stop_requested,
         last_saved=start.num_done,
         separate=() if attempt is not None else ranks_without_folder(comm, run_folder),
+        remote=_open_remote(run.save, comm, run_folder, num_done=start.num_done),
     )
     evaluator = None
     if run.eval.every:
@@ -199,6 +201,31 @@ def _start_events(
             events.append(start.resume_event())
         events.extend(opening_notes(set_aside_paths, step_range))
     return events
+
+
+def _open_remote(
+    save: SaveConfig,
+    comm: Comm,
+    run_folder: Path,
+    *,
+    num_done: int,
+) -> RemoteCopies | None:
+    """On rank 0 the copies of checkpoints at `save.remote`; every rank must call it.
+
+    Raises:
+        CheckpointError: on all ranks, if the URL cannot be written.
+    """
+    url = save.remote
+    if url is None:
+        return None
+    opened: list[RemoteCopies] = []
+
+    def open_on_rank_0() -> None:
+        if comm.rank == 0:
+            opened.append(RemoteCopies(url, run_folder, keep=save.keep, num_done=num_done))
+
+    raise_on_all_ranks(comm, open_on_rank_0)
+    return opened[0] if opened else None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ An event is a flat dict with an "event" key:
     eval    step, loss (mean over all targets), perplexity, tokens (targets), seconds: on validation data
     sample  prompt, text: what the model generates
     note    text: a line for the reader
-    save    step, path, bytes, stall_s (training waited), write_s (until it was on the disk)
+    save    step, path, bytes, stall_s (training waited), write_s (until it was on the disk), remote (URL of the copy, if the
+            run makes copies)
     save_failed  step, why, need_bytes, free_bytes, newest (the newest checkpoint that exists): training goes on
     resume  step, path (null: no checkpoint yet, a new run starts), layout (that wrote it), passed_over (newer, damaged):
             steps above `step` before this line are of a run that was killed; `step_history` leaves
@@ -140,9 +141,9 @@ class EventLog:
         """
         if self.out is None or _holds(self.out / name, text):
             return
-        _rename_older(self.out / name)
+        path = self.out / name
         try:
-            replace_file(self.out / name, text)
+            replace_file(path, text, kept=_unused_version(path))
         except OSError as error:
             got = f"{str(self.out / name)!r}: {error.strerror}"
             fix = "free disk space, or choose another out"
@@ -447,17 +448,21 @@ def _end_of_complete_lines(file: int, block: int = 1 << 16) -> int:
     return 0
 
 
-def _rename_older(path: Path) -> None:
-    """Rename an existing file: run.toml -> run-1.toml, the next one run-2.toml."""
+def _unused_version(path: Path) -> Path | None:
+    """The name under which an existing file is kept: run-1.toml for run.toml, the next one
+    run-2.toml. None if there is no file, or if it has the newest of these names already: then its
+    replacement was interrupted.
+    """
     if not os.path.lexists(path):
-        return
-    number = 1
-    while True:
+        return None
+    newest = path
+    for number in itertools.count(1):
         target = path.with_name(f"{path.stem}-{number}{path.suffix}")
         if not os.path.lexists(target):
-            path.rename(target)
-            return
-        number += 1
+            break
+        newest = target
+    is_kept = newest != path and os.path.samestat(os.lstat(path), os.lstat(newest))
+    return None if is_kept else target
 
 
 def _holds(path: Path, text: str) -> bool:

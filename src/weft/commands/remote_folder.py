@@ -1,0 +1,79 @@
+"""A URL as run folder: the local folder beside it, the check that it can be read and holds no other run, the download before a resume."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.remote import RemoteFolder, is_url, local_folder, url_faults
+from weft.checkpoint.resume import AUTO, resume_faults
+from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
+from weft.commands.run_folder import resumes_in
+from weft.config.schema import ModelSection
+from weft.errors import CheckpointError, Fault, UserError
+
+
+def local_keys(out: str | None, remote: str | None) -> dict[str, str]:
+    """The keys of a run whose `out` is a URL: a local folder, whose checkpoints are copied there."""
+    if not out or not is_url(out) or remote is not None:
+        return {}
+    return {"out": str(local_folder(out)), "save.remote": out}
+
+
+def has_copy(remote: str | None) -> bool:
+    """Whether there is a complete checkpoint at the URL of a run.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return remote is not None and RemoteFolder.open(remote).newest() is not None
+
+
+def remote_faults(remote: str | None, out: str | None, resume: str | None) -> Iterator[Fault]:
+    """The URL for checkpoints can be read, and holds no other run; one process of a machine asks."""
+    if out and is_url(out):
+        what = "is a URL, and save.remote names one too"
+        yield Fault("out", what, got=repr(out), fix="leave save.remote out")
+        return
+    if remote is None:
+        return
+    faults = tuple(url_faults(remote))
+    if faults or not is_first(os.environ, LOCAL_RANK_VARIABLES):
+        yield from faults
+        return
+    try:
+        holds_run = has_copy(remote)
+    except CheckpointError as error:
+        yield from error.faults
+        return
+    if holds_run and not (out and resumes_in(Path(out), resume)):
+        fix = "--resume auto to resume it, or another URL"
+        yield Fault("out", "holds a run already", repr(remote), "a URL without checkpoints", fix)
+
+
+def fetch(
+    remote: str | None,
+    out: str,
+    resume: str | None,
+    *,
+    model: ModelSection,
+    config: Mapping[str, Any],
+) -> None:
+    """Download the newest checkpoint at the URL of a run that resumes, where it is missing; one
+    process of a machine does.
+
+    Args:
+        config: all keys of the run, as JSON.
+
+    Raises:
+        UserError: it cannot be downloaded, or is of another run.
+    """
+    is_fetching = is_first(os.environ, LOCAL_RANK_VARIABLES)
+    if remote is None or resume != AUTO or not is_fetching:
+        return
+    RemoteFolder.open(remote).fetch(Path(out))
+    faults = tuple(resume_faults(model, config, resume=resume, out=out))
+    if faults:
+        raise UserError(*faults)
