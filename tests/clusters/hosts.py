@@ -43,6 +43,8 @@ class Hosts:
 
     Args:
         rate: of every link, as tc reads it: 1gbit; "": not limited.
+        delay_ms: of every link, one way; above 0 the hosts are joined by `tests.clusters.switch`, with
+            links of 100 Mbit/s, and cannot reach this machine.
         prefix: of the names; at most 8 letters.
         private: a folder of which every host has its own: FOLDER-NAME, seen as FOLDER.
     """
@@ -55,12 +57,15 @@ class Hosts:
         prefix: str = "weft",
         network: int = 78,
         private: Path | None = None,
+        delay_ms: float = 0.0,
     ):
         self.size = size
         self.rate = rate
         self.prefix = prefix
         self.network = network
         self.private = private
+        self.delay_ms = delay_ms
+        self._switch: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Hosts:
         self.remove()
@@ -95,28 +100,56 @@ class Hosts:
 
     def make(self) -> None:
         """Make bridge, namespaces and links."""
+        if self.delay_ms:
+            self._make_delayed()
+            return
         bridge = f"{self.prefix}br"
         _run("ip", "link", "add", bridge, "type", "bridge")
         _run("ip", "addr", "add", f"{self.bridge_address}/24", "dev", bridge)
         _run("ip", "link", "set", bridge, "up")
         for index, name in enumerate(self.names):
-            self._write_names(name)
-            if self.private is not None:
-                self.private.mkdir(exist_ok=True)
-                self.private_folder(index).mkdir(exist_ok=True)
-            _run("ip", "netns", "add", name)
+            self._make_namespace(index)
             outer = f"{self.prefix}v{index}"
             _run(
                 *f"ip link add {outer} type veth peer name eth0 netns {name}".split(),
             )
             _run("ip", "link", "set", outer, "master", bridge, "up")
-            _run("ip", "-n", name, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
-            _run("ip", "-n", name, "link", "set", "eth0", "up")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
+            self._set_address(index)
             _run("ip", "-n", name, "route", "add", "default", "via", self.bridge_address)
             if self.rate:
                 shape = f"tc qdisc add dev eth0 root tbf rate {self.rate} burst 256kb latency 100ms"
                 _run("ip", "netns", "exec", name, *shape.split())
+
+    def _make_delayed(self) -> None:
+        """Make namespaces, and the switch that joins them."""
+        for index in range(self.size):
+            self._make_namespace(index)
+        words = [sys.executable, str(Path(__file__).with_name("switch.py")), *self.names]
+        self._switch = subprocess.Popen(
+            [*words, "--rate", "100", "--delay", str(self.delay_ms)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._switch.stdout is not None
+        if not self._switch.stdout.readline():
+            raise RuntimeError("the switch does not start")
+        for index in range(self.size):
+            self._set_address(index)
+
+    def _make_namespace(self, index: int) -> None:
+        name = self.names[index]
+        self._write_names(name)
+        if self.private is not None:
+            self.private.mkdir(exist_ok=True)
+            self.private_folder(index).mkdir(exist_ok=True)
+        _run("ip", "netns", "add", name)
+
+    def _set_address(self, index: int) -> None:
+        name = self.names[index]
+        _run("ip", "-n", name, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
+        _run("ip", "-n", name, "link", "set", "eth0", "up")
+        _run("ip", "-n", name, "link", "set", "lo", "up")
 
     def _write_names(self, name: str) -> None:
         NAMES_FOLDER.mkdir(parents=True, exist_ok=True)
@@ -127,6 +160,10 @@ class Hosts:
 
     def remove(self) -> None:
         """Remove what `make` has made; processes in the namespaces must have ended."""
+        switch, self._switch = self._switch, None
+        if switch is not None:
+            switch.kill()
+            switch.communicate()
         for index, name in enumerate(self.names):
             _try("ip", "link", "del", f"{self.prefix}v{index}")
             _try("ip", "netns", "del", name)
@@ -165,11 +202,23 @@ class Hosts:
 
     def cut(self, index: int) -> None:
         """Cut the link of host `index`: packets are lost, connections stay open."""
+        if self._switch is not None:
+            self._command_switch(f"cut {index}")
+            return
         _run("ip", "link", "set", f"{self.prefix}v{index}", "nomaster")
 
     def restore(self, index: int) -> None:
         """Join the link of host `index` again."""
+        if self._switch is not None:
+            self._command_switch(f"restore {index}")
+            return
         _run("ip", "link", "set", f"{self.prefix}v{index}", "master", f"{self.prefix}br")
+
+    def _command_switch(self, line: str) -> None:
+        assert self._switch is not None
+        assert self._switch.stdin is not None
+        self._switch.stdin.write(line + "\n")
+        self._switch.stdin.flush()
 
 
 def _run(*words: str) -> None:

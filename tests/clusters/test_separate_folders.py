@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.clusters import hosts as hosts_module
 from tests.clusters.hosts import Hosts
 from tests.clusters.training import ENVIRONMENT, FLAGS, losses, resumed_from, wait_until
 from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.remote import RemoteFolder
 
 REASON = hosts_module.unavailable()
 pytestmark = [
@@ -22,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON),
     pytest.mark.timeout(900),
 ]
-RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "apart0:29400", "--rdzv-id", "apart")
+RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "{host}:29400", "--rdzv-id", "apart")
 FIRST = ("--mesh", "dp2", "--steps", "40")
 SECOND = ("--mesh", "tp2", "--steps", "60", "--resume", "auto")
 SAME_RATE = ("--optim.decay", "constant", "--save.keep", "100")
@@ -33,7 +35,8 @@ def train_on_hosts(hosts: Hosts, flags: tuple[str, ...], *, out: Path, logs: Pat
     agents = []
     files = {name: logs / f"{name}.log" for name in hosts.names}
     for index, name in enumerate(hosts.names):
-        words = [sys.executable, "-m", "torch.distributed.run", *RENDEZVOUS, "--nnodes", "2"]
+        rendezvous = [word.format(host=hosts.names[0]) for word in RENDEZVOUS]
+        words = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nnodes", "2"]
         words += ["--nproc-per-node", "1", "--node-rank", str(index), "-m", "weft", "train"]
         words += [*FLAGS, *flags, *SAME_RATE, "--out", str(out)]
         agents.append(hosts.start(index, words, env=ENVIRONMENT, log=files[name]))
@@ -61,7 +64,13 @@ def test_hosts_without_a_shared_folder_save_and_resume_on_another_layout(tmp_pat
         assert saved[1 - owner] == []
         train_on_hosts(hosts, SECOND, out=out, logs=tmp_path)
     assert resumed_from(disks[owner]) == [40]
-    one_host = tmp_path / "one-host"
+    assert len(losses(disks[owner])) == 60
+    assert losses(disks[owner]) == losses_of_one_host(tmp_path)
+
+
+def losses_of_one_host(folder: Path) -> dict[int, float]:
+    """Step -> loss of the same two runs with local ranks."""
+    one_host = folder / "one-host"
     for flags in (FIRST, SECOND):
         words = [sys.executable, "-m", "weft", "train", *FLAGS, *flags, *SAME_RATE]
         subprocess.run(
@@ -70,5 +79,21 @@ def test_hosts_without_a_shared_folder_save_and_resume_on_another_layout(tmp_pat
             check=True,
             capture_output=True,
         )
-    assert len(losses(disks[owner])) == 60
-    assert losses(disks[owner]) == losses(one_host)
+    return losses(one_host)
+
+
+def test_hosts_that_lose_their_disks_resume_from_a_url(tmp_path):
+    private = tmp_path / "disk"
+    url = f"file://{tmp_path}/bucket/run"
+    remote = ("--save.remote", url)
+    with Hosts(2, rate="1gbit", prefix="lost", network=80, private=private) as hosts:
+        disks = [hosts.private_folder(index) / "run" for index in range(2)]
+        train_on_hosts(hosts, (*FIRST, *remote), out=private / "run", logs=tmp_path)
+        assert RemoteFolder.open(url).newest() == 40
+        for disk in disks:
+            shutil.rmtree(disk, ignore_errors=True)
+        train_on_hosts(hosts, (*SECOND, *remote), out=private / "run", logs=tmp_path)
+    (owner,) = [disk for disk in disks if resumed_from(disk)]
+    assert resumed_from(owner) == [40]
+    assert RemoteFolder.open(url).newest() == 60
+    assert losses(owner) == losses_of_one_host(tmp_path)

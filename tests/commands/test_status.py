@@ -29,6 +29,13 @@ def write(folder: Path, *events: dict[str, Any]) -> Path:
     return folder
 
 
+def board_path(folder: Path, name: str = "weft-test") -> Path:
+    """Where a launcher has its status board: in a folder for its user alone."""
+    private = folder / name
+    private.mkdir(mode=0o700, exist_ok=True)
+    return private / "board"
+
+
 def status_of(folder: Path) -> RunStatus:
     return run_status(folder, now_s=time.monotonic())
 
@@ -63,12 +70,12 @@ def test_no_run_is_one_line(tmp_path):
 
 def test_a_running_run_shows_its_ranks(tmp_path, capsys):
     folder = write(tmp_path / "run", STEP)
-    board = StatusBoard.create(tmp_path / "board", 2)
+    board = StatusBoard.create(board_path(tmp_path), 2)
     for rank in range(2):
         board.rank(rank).begin(attempt=1)
         board.rank(rank).on_phase(8, "backward")
     with acquire(folder):
-        publish_status_board(folder, tmp_path / "board")
+        publish_status_board(folder, board_path(tmp_path))
         assert main(["status", str(folder)]) == 0
         first, *ranks = capsys.readouterr().out.splitlines()
         assert main(["status", str(folder), "--json"]) == 0
@@ -85,7 +92,7 @@ def test_a_running_run_shows_its_ranks(tmp_path, capsys):
 
 def test_a_stuck_run_names_the_culprit(tmp_path):
     folder = write(tmp_path / "run", STEP)
-    board = StatusBoard.create(tmp_path / "board", 2)
+    board = StatusBoard.create(board_path(tmp_path), 2)
     call = Call("all_reduce", "dp", (0, 1), 0, "all_reduce(sum) float32[4]")
     for rank in range(2):
         status = board.rank(rank)
@@ -97,7 +104,7 @@ def test_a_stuck_run_names_the_culprit(tmp_path):
         if rank == 0:
             status.waiting(call, status.started(call))
     with acquire(folder):
-        publish_status_board(folder, tmp_path / "board")
+        publish_status_board(folder, board_path(tmp_path))
         assert status_of(folder).state == "running"
         found = run_status(folder, now_s=time.monotonic() + 3.0)
     assert found.state == "stuck"
@@ -109,9 +116,9 @@ def test_a_stuck_run_names_the_culprit(tmp_path):
 
 def test_ranks_that_are_being_started_are_not_stuck(tmp_path):
     folder = write(tmp_path / "run", STEP)
-    StatusBoard.create(tmp_path / "board", 2)
+    StatusBoard.create(board_path(tmp_path), 2)
     with acquire(folder):
-        publish_status_board(folder, tmp_path / "board")
+        publish_status_board(folder, board_path(tmp_path))
         found = run_status(folder, now_s=time.monotonic() + 60.0)
     assert found.state == "running"
     assert [str(rank) for rank in found.ranks] == [
@@ -124,7 +131,7 @@ def test_a_run_is_not_stuck_before_its_timeout(tmp_path):
     folder = write(tmp_path / "run", STEP)
     with (folder / "run.toml").open("a") as file:
         file.write("[run]\ntimeout_s = 60.0\n")
-    board = StatusBoard.create(tmp_path / "board", 2)
+    board = StatusBoard.create(board_path(tmp_path), 2)
     call = Call("all_reduce", "dp", (0, 1), 0, "all_reduce(sum) float32[4]")
     ranks = [board.rank(0), board.rank(1)]
     for status in ranks:
@@ -134,7 +141,7 @@ def test_a_run_is_not_stuck_before_its_timeout(tmp_path):
             status.on_phase(step, "update")
     ranks[0].waiting(call, ranks[0].started(call))
     with acquire(folder):
-        publish_status_board(folder, tmp_path / "board")
+        publish_status_board(folder, board_path(tmp_path))
         assert run_status(folder, now_s=time.monotonic() + 30.0).state == "running"
         assert run_status(folder, now_s=time.monotonic() + 90.0).state == "stuck"
 
@@ -158,7 +165,73 @@ def test_damaged_events_and_configs_are_left_out(tmp_path, event, config):
     folder = write(tmp_path / "run", event, {"event": "end", "status": "finished"})
     (folder / "run.toml").write_text(config)
     assert status_of(folder).state == "done"
-    StatusBoard.create(tmp_path / "board", 2).rank(0).begin(attempt=0)
+    StatusBoard.create(board_path(tmp_path), 2).rank(0).begin(attempt=0)
     with acquire(folder):
-        publish_status_board(folder, tmp_path / "board")
+        publish_status_board(folder, board_path(tmp_path))
         assert status_of(folder).state == "running"
+
+
+def _elsewhere(place: Path) -> Path:
+    return board_path(place, "other")
+
+
+def _readable_by_all(place: Path) -> Path:
+    path = board_path(place)
+    path.parent.chmod(0o755)
+    return path
+
+
+def _behind_a_link(place: Path) -> Path:
+    path = board_path(place, "weft-real")
+    (place / "weft-link").mkdir(mode=0o700)
+    link = place / "weft-link" / "board"
+    link.symlink_to(path)
+    return link
+
+
+def _hard_link(place: Path) -> Path:
+    path = board_path(place, "weft-real")
+    StatusBoard.create(path, 2)
+    (place / "weft-link").mkdir(mode=0o700)
+    os.link(path, place / "weft-link" / "board")
+    return place / "weft-link" / "board"
+
+
+def _named_otherwise(place: Path) -> Path:
+    return board_path(place).with_name("slots")
+
+
+def _of_another_user(place: Path) -> Path:
+    return board_path(place)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _elsewhere,
+        _readable_by_all,
+        _behind_a_link,
+        _hard_link,
+        _named_otherwise,
+        _of_another_user,
+    ],
+)
+def test_a_board_that_no_launcher_of_the_owner_has_made_is_not_read(tmp_path, monkeypatch, make):
+    """A run.lock by another hand cannot make `weft status` open a file of another place."""
+    folder = write(tmp_path / "run", STEP)
+    path = make(tmp_path)
+    if not path.exists():
+        StatusBoard.create(path.resolve(), 2).rank(0).begin(attempt=0)
+    if make is _of_another_user:
+        real = os.lstat
+
+        def lstat(path, **options):
+            found = real(path, **options)
+            is_lock = str(path).endswith("run.lock")
+            return os.stat_result((*found[:4], found.st_uid + is_lock, *found[5:10]))
+
+        monkeypatch.setattr("weft.commands.status.os.lstat", lstat)
+    with acquire(folder):
+        publish_status_board(folder, path)
+        found = status_of(folder)
+    assert (found.state, found.pid, found.ranks) == ("running", os.getpid(), ())

@@ -76,6 +76,18 @@ def test_every_line_is_a_document_of_its_own(tmp_path, name):
     assert documents_of(made(tmp_path, write_lines(tmp_path / name))) == TEXTS
 
 
+@pytest.mark.parametrize("num_small", [0, 2000])
+def test_a_huge_cell_of_a_parquet_file_is_rejected(tmp_path, monkeypatch, num_small):
+    """Alone in its row group the metadata gives it away; among many its length is looked at."""
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 10_000)
+    texts = ["small"] * num_small + ["x" * 10_001]
+    table = arrow.table({"text": texts})
+    parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)
+    with pytest.raises(DataError, match=rf"row {num_small + 1} holds a text that is too long"):
+        made(tmp_path, str(tmp_path / "a.parquet"))
+
+
 def test_every_row_of_a_parquet_file_is_a_document(tmp_path):
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     table = arrow.table({"body": [*TEXTS, None, ""], "id": list(range(62))})

@@ -101,6 +101,19 @@ def flip(name: str, at: int) -> Change:
     return change
 
 
+def huge_cell(name: str) -> Change:
+    """A parquet file of some kilobytes, with one text of 80 MiB."""
+
+    def make(folder: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        table = pyarrow.table({"text": ["x" * (80 * MIB)]})
+        pyarrow.parquet.write_table(table, folder / name, compression="zstd")
+
+    return make
+
+
 # ---------------------------------------------------------------------------------------------- values of the config
 
 VALUES: dict[str, tuple[str, ...]] = {
@@ -332,6 +345,12 @@ def data_files() -> Iterator[Case]:
     parquet = write("x.parquet", b"PAR1" + b"\xff" * 999 + b"PAR1")
     yield Case(
         "no parquet file", ("train", "--data.source", "x.parquet"), "is not a parquet file", parquet
+    )
+    yield Case(
+        "a huge cell of a parquet file",
+        ("train", "--data.source", "x.parquet"),
+        "row 1 holds a text that is too long",
+        huge_cell("x.parquet"),
     )
     for name, words in {
         "no input": ("data", "prepare", "--out", "new"),
@@ -870,6 +889,8 @@ def schedules() -> Iterator[Case]:
         "stages",
         faults=3,
     )
+    layers = ("explain", "--model.layers", "10000")
+    yield Case("5,000 stages", (*layers, "--mesh", "pp5000"), "too many stages", faults=3)
     yield Case("svg in /proc", ("schedule", "--svg", "/proc/x.svg"), "svg")
     yield Case("json below a file", ("schedule", "--json", "text.txt/x"), "json")
 
@@ -990,12 +1011,17 @@ def starts() -> Iterator[Case]:
         ("threads", (), (*threads, "--run.restarts", "3"), f"run.restarts: {UNSUPERVISED}"),
         ("threads", (), (*threads, "--run.timeout_s", "9"), f"run.timeout_s: {UNSUPERVISED}"),
         ("threads", (), (*threads, "--port", "29500"), f"port: {UNSUPERVISED}"),
-        ("torchrun", TORCHRUN, threads, "transport: torchrun starts ranks as processes"),
+        (
+            "torchrun",
+            TORCHRUN,
+            threads,
+            "transport: ranks as threads cannot be started by torchrun",
+        ),
         ("torchrun", TORCHRUN, memory, SNAPSHOTS),
         ("torchrun", TORCHRUN, ("--port", "29501"), "port: has no effect: torchrun has"),
         ("torchrun", TORCHRUN, ("--run.restarts", "3"), "torchrun --max-restarts 3"),
         ("torchrun", TORCHRUN, ("--nproc", "4"), "nproc: differs"),
-        ("Slurm", SLURM, threads, "transport: Slurm starts ranks as processes"),
+        ("Slurm", SLURM, threads, "transport: ranks as threads cannot be started by Slurm"),
         ("Slurm", SLURM, memory, SNAPSHOTS),
         ("Slurm", SLURM, ("--port", "29501"), "port: has no effect: Slurm has"),
         ("Slurm", SLURM, ("--run.restarts", "3"), "weft launch slurm"),
@@ -1007,7 +1033,11 @@ def starts() -> Iterator[Case]:
     yield Case("full_mesh xx9", ("train", "--mesh", "dp2", *elastic), "", faults=2)
     launch = ("launch", "slurm", "--mesh", "dp2", "--dry-run")
     yield Case("launch with snapshots", (*launch, *memory), SNAPSHOTS)
-    yield Case("launch with threads", (*launch, *threads), "transport: a cluster starts")
+    yield Case(
+        "launch with threads",
+        (*launch, *threads),
+        "transport: ranks as threads cannot be started by a cluster",
+    )
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {

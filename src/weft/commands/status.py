@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +21,7 @@ from weft.core.mesh import Mesh
 from weft.errors import Fault, UserError, WeftError
 from weft.run.folder_lock import FolderLock, LockHolder, find_lock
 from weft.run.hang import diagnose
+from weft.run.private_folder import is_private_file
 from weft.run.process_state import STOPPED, process_state
 from weft.run.rank_status import RankSnapshot, StatusBoard
 from weft.small_files import UnreadableFile, open_regular, parse_json
@@ -28,6 +30,8 @@ from weft.view.quantity import short_time
 USAGE = "RUN [--json]"
 LINE = "show whether a run is running, stuck, failed or done, and where"
 EVENTS = "events.jsonl"
+BOARD = "board"
+"""Name of the status board in the private folder of a launcher."""
 TAIL_BYTES = 1 << 18
 
 NOW_S = 0.01
@@ -224,7 +228,7 @@ def _running(
     if holder is None:
         return found
     found = replace(found, host=holder.host, pid=holder.pid)
-    board = _board(holder)
+    board = _board(lock, holder)
     if board is None:
         return found
     mesh = _mesh(config)
@@ -280,12 +284,18 @@ def _place(snapshot: RankSnapshot) -> str:
     return f"{snapshot.place}, in {snapshot.waiting.text}"
 
 
-def _board(holder: LockHolder) -> StatusBoard | None:
-    """The board of a run on this machine; None if there is none (any more)."""
+def _board(lock: FolderLock, holder: LockHolder) -> StatusBoard | None:
+    """The board of a run on this machine; None if there is none (any more), or if the lock names a
+    file that no launcher of its owner has made.
+    """
     if holder.status_board is None or not holder.is_on_this_machine():
         return None
+    path = Path(holder.status_board)
     try:
-        return StatusBoard.open(Path(holder.status_board))
+        owner = os.lstat(lock.path).st_uid
+        if path.name != BOARD or not is_private_file(path, owner=owner):
+            return None
+        return StatusBoard.open(path)
     except (OSError, ValueError):
         return None
 

@@ -89,6 +89,8 @@ def _nearest_target(target: str, model: ModelConfig) -> str:
 
 def rank_is_low(lora: LoraConfig, model: ModelConfig) -> Iterable[Fault]:
     """The rank is at most the smaller side of each adapted linear."""
+    if not lora.rank:
+        return
     linears = model.linears()
     smaller_sides: dict[str, int] = {}
     for name in adapted_linears(lora.targets, linears):

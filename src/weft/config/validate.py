@@ -38,7 +38,7 @@ from weft.core.model_config import ModelConfig
 from weft.core.precision import dtype_faults
 from weft.core.sequence import length_unit
 from weft.errors import Fault, UserError, counted, did_you_mean
-from weft.layout.stages import check_number_of_stages, split_by_counts
+from weft.layout.stages import check_number_of_stages, check_stage_limit, split_by_counts
 from weft.schedule.catalog import SCHEDULES, find
 
 MOST_MICROBATCHES = 2**16
@@ -273,8 +273,9 @@ def layers_make_stages(
             fix="leave pipeline.split out",
         )
         return
-    blocks = model.block_specs(seq_len)
     try:
+        check_stage_limit(num_stages)  # before the blocks of thousands of layers are made
+        blocks = model.block_specs(seq_len)
         if split:
             split_by_counts(blocks, split)
         else:

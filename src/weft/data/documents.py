@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,12 +290,45 @@ def _parquet_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
         num_rows = max(table.metadata.num_rows, 1)
         file_bytes = file.stat().st_size
         num_read = 0
+        _check_row_groups(table.metadata, table.schema_arrow.names.index(field), file)
         for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[field]):
+            _check_cells(batch.column(0), file, first_row=num_read)
             num_read += len(batch)
             at = file_bytes * num_read // num_rows
             for text in batch.column(0).to_pylist():
                 if text:
                     yield from document_chunks(text, at)
+
+
+def _check_row_groups(metadata: Any, column: int, file: Path) -> None:
+    """Reject a file whose metadata says that some text is too long, before it is decompressed."""
+    row = 0
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        num_bytes = group.column(column).total_uncompressed_size
+        if num_bytes > MAX_LINE_BYTES * max(group.num_rows, 1):
+            raise DataError(_long_cell(file, row, num_bytes))
+        row += group.num_rows
+
+
+def _check_cells(texts: Any, file: Path, *, first_row: int) -> None:
+    """Reject a text that is too long, before it becomes a Python string."""
+    compute = importlib.import_module("pyarrow.compute")
+    lengths = compute.binary_length(texts)
+    longest = compute.max(lengths).as_py() or 0
+    if longest > MAX_LINE_BYTES:
+        row = first_row + compute.index(lengths, longest).as_py()
+        raise DataError(_long_cell(file, row, longest))
+
+
+def _long_cell(file: Path, row: int, num_bytes: int) -> Fault:
+    return Fault(
+        KEY,
+        f"{file}: row {row + 1} holds a text that is too long",
+        got=f"{num_bytes:,} bytes",
+        need=f"at most {MAX_LINE_BYTES:,}",
+        fix="split it into several rows",
+    )
 
 
 def _check_text_column(schema: Any, field: str, file: Path) -> None:

@@ -35,16 +35,25 @@ def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[s
     return _names_between(units, bounds)
 
 
+def check_stage_limit(num_stages: int) -> None:
+    """Check that there are not too many stages for any model.
+
+    Raises:
+        PlanError: there are more than `MAX_STAGES`.
+    """
+    if num_stages > MAX_STAGES:
+        got = f"{num_stages} stages"
+        raise PlanError(Fault("mesh", "too many stages", got, f"at most {MAX_STAGES}"))
+
+
 def check_number_of_stages(blocks: Sequence[BlockSpec], num_stages: int) -> None:
     """Check that there is a layer for every stage.
 
     Raises:
         PlanError: when there are more stages than layers, or than `MAX_STAGES`.
     """
+    check_stage_limit(num_stages)
     units = _layer_units(blocks)
-    if num_stages > MAX_STAGES:
-        got = f"{num_stages} stages"
-        raise PlanError(Fault("mesh", "too many stages", got, f"at most {MAX_STAGES}"))
     if num_stages > len(units):
         raise PlanError(
             Fault(

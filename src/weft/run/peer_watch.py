@@ -32,8 +32,8 @@ from weft.run.rank_status import Phase, RankSnapshot, StatusBoard, WaitingCall
 #     makes progress               nothing is wrong, it is slow
 #     all members have joined      the data does not arrive: after the limit a link is cut, although the store is reached
 #
-# A rank whose store does not answer, and which makes no progress for as long, is cut off from the machine of the store. It
-# can ask nobody: a second thread ends it. The agent starts all ranks again in both cases.
+# A rank whose store does not answer, and which makes no progress for as long, is cut off from the machine of the store. A
+# second thread ends it, without a question to the others. The agent starts all ranks again in both cases.
 #
 # Questions cost requests only while a rank waits unusually long. The first verdict in the store counts, for all ranks: each
 # exits, one prints, and the culprit is killed by a rank of its machine, so that the agent need not wait for it.

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import signal
+import stat
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,22 @@ CLEANER_NAME = b"weft-cleaner"
 # SIGKILL gives a launcher no chance to remove anything. So a small process is forked first, which reads a pipe that the
 # launcher and all ranks (forked later) hold open, and never write. The read returns once the last of them has ended; then
 # the process removes the folders. It has its own session and ignores the signals that end a job, and holds no other file.
+
+
+def is_private_file(path: Path, *, owner: int) -> bool:
+    """Whether a file lies directly in the private folder of a launcher of this user.
+
+    Args:
+        owner: user id.
+    """
+    try:
+        folder, file = os.lstat(path.parent), os.lstat(path)
+    except (OSError, ValueError):
+        return False
+    is_folder = stat.S_ISDIR(folder.st_mode) and path.parent.name.startswith(PREFIX)
+    is_closed = stat.S_IMODE(folder.st_mode) & 0o077 == 0
+    is_file = stat.S_ISREG(file.st_mode) and file.st_nlink == 1
+    return is_folder and is_closed and is_file and folder.st_uid == file.st_uid == owner
 
 
 class PrivateFolder:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import time
 import zlib
 from collections.abc import Callable
@@ -154,9 +155,12 @@ class StatusBoard:
             OSError: there is none.
             ValueError: the file is no board.
         """
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            num_ranks, rest = divmod(os.fstat(file).st_size, SLOT_BYTES)
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{path} is no status board")
+            num_ranks, rest = divmod(status.st_size, SLOT_BYTES)
             if rest or not num_ranks:
                 raise ValueError(f"{path} is no status board")
             return StatusBoard(file, num_ranks)
