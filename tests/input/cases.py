@@ -996,48 +996,42 @@ SLURM = (
     *(("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_LOCALID", "0")),
     *(("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "node[1-2]")),
 )
-SNAPSHOTS = "save.memory_every: has no effect"
-UNSUPERVISED = "has no effect on ranks as threads"
+UNSUPERVISED = "is set, and ranks as threads are not supervised"
 
 
 def starts() -> Iterator[Case]:
     threads = ("--transport", "threads")
-    memory = ("--save.memory_every", "5")
     rows: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], str], ...] = (
-        ("processes", (), ("--run.restarts", "0", *memory), SNAPSHOTS),
-        ("processes", (), ("--run.full_mesh", "dp4"), "run.full_mesh: has no effect without"),
         ("processes", (), ("--nproc", "1"), "or --run.elastic True for the best smaller layout"),
-        ("threads", (), (*threads, *memory), f"save.memory_every: {UNSUPERVISED}"),
+        ("threads", (), (*threads, "--save.memory_every", "5"), f"memory_every: {UNSUPERVISED}"),
         ("threads", (), (*threads, "--run.restarts", "3"), f"run.restarts: {UNSUPERVISED}"),
         ("threads", (), (*threads, "--run.timeout_s", "9"), f"run.timeout_s: {UNSUPERVISED}"),
-        ("threads", (), (*threads, "--port", "29500"), f"port: {UNSUPERVISED}"),
-        (
-            "torchrun",
-            TORCHRUN,
-            threads,
-            "transport: ranks as threads cannot be started by torchrun",
-        ),
-        ("torchrun", TORCHRUN, memory, SNAPSHOTS),
-        ("torchrun", TORCHRUN, ("--port", "29501"), "port: has no effect: torchrun has"),
-        ("torchrun", TORCHRUN, ("--run.restarts", "3"), "torchrun --max-restarts 3"),
+        ("threads", (), (*threads, "--port", "29500"), "port: is set, and ranks as threads need"),
+        ("torchrun", TORCHRUN, threads, "transport: ranks as threads cannot be started"),
         ("torchrun", TORCHRUN, ("--nproc", "4"), "nproc: differs"),
-        ("Slurm", SLURM, threads, "transport: ranks as threads cannot be started by Slurm"),
-        ("Slurm", SLURM, memory, SNAPSHOTS),
-        ("Slurm", SLURM, ("--port", "29501"), "port: has no effect: Slurm has"),
-        ("Slurm", SLURM, ("--run.restarts", "3"), "weft launch slurm"),
+        ("Slurm", SLURM, threads, "transport: ranks as threads cannot be started"),
+        ("Slurm", SLURM, ("--nproc", "4"), "nproc: differs"),
     )
     for way, env, words, line in rows:
-        all_words = ("train", "--mesh", "dp2", *words)
-        yield Case(f"{way} {' '.join(words)}", all_words, line, env=env)
-    elastic = ("--run.elastic", "True", "--run.full_mesh", "xx9")
-    yield Case("full_mesh xx9", ("train", "--mesh", "dp2", *elastic), "", faults=2)
+        yield Case(f"{way} {' '.join(words)}", ("train", "--mesh", "dp2", *words), line, env=env)
     launch = ("launch", "slurm", "--mesh", "dp2", "--dry-run")
-    yield Case("launch with snapshots", (*launch, *memory), SNAPSHOTS)
-    yield Case(
-        "launch with threads",
-        (*launch, *threads),
-        "transport: ranks as threads cannot be started by a cluster",
-    )
+    yield Case("launch with threads", (*launch, *threads), "ranks as threads")
+    yield Case("launch, no such URL", (*launch, "--out", "nowhere://x/y"), "unknown file system")
+    urls = {
+        "memory://x/run": "save.remote: is lost when the process ends",
+        "http://127.0.0.1:9/run": "save.remote: cannot be written",
+        "nowhere://x/run": "save.remote: names an unknown file system",
+        "ftp://me:hidden@host/run": "save.remote: holds a password",
+        "s3://": "save.remote: is no URL of a folder",
+    }
+    for url, line in urls.items():
+        yield Case(f"out {url}", ("train", "--out", url), line)
+    words = ("train", "--out", "file://run", "--save.remote", "file://x")
+    yield Case("two URLs", words, "out: is a URL, and save.remote names one too")
+    held = ("train", "--out", "new", "--save.remote", "file://run")
+    yield Case("a URL that holds a run", held, "out: holds a run already")
+    for name in ("status", "prove", "replay", "generate", "export"):
+        yield Case(f"{name} of a URL", (name, "s3://bucket/run"), "reads local folders")
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {

@@ -113,7 +113,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
         Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),
         Check(
-            ("transport", "run", "save"),
+            ("transport", "port", "run", "save"),
             partial(
                 unused_keys.ranks_are_supervised,
                 run.transport,
