@@ -28,27 +28,36 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: not a checkpoint, a flipped bit, unreadable, of a newer format, or data
             files missing or cut short.
     """
-    manifest = read_manifest_alone(path)
+    manifest = verified_manifest(path, *_stored_bytes(path))
     faults = tuple(_length_faults(path, manifest))
     if faults:
         raise CheckpointError(*faults)
     return manifest
 
 
-def read_manifest_alone(path: Path) -> Manifest:
-    """As `read_manifest`, without a look at the data files: they may be elsewhere."""
-    manifest = _parse(path, _verified_bytes(path))
+def verified_manifest(path: Path, text: bytes, digest: bytes) -> Manifest:
+    """The manifest of a checkpoint from its bytes and those of its checksum file, without a look at
+    the data files.
+
+    Args:
+        path: of the checkpoint, for errors.
+
+    Raises:
+        CheckpointError: as `read_manifest`.
+    """
+    _check_digest(path, text, digest)
+    manifest = _parse(path, text)
     faults = tuple(_offset_faults(path, manifest))
     if faults:
         raise CheckpointError(*faults)
     return manifest
 
 
-def _verified_bytes(path: Path) -> bytes:
-    """The bytes of the manifest, if they match its checksum file."""
-    manifest_path, digest_path = path / MANIFEST, path / DIGEST
+def _stored_bytes(path: Path) -> tuple[bytes, bytes]:
+    """The bytes of the manifest, and of its checksum file."""
+    digest_path = path / DIGEST
     try:
-        text = read_bytes(manifest_path, max_bytes=MAX_MANIFEST_BYTES, within=path)
+        text = read_bytes(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES, within=path)
     except UnreadableFile as error:
         fault = _not_a_checkpoint(path) if error.is_missing else error.fault()
         raise CheckpointError(fault) from None
@@ -59,20 +68,23 @@ def _verified_bytes(path: Path) -> bytes:
         raise CheckpointError(
             Fault(str(digest_path), what, error.got, fix=FIX_USE_ANOTHER)
         ) from None
+    return text, digest
+
+
+def _check_digest(path: Path, text: bytes, digest: bytes) -> None:
     need = digest_text(text).encode()
     if digest != need:
         what = f"{MANIFEST} and its checksum do not agree: one of the two is damaged"
         got = f"checksum {_shortened(digest)} in {DIGEST}"
         raise CheckpointError(
             Fault(
-                str(manifest_path),
+                str(path / MANIFEST),
                 what,
                 got=got,
                 need=_shortened(need),
                 fix=FIX_USE_ANOTHER,
             )
         )
-    return text
 
 
 def _shortened(digest: bytes) -> str:

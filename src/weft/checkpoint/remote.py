@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -33,7 +32,7 @@ from urllib.parse import urlsplit
 from weft.checkpoint.disk import replace_file, sync_folder
 from weft.checkpoint.folder import FOLDER, checkpoint_path, checkpoints, set_one_aside, steps_of
 from weft.checkpoint.format import DIGEST, MANIFEST, Manifest
-from weft.checkpoint.manifest import read_manifest, read_manifest_alone
+from weft.checkpoint.manifest import read_manifest, verified_manifest
 from weft.errors import CheckpointError, Fault
 from weft.small_files import UnreadableFile, read_text
 
@@ -110,6 +109,15 @@ def _import_faults(protocol: str) -> Iterator[Fault]:
 
 
 @dataclass(frozen=True)
+class _StoredManifest:
+    """The manifest of a complete copy, its bytes, and those of its checksum file."""
+
+    manifest: Manifest
+    text: bytes
+    digest: bytes
+
+
+@dataclass(frozen=True)
 class RemoteFolder:
     """The folder of a run at a URL.
 
@@ -155,26 +163,26 @@ class RemoteFolder:
 
     def manifest_of(self, step: int) -> Manifest | None:
         """The manifest of a complete copy; None of an interrupted or damaged one."""
-        with tempfile.TemporaryDirectory(prefix="weft-manifest-") as folder:
-            local = Path(folder) / _name_of(step)
-            local.mkdir()
-            return self._manifest_into(step, local)
+        stored = self._stored(step)
+        return None if stored is None else stored.manifest
 
-    def _manifest_into(self, step: int, local: Path) -> Manifest | None:
-        sizes = self._sizes(FOLDER, _name_of(step))
-        for name in (MANIFEST, DIGEST):
-            if sizes.get(name, MAX_SMALL_BYTES + 1) > MAX_SMALL_BYTES:
-                return None
-            content = self._read(FOLDER, _name_of(step), name)
-            if content is None:
-                return None
-            (local / name).write_bytes(content)
+    def _stored(self, step: int) -> _StoredManifest | None:
+        name = _name_of(step)
+        sizes = self._sizes(FOLDER, name)
+        is_small = all(
+            sizes.get(file, MAX_SMALL_BYTES + 1) <= MAX_SMALL_BYTES for file in (MANIFEST, DIGEST)
+        )
+        if not is_small:
+            return None
+        text, digest = self._read(FOLDER, name, MANIFEST), self._read(FOLDER, name, DIGEST)
+        if text is None or digest is None:
+            return None
         try:
-            manifest = read_manifest_alone(local)
+            manifest = verified_manifest(Path(name), text, digest)
         except CheckpointError:
             return None
-        are_whole = all(sizes.get(name) == file.num_bytes for name, file in manifest.files.items())
-        return manifest if are_whole else None
+        are_whole = all(sizes.get(file) == of.num_bytes for file, of in manifest.files.items())
+        return _StoredManifest(manifest, text, digest) if are_whole else None
 
     def upload(self, path: Path, *, nonce: str) -> None:
         """Copy a complete checkpoint; its checksum is written last, and an earlier copy of the step
@@ -309,10 +317,12 @@ class RemoteFolder:
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)
         place.mkdir(exist_ok=True)
-        manifest = self._manifest_into(step, place)
-        if manifest is None:
+        stored = self._stored(step)
+        if stored is None:
             raise CheckpointError(Fault(KEY, f"the copy {name} has changed during the download"))
-        for file in manifest.files:
+        (place / MANIFEST).write_bytes(stored.text)
+        (place / DIGEST).write_bytes(stored.digest)
+        for file in stored.manifest.files:
             if not (place / file).exists():
                 self._get(place / file, FOLDER, name, file)
         read_manifest(place)

@@ -1,4 +1,4 @@
-"""A URL as run folder: the local folder beside it, the check that it can be read and holds no other run, the download before a resume."""
+"""A URL as run folder: its local folder, the check that it can be read and holds no other run, the download before a resume."""
 
 from __future__ import annotations
 
