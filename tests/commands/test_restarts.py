@@ -6,6 +6,7 @@ import pytest
 
 from tests.tiny_run import TINY
 from weft.cli import main
+from weft.commands.environment import launcher_notes
 from weft.commands.preflight import after_restart
 from weft.commands.run_folder import mark_job
 from weft.config.load import load
@@ -76,3 +77,25 @@ def test_without_elastic_fewer_ranks_are_rejected_in_a_line_that_names_the_key(m
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: mesh: differs from the world size (got 2 ranks started; need 4 ")
     assert line.endswith("or --run.elastic True for the best smaller layout")
+
+
+@pytest.mark.parametrize("transport", ["process", "threads"])
+def test_elastic_local_ranks_are_as_many_as_nproc(transport):
+    words = ("--mesh", "dp4", "--nproc", "2", "--run.elastic", "True", "--transport", transport)
+    small = adapted(*words)
+    assert (small.mesh, small.run.full_mesh, small.transport) == ("dp2", "dp4", transport)
+
+
+def test_restarts_that_the_agent_does_not_make_are_noted(monkeypatch):
+    def notes(restarts: int | None) -> list[str]:
+        return list(launcher_notes(None, None, restarts=restarts))
+
+    assert notes(7) == []
+    set_world(monkeypatch, 2, TORCHELASTIC_MAX_RESTARTS="2")
+    assert notes(None) == notes(2) == []
+    (note,) = notes(7)
+    assert note.startswith(
+        "run.restarts 7 is not used: the launcher of the ranks starts them again 2 "
+    )
+    monkeypatch.setenv("WEFT_JOB", "slurm x")
+    assert notes(7) == []
