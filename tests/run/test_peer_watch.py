@@ -124,10 +124,10 @@ def test_all_ranks_get_one_verdict_and_one_reports_it(ranks):
     ranks[0].enter(3, call(0, 1, 2))
     ranks[1].enter(3, call(0, 1, 2))
     watching = ranks[:2]
-    verdict_of(ranks[0], *watching)
-    deadline = time.monotonic() + WAIT_S
-    while not ranks[1].verdicts and time.monotonic() < deadline:
-        time.sleep(0.01)
+    with ranks[0].watch, ranks[1].watch:
+        deadline = time.monotonic() + WAIT_S
+        while not all(rank.verdicts for rank in watching) and time.monotonic() < deadline:
+            time.sleep(0.01)
     reporting = [rank.verdicts[0][1] for rank in watching]
     assert sorted(reporting) == [False, True]
     assert {verdict.rank for rank in watching for verdict, _ in rank.verdicts} == {2}
