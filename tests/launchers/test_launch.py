@@ -75,6 +75,20 @@ def test_every_engine_gets_the_same_run_config(name, tmp_path, capsys, monkeypat
     assert run == expected.with_values({"out": folder, "resume": "auto"})
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_job_whose_out_is_a_url_has_a_local_folder_and_copies(
+    name, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    url = "file://bucket/run7"
+    assert main(["launch", name, *MESH, *OPTIONS[name], "--out", url]) == 0
+    (path,) = tmp_path.glob("runs/remote/run7-*/job/config.toml")
+    config = load([str(path)], FAMILIES)
+    assert (config.save.remote, config.resume) == (url, "auto")
+    assert Path(config.out or "").name == path.parents[1].name
+
+
 def test_an_installed_engine_gets_the_job_file(tmp_path, capfd, monkeypatch):
     program = tmp_path / "bin" / "sbatch"
     program.parent.mkdir()
