@@ -28,16 +28,12 @@ FIRST_MIXTURE = ("layer0",)
 LAST_MIXTURE = ("layer2",)
 
 
-def expert_gradients_times(factor: float) -> Callable[..., None]:
-    """Gradients of experts are multiplied after the reduction."""
-
-    def change(finish: Callable[..., None], reducer: GradientReducer) -> None:
-        finish(reducer)
-        for name, param in reducer.sharded_params.items():
-            if ".experts." in name and param.grad is not None:
-                param.grad.mul_(factor)
-
-    return change
+def expert_gradients_times_degree(finish: Callable[..., None], reducer: GradientReducer) -> None:
+    """Gradients of experts are multiplied by the number of expert ranks after the reduction."""
+    finish(reducer)
+    for name, param in reducer.sharded_params.items():
+        if ".experts." in name and param.grad is not None:
+            param.grad.mul_(reducer.comm.degree("ep"))
 
 
 def experts_summed_over_ep(
@@ -93,7 +89,7 @@ MUTANTS = (
         "gradients_of_experts_are_twice_too_large",
         "dense parameters are averaged, experts are summed",
         MutantLayout("dp2 ep2", family="qwen3-moe"),
-        (FunctionFault(FINISH, expert_gradients_times(2.0)),),
+        (FunctionFault(FINISH, expert_gradients_times_degree),),
         axes=AXIS,
         blocks=LAST_MIXTURE,
         reference=references.PYTORCH_EXPERTS,
@@ -214,7 +210,7 @@ MUTANTS = (
         "the_shared_expert_counts_once_a_tensor_rank",
         "its output is summed although it is whole",
         MutantLayout("tp2", family="deepseek"),
-        (ModuleFault("layer1.mlp.shared", result_times(2.0)),),
+        (ModuleFault("layer1.mlp.shared", result_times(2.0), axis="tp"),),
         axes=("tp", ""),
         blocks=("layer1",),
     ),

@@ -86,12 +86,14 @@ class ModuleFault:
     Attributes:
         path: global path of the module ("layer1.attn.o").
         change: as in `FunctionFault`; its second argument is the module.
-        places: (mesh axis, index) of the ranks that have the fault; empty: all.
+        axis: mesh axis without which there is no fault; "": every layout has it.
+        index: index along that axis of the ranks that have it; None: all.
     """
 
     path: str
     change: FunctionChange
-    places: tuple[tuple[str, int], ...] = ()
+    axis: str = ""
+    index: int | None = None
 
 
 PlantedFault = CollectiveFault | FunctionFault | ModuleFault

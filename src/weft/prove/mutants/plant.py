@@ -100,7 +100,9 @@ def _with_faulty_module(
 ) -> ParallelModel:
     model = parallelize(*args, **kwargs)
     comm = model.comm
-    if any(comm.index(axis) != index for axis, index in fault.places):
+    if fault.axis and comm.degree(fault.axis) == 1:
+        return model
+    if fault.index is not None and comm.index(fault.axis) != fault.index:
         return model
     block_name, _, path = fault.path.partition(".")
     block = model.blocks.get(block_name)
