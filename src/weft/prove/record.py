@@ -320,7 +320,7 @@ class Recorder:
                 title = owner if section == MODEL else f"{owner} {section.partition('/')[2]}"
                 site = Site(number, phase, block, title, owner)
                 self._keep(site, tensor.detach().reshape(-1), place, self.trace.newest)
-            for section, scalar in local.scalars.items():
+            for section, scalar in local.whole.items():
                 title = f"{owner} {section.partition('/')[2]}"
                 site = Site(number, moments, block, title, owner)
                 self._keep(site, scalar.detach().reshape(1), place, self.trace.newest)

@@ -21,7 +21,7 @@ PACKED = MutantLayout("dp2", documents=True)
 BATCHES = "weft.train.data_loader:DataLoader.batches"
 MICRO_BATCHES = "weft.train.data_loader:DataLoader.micro_batches"
 WHOLE_BATCH = "weft.train.data_loader:whole_batch"
-ANY_AXIS = ("", "dp")
+ANY_AXIS = ("",)
 STEP = ("",)
 
 

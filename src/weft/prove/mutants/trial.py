@@ -25,11 +25,11 @@ from weft.prove.mutants.effect import (
 from weft.prove.mutants.fault import Mutant, MutantLayout
 from weft.prove.mutants.plant import planted
 from weft.prove.proof import Subject, prove
+from weft.prove.reduce import is_valid, with_mesh
 from weft.prove.report import ProofReport
-from weft.prove.shrink import smallest_case
+from weft.prove.shrink import without_axis
 
-MAX_SHRINK_S = 10.0
-"""Time in which a smaller case is looked for."""
+STEPS_OF_HEALTHY = 3
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,15 @@ class MutantResult:
     Attributes:
         effect: the trained number that it changes most; "" if it changes none.
         report: of the proof with the mutant planted; None if it has no effect.
+        false_alarm: what the proof reports of the layout without the mutant; then the trial says
+            nothing.
     """
 
     mutant: Mutant
     effect: str
     report: ProofReport | None
     seconds: float
+    false_alarm: str = ""
 
     @property
     def has_effect(self) -> bool:
@@ -60,6 +63,8 @@ class MutantResult:
     def message(self) -> str:
         """The first difference, or the error that ended the layout."""
         report = self.report
+        if self.false_alarm:
+            return f"FALSE ALARM without the fault: {self.false_alarm}"
         if report is None:
             return "no effect on this layout"
         if report.first is not None:
@@ -109,6 +114,7 @@ class MutantResult:
             "reference": self.mutant.reference,
             "layout": str(self.mutant.layout),
             "effect": self.effect,
+            "false_alarm": self.false_alarm,
             "detected": self.is_detected,
             "message": self.message,
             "axis": self.axis,
@@ -119,16 +125,35 @@ class MutantResult:
         }
 
 
+def _false_alarm(run: Run) -> str:
+    """The first difference of a healthy layout; "" if it is equal to one device."""
+    report = prove(Subject.of(run, steps=STEPS_OF_HEALTHY))
+    if report.holds:
+        return ""
+    return report.error if report.first is None else str(report.first)
+
+
 def _proof(run: Run, *, steps: int) -> ProofReport:
-    """The report; with the smallest case where several axes may be the cause."""
+    """The report, with the smallest mesh that fails, too."""
     try:
         report = prove(Subject.of(run, steps=steps))
-        if not report.holds and len(run.device_mesh.wide_axes) > 1:
-            smallest = smallest_case(run, report, seconds=MAX_SHRINK_S)
-            report = report.with_smallest(smallest)
+        if not report.holds:
+            report = report.with_smallest(_on_fewest_axes(run, report, steps=steps))
     except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return ProofReport(str(run.device_mesh), run.model.name, 0, steps, (), error=text)
+    return report
+
+
+def _on_fewest_axes(run: Run, report: ProofReport, *, steps: int) -> ProofReport:
+    """The report without each axis that is not needed to fail; see `smallest_case`."""
+    for axis, _ in run.device_mesh.axes:
+        smaller = with_mesh(run, without_axis(run.device_mesh, axis, 1))
+        if not is_valid(smaller):
+            continue
+        found = prove(Subject.of(smaller, steps=steps))
+        if not found.holds:
+            run, report = smaller, found
     return report
 
 
@@ -142,6 +167,7 @@ class MutantTrials:
 
     folder: Path
     healthy: dict[MutantLayout, TrainedNumbers] = field(default_factory=dict)
+    false_alarms: dict[MutantLayout, str] = field(default_factory=dict)
     num_runs: int = 0
 
     def run_of(self, layout: MutantLayout) -> Run:
@@ -157,6 +183,9 @@ class MutantTrials:
         start = time.perf_counter()
         run = self.run_of(mutant.layout)
         healthy = self._healthy(mutant.layout, run)
+        alarm = self.false_alarms[mutant.layout]
+        if alarm:
+            return MutantResult(mutant, "", None, time.perf_counter() - start, alarm)
         with planted(mutant):
             numbers = trained_numbers(run, self._new_folder())
         effect = changed_numbers(healthy, numbers, run)
@@ -171,6 +200,7 @@ class MutantTrials:
             numbers = trained_numbers(run, self._new_folder())
             assert not numbers.error, f"{layout} fails without a mutant: {numbers.error}"
             self.healthy[layout] = numbers
+            self.false_alarms[layout] = _false_alarm(run)
         return self.healthy[layout]
 
     def _new_folder(self) -> Path:

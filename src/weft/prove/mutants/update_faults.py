@@ -21,7 +21,7 @@ POLICY = "weft.parallel.zero.grouping:sharding_policy"
 BFLOAT16 = MutantLayout("dp2", options="--precision.compute bfloat16")
 FLOAT16 = MutantLayout("dp2", options="--precision.compute float16")
 PARAMETERS = ("embed", "layer*", "head")
-ANY_AXIS = ("", "dp")
+ANY_AXIS = ("",)
 
 
 @dataclass
