@@ -26,7 +26,7 @@ from weft.config.keys import (
     unknown_key,
     whole_number,
 )
-from weft.config.optimizers import optimizer_faults
+from weft.config.optimizers import is_user_class, optimizer_faults
 from weft.config.run import Run
 from weft.config.schema import ConfigSection, ModelSection
 from weft.config.user_code import canonical_reference, is_file_reference, is_reference
@@ -49,6 +49,8 @@ MAX_COUNTS = {
 """Largest numbers of parts of a model, each of which is planned on its own."""
 MAX_SIZE = 2**31
 """Largest value of any other whole number of a model."""
+
+OPTIMIZER = "optim.name"
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """A name on the Hugging Face hub: organisation/model, or the model alone."""
@@ -102,7 +104,10 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
     ]
     asked: Flat = {}
     for key, value in {**sources.file, **given.values}.items():
-        if key in known:
+        if key == OPTIMIZER and is_user_class(str(value)):
+            file, _, name = str(value).rpartition(":")
+            asked[key] = f"{canonical_reference(file)}:{name}"
+        elif key in known:
             asked[key] = whole_number(value, known[key].annotation)
         elif is_table(key):
             asked[key] = value

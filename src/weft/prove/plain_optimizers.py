@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.config.schema import OptimConfig
+from weft.core.model_config import AxisTable, logical_axes
 from weft.train.optim import make_optimizer
 
 State = dict[str, dict[str, Tensor]]
@@ -68,10 +69,15 @@ class PlainSGD:
 class WholeOptimizer:
     """An optimizer of weft on whole parameters: what it computes on shards is compared with that."""
 
-    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig) -> None:
+    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, axes: AxisTable) -> None:
         self.params = params
         matrices = frozenset(name for name, param in params.items() if param.dim() >= 2)
-        self.optimizer = make_optimizer(params, optim, decay_names=matrices)
+        self.optimizer = make_optimizer(
+            params,
+            optim,
+            decay_names=matrices,
+            logical_axes={name: logical_axes(name, axes) for name in params},
+        )
 
     @property
     def state(self) -> State:
@@ -90,13 +96,19 @@ class WholeOptimizer:
 PlainOptimizer = PlainAdamW | PlainSGD | WholeOptimizer
 
 
-def plain_optimizer(params: Mapping[str, Tensor], optim: OptimConfig) -> PlainOptimizer:
-    """The optimizer that `optim` describes."""
-    if optim.name == "adamw":
+def plain_optimizer(
+    params: Mapping[str, Tensor], optim: OptimConfig, axes: AxisTable
+) -> PlainOptimizer:
+    """The optimizer that `optim` describes.
+
+    Args:
+        axes: logical axes of the parameters: some optimizers take fused projections apart.
+    """
+    if optim.name == "adamw" and not optim.groups:
         return PlainAdamW(params, optim)
-    if optim.name == "sgd":
+    if optim.name == "sgd" and not optim.groups:
         return PlainSGD(params, optim)
-    return WholeOptimizer(params, optim)
+    return WholeOptimizer(params, optim, axes)
 
 
 def _decay(param: Tensor, optim: OptimConfig) -> float:

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.config.schema import OptimConfig
+from weft.core.shard import DimAxis
 from weft.parallel.zero.matrix_shards import MatrixExchange
 from weft.parallel.zero.param_entries import ParamEntries
 from weft.train.optimizers.contract import Optimizer, State
 from weft.train.optimizers.groups import GroupSettings, group_names, make_rule, splits_stacked
 from weft.train.optimizers.user_class import run_with_sums
+
+LogicalAxes = Mapping[str, tuple[DimAxis, ...]]
+"""Parameter name -> logical axis of each dim."""
 
 
 class StepOptimizer(Protocol):
@@ -66,6 +70,7 @@ class NamedOptimizer:
         params: this rank's entries of each parameter.
         decay_names: parameters with weight decay where no group says otherwise; default: the
             matrices.
+        logical_axes: of parameters with a `Stacked` dim, on one device; `attach` has them of shards.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class NamedOptimizer:
         optim: OptimConfig,
         *,
         decay_names: Collection[str] | None = None,
+        logical_axes: LogicalAxes | None = None,
     ) -> None:
         self.params = dict(params)
         self.optim = optim
@@ -82,7 +88,8 @@ class NamedOptimizer:
         self.fixed_order = False
         self.entries: dict[str, ParamEntries] = {}
         for name, param in params.items():
-            self.entries[name] = ParamEntries.whole(tuple(param.shape))
+            axes = (logical_axes or {}).get(name, ())
+            self.entries[name] = ParamEntries.whole(tuple(param.shape), axes)
 
     def attach(
         self,
@@ -307,11 +314,17 @@ def make_optimizer(
     optim: OptimConfig,
     *,
     decay_names: Collection[str] | None = None,
+    logical_axes: LogicalAxes | None = None,
 ) -> NamedOptimizer:
     """The optimizer that `optim` describes; weight decay applies to `decay_names` (default: the
     matrices).
     """
-    return NamedOptimizer(params, optim, decay_names=decay_names)
+    return NamedOptimizer(
+        params,
+        optim,
+        decay_names=decay_names,
+        logical_axes=logical_axes,
+    )
 
 
 def matrices(params: Mapping[str, Tensor]) -> frozenset[str]:

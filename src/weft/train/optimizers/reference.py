@@ -11,12 +11,9 @@ from torch import Tensor
 
 from weft.config.optimizers import AdafactorOptions, MuonOptions, options_of
 from weft.config.schema import OptimConfig
-from weft.core.shard import DimAxis
 from weft.parallel.zero.param_entries import ParamEntries
-from weft.train.optim import NamedOptimizer
+from weft.train.optim import LogicalAxes, NamedOptimizer
 from weft.train.optimizers.groups import GroupSettings, group_names, splits_stacked
-
-LogicalAxes = Mapping[str, tuple[DimAxis, ...]]
 
 
 @dataclass(frozen=True)
