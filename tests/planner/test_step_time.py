@@ -9,9 +9,9 @@ import pytest
 from tests.planner.test_step_costs import run_of
 from weft.comm.observe import Operation
 from weft.planner.hardware import find_hardware
-from weft.planner.kernels import Kernel
+from weft.planner.kernels import KernelLaunch
 from weft.planner.measure import measure
-from weft.planner.recorder import Ended, Region, Started
+from weft.planner.recorder import Ended, RecordedRegion, Started
 from weft.planner.speeds import Efficiency, Speeds
 from weft.planner.step_time import region_time, step_time
 
@@ -20,7 +20,7 @@ IDEAL = Efficiency(
     gemm=1.0, attention=1.0, memory=1.0, launch_s=0.0, link=1.0, network=1.0, latency_s=0.0
 )
 SPEEDS = Speeds(H100, IDEAL)
-SECOND_OF_KERNEL = Kernel("memory", "float32", 0, int(H100.hbm_tb_s * 1e12))
+SECOND_OF_KERNEL = KernelLaunch("memory", "float32", 0, int(H100.hbm_tb_s * 1e12))
 SECOND_OF_LINK = int(H100.link_gb_s * 1e9)
 
 
@@ -29,13 +29,13 @@ def all_reduce(seconds: float, axis: str = "dp", group: tuple[int, ...] = (0, 1)
     return Operation("all_reduce", axis, group, rank=0, payload_bytes=sent, sent_bytes=sent)
 
 
-def region(*events: object) -> Region:
-    return Region("B0.0", 0, events=list(events))  # type: ignore[arg-type]
+def region(*events: object) -> RecordedRegion:
+    return RecordedRegion("B0.0", 0, events=list(events))  # type: ignore[arg-type]
 
 
 def test_a_kernel_takes_flops_and_bytes_at_the_speeds_of_the_device() -> None:
     flops = int(H100.bf16_tflops * 1e12)
-    product = Kernel("gemm", "bfloat16", flops, int(H100.hbm_tb_s * 1e12))
+    product = KernelLaunch("gemm", "bfloat16", flops, int(H100.hbm_tb_s * 1e12))
     assert SPEEDS.kernel_s(product) == pytest.approx(2.0)
     half = Speeds(H100, replace(IDEAL, gemm=0.5, launch_s=0.25))
     assert half.kernel_s(product) == pytest.approx(3.25)

@@ -18,7 +18,7 @@ Kind = Literal["gemm", "attention", "memory"]
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelLaunch:
     """One launch of an operation; equal shapes give equal kernels.
 
     Attributes:
@@ -45,7 +45,7 @@ def kernel_of(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     args: Sequence[Any],
-) -> Kernel | None:
+) -> KernelLaunch | None:
     """The kernel of one ATen call; None for a view and whatever else computes nothing.
 
     Args:
@@ -62,15 +62,15 @@ def kernel_of(
     packet = func.overloadpacket
     if packet in ATTENTION_FLOPS:
         flops = ATTENTION_FLOPS[packet](args)
-        return Kernel("attention", dtype, flops, num_bytes)
+        return KernelLaunch("attention", dtype, flops, num_bytes)
     if packet in GEMM_SIZES:
         batch, rows, columns, inner = GEMM_SIZES[packet](args)
         flops = 2 * batch * rows * columns * inner
-        return Kernel("gemm", dtype, flops, num_bytes, (batch, rows, columns, inner))
+        return KernelLaunch("gemm", dtype, flops, num_bytes, (batch, rows, columns, inner))
     if packet in flop_registry:
         flops = flop_registry[packet](*args, out_val=outputs[0] if len(outputs) == 1 else outputs)
-        return Kernel("gemm", dtype, flops, num_bytes)
-    return Kernel("memory", dtype, 0, num_bytes)
+        return KernelLaunch("gemm", dtype, flops, num_bytes)
+    return KernelLaunch("memory", dtype, 0, num_bytes)
 
 
 def _distinct_bytes(tensors: Sequence[Tensor]) -> int:

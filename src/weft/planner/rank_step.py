@@ -28,7 +28,7 @@ from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.zero.param_group import ParamGroup
 from weft.planner.recorder import (
     Parts,
-    Region,
+    RecordedRegion,
     StepRecorder,
     fused_attention_on_meta,
     storage_bytes,
@@ -99,8 +99,8 @@ class RankStep:
     rank: int
     row: int
     kept: KeptBytes
-    actions: Mapping[ActionKey, Region]
-    phases: Mapping[str, Region]
+    actions: Mapping[ActionKey, RecordedRegion]
+    phases: Mapping[str, RecordedRegion]
 
 
 def played_microbatches(table: Table) -> tuple[int, ...]:
@@ -245,7 +245,9 @@ class _Marker:
         self.recorder.begin(f"after {act}")
 
 
-def _by_key(regions: list[Region], keys: Mapping[Act, ActionKey]) -> dict[ActionKey, Region]:
+def _by_key(
+    regions: list[RecordedRegion], keys: Mapping[Act, ActionKey]
+) -> dict[ActionKey, RecordedRegion]:
     by_name = {region.name: region for region in regions}
     return {key: by_name[str(act)] for act, key in keys.items()}
 

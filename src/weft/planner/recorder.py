@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.comm.observe import Operation
-from weft.planner.kernels import Kernel, aten, kernel_of
+from weft.planner.kernels import KernelLaunch, aten, kernel_of
 
 Parts = Mapping[str, int]
 """Bytes by what they hold."""
@@ -38,11 +38,11 @@ class Ended(NamedTuple):
     op: Operation
 
 
-Event = Kernel | Started | Ended
+Event = KernelLaunch | Started | Ended
 
 
 @dataclass
-class Region:
+class RecordedRegion:
     """What happened between two marks.
 
     Attributes:
@@ -64,9 +64,9 @@ class Region:
     events: list[Event] = field(default_factory=list)
 
     @property
-    def kernels(self) -> Counter[Kernel]:
+    def kernels(self) -> Counter[KernelLaunch]:
         """How often each kernel was launched."""
-        return Counter(event for event in self.events if isinstance(event, Kernel))
+        return Counter(event for event in self.events if isinstance(event, KernelLaunch))
 
     @property
     def operations(self) -> list[Operation]:
@@ -86,7 +86,7 @@ class Region:
     @property
     def flops(self) -> int:
         """Floating-point operations."""
-        return sum(event.flops for event in self.events if isinstance(event, Kernel))
+        return sum(event.flops for event in self.events if isinstance(event, KernelLaunch))
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
@@ -125,14 +125,14 @@ class StepRecorder(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.regions: list[Region] = []
+        self.regions: list[RecordedRegion] = []
         self.block = ""
         self._parts = parts
         self.resized_bytes: Callable[[], int] = lambda: 0
         self._kept: dict[int, UntypedStorage] = {}
         self._live: set[int] = set()
         self._live_bytes = 0
-        self._region = Region("", 0)
+        self._region = RecordedRegion("", 0)
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Do not count these tensors: they live from step to step."""
@@ -147,14 +147,14 @@ class StepRecorder(TorchDispatchMode):
         """End the region, if there is one, and begin another."""
         self.end()
         level = self.live_bytes
-        self._region = Region(name, level, peak_bytes=level)
+        self._region = RecordedRegion(name, level, peak_bytes=level)
 
     def end(self) -> None:
         """End the region."""
         if self._region.name:
             self._region.exit_bytes = self.live_bytes
             self.regions.append(self._region)
-        self._region = Region("", 0)
+        self._region = RecordedRegion("", 0)
 
     def rename(self, name: str) -> None:
         """Name the region that is recorded."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from weft.comm.observe import Operation
 from weft.planner.hardware import GB, Hardware
-from weft.planner.kernels import Kernel
+from weft.planner.kernels import KernelLaunch
 
 TERA = 1e12
 PEAK_SHARE = {"bfloat16": 1.0, "float16": 1.0, "float32": 0.5, "float64": 1 / 16}
@@ -51,7 +51,7 @@ class Speeds:
     hardware: Hardware
     efficiency: Efficiency = Efficiency()
 
-    def kernel_s(self, kernel: Kernel) -> float:
+    def kernel_s(self, kernel: KernelLaunch) -> float:
         """Seconds of one launch."""
         share = self.efficiency
         memory = self.hardware.hbm_tb_s * TERA * share.memory

@@ -12,7 +12,7 @@ import torch
 from weft.layout.plan import Plan
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.rank_step import KeptBytes, RankStep, action_keys
-from weft.planner.recorder import Parts, Region
+from weft.planner.recorder import Parts, RecordedRegion
 from weft.schedule.actions import Act
 from weft.schedule.lower import Instruction, Recv, Transfer
 
@@ -86,7 +86,7 @@ def step_memory(step: RankStep, row: int) -> StepMemory:
 class _Peak:
     name: str
     level: int
-    region: Region
+    region: RecordedRegion
 
     @property
     def bytes(self) -> int:
@@ -124,7 +124,7 @@ class _Replay:
         for name in ("reduce", "update"):
             yield self._pass(name, phases[name])
 
-    def _pass(self, name: str, region: Region) -> Level:
+    def _pass(self, name: str, region: RecordedRegion) -> Level:
         before = self.level
         peak = _Peak(name, before, region)
         if peak.bytes > self.peak.bytes:

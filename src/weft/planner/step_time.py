@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from weft.core.dimension import pipeline_axis
 from weft.layout.plan import Plan
-from weft.planner.kernels import Kernel
+from weft.planner.kernels import KernelLaunch
 from weft.planner.measure import RoleCosts
 from weft.planner.rank_step import ActionKey, action_keys
-from weft.planner.recorder import Region, Started
+from weft.planner.recorder import RecordedRegion, Started
 from weft.planner.speeds import Speeds
 from weft.planner.step_memory import boundary_bytes
 from weft.schedule.actions import Act
@@ -54,11 +54,11 @@ class _Lanes:
     exposed: dict[str, float] = field(default_factory=dict)
 
 
-def region_time(region: Region, speeds: Speeds) -> RegionTime:
+def region_time(region: RecordedRegion, speeds: Speeds) -> RegionTime:
     """See Note [Two lanes]."""
     lanes = _Lanes()
     for event in region.events:
-        if isinstance(event, Kernel):
+        if isinstance(event, KernelLaunch):
             seconds = speeds.kernel_s(event)
             lanes.now += seconds
             lanes.compute += seconds
