@@ -19,10 +19,7 @@ def mutant_names() -> tuple[str, ...]:
 
 def _names_in(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        is_mutant = (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "Mutant"
-        )
-        if is_mutant and isinstance(node.args[0], ast.Constant):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        if node.func.id == "Mutant" and isinstance(node.args[0], ast.Constant):
             yield str(node.args[0].value)
