@@ -20,7 +20,9 @@ from weft.prove.report import ProofReport
 from weft.prove.small_sizes import small_words
 from weft.schedule.catalog import SCHEDULES
 
-MOST_RANKS = 8
+USER_MODEL = "weft.prove.user_model"
+MOST_RANKS = (2, 4, 4, 8)
+"""Of a mesh: one of these."""
 DEGREES = (1, 1, 1, 2, 2, 4)
 """A degree of an axis is one of these."""
 PRECISIONS: tuple[tuple[str, ...], ...] = (
@@ -63,6 +65,7 @@ def generated_runs(seed: int) -> Iterator[Run]:
     """Runs that config validation accepts, without end, a function of the seed."""
     dice = random.Random(seed)  # noqa: S311 - layouts, not secrets
     families = [name for name, family in FAMILIES.items() if family.Config.kind == "tokens"]
+    families.append(USER_MODEL)
     while True:
         words = _words(dice, dice.choice(families))
         loaded = try_load(list(words), FAMILIES)
@@ -72,7 +75,9 @@ def generated_runs(seed: int) -> Iterator[Run]:
 
 
 def _words(dice: random.Random, family: str) -> tuple[str, ...]:
-    words = ["--mesh", _mesh(dice), "--model.name", family, *small_words(family)]
+    words = ["--mesh", _mesh(dice), "--model.name", family]
+    if family != USER_MODEL:  # small as it is
+        words += small_words(family)
     options = {
         "--data.seq_len": ("16", "24"),
         "--data.packing": ("stream", "documents"),
@@ -98,14 +103,15 @@ def _words(dice: random.Random, family: str) -> tuple[str, ...]:
 
 
 def _mesh(dice: random.Random) -> str:
-    """A mesh of at most `MOST_RANKS` ranks, in any nesting."""
+    """A mesh of few ranks, in any nesting."""
+    most = dice.choice(MOST_RANKS)
     axes = list(all_axes())
     dice.shuffle(axes)
     names: list[str] = []
     size = 1
     for axis in axes:
         degree = dice.choice(DEGREES)
-        if degree > 1 and size * degree <= MOST_RANKS:
+        if degree > 1 and size * degree <= most:
             names.append(f"{axis}{degree}")
             size *= degree
     return " ".join(names)
@@ -153,7 +159,15 @@ def sweep(minutes: float, *, seed: int, most: int | None = None) -> Iterator[Swe
     """
     end = time.monotonic() + 60 * minutes
     for number, run in enumerate(generated_runs(seed), start=1):
-        report = prove(Subject.of(run, steps=STEPS))
-        yield SweepResult(run, report)
+        yield SweepResult(run, _proof(run))
         if time.monotonic() >= end or number == most:
             return
+
+
+def _proof(run: Run) -> ProofReport:
+    """The report; of an error that is none of the layout's own, too."""
+    try:
+        return prove(Subject.of(run, steps=STEPS))
+    except Exception as error:  # noqa: BLE001 - the sweep goes on
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return ProofReport(run.mesh, run.model.name, 0, STEPS, (), error=text)

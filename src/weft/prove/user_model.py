@@ -1,0 +1,87 @@
+"""A model as users write one, with weft's public names only; `weft prove --sweep` proves it beside weft's own families."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft import Attend
+from weft.models.common.batch import Batch
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model."""
+
+    layers: int = 2
+    dim: int = 16
+    heads: int = 4
+    vocab: int = 256
+
+
+def rotated(x_BSHK: Tensor, positions_BS: Tensor) -> Tensor:
+    """Pairs of neighbouring entries turned by the angle of their position."""
+    size = x_BSHK.shape[-1]
+    exponents = torch.arange(0, size, 2, device=x_BSHK.device) / size
+    angles = positions_BS[..., None] * 10_000.0**-exponents
+    cos = angles.cos()[:, :, None].to(x_BSHK.dtype)
+    sin = angles.sin()[:, :, None].to(x_BSHK.dtype)
+    even = x_BSHK[..., ::2]
+    odd = x_BSHK[..., 1::2]
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return turned.flatten(-2)
+
+
+class UserLayer(nn.Module):
+    """Attention and feed-forward part beside each other, behind one norm."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        dim = config.dim
+        self.head_size = dim // config.heads
+        self.norm = nn.LayerNorm(dim)
+        self.q = nn.Linear(dim, dim, bias=False)
+        self.k = nn.Linear(dim, dim, bias=False)
+        self.v = nn.Linear(dim, dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+        self.attend = Attend()
+
+    def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
+        y_BSD = self.norm(x_BSD)
+        by_head = (-1, self.head_size)
+        q_BSHK = rotated(self.q(y_BSD).unflatten(-1, by_head), batch.positions)
+        k_BSHK = rotated(self.k(y_BSD).unflatten(-1, by_head), batch.positions)
+        v_BSHK = self.v(y_BSD).unflatten(-1, by_head)
+        attended = self.attend(q_BSHK, k_BSHK, v_BSHK, batch).flatten(2)
+        hidden = F.gelu(self.up(y_BSD))
+        out_BSD: Tensor = x_BSD + self.out(attended) + self.down(hidden)
+        return out_BSD
+
+
+def blocks(config: Config) -> dict[str, nn.Module]:
+    """The chain of blocks."""
+    chain: dict[str, nn.Module] = {"embed": nn.Embedding(config.vocab, config.dim)}
+    for index in range(config.layers):
+        chain[f"layer{index}"] = UserLayer(config)
+    chain["head"] = nn.Sequential(nn.LayerNorm(config.dim), nn.Linear(config.dim, config.vocab))
+    return chain
+
+
+AXES = {
+    "embed.weight": ("vocab", "embed"),
+    "layer*.[qkv].weight": ("heads", "embed"),
+    "layer*.out.weight": ("embed", "heads"),
+    "layer*.up.weight": ("ffn", "embed"),
+    "layer*.up.bias": ("ffn",),
+    "layer*.down.weight": ("embed", "ffn"),
+    "layer*.down.bias": ("embed",),
+    "layer*.norm.*": ("norm",),
+    "head.0.*": ("norm",),
+    "head.1.weight": ("vocab", "embed"),
+    "head.1.bias": ("vocab",),
+}
