@@ -154,8 +154,8 @@ def group_of(name: str, groups: tuple[OptimGroup, ...]) -> int | None:
 
 
 def muon_updates(name: str, ndim: int) -> bool:
-    """Whether muon updates a parameter, where no group says otherwise: matrices, and stacks of
-    matrices (experts), outside the blocks of embedding and head.
+    """Whether an optimizer of whole matrices updates a parameter, where no group says otherwise:
+    matrices, and stacks of matrices (experts), outside the blocks of embedding and head.
     """
     block = name.partition(".")[0]
     is_skipped = any(fnmatchcase(block, pattern) for pattern in MUON_SKIPS)

@@ -97,11 +97,17 @@ class MicroBatchPlace:
 
 @dataclass(frozen=True)
 class RankPlaces:
-    """Places of the tensors of one rank."""
+    """Places of the tensors of one rank.
+
+    Attributes:
+        num_runs: runs of consecutive micro-batches, each of some data ranks: 1, or with sums in a
+            fixed order the data ranks.
+    """
 
     plan: Plan
     rank: int
     has_columns: bool
+    num_runs: int = 1
 
     @property
     def mesh(self) -> Mesh:
@@ -110,9 +116,10 @@ class RankPlaces:
 
     def rows(self, micro_batch: int) -> tuple[int, ...]:
         """Sequences of the global batch in a micro-batch."""
-        index = self.mesh.index(self.rank, sequence_axes())
-        degree = self.mesh.degree(sequence_axes())
-        start = (micro_batch * degree + index) * self.plan.micro_size
+        degree = self.mesh.degree(sequence_axes()) // self.num_runs
+        run, index = divmod(self.mesh.index(self.rank, sequence_axes()), degree)
+        num_sequences = self.plan.global_size // self.num_runs
+        start = run * num_sequences + (micro_batch * degree + index) * self.plan.micro_size
         return tuple(range(start, start + self.plan.micro_size))
 
     def columns(self) -> tuple[int, ...] | None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from weft.checkpoint.state import MODEL, param_states
 from weft.comm.observe import Operation
+from weft.core.axes import Box
+from weft.core.dimension import data_axis
 from weft.models.common.batch import Batch, Extra
 from weft.parallel.model.parallelize import ParallelModel, ParamShard
 from weft.prove.places import FlatPlace, Place, RankPlaces, ShardPlace
@@ -141,7 +143,14 @@ class Recorder:
         self.model: ParallelModel = training.step.model
         self.trace = OperationTrace()
         kind_has_columns = not hasattr(training.loader.samples, "pairs")
-        self.places = RankPlaces(self.model.plan, self.model.comm.rank, kind_has_columns)
+        plan = self.model.plan
+        takes_consecutive = self.step.fixed_order and plan.zero < 2
+        self.places = RankPlaces(
+            plan,
+            self.model.comm.rank,
+            kind_has_columns,
+            num_runs=plan.mesh.degree(data_axis()) if takes_consecutive else 1,
+        )
         self._number = training.step_range.start + 1
         self._place_of_batch: dict[int, tuple[int, int]] = {}
         self._kept: list[list[Batch]] = []
@@ -320,10 +329,11 @@ class Recorder:
                 title = owner if section == MODEL else f"{owner} {section.partition('/')[2]}"
                 site = Site(number, phase, block, title, owner)
                 self._keep(site, tensor.detach().reshape(-1), place, self.trace.newest)
-            for section, scalar in local.whole.items():
+            for section, tensor in local.whole.items():
                 title = f"{owner} {section.partition('/')[2]}"
                 site = Site(number, moments, block, title, owner)
-                self._keep(site, scalar.detach().reshape(1), place, self.trace.newest)
+                all_entries = FlatPlace((Box.whole(tuple(tensor.shape)),))
+                self._keep(site, tensor.detach().reshape(-1), all_entries, self.trace.newest)
 
     def _keep(self, site: Site, value: Tensor, place: Place, operation: Operation | None) -> None:
         copy = value.detach().clone()

@@ -19,7 +19,7 @@ from weft.train.optimizers.adafactor import Adafactor
 from weft.train.optimizers.contract import Optimizer
 from weft.train.optimizers.elementwise import SGD, AdamW, Lion
 from weft.train.optimizers.muon import Muon
-from weft.train.optimizers.user_class import make_user_optimizer
+from weft.train.optimizers.user_class import load_class, make_user_optimizer
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Global parameter name -> shape of the whole parameter."""
@@ -79,8 +79,8 @@ def _settings(
     index = group_of(name, optim.groups)
     group = OptimGroup(match="-") if index is None else optim.groups[index]
     optimizer = group.optimizer or default_optimizer(optim.name, name, len(shape))
-    if optimizer == "muon" and len(shape) not in (2, 3):
-        what = f"{name} is no matrix, which muon updates"
+    if needs_matrices(optimizer) and len(shape) not in (2, 3):
+        what = f"{name} is no matrix, which {optimizer} updates"
         raise ConfigError(Fault("optim.groups", what, got=str(list(shape)), fix="optimizer=adamw"))
     decay = optim.weight_decay if decays else 0.0
     lr_scale = group.lr_scale
@@ -98,12 +98,19 @@ def _settings(
 
 
 def default_optimizer(run_optimizer: str, name: str, ndim: int) -> str:
-    """The optimizer of a parameter that no group names one for: the run's, and AdamW for what muon
-    does not update.
+    """The optimizer of a parameter that no group names one for: the run's, and AdamW for what one
+    of whole matrices does not update.
     """
-    if run_optimizer == "muon" and not muon_updates(name, ndim):
+    if needs_matrices(run_optimizer) and not muon_updates(name, ndim):
         return "adamw"
     return run_optimizer
+
+
+def needs_matrices(optimizer: str) -> bool:
+    """Whether an optimizer updates whole matrices: muon, or a user's class."""
+    if is_user_class(optimizer):
+        return load_class(optimizer).kind == "whole_matrix"
+    return optimizer == "muon"
 
 
 def make_rule(

@@ -32,7 +32,7 @@ def make_user_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
         ConfigError: the class cannot be loaded, does not take these options, or violates its
             contract.
     """
-    optimizer_class = _load(name)
+    optimizer_class = load_class(name)
     optimizer = _construct(name, optimizer_class, options)
     check_contract(optimizer, name=name)
     return optimizer
@@ -47,7 +47,12 @@ def class_faults(name: str, options: Mapping[str, Any]) -> tuple[Fault, ...]:
     return ()
 
 
-def _load(name: str) -> type[Optimizer]:
+def load_class(name: str) -> type[Optimizer]:
+    """The class that a name means.
+
+    Raises:
+        ConfigError: it cannot be loaded, or is no optimizer.
+    """
     found = load_object(name, key=KEY)
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         is_torch = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
