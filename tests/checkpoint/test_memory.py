@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections import namedtuple
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,20 @@ def test_automatic_snapshots_take_less_than_their_share_of_the_time(run, tmp_pat
     assert all(0.5 / gap <= MAX_COST + 1e-9 for gap in gaps)
     assert len(times) > 10
     shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.mark.parametrize(("has_launcher", "separate"), [(True, ()), (False, (1,))])
+def test_ranks_of_torchrun_with_a_status_are_asked_whether_they_share_the_run_folder(
+    run, tmp_path, monkeypatch, has_launcher, separate
+):
+    """Ranks of one launcher are on one machine; others may have disks of their own."""
+    module = import_module("weft.train.build_training")
+    monkeypatch.setattr(module, "ranks_without_folder", lambda comm, folder: (1,))
+
+    def separate_ranks(comm: Comm) -> tuple[int, ...]:
+        status = StatusBoard.create(tmp_path / f"board{comm.rank}", 1).rank(0)
+        attempt = Attempt(status, has_launcher=has_launcher)
+        training = build_training(run, comm, stop_requested=lambda: False, attempt=attempt)
+        return tuple(training.saver._separate)
+
+    assert run_ranks("dp3", separate_ranks) == [separate] * 3

@@ -130,7 +130,13 @@ def launch(
                     rank, nproc, folder=attempt_folder, nonce=nonce, listener=listener
                 )
                 report = partial(send_failure, rank=rank, pipe=forked.pipe)
-                attempt = Attempt(status, folder.memory_path, restart, report_error=report)
+                attempt = Attempt(
+                    status,
+                    folder.memory_path,
+                    restart,
+                    has_launcher=True,
+                    report_error=report,
+                )
                 world = replace(world, attempt=supervision.adapt_attempt(rank, attempt))
                 exit_now(run_worker(partial(_run_main, main, world), rank=rank, pipe=forked.pipe))
             supervisor = Supervisor(

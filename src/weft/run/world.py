@@ -67,12 +67,13 @@ def ignore_error(error: Exception) -> None:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of local ranks by the launcher that supervises them.
+    """One start of ranks by the launcher that supervises them, or by torchrun or Slurm.
 
     Attributes:
-        status: this rank's slot on the launcher's board.
+        status: this rank's slot on the launcher's board; a board of its own where there is none.
         memory_folder: folder in memory for snapshots, which outlives the ranks; None: no snapshots.
         restart: None for the first attempt.
+        has_launcher: whether all ranks are forks of one launcher, on its machine.
         report_error: tells the launcher of an error before this rank has closed its connections,
             at which others fail.
     """
@@ -80,6 +81,7 @@ class Attempt:
     status: RankStatus
     memory_folder: Path | None = None
     restart: Restart | None = None
+    has_launcher: bool = False
     report_error: Callable[[Exception], object] = ignore_error
 
 

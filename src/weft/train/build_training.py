@@ -115,7 +115,7 @@ def build_training(
         keep=run.save.keep,
         stop_requested=stop_requested,
         last_saved=start.num_done,
-        separate=() if attempt is not None else ranks_without_folder(comm, run_folder),
+        separate=_separate_ranks(comm, run_folder, attempt=attempt),
         remote=_open_remote(run.save, comm, run_folder, num_done=start.num_done),
     )
     evaluator = None
@@ -201,6 +201,18 @@ def _start_events(
             events.append(start.resume_event())
         events.extend(opening_notes(set_aside_paths, step_range))
     return events
+
+
+def _separate_ranks(
+    comm: Comm,
+    run_folder: Path,
+    *,
+    attempt: Attempt | None,
+) -> tuple[int, ...]:
+    """Ranks that do not share the run folder with rank 0; every rank must call it."""
+    if attempt is not None and attempt.has_launcher:
+        return ()
+    return ranks_without_folder(comm, run_folder)
 
 
 def _open_remote(
