@@ -27,7 +27,12 @@ from weft.checkpoint.remote import (
     url_faults,
 )
 from weft.cli import main
+from weft.comm.comm import Comm
+from weft.config.load import load
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER, CheckpointError
+from weft.models import FAMILIES
+from weft.testing import run_ranks
+from weft.train.build_training import build_training
 from weft.train.event_log import EVENTS, read_events, step_history
 
 URL = "memory://bucket/run"
@@ -313,3 +318,18 @@ def test_uploads_that_fail_are_told_and_end_the_run_with_an_error(
     assert training.train(host, "--steps", "4", "--resume", "auto") == EXIT_OK
     assert RemoteFolder.open(training.url).newest() == 4
     assert (training.out(host) / OWN_WRITER).is_file()
+
+
+@pytest.mark.parametrize("makes_copies", [False, True])
+def test_a_proof_that_repeats_a_run_leaves_its_url_alone(tmp_path, makes_copies):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 50)
+    remote_words = ("--save.remote", f"file://{tmp_path}/bucket", "--out", str(tmp_path / "run"))
+    words = [*TINY, "--data.source", str(tmp_path / "text.txt"), *remote_words]
+    run = load(words, FAMILIES)
+    (tmp_path / "run").mkdir()
+
+    def build(comm: Comm) -> None:
+        build_training(run, comm, stop_requested=lambda: False, makes_copies=makes_copies)
+
+    run_ranks("", build)
+    assert (tmp_path / "bucket").exists() == makes_copies

@@ -1030,6 +1030,7 @@ def starts() -> Iterator[Case]:
     yield Case("two URLs", words, "out: is a URL, and save.remote names one too")
     held = ("train", "--out", "new", "--save.remote", "file://run")
     yield Case("a URL that holds a run", held, "out: holds a run already")
+    yield Case("resume of a URL", ("train", "--resume", "s3://bucket/run"), "resume: is a URL")
     for name in ("status", "prove", "replay", "generate", "export"):
         yield Case(f"{name} of a URL", (name, "s3://bucket/run"), "reads local folders")
 

@@ -64,9 +64,11 @@ def is_url(text: str) -> bool:
 
 def local_folder(url: str) -> Path:
     """The local run folder of a run whose `out` is a URL, the same for the same URL."""
-    name = UNSAFE.sub("-", url.rstrip("/").rpartition("/")[2]).strip("-.") or "run"
-    digest = sha256(url.rstrip("/").encode()).hexdigest()[:12]
-    return Path("runs", "remote", f"{name[:40]}-{digest}")
+    url = url.rstrip("/")
+    last_part = url.rpartition("/")[2]
+    name = UNSAFE.sub("-", last_part).strip("-.")
+    digest = sha256(url.encode()).hexdigest()
+    return Path("runs", "remote", f"{name[:40] or 'run'}-{digest[:12]}")
 
 
 def url_faults(url: str) -> Iterator[Fault]:
@@ -196,15 +198,18 @@ class RemoteFolder:
         """
         manifest = read_manifest(path)
         digest = (path / DIGEST).read_bytes()
+        target = (FOLDER, path.name)
         self._check_writer(nonce)
-        if self._read(FOLDER, path.name, DIGEST) == digest and self._is_whole(path.name, manifest):
+        is_there = self._read(*target, DIGEST) == digest
+        if is_there and self._is_whole(path.name, manifest):
             return
-        self._remove(FOLDER, path.name, DIGEST)
-        self._make_folder(FOLDER, path.name)
-        for name in (*manifest.files, MANIFEST):
-            self._put(path / name, FOLDER, path.name, name)
+        self._remove(*target, DIGEST)
+        self._make_folder(*target)
+        for name in manifest.files:
+            self._put(path / name, *target, name)
+        self._put(path / MANIFEST, *target, MANIFEST)
         self._check_writer(nonce)
-        self._write(digest, FOLDER, path.name, DIGEST)
+        self._write(digest, *target, DIGEST)
 
     def _is_whole(self, folder: str, manifest: Manifest) -> bool:
         sizes = self._sizes(FOLDER, folder)
@@ -231,22 +236,32 @@ class RemoteFolder:
         """Rename the checksums of copies of more than `above` steps, which a resumed run trains
         again; returns the steps.
         """
-        renamed = []
+        renamed: list[int] = []
         for step in self.steps():
-            digest = self._read(FOLDER, _name_of(step), DIGEST) if step > above else None
-            if digest is not None:
-                self._write(digest, FOLDER, _name_of(step), DIGEST + ASIDE)
-                self._remove(FOLDER, _name_of(step), DIGEST)
-                renamed.append(step)
+            if step <= above:
+                break
+            name = _name_of(step)
+            digest = self._read(FOLDER, name, DIGEST)
+            if digest is None:
+                continue
+            self._write(digest, FOLDER, name, DIGEST + ASIDE)
+            self._remove(FOLDER, name, DIGEST)
+            renamed.append(step)
         return tuple(renamed)
 
     def claim(self, run_folder: Path) -> str:
         """Become the writer; the nonce for `upload`. An earlier writer fails at its next upload."""
         nonce = secrets.token_hex(16)
-        started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        writer = {"host": os.uname().nodename, "pid": os.getpid(), "started_at": started_at}
+        now = datetime.now(UTC)
+        writer = {
+            "nonce": nonce,
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
+            "started_at": now.isoformat(timespec="seconds"),
+        }
+        text = json.dumps(writer)
         self._make_folder()
-        self._write(json.dumps({"nonce": nonce, **writer}).encode(), WRITER)
+        self._write(text.encode(), WRITER)
         replace_file(run_folder / OWN_WRITER, nonce)
         return nonce
 
@@ -267,10 +282,17 @@ class RemoteFolder:
 
     def _check_writer(self, nonce: str) -> None:
         writer = self._writer()
-        if writer.get("nonce") != nonce:
-            got = f"process {writer.get('pid')} on {writer.get('host')} since {writer.get('started_at')}"
-            what = f"another run writes to {self.url}"
-            raise CheckpointError(Fault(KEY, what, got, "one writer", "another out"))
+        if writer.get("nonce") == nonce:
+            return
+        pid, host = writer.get("pid"), writer.get("host")
+        fault = Fault(
+            KEY,
+            f"another run writes to {self.url}",
+            got=f"process {pid} on {host} since {writer.get('started_at')}",
+            need="one writer",
+            fix="another out",
+        )
+        raise CheckpointError(fault)
 
     def fetch(self, run_folder: Path) -> int | None:
         """Download the newest complete copy, if the run folder has no newer checkpoint of its own;
@@ -299,12 +321,12 @@ class RemoteFolder:
     def _set_other_runs_aside(self, run_folder: Path, newest: int) -> None:
         """Another host may have trained on from the URL since this folder was written."""
         is_own = self.is_writer(run_folder)
-        digest = self._read(FOLDER, _name_of(newest), DIGEST)
-        for step, path in tuple(checkpoints(run_folder)):
-            is_other = step > newest and not is_own
-            if step == newest:
-                is_other = not (path / DIGEST).exists() or (path / DIGEST).read_bytes() != digest
-            if is_other:
+        copied = self._read(FOLDER, _name_of(newest), DIGEST)
+        local = list(checkpoints(run_folder))
+        for step, path in local:
+            is_overtaken = step > newest and not is_own
+            is_another = step == newest and _digest_of(path) != copied
+            if is_overtaken or is_another:
                 set_one_aside(path)
 
     def _download(self, step: int, folder: Path) -> None:
@@ -382,10 +404,13 @@ class RemoteFolder:
 
         def put() -> None:
             self.fs.put_file(str(source), target)
+            if is_growing:
+                return
             self.fs.invalidate_cache()
-            size = self.fs.info(target)["size"]
-            if size != source.stat().st_size and not is_growing:
-                raise OSError(f"{size} of {source.stat().st_size} bytes have arrived")
+            num_bytes = source.stat().st_size
+            num_arrived = self.fs.info(target)["size"]
+            if num_arrived != num_bytes:
+                raise OSError(f"{num_arrived} of {num_bytes} bytes have arrived")
 
         self._try("cannot be uploaded", put)
 
@@ -412,6 +437,14 @@ class RemoteFolder:
                 time.sleep(PAUSE_S * 2 ** (attempt - 1))
         with _request_errors(self.url, what):
             return request()
+
+
+def _digest_of(path: Path) -> bytes:
+    """The content of the checksum file of a local checkpoint; b"" if it has none."""
+    try:
+        return (path / DIGEST).read_bytes()
+    except OSError:
+        return b""
 
 
 def _name_of(step: int) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from weft.checkpoint.folder import FOLDER, FoundCheckpoint, checkpoints, find_newest
 from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
+from weft.checkpoint.remote import is_url
 from weft.config.optimizers import resume_values
 from weft.config.schema import ModelSection
 from weft.errors import CheckpointError, Fault
@@ -115,6 +116,9 @@ def resume_faults(
         )
     if "\0" in resume:
         return (Fault(KEY, "is not a valid file name", repr(resume)),)
+    if is_url(resume):
+        fix = "--out with this URL and --resume auto, or copy the checkpoint here"
+        return (Fault(KEY, "is a URL", got=repr(resume), need="a local folder", fix=fix),)
     try:
         found = find_checkpoint(resume, out)
     except CheckpointError as error:

@@ -117,7 +117,7 @@ def _train_in_child(words: Sequence[str], out: Path, plan: FaultPlan | None, par
     """Train until the end of the run or of the parent; errors go to a file of the run folder."""
     end_with_parent(parent)
     _redirect(out)
-    run = load_checked_run(words)
+    run = load_checked_run(words).with_values({"save.remote": None})  # faults stay on this machine
     adapt = same_attempt if plan is None else FaultInjection(plan).adapt
     code = EXIT_FAILED
     try:

@@ -74,7 +74,7 @@ def train(
         mesh=run.device_mesh,
         deterministic=run.deterministic,
         out=run.out,
-        build=partial(build_training, run, proof=proof),
+        build=partial(build_training, run, proof=proof, makes_copies=True),
         generate_text=generate_text,
     )
     main = partial(train_rank, job, stop_request)

@@ -239,13 +239,15 @@ class PeerWatch:
 
     def _unreachable(self, snapshot: RankSnapshot, silent_s: float) -> PeerFailure:
         """The verdict on the rank whose machine has the store."""
-        coordinates = self._mesh.coord_text(STORE_RANK)
-        host = f" on {self._store_host}" if self._store_host else ""
+        place = f"rank {STORE_RANK} ({self._mesh.coord_text(STORE_RANK)})"
+        if self._store_host:
+            place += f" on {self._store_host}"
+        finder = f"rank {self._rank} ({self._mesh.coord_text(self._rank)})"
+        own_host = os.uname().nodename
         text = (
-            f"rank {STORE_RANK} ({coordinates}){host}: its machine has not answered rank "
-            f"{self._rank} ({self._mesh.coord_text(self._rank)}) on {os.uname().nodename} for "
-            f"{silent_s:.1f} s: the link is cut, or one of them is down; found by rank "
-            f"{self._rank} at {snapshot.place}"
+            f"{place}: its machine has not answered {finder} on {own_host} for {silent_s:.1f} s: "
+            f"the link is cut, or one of them is down; found by rank {self._rank} at "
+            f"{snapshot.place}"
         )
         return PeerFailure(STORE_RANK, text)
 
@@ -385,8 +387,11 @@ class PeerWatch:
     def _verdict(self, rank: int, text: str) -> PeerFailure:
         """The verdict on a rank, with its host if that is not the one of this rank."""
         host = self._host_of(rank)
-        place = f" on {host}" if host not in ("", os.uname().nodename) else ""
-        return PeerFailure(rank, f"rank {rank} ({self._mesh.coord_text(rank)}){place}: {text}")
+        is_elsewhere = host not in ("", os.uname().nodename)
+        place = f"rank {rank} ({self._mesh.coord_text(rank)})"
+        if is_elsewhere:
+            place += f" on {host}"
+        return PeerFailure(rank, f"{place}: {text}")
 
     def _host_of(self, rank: int) -> str:
         """Name of the machine of a rank; "" while it is not known."""

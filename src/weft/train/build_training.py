@@ -57,6 +57,7 @@ def build_training(
     attempt: Attempt | None = None,
     samples: Samples | None = None,
     proof: Mapping[str, Any] | None = None,
+    makes_copies: bool = False,
 ) -> Training:
     """The training run of this rank, initialised or restored from the checkpoint that `resume`
     means; every rank calls it.
@@ -66,6 +67,8 @@ def build_training(
             again; then it resumes from the newest snapshot or checkpoint.
         samples: the opened data; default: that of the run.
         proof: verdict of the proof before the first step, for the records of the run.
+        makes_copies: whether checkpoints are copied to `save.remote`; what only repeats a run leaves
+            its URL alone.
 
     Raises:
         CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
@@ -106,6 +109,9 @@ def build_training(
             facts=facts,
             every=run.save.memory_every,
         )
+    remote = None
+    if makes_copies:
+        remote = _open_remote(run.save, comm, run_folder, num_done=start.num_done)
     saver = Saver(
         comm,
         run_folder,
@@ -116,7 +122,7 @@ def build_training(
         stop_requested=stop_requested,
         last_saved=start.num_done,
         separate=_separate_ranks(comm, run_folder, attempt=attempt),
-        remote=_open_remote(run.save, comm, run_folder, num_done=start.num_done),
+        remote=remote,
     )
     evaluator = None
     if run.eval.every:
