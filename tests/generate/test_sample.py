@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from weft.errors import WeftError
 from weft.generate.sample import Sampling, TokenPosition, sample_token, uniform
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0, 2.0, 0.5], dtype=torch.float64)
@@ -103,3 +104,11 @@ def test_dtype_and_device_of_logits_do_not_matter():
             for kind in (torch.float64, torch.float32, torch.bfloat16)
         }
         assert len(drawn) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_token_is_sampled_from_logits_that_are_not_finite(value: float, temperature: float):
+    logits = torch.tensor([0.0, value, 1.0], dtype=torch.float16)
+    with pytest.raises(WeftError, match=r"sample 2, position 17: the logits are not finite"):
+        sample_token(logits, Sampling(temperature), TokenPosition(2, 17))

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from weft.errors import WeftError
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -35,8 +37,17 @@ class TokenPosition(NamedTuple):
 
 
 def sample_token(logits_V: Tensor, sampling: Sampling, at: TokenPosition) -> int:
-    """A token by its probability; equal arguments give equal tokens."""
+    """A token by its probability; equal arguments give equal tokens.
+
+    Raises:
+        WeftError: a logit is NaN or infinite.
+    """
     logits_V = logits_V.double().cpu()
+    if not logits_V.isfinite().all():
+        raise WeftError(
+            f"sample {at.sample}, position {at.position}: the logits are not finite, so that no "
+            "token has a probability. Fix: compute in a wider number type (--dtype float32)"
+        )
     if sampling.temperature == 0:
         return int(logits_V.argmax())
     scaled_V = logits_V / sampling.temperature
