@@ -80,7 +80,8 @@ def test_cuda_kernels_equal_the_plain_one(dtype: torch.dtype, kind: str, kv_head
     mask = (torch.arange(7)[:, None] % 3 >= torch.arange(7)[None, :] % 4).expand(2, 1, 7, 7).cuda()
     scores = Scores(0.3, causal=kind == "causal", mask=mask if kind == "mask" else None)
     out, lse = kernels.attend(q, k, v, scores)
-    mine = out, lse, *kernels.attend_backward(grad, q, k, v, out, lse, scores)[:3]
+    mine_backward = kernels.attend_backward(Block(q, k, v), BlockOutput(grad, out, lse), scores)
+    mine = out, lse, *mine_backward[:3]
     wide = Block(q.double(), k.double(), v.double())
     right_out, right_lse = kernels.PLAIN.forward(wide, scores)
     right_output = BlockOutput(grad.double(), right_out, right_lse)

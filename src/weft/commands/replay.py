@@ -102,7 +102,7 @@ def step_to_repeat(folder: Path, number: int) -> StepToRepeat:
         got, need = f"step {number}", f"1 to {last}"
         raise DataError(Fault("step", f"{folder} has no record of it", got, need))
     skipped = None if record is None else tuple(record.get("skipped_batches", ()))
-    start = _start(folder, events, number, skipped, records)
+    start = _start(folder, number, events=events, records=records, skipped=skipped)
     result = record or steps[number]
     return StepToRepeat(
         number=number,
@@ -168,10 +168,11 @@ class _ReplayStart:
 
 def _start(
     folder: Path,
-    events: Sequence[Mapping[str, Any]],
     number: int,
-    skipped: tuple[int, ...] | None,
+    *,
+    events: Sequence[Mapping[str, Any]],
     records: Sequence[Mapping[str, Any]],
+    skipped: tuple[int, ...] | None,
 ) -> _ReplayStart:
     """The newest checkpoint before step `number` that was trained on the same batches.
 

@@ -205,15 +205,18 @@ class _BackwardPass:
     ) -> BlockGradients:
         queries = block.queries
         q = self.q_BHSK[:, :, queries]
-        return kernels.attend_backward(
-            self.grad[:, :, queries],
+        inputs = kernels.Block(
             q,
             _swap_heads(received.keys[:, block.keys]),
             _swap_heads(received.values[:, block.keys]),
+        )
+        output = kernels.BlockOutput(
+            self.grad[:, :, queries],
             self.out[:, :, queries],
             self.lse[:, :, queries],
-            self.attention.scores(block, source, q),
         )
+        scores = self.attention.scores(block, source, q)
+        return kernels.attend_backward(inputs, output, scores)
 
     def _add_head_bias(self, gradient: Tensor) -> None:
         if self.dhead_bias is None:

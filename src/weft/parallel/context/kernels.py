@@ -113,22 +113,21 @@ def attend(
 
 
 def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    block: Block,
+    output: BlockOutput,
     scores: Scores,
 ) -> BlockGradients:
-    """The block's part of the gradients; `out` and `lse` are those over all blocks, `grad` is the
-    gradient of `out`.
-    """
+    """The block's part of the gradients, from the output over all blocks."""
+    q, k, v = block
     kernel = _choose_kernel(q, scores)
     size = _padded_head_size(kernel, q, v)
-    block = Block(_pad(q, size), _pad(k, size), _pad(v, size))
-    output = BlockOutput(_pad(grad, size), _pad(out, size), lse)
-    padded = kernel.backward(block, output, scores)
+    padded_block = Block(_pad(q, size), _pad(k, size), _pad(v, size))
+    padded_output = BlockOutput(
+        _pad(output.grad, size),
+        _pad(output.out, size),
+        output.lse,
+    )
+    padded = kernel.backward(padded_block, padded_output, scores)
     return BlockGradients(
         padded.q[..., : q.shape[-1]],
         padded.k[..., : k.shape[-1]],
