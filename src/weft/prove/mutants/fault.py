@@ -180,7 +180,7 @@ FLOAT64 = ("--precision.params", "--precision.compute", "--precision.reduce")
 DEFAULTS: Mapping[str, str] = MappingProxyType(
     {
         "--data.seq_len": "16",
-        "--batch.global_size": "8",
+        "--batch.global_size": "4",
         "--batch.micro_size": "1",
         "--steps": "6",
         "--optim.warmup": "4",
