@@ -141,7 +141,7 @@ class Reference:
         self.trained = {
             name: self.values[name] for name, param in self.params.items() if param.requires_grad
         }
-        self.optimizer = plain_optimizer(self.trained, run.optim, family.AXES)
+        self.optimizer = plain_optimizer(self.trained, run.optim, family.axes(run.model))
         self.trace = ReferenceTrace(tuple(self.blocks))
 
     def _initial_values(self, family: Family, source: Source | None) -> dict[str, Tensor]:
