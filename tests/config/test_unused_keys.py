@@ -51,12 +51,15 @@ def test_a_contradiction_is_one_fault_with_a_fix(words: str, line: str) -> None:
         ("--guard.max_failures 3", "guard.max_failures: is set, and no guard goes on"),
         ("--data.long error", "data.long: is set, and data.packing is 'stream'"),
         ("--run.restarts 0 --save.memory_every 2", "save.memory_every: is set, and run.restarts"),
+        ("--optim.cooldown 0.5", "optim.cooldown: is set, and optim.decay is 'cosine'"),
+        ("--optim.decay constant --optim.min_lr 1e-5", "optim.min_lr: is set, and optim.decay is"),
+        ("--optim.lr 1e-4", "optim.min_lr: is not below optim.lr, so that the rate does not decay"),
     ],
 )
 def test_a_key_of_what_is_switched_off_is_a_note(words: str, line: str) -> None:
     run = load(words.split(), FAMILIES)
     assert run_checks(run, config_checks) == ()
-    (note,) = [note for note in training_notes(run) if "is set" in note]
+    (note,) = [note for note in training_notes(run) if "is set" in note or "is not below" in note]
     assert note.startswith(line)
 
 
@@ -75,6 +78,8 @@ def test_keys_without_effect_under_a_launcher_are_notes(monkeypatch: pytest.Monk
     [
         "--eval.every 5 --eval.source text.txt --eval.batches 3",
         "--lora.rank 4 --lora.alpha 8",
+        "--optim.decay wsd --optim.cooldown 0.5",
+        "--optim.decay constant --optim.lr 1e-5",
         "--guard.nonfinite skip --guard.max_failures 3",
         "--guard.spike 3 --guard.on_spike rollback --guard.max_failures 3",
         "--data.packing documents --data.long error",

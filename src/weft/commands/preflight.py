@@ -156,6 +156,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
         lora=lora,
         guard=run.guard,
         data=run.data,
+        optim=run.optim,
         supervision=run.run,
         save=run.save,
     )

@@ -11,6 +11,7 @@ from weft.config.schema import (
     EvalConfig,
     GuardConfig,
     LoraConfig,
+    OptimConfig,
     SaveConfig,
     SupervisionConfig,
 )
@@ -37,6 +38,7 @@ def switched_off(
     lora: LoraConfig,
     guard: GuardConfig,
     data: DataConfig,
+    optim: OptimConfig,
     supervision: SupervisionConfig,
     save: SaveConfig,
 ) -> Iterator[Fault]:
@@ -47,6 +49,7 @@ def switched_off(
     yield from adapters_are_on(lora)
     yield from guards_continue(guard)
     yield from documents_are_packed(data)
+    yield from rate_decays(optim)
     yield from ranks_start_again(supervision, save)
 
 
@@ -86,6 +89,23 @@ def documents_are_packed(data: DataConfig) -> Iterator[Fault]:
     if data.packing != "documents":
         what = "is set, and data.packing is 'stream', which joins documents"
         yield from _set_keys(data, "data", ("long",), what, fix="--data.packing documents")
+
+
+def rate_decays(optim: OptimConfig) -> Iterator[Fault]:
+    """The end of the decay lies below its start; what shapes another decay is not read."""
+    what = f"is set, and optim.decay is {optim.decay!r}"
+    if optim.decay != "wsd":
+        yield from _set_keys(optim, "optim", ("cooldown",), what, fix="--optim.decay wsd")
+    if optim.decay == "constant":
+        yield from _set_keys(optim, "optim", ("min_lr",), what, fix="--optim.decay cosine")
+    elif optim.min_lr >= optim.lr:
+        yield Fault(
+            "optim.min_lr",
+            "is not below optim.lr, so that the rate does not decay",
+            got=f"{optim.min_lr:g}",
+            need=f"below {optim.lr:g}",
+            fix=f"--optim.min_lr {optim.lr / 10:g}, or --optim.decay constant",
+        )
 
 
 def ranks_start_again(supervision: SupervisionConfig, save: SaveConfig) -> Iterator[Fault]:
