@@ -372,15 +372,14 @@ def adapters_are_scaled_twice(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(Case("tp2", **TINY))
 def the_rank_is_cut_instead_of_the_features(patch: pytest.MonkeyPatch) -> None:
-    right = AdaptedFamily.AXES.fget
+    right = AdaptedFamily.axes
 
-    def axes(self: AdaptedFamily) -> Any:
-        turned = {
-            row: (*names[::-1],) for row, names in right(self).items() if row.endswith(LORA_B)
-        }
-        return {**right(self), **turned}
+    def axes(self: AdaptedFamily, cfg: Any) -> Any:
+        table = right(self, cfg)
+        turned = {row: (*names[::-1],) for row, names in table.items() if row.endswith(LORA_B)}
+        return {**table, **turned}
 
-    patch.setattr(AdaptedFamily, "AXES", property(axes))
+    patch.setattr(AdaptedFamily, "axes", axes)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
