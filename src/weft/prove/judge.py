@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.observe import Operation
-from weft.core.dimension import activation_axes, pipeline_axis, token_axes
+from weft.core.dimension import activation_axes, pipeline_axis, replicated_axes, token_axes
 from weft.core.mesh import Mesh
 from weft.prove.bounds import Bounds, largest_difference
 from weft.prove.places import ShardPlace, Whole
@@ -20,6 +20,7 @@ from weft.prove.reference import TensorKey
 from weft.prove.relations import relation
 from weft.prove.report import PHASES, Difference, Phase, PhaseBound
 
+EXTRA_LOSS = "extra loss"
 MAX_RELATIONS = 8
 """Differences whose numeric relation is looked for."""
 PHASE_OF_GRADIENTS: frozenset[Phase] = frozenset(
@@ -273,6 +274,8 @@ class Judge:
         ranks: dict[tuple[object, ...], list[int]] = {}
         for record in self.records:
             for (step, block, name), value in record.sums.items():
+                if name == EXTRA_LOSS and self._is_copy(record.rank):
+                    continue  # a balance loss counts on the first copy alone
                 group = (step, block, name, self._coordinates(record.rank, token_axes()))
                 totals[group] = totals.get(group, 0.0) + value
                 ranks.setdefault(group, []).append(record.rank)
@@ -283,6 +286,11 @@ class Judge:
             site = Site(step, "loss", block, f"{block}.{name}")
             for rank in ranks[group]:
                 self._number(self.records[rank], site, total)
+
+    def _is_copy(self, rank: int) -> bool:
+        """Whether another rank computes the loss of the same tokens and counts before this one."""
+        coord = self.mesh.coord(rank)
+        return any(coord.get(axis, 0) > 0 for axis in replicated_axes())
 
     def _compare_loads(self) -> None:
         """Tokens at each expert, summed over the ranks with different tokens; exact in float64."""
