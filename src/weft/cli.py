@@ -271,9 +271,14 @@ COMMANDS = {
         "generate text with a run, checkpoint or Hugging Face folder",
         imported("weft.commands.generate:generate"),
     ),
+    "eval": Command(
+        "MODEL [--data SOURCE ...]",
+        "loss, perplexity and bits per byte of a stored model on any data and layout",
+        imported("weft.commands.eval:evaluate"),
+    ),
     "data": Command(
-        "prepare INPUT... | show FOLDER",
-        "prepare token files from texts; show their contents",
+        "prepare INPUT... | show FOLDER | show RECORDS",
+        "prepare token files from texts and records; show their contents",
         imported("weft.commands.data:run"),
     ),
     "import": Command(

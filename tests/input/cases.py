@@ -414,6 +414,140 @@ def _images(content: bytes) -> Change:
     return make
 
 
+# ---------------------------------------------------------------------------------------------- fine-tuning records
+
+ASK = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "yo"}
+GOOD = {"messages": [ASK, ANSWER]}
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+STRICT = "{% for m in messages %}\n{% if m.role == 'bot' %}{{ raise_exception('no bots') }}{% endif %}{{ m.content }}{% endfor %}"
+BLIND = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.role + m.content }}{% endif %}{% endfor %}"
+LAST_ONLY = "{{ messages[-1].role }}: {{ messages[-1].content }}"
+
+RECORDS: dict[str, tuple[str, list[Any], str, str]] = {
+    # name: (format, records, template, part of the line)
+    "no JSON record": ("chat", [GOOD, "{"], "chatml", "c.jsonl:2"),
+    "mixed forms": ("auto", [GOOD, PAIR], "chatml", "c.jsonl:2 has no 'messages'"),
+    "another form": ("chat", [PAIR], "chatml", "--data.format preference"),
+    "unknown fields": ("auto", [{"body": "x"}], "chatml", "of no known format"),
+    "no answer": ("chat", [GOOD, {"messages": [ASK]}], "chatml", "c.jsonl:2: no message is of the role 'assistant'"),
+    "a role that raises": ("chat", [GOOD, {"messages": [{"role": "bot", "content": "x"}, ANSWER]}], "t.jinja",
+                           "t.jinja line 2 does not render c.jsonl:2: no bots"),
+    "a role that is left out": ("chat", [{"messages": [{"role": "tool", "content": "x"}, *GOOD["messages"]]}], "blind.jinja",
+                                "leaves out messages of the role 'tool'"),
+    "no messages": ("chat", [{"messages": []}], "chatml", "'messages' is empty"),
+    "messages are text": ("chat", [{"messages": "hi"}], "chatml", "is no list"),
+    "a message is text": ("chat", [{"messages": ["hi"]}], "chatml", "message 1 of 'messages' is no object"),
+    "no role": ("chat", [{"messages": [{"content": "hi"}]}], "chatml", "has no role"),
+    "no content": ("chat", [{"messages": [ASK, {"role": "assistant"}]}], "chatml", "has no content"),
+    "a number as content": ("chat", [{"messages": [ASK, {"role": "assistant", "content": 3}]}], "chatml", "no text but int"),
+    "a template that is none": ("chat", [GOOD], "broken.jinja", "broken.jinja line 1 does not render c.jsonl:1"),
+    "a template without a file": ("chat", [GOOD], "nowhere.jinja", "no such file"),
+    "a template that is a device": ("chat", [GOOD], "/dev/zero", "regular file"),
+    "an undefined variable": ("chat", [GOOD], "undefined.jinja", "'nothing' is undefined"),
+    "a template that escapes": ("chat", [GOOD], "escape.jinja", "unsafe"),
+    "turns that change": ("chat", [{"messages": [ASK, ANSWER, ASK, ANSWER]}], "last.jinja", "mark answers by"),
+    "no template": ("chat", [GOOD], "", "the tokenizer has no chat template"),
+    "no pairs without dpo": ("auto", [PAIR], "", "--loss dpo"),
+    "a pair without prompt": ("preference", [{"chosen": "b", "rejected": "c"}], "", "has no 'prompt'"),
+    "a pair of equals": ("preference", [PAIR, {**PAIR, "rejected": "b"}], "", "c.jsonl:2: chosen and rejected are the same"),
+    "a prompt of numbers": ("prompt", [{"prompt": [3], "completion": "b"}], "", "'prompt' is not text"),
+    "a completion of a number": ("prompt", [{"prompt": "a", "completion": 7}], "", "'completion' is not text"),
+    "an output of null": ("instruction", [{"instruction": "a", "output": None}], "chatml", "has no 'output'"),
+    "empty prompt and completion": ("prompt", [{"prompt": "", "completion": ""}], "", "is empty"),
+    "all targets masked": ("prompt", [{"prompt": "a" * 200, "completion": "b"}], "", "no target is left"),
+    "no record": ("chat", [], "chatml", "is empty"),
+}  # fmt: skip
+TEMPLATES = {
+    "t.jinja": STRICT,
+    "blind.jinja": BLIND,
+    "broken.jinja": "{% for m in messages %}{{ m.content }",
+    "undefined.jinja": "{{ nothing.at_all }}",
+    "escape.jinja": "{{ messages.__class__.__mro__ }}{{ raise_exception('unsafe') }}",
+    "last.jinja": LAST_ONLY,
+}
+
+
+def _with_templates(name: str, content: str | bytes) -> Change:
+    def make(folder: Path) -> None:
+        write(name, content)(folder)
+        for template, text in TEMPLATES.items():
+            (folder / template).write_text(text)
+
+    return make
+
+
+def records() -> Iterator[Case]:
+    for name, (form, rows, template, line) in RECORDS.items():
+        text = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+        change = _with_templates("c.jsonl", text)
+        chosen = ("--data.chat_template", template) if template else ()
+        loss = ("--loss", "dpo") if form == "preference" else ()
+        words = ("train", "--data.source", "c.jsonl", "--data.format", form, *chosen, *loss)
+        yield Case(name, words, line, change)
+        if name in ("all targets masked", "no pairs without dpo"):
+            continue  # of the run, not of the records
+        own = ("--chat_template", template) if template else ()
+        words = ("data", "prepare", "c.jsonl", "--out", "new", "--format", form, *own)
+        yield Case(f"prepare, {name}", words, line.replace("--data.format", "--format"), change)
+    chat = write("c.jsonl", json.dumps(GOOD) + "\n")
+    given = (
+        "train",
+        "--data.source",
+        "c.jsonl",
+        "--data.format",
+        "chat",
+        "--data.chat_template",
+        "chatml",
+    )
+    yield Case("dpo without pairs", (*given, "--loss", "dpo"), "dpo needs preference pairs", chat)
+    yield Case(
+        "records as a stream", (*given, "--data.packing", "stream"), "records stay whole", chat
+    )
+    yield Case("records as text", ("train", "--data.source", "c.jsonl"), "--data.format chat", chat)
+    yield Case(
+        "text as records",
+        ("train", "--data.source", "text.txt", "--data.format", "chat"),
+        "holds no records",
+    )
+    yield Case(
+        "prepared text as records",
+        ("train", "--data.source", "prep", "--data.format", "chat"),
+        "prepared as",
+    )
+    yield Case(
+        "a record a sequence of text",
+        ("train", "--data.source", "text.txt", "--data.packing", "single"),
+        "no records",
+    )
+    yield Case(
+        "best without evaluations", ("train", "--save.best", "True"), "no evaluations to compare"
+    )
+    yield Case(
+        "patience without evaluations",
+        ("train", "--eval.patience", "2"),
+        "no evaluations to compare",
+    )
+    yield Case("beta 0", ("train", "--dpo.beta", "0"), "dpo.beta: out of range")
+    yield Case(
+        "dpo on images", ("train", "--model.name", "mnist", "--loss", "dpo"), "dpo", faults=2
+    )
+    yield Case("no best checkpoint", ("generate", "run/best"), "has recorded no best checkpoint")
+    yield Case(
+        "a parquet file without the columns",
+        ("data", "prepare", "x.parquet", "--out", "new", "--format", "chat"),
+        "has no 'messages'",
+        _parquet_of_text,
+    )
+
+
+def _parquet_of_text(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": ["a"]}), folder / "x.parquet")
+
+
 # ---------------------------------------------------------------------------------------------- prepared folders
 
 
@@ -1039,6 +1173,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "config": config_values,
     "toml": toml_files,
     "data": data_files,
+    "records": records,
     "prepared": prepared,
     "hf": hf_folders,
     "checkpoint": checkpoints,

@@ -1,6 +1,7 @@
 """The checkpoint folder of a run: names, the newest valid checkpoint, pruning, leftovers of a crash. Pure: no torch.
 
 OUT/ckpt/step-000100/              a checkpoint; it gets this name only once it is complete
+OUT/best.json                      step and evaluation loss of the checkpoint with the lowest one (save.best)
 OUT/ckpt/.tmp-step-000200/         being written, or left by a run that died while writing
 OUT/ckpt/.old-step-000050/         being removed
 OUT/ckpt/aside-step-000300/        of steps after the one that a run resumed from: kept, never read again
@@ -8,6 +9,7 @@ OUT/ckpt/aside-step-000300/        of steps after the one that a run resumed fro
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -20,8 +22,13 @@ from weft.checkpoint.disk import sync_folder
 from weft.checkpoint.format import Manifest
 from weft.checkpoint.manifest import read_manifest
 from weft.errors import CheckpointError, Fault
+from weft.small_files import UnreadableFile, read_json_object
 
 FOLDER = "ckpt"
+BEST = "best.json"
+BEST_NAME = "best"
+"""Last part of the path RUN/best, by which commands find the best checkpoint of a run."""
+MAX_BEST_BYTES = 4096
 TEMPORARY_PREFIX, REMOVED_PREFIX, ASIDE_PREFIX = ".tmp-", ".old-", "aside-"
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -79,9 +86,52 @@ def find_newest(run_folder: Path, *, below: int | None = None) -> FoundCheckpoin
     return FoundCheckpoint(None, None, tuple(faults))
 
 
+def write_best(run_folder: Path, *, step: int, loss: float) -> None:
+    """Record which checkpoint has the lowest evaluation loss, atomically."""
+    text = json.dumps({"step": step, "loss": loss})
+    temporary = run_folder / f".{BEST}.{os.getpid()}"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(f"{text}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(run_folder / BEST)
+
+
+def best_step(run_folder: Path) -> int | None:
+    """The step of the checkpoint with the lowest evaluation loss; None where none is recorded, or
+    it is gone.
+    """
+    path = run_folder / BEST
+    try:
+        step = read_json_object(path, max_bytes=MAX_BEST_BYTES, within=run_folder).get("step")
+    except UnreadableFile:
+        return None
+    if type(step) is not int or step < 0 or not checkpoint_path(run_folder, step).is_dir():
+        return None
+    return step
+
+
+def best_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that the name RUN/best means; None for any other path.
+
+    Raises:
+        CheckpointError: the run has recorded none.
+    """
+    run_folder = path.parent
+    is_name = path.name == BEST_NAME and (run_folder / "run.toml").exists()
+    if not is_name or path.exists():
+        return None
+    step = best_step(run_folder)
+    if step is None:
+        fix = f"name {run_folder}, or train with --save.best True --eval.every 100"
+        what = "the run has recorded no best checkpoint"
+        raise CheckpointError(Fault(str(path), what, fix=fix))
+    return checkpoint_path(run_folder, step)
+
+
 def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
-    """Remove checkpoints older than the `keep` newest valid ones; returns what was removed. Invalid
-    ones do not count.
+    """Remove checkpoints older than the `keep` newest valid ones, but the best one; returns what was
+    removed. Invalid ones do not count.
 
     A checkpoint is renamed before its files are removed, so a partly removed one is never read.
 
@@ -90,9 +140,11 @@ def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
     """
     num_kept = 0
     removed = []
-    for _, path in checkpoints(run_folder):
+    best = best_step(run_folder)
+    for step, path in checkpoints(run_folder):
         if num_kept == keep:
-            removed.append(path)
+            if step != best:
+                removed.append(path)
             continue
         try:
             read_manifest(path)

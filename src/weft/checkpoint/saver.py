@@ -23,7 +23,14 @@ import torch
 
 from weft.checkpoint.commit import commit, discard
 from weft.checkpoint.disk import free_bytes
-from weft.checkpoint.folder import checkpoint_path, checkpoints, prune, temporary_path
+from weft.checkpoint.folder import (
+    BEST,
+    checkpoint_path,
+    checkpoints,
+    prune,
+    temporary_path,
+    write_best,
+)
 from weft.checkpoint.format import Facts
 from weft.checkpoint.remote import RemoteCopies
 from weft.checkpoint.state import TrainState, write_items
@@ -48,7 +55,12 @@ class StatusFlag(IntFlag):
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A save between its snapshot and its commit, on one rank."""
+    """A save between its snapshot and its commit, on one rank.
+
+    Attributes:
+        best_loss: the evaluation loss, where it is the lowest so far: once committed, the run
+            folder records this checkpoint as the best one.
+    """
 
     step: int
     final: Path
@@ -56,6 +68,7 @@ class PendingSave:
     start_s: float
     stall_s: float
     write: RankWrite
+    best_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -146,15 +159,20 @@ class Saver:
         if self._writing is not None and not status & StatusFlag.WRITING:
             has_failed = bool(status & StatusFlag.WRITE_FAILED)
             yield from self._end_writing(self._writing, exchange_errors=has_failed)
-        if self.is_due(step):
+        is_started = self._writing is not None and self._writing.step == step
+        if self.is_due(step) and not is_started:
             yield from self.save(step)
 
     def is_due(self, step: int) -> bool:
         """Whether a save follows step `step` while training goes on."""
         return self.every > 0 and step % self.every == 0
 
-    def save(self, step: int) -> Iterator[Event]:
-        """Start to save; waits first for an earlier save that is not committed yet."""
+    def save(self, step: int, *, best_loss: float | None = None) -> Iterator[Event]:
+        """Start to save; waits first for an earlier save that is not committed yet.
+
+        Args:
+            best_loss: the evaluation loss, where it is the lowest so far.
+        """
         start = time.perf_counter()
         yield from self.wait()
         final = checkpoint_path(self.run_folder, step)
@@ -173,6 +191,7 @@ class Saver:
             start,
             stall_s,
             write,
+            best_loss,
         )
         self.last_saved = step
 
@@ -252,9 +271,13 @@ class Saver:
         write_s = time.perf_counter() - pending.start_s
         prune_error = ""
         try:
+            if pending.best_loss is not None:
+                write_best(self.run_folder, step=pending.step, loss=pending.best_loss)
             prune(self.run_folder, self.keep)
         except CheckpointError as error:
             prune_error = _fault_text(error)
+        except OSError as error:
+            prune_error = f"{BEST} cannot be written: {error.strerror}"
         remote, upload_error = self._upload(pending.final)
         return CommitResult(manifest.num_bytes, write_s, prune_error, remote, upload_error)
 

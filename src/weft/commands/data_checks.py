@@ -10,16 +10,23 @@ from weft.data import images
 from weft.data.dataset import open_data, open_validation
 from weft.data.files import KEY
 from weft.data.prepared import Split, prepared_of, sources_of, tokenizer_of
+from weft.data.samples import Samples
 from weft.data.token_sources import split_of
 from weft.data.verify import content_faults
 from weft.errors import DataError, Fault
 from weft.generate.model_source import is_guess
 
-READ_KEYS = (KEY, "data.token_dtype", "data.mix", "data.tokenizer", "model")
+CROSS_ENTROPY = "cross_entropy"
+READ_KEYS = (
+    *(KEY, "data.format", "data.chat_template", "data.packing", "loss"),
+    *("data.token_dtype", "data.mix", "data.tokenizer", "model"),
+)
 """Keys and sections that the checks of the training data read."""
 
 
-def source_faults(data: DataConfig, model: ModelSection) -> Iterator[Fault]:
+def source_faults(
+    data: DataConfig, model: ModelSection, *, loss: str = CROSS_ENTROPY
+) -> Iterator[Fault]:
     """Faults of the training data; the digits, which take a second to load, are only checked for
     existence.
     """
@@ -28,11 +35,23 @@ def source_faults(data: DataConfig, model: ModelSection) -> Iterator[Fault]:
         if is_digits:
             images.check_digits()
         else:
-            open_data(data, model)
+            yield from kind_faults(open_data(data, model), loss)
             yield from _content_faults(sources_of(data))
     except DataError as error:
         for fault in error.faults:
             yield _with_possible_fix(fault, from_hf=model.from_hf)
+
+
+def kind_faults(samples: Samples, loss: str) -> Iterator[Fault]:
+    """Preference pairs are trained on by dpo, and nothing else is."""
+    has_pairs = "pairs" in samples.facts()
+    if has_pairs and loss == CROSS_ENTROPY:
+        what = "cross entropy would imitate rejected answers as well"
+        yield Fault("loss", what, "preference pairs", fix="--loss dpo")
+    if not has_pairs and loss != CROSS_ENTROPY:
+        need = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+        fix = "--data.format preference, or --loss cross_entropy"
+        yield Fault("loss", "dpo needs preference pairs", "other data", need, fix)
 
 
 def _with_possible_fix(fault: Fault, *, from_hf: str | None) -> Fault:
@@ -79,12 +98,15 @@ def validation_faults(
     data: DataConfig,
     model: ModelSection,
     evaluation: EvalConfig,
+    *,
+    loss: str = CROSS_ENTROPY,
 ) -> Iterator[Fault]:
     """Faults of the validation data, where the run has evaluations."""
     if not evaluation.every:
         return
     try:
-        open_validation(data, model, source=evaluation.source)
+        samples = open_validation(data, model, source=evaluation.source)
+        yield from kind_faults(samples, loss)
         sources = (evaluation.source,) if evaluation.source else sources_of(data)
         yield from _content_faults(sources, split="valid")
     except DataError as error:

@@ -27,8 +27,8 @@ from weft.run.world import detect
 
 def data_checks(run: Run) -> tuple[Check, ...]:
     """The checks of training and validation data, bound to the sections of a run."""
-    training = partial(source_faults, run.data, run.model)
-    validation = partial(validation_faults, run.data, run.model, run.eval)
+    training = partial(source_faults, run.data, run.model, loss=run.loss)
+    validation = partial(validation_faults, run.data, run.model, run.eval, loss=run.loss)
     return Check(READ_KEYS, training), Check((*READ_KEYS, "eval"), validation)
 
 

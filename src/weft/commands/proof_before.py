@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from weft.commands.data_checks import CROSS_ENTROPY
 from weft.commands.prove import prove_config
 from weft.config.run import Run
 from weft.errors import WeftError
@@ -105,6 +106,11 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
     is_alone = run.device_mesh.size == 1
     if mode == "never" or (mode == "auto" and is_alone):
         return None
+    if run.loss != CROSS_ENTROPY:
+        reason = f"{run.loss} is not part of the proof, which computes the cross entropy of text"
+        if mode == "always":
+            raise WeftError(f"prove.before is always, and the proof could not be made: {reason}")
+        return {"verdict": "unknown", "reason": reason}
     key = verdict_key(reduced(run))
     stored = read_verdict(cache_folder(environ), key)
     if stored is not None and mode == "auto":

@@ -18,6 +18,7 @@ from weft.commands.console import (
     take_flag,
     wants_help,
 )
+from weft.commands.data_checks import CROSS_ENTROPY
 from weft.commands.preflight import data_checks
 from weft.config import flags
 from weft.config.checks import run_checks
@@ -80,6 +81,7 @@ def prove(words: Sequence[str]) -> int:
         report = _of_folder(folder, rest, first=options.first, is_json=is_json)
     else:
         run = load_checked_run(rest, data_checks)
+        _check_loss(run)
         set_openmp_policy()
         report = prove_config(run, steps=options.first, full=options.full)
     if options.html is not None:
@@ -128,6 +130,18 @@ def _check_page_path(path: str) -> None:
         raise UserError(Fault("html", "cannot be written", got=repr(path)))
 
 
+def _check_loss(run: Run) -> None:
+    """Reject a loss that the reference on one device does not compute.
+
+    Raises:
+        UserError: it does not.
+    """
+    if run.loss != CROSS_ENTROPY:
+        what = "the reference on one device computes the cross entropy alone"
+        fix = "prove the layout with --loss cross_entropy and text"
+        raise UserError(Fault("loss", what, run.loss, CROSS_ENTROPY, fix))
+
+
 def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
     """Prove a config before it runs, and look for the smallest failing case where it fails.
 
@@ -157,6 +171,7 @@ def _of_folder(folder: Path, words: Sequence[str], *, first: int, is_json: bool)
         got = " ".join(words[1:])
         raise UserError(Fault(KEY, "a run folder takes no keys: it has its own config", got=got))
     run = load([str(first_config_path(folder))], FAMILIES)
+    _check_loss(run)
     steps = recorded_steps(folder)
     faults = run_checks(run, data_checks)
     if faults:

@@ -12,6 +12,7 @@ from weft.config.schema import (
     BatchConfig,
     ConfigSection,
     DataConfig,
+    DpoConfig,
     EvalConfig,
     GuardConfig,
     LoraConfig,
@@ -46,6 +47,10 @@ class Run(ConfigSection):
         ge=1,
         le=MAX_COUNT,
         description="optimizer steps to train",
+    )
+    loss: Literal["cross_entropy", "dpo"] = Field(
+        "cross_entropy",
+        description="cross entropy of the targets, or dpo on preference pairs",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
@@ -93,6 +98,7 @@ class Run(ConfigSection):
     )
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="number types")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="low-rank adapters")
+    dpo: DpoConfig = Field(default_factory=DpoConfig, description="direct preference optimization")
     save: SaveConfig = Field(default_factory=SaveConfig, description="checkpoints")
     guard: GuardConfig = Field(
         default_factory=GuardConfig, description="guards against steps that would destroy a run"

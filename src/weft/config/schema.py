@@ -81,6 +81,14 @@ class DataConfig(ConfigSection):
     text_field: str = Field(
         "text", description="field of JSONL lines, column of parquet files that holds the text"
     )
+    format: Literal["text", "auto", "chat", "instruction", "prompt", "preference"] = Field(
+        "text",
+        description="text, or records to fine-tune on (JSONL, parquet); auto: by the fields of the first",
+    )
+    chat_template: str | None = Field(
+        None,
+        description="chatml, alpaca, or a Jinja file that renders messages; None: the tokenizer's own",
+    )
     token_dtype: Literal["uint16", "uint32"] = Field(
         "uint16", description="type of the numbers in .bin token files"
     )
@@ -90,12 +98,13 @@ class DataConfig(ConfigSection):
         le=2**24,
         description="length of one sequence, tokens",
     )
-    packing: Literal["stream", "documents"] = Field(
-        "stream",
-        description="sequences of the plain stream, or attention and targets that stay within a document",
+    packing: Literal["auto", "stream", "documents", "single"] = Field(
+        "auto",
+        description="stream of text, documents apart from each other, or single: one record; auto: stream, documents of records",
     )
     long: Literal["split", "error"] = Field(
-        "split", description="documents: what to do with one longer than seq_len"
+        "split",
+        description="documents longer than seq_len: split (records are cut), or error",
     )
     prefetch: int = Field(
         2,
@@ -122,6 +131,12 @@ class EvalConfig(ConfigSection):
     )
     source: str | None = Field(
         None, description="what to evaluate on; None: valid.bin of the prepared data.source"
+    )
+    patience: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="evaluations in a row without a new lowest loss after which training stops; 0: never",
     )
 
 
@@ -413,6 +428,16 @@ class ProveConfig(ConfigSection):
     )
 
 
+class DpoConfig(ConfigSection):
+    """Direct preference optimization: `loss dpo` on pairs of answers."""
+
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="how strongly the model is kept near the initial one, per nat of log-probability",
+    )
+
+
 class SaveConfig(ConfigSection):
     """Checkpoints."""
 
@@ -438,4 +463,8 @@ class SaveConfig(ConfigSection):
     remote: str | None = Field(
         None,
         description="URL to which checkpoints are copied (fsspec: s3://, gs://, file://); an out that is a URL sets it",
+    )
+    best: bool = Field(
+        False,
+        description="save after each evaluation with a new lowest loss, and keep that checkpoint: RUN/best",
     )

@@ -12,11 +12,13 @@ from weft.config.run import Run
 from weft.config.schema import (
     BatchConfig,
     DataConfig,
+    EvalConfig,
     GuardConfig,
     OptimConfig,
     ParallelConfig,
     PipelineConfig,
     PrecisionConfig,
+    SaveConfig,
     label_of,
 )
 from weft.core.dimension import (
@@ -107,6 +109,8 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             ("deterministic", "mesh", "batch", "parallel.zero", "optim"),
             partial(order_is_fixed, mesh, batch, parallel, run.optim, is_wanted=run.deterministic),
         ),
+        Check(("loss", "model"), partial(preference_loss_fits, run.loss, model)),
+        Check(("eval", "save.best"), partial(evaluations_exist, run.eval, run.save)),
         Check(("guard",), partial(guard_factors_are_above_one, run.guard)),
         Check(("lora", "model"), partial(lora.targets_exist, run.lora, model)),
         Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
@@ -454,6 +458,27 @@ def order_is_fixed(
             need="0",
             fix=f"--parallel.zero 0, or {fix}",
         )
+
+
+def preference_loss_fits(loss: str, model: ModelConfig) -> Iterator[Fault]:
+    """The loss of preference pairs is that of the last block alone."""
+    if loss != "dpo":
+        return
+    if model.kind != "tokens":
+        yield Fault("loss", f"dpo compares texts, and {model.family} reads {model.kind}", got="dpo")
+    for field in ("mtp_depth", "balance_loss"):
+        value = getattr(model, field, 0)
+        if value:
+            what = "dpo has no extra loss: it would be weighed by pairs instead of tokens"
+            yield Fault(f"model.{field}", what, f"{value:g}", "0", f"--model.{field} 0")
+
+
+def evaluations_exist(evaluation: EvalConfig, save: SaveConfig) -> Iterator[Fault]:
+    """The best checkpoint and early stopping need evaluations."""
+    for key, is_used in (("save.best", save.best), ("eval.patience", evaluation.patience > 0)):
+        if is_used and not evaluation.every:
+            what = "the run has no evaluations to compare"
+            yield Fault(key, what, "eval.every 0", "evaluations", "--eval.every 100")
 
 
 def guard_factors_are_above_one(guard: GuardConfig) -> Iterator[Fault]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.config.schema import DataConfig
 from weft.core.model_config import ModelConfig
 from weft.data import images
+from weft.data.conversations import PAIR, ConversationSamples
 from weft.data.document_bounds import longest_document
 from weft.data.files import KEY
 from weft.data.mixture import KEY as MIX_KEY
 from weft.data.mixture import make_mixture_sampler, read_mix
 from weft.data.prepared import Split, prepared_of, tokenizer_of
+from weft.data.record_sources import holds_records, open_records
 from weft.data.samples import ImageSamples, MixtureSamples, Samples, SequenceSamples
 from weft.data.token_sources import has_documents, open_source
 from weft.data.tokenizer import Tokenizer
@@ -37,6 +40,7 @@ def open_data(data: DataConfig, model: ModelConfig) -> Samples:
     for source in weights:
         part = data.model_copy(update={"source": source, "tokenizer": tokenizer})
         parts.append(_open_split(part, model, split="train"))
+    _check_same_kind(tuple(weights), parts)
     return MixtureSamples(tuple(parts), make_mixture_sampler(tuple(weights.values())))
 
 
@@ -79,6 +83,9 @@ def open_validation(data: DataConfig, model: ModelConfig, *, source: str | None)
 def _open_split(data: DataConfig, model: ModelConfig, *, split: Split) -> Samples:
     if model.kind == "images":
         return _open_images(data, model)
+    if holds_records(data.source, data):
+        vocab = model.axis_sizes()["vocab"]
+        return open_records(data.source, data, vocab=vocab, split=split)
     return _open_tokens(data, model, split=split)
 
 
@@ -101,9 +108,14 @@ def _open_tokens(data: DataConfig, model: ModelConfig, *, split: Split) -> Seque
                 fix=f"{shorter}a longer source",
             )
         )
+    if data.packing == "single":
+        what = "text has no records, one of which would be a sequence"
+        fix = "--data.packing documents or stream"
+        raise DataError(Fault("data.packing", what, got="single", fix=fix))
     if data.packing == "documents":
         _check_documents(stream, data)
-    return SequenceSamples(stream, data.seq_len, data.source, data.packing)
+        return SequenceSamples(stream, data.seq_len, data.source, "documents")
+    return SequenceSamples(stream, data.seq_len, data.source)
 
 
 def _check_documents(stream: TokenStream, data: DataConfig) -> None:
@@ -125,6 +137,22 @@ def _check_documents(stream: TokenStream, data: DataConfig) -> None:
                     fix=fix,
                 )
             )
+
+
+def _check_same_kind(sources: tuple[str, ...], parts: Sequence[Samples]) -> None:
+    """Check that all sources of a mixture are text, conversations, or pairs."""
+    kinds = [_kind_of(part) for part in parts]
+    for source, kind in zip(sources, kinds, strict=True):
+        if kind != kinds[0]:
+            got = f"{kinds[0]} in {sources[0]}, {kind} in {source}"
+            fix = "mix text with text, conversations with conversations, pairs with pairs"
+            raise DataError(Fault(MIX_KEY, "its sources are of different kinds", got, fix=fix))
+
+
+def _kind_of(samples: Samples) -> str:
+    if not isinstance(samples, ConversationSamples):
+        return "text"
+    return "pairs" if samples.data.group == PAIR else "conversations"
 
 
 def _check_same_tokenizer(sources: tuple[str, ...]) -> None:

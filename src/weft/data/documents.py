@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import codecs
-import gzip
-import importlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import Any, Literal
 
 from weft.data.files import (
-    GZIP_SUFFIX,
     KEY,
     LINES_SUFFIX,
     READ_ERRORS,
@@ -19,19 +18,22 @@ from weft.data.files import (
     kind_of,
     read_fault,
 )
+from weft.data.rows import (
+    FORMAT_KEY,
+    PARQUET_TEXT_TYPES,
+    Row,
+    decompressed,
+    detect_format,
+    jsonl_rows,
+    parquet_rows,
+)
 from weft.errors import DataError, Fault, did_you_mean
-from weft.small_files import MIB, UnreadableFile, capped_lines, open_regular, parse_json
+from weft.small_files import UnreadableFile, open_regular
 
 FIELD_KEY = "data.text_field"
 CHUNK_CHARS = 2**16
 """Characters of a chunk at most."""
 READ_BYTES = 2**18
-MAX_LINE_BYTES = 64 * MIB
-"""Length of a JSONL line, decompressed."""
-PARQUET_ROWS = 256
-"""Rows of a parquet file that are read at once."""
-MAX_ERROR_CHARS = 160
-PARQUET_TEXT_TYPES = ("string", "large_string", "string_view")
 
 SplitOn = Literal["file", "blank"]
 
@@ -79,8 +81,19 @@ def read_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
         TABLE_SUFFIX: _parquet_documents,
     }
     reader = readers.get(kind_of(file), _text_documents)
-    try:
+    with guarded_read(file):
         yield from reader(file, options)
+
+
+@contextmanager
+def guarded_read(file: Path) -> Iterator[None]:
+    """Raise what reading a file raises as the fault of that file.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        yield
     except UnreadableFile as error:
         why = f"{error.what}: {error.got}" if error.got else error.what
         fault = Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
@@ -181,7 +194,7 @@ def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_DecodedBlock]
     errors = "surrogateescape" if options.allow_any_bytes else "strict"
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     num_decoded = 0
-    with open_regular(file) as raw, _decompressed(raw, file) as source:
+    with open_regular(file) as raw, decompressed(raw, file) as source:
         while True:
             data = source.read(READ_BYTES)
             try:
@@ -198,68 +211,32 @@ def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_DecodedBlock]
                 return
 
 
-def _decompressed(raw: IO[bytes], file: Path) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(raw)) if file.suffix == GZIP_SUFFIX else raw
-
-
 def _jsonl_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     """A JSONL file: the text field of every line."""
-    with open_regular(file) as raw, _decompressed(raw, file) as source:
-        number = 0
-        try:
-            for number, line in enumerate(capped_lines(source, max_bytes=MAX_LINE_BYTES), start=1):
-                if not line.strip():
-                    continue
-                text = _text_of_line(line, options.text_field, f"{file}:{number}")
-                if text:
-                    yield from document_chunks(text, raw.tell())
-        except ValueError as error:
-            what = f"{file}:{number + 1} is too long"
-            fix = "one document a line, or plain text, which may have lines of any length"
-            raise DataError(Fault(KEY, what, str(error), fix=fix)) from None
+    for row in jsonl_rows(file):
+        text = _text_of_row(row, options.text_field)
+        if text:
+            yield from document_chunks(text, row.at)
 
 
-def _text_of_line(line: bytes, field: str, where: str) -> str:
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise DataError(
-            Fault(
-                KEY,
-                f"{where} is not JSON",
-                got=str(error),
-                need="one JSON object a line",
-            )
-        ) from None
-    if not isinstance(row, dict):
-        raise DataError(
-            Fault(
-                KEY,
-                f"{where} is not a JSON object",
-                got=type(row).__name__,
-                need='{"text": "..."}',
-            )
-        )
-    if field not in row:
-        raise DataError(
-            Fault(
-                FIELD_KEY,
-                f"{where} has no such field",
-                got=repr(field),
-                fix=suggest_field(field, row),
-            )
-        )
-    text = row[field]
+def _text_of_row(row: Row, field: str) -> str:
+    if field not in row.fields:
+        what = f"{row.where} has no such field"
+        record_format = detect_format(row.fields)
+        fix = suggest_field(field, row.fields)
+        if record_format is not None:
+            fix = f"--{FORMAT_KEY} {record_format}, as these are records to fine-tune on"
+        raise DataError(Fault(FIELD_KEY, what, got=repr(field), fix=fix))
+    text = row.fields[field]
     if not isinstance(text, str):
-        raise DataError(
-            Fault(
-                FIELD_KEY,
-                f"{where}: the field {field!r} is not text",
-                got=type(text).__name__,
-                need="text",
-            )
-        )
-    return text.encode("utf-8", "replace").decode()  # JSON may hold half of a surrogate pair
+        what = f"{row.where}: the field {field!r} is not text"
+        raise DataError(Fault(FIELD_KEY, what, got=type(text).__name__, need="text"))
+    return without_surrogates(text)
+
+
+def without_surrogates(text: str) -> str:
+    """The text with a question mark for each half of a surrogate pair, which JSON may hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def suggest_field(field: str, known: Any) -> str:
@@ -271,64 +248,12 @@ def suggest_field(field: str, known: Any) -> str:
 
 def _parquet_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
     """A parquet file: the text column of every row, some rows at a time."""
-    parquet = _import_pyarrow()
     field = options.text_field
-    with open_regular(file) as raw:
-        try:
-            table = parquet.ParquetFile(raw)
-        except Exception as error:  # noqa: BLE001 - the library's own errors, about the file alone
-            why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]
-            raise DataError(
-                Fault(
-                    KEY,
-                    f"{file} is not a parquet file",
-                    got=why,
-                    fix="fetch the file again",
-                )
-            ) from None
-        _check_text_column(table.schema_arrow, field, file)
-        num_rows = max(table.metadata.num_rows, 1)
-        file_bytes = file.stat().st_size
-        num_read = 0
-        _check_row_groups(table.metadata, table.schema_arrow.names.index(field), file)
-        for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[field]):
-            _check_cells(batch.column(0), file, first_row=num_read)
-            num_read += len(batch)
-            at = file_bytes * num_read // num_rows
-            for text in batch.column(0).to_pylist():
-                if text:
-                    yield from document_chunks(text, at)
-
-
-def _check_row_groups(metadata: Any, column: int, file: Path) -> None:
-    """Reject a file whose metadata says that some text is too long, before it is decompressed."""
-    row = 0
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        num_bytes = group.column(column).total_uncompressed_size
-        if num_bytes > MAX_LINE_BYTES * max(group.num_rows, 1):
-            raise DataError(_long_cell(file, row, num_bytes))
-        row += group.num_rows
-
-
-def _check_cells(texts: Any, file: Path, *, first_row: int) -> None:
-    """Reject a text that is too long, before it becomes a Python string."""
-    compute = importlib.import_module("pyarrow.compute")
-    lengths = compute.binary_length(texts)
-    longest = compute.max(lengths).as_py() or 0
-    if longest > MAX_LINE_BYTES:
-        row = first_row + compute.index(lengths, longest).as_py()
-        raise DataError(_long_cell(file, row, longest))
-
-
-def _long_cell(file: Path, row: int, num_bytes: int) -> Fault:
-    return Fault(
-        KEY,
-        f"{file}: row {row + 1} holds a text that is too long",
-        got=f"{num_bytes:,} bytes",
-        need=f"at most {MAX_LINE_BYTES:,}",
-        fix="split it into several rows",
-    )
+    check = partial(_check_text_column, field=field, file=file)
+    for row in parquet_rows(file, check=check, columns=(field,)):
+        text = row.fields[field]
+        if text:
+            yield from document_chunks(text, row.at)
 
 
 def _check_text_column(schema: Any, field: str, file: Path) -> None:
@@ -354,14 +279,3 @@ def _check_text_column(schema: Any, field: str, file: Path) -> None:
                 need="strings",
             )
         )
-
-
-def _import_pyarrow() -> Any:
-    try:
-        import pyarrow.parquet as parquet  # an extra, and 100 ms to import
-    except ImportError:
-        fix = "pip install 'weft-train[data]', or write JSONL"
-        raise DataError(
-            Fault(KEY, "parquet files need pyarrow, which is not installed", fix=fix)
-        ) from None
-    return parquet

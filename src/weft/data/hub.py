@@ -15,13 +15,13 @@ from typing import Any
 
 from weft.data.documents import (
     FIELD_KEY,
-    MAX_ERROR_CHARS,
     ReadOptions,
     TextChunk,
     document_chunks,
     suggest_field,
 )
 from weft.data.files import KEY
+from weft.data.rows import MAX_ERROR_CHARS
 from weft.errors import DataError, Fault
 
 SCHEME = "hf:"

@@ -9,20 +9,37 @@ Note [Streaming]
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from weft.data.chat_template import FILE as TEMPLATE_FILE
+from weft.data.chat_template import TOKENIZER_CONFIG
 from weft.data.documents import ReadOptions, SplitOn, TextChunk, read_documents
 from weft.data.files import KEY, TOKEN_SUFFIX, find_files
 from weft.data.hub import SCHEME, HubDataset
 from weft.data.order import uniform_draws
-from weft.data.prepared import FORMAT, META, SPLITS, PreparedMeta, Split, TokenDtype
+from weft.data.prepared import (
+    FORMAT,
+    META,
+    RECORDS_FORMAT,
+    SPLITS,
+    TEXT,
+    PreparedMeta,
+    Split,
+    TokenDtype,
+)
+from weft.data.record_sources import encode_record, make_reader
+from weft.data.records import RecordReader
+from weft.data.round_trip import RoundTrip
+from weft.data.rows import FORMAT_KEY
 from weft.data.token_writer import TokenWriter
 from weft.data.tokenizer import BYTES, FILE, ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 from weft.data.verify import block_checksums
@@ -53,6 +70,8 @@ class PrepareOptions:
             inputs.
         valid: share of the documents that are kept for validation, 0 to 1.
         seed: of the choice of those documents.
+        format: `text`, `auto`, or of fine-tuning records.
+        chat_template: a built-in template or a file; None: the tokenizer's own.
     """
 
     inputs: tuple[str, ...]
@@ -62,6 +81,8 @@ class PrepareOptions:
     split_on: SplitOn = "file"
     valid: float = 0.01
     seed: int = 1
+    format: Literal["text", "auto", "chat", "instruction", "prompt", "preference"] = "text"
+    chat_template: str | None = None
 
 
 def prepare(options: PrepareOptions, out: Path, progress: Progress = no_progress) -> PreparedMeta:
@@ -151,12 +172,17 @@ def _write_folder(
 ) -> PreparedMeta:
     total_bytes = sum(_num_bytes(source) for source in inputs)
     tokenizer = _make_tokenizer(folder, options, inputs, progress)
-    read_options = ReadOptions(
-        text_field=options.text_field,
-        split_on=options.split_on,
-        allow_any_bytes=isinstance(tokenizer, ByteTokenizer),
-    )
+    round_trip = RoundTrip(tokenizer)
     dtype: TokenDtype = "uint16" if tokenizer.vocab <= UINT16_IDS else "uint32"
+    reader: RecordReader | None = None
+    if options.format != TEXT:
+        reader = make_reader(
+            options.format,
+            options.chat_template,
+            tokenizer,
+            folder=_tokenizer_folder(options.tokenizer),
+        )
+    num_shared = 0
 
     def report(done_bytes: int) -> None:
         progress("tokens", done_bytes, total_bytes)
@@ -164,13 +190,21 @@ def _write_folder(
     with ExitStack() as stack:
         writers: dict[Split, TokenWriter] = {}
         for split in SPLITS:
-            writers[split] = stack.enter_context(TokenWriter(folder / split, np.dtype(dtype)))
-        _encode(read_all(inputs, read_options), tokenizer, writers, options=options, report=report)
+            writer = TokenWriter(folder / split, np.dtype(dtype), has_mask=reader is not None)
+            writers[split] = stack.enter_context(writer)
+        if reader is None:
+            _encode_text(inputs, writers, round_trip, options=options, report=report)
+        else:
+            num_shared = _encode_records(
+                inputs, reader, writers, round_trip, options=options, report=report
+            )
     if not writers["train"].num_tokens:
         files = counted(len(inputs), "file")
         raise DataError(Fault(KEY, "is empty", f"no text in {files}", "some text"))
+    if reader is not None:
+        _store_template(folder, reader)
     meta = PreparedMeta(
-        format=FORMAT,
+        format=FORMAT if reader is None else RECORDS_FORMAT,
         dtype=dtype,
         tokenizer=BYTES if tokenizer.name == BYTES else FILE,
         tokenizer_sha256=tokenizer.sha256,
@@ -184,37 +218,107 @@ def _write_folder(
         valid=options.valid,
         seed=options.seed,
         splits={split: writer.info() for split, writer in writers.items()},
+        record_format=(reader.format if reader else None) or "text",
+        num_shared=num_shared,
+        num_changed=round_trip.num_different,
+        first_changed=round_trip.first,
         blocks=_all_block_checksums(folder),
     )
     _write_synced(folder / META, (meta.model_dump_json(indent=1) + "\n").encode())
     return meta
 
 
-def _all_block_checksums(folder: Path) -> dict[str, tuple[int, ...]]:
-    names = [f"{split}{suffix}" for split in SPLITS for suffix in (".bin", ".idx")]
-    return {name: block_checksums(folder / name) for name in names}
+def _tokenizer_folder(name: str) -> Path | None:
+    """The folder that a tokenizer comes from; None where there is none."""
+    if name in (BYTES, TRAIN):
+        return None
+    return Path(open_tokenizer(name).name).parent
 
 
-def _encode(
-    chunks: Iterable[TextChunk],
-    tokenizer: Tokenizer,
+def _store_template(folder: Path, reader: RecordReader) -> None:
+    """Store what rendered the records, where `find_template` finds it beside the tokenizer."""
+    if reader.template is None:
+        return
+    _write_synced(folder / TEMPLATE_FILE, reader.template.text.encode())
+    special = json.dumps(dict(reader.template.special_tokens), indent=1, ensure_ascii=False)
+    _write_synced(folder / TOKENIZER_CONFIG, f"{special}\n".encode())
+
+
+def _encode_records(
+    inputs: Iterable[Input],
+    reader: RecordReader,
     writers: Mapping[Split, TokenWriter],
+    round_trip: RoundTrip,
+    *,
+    options: PrepareOptions,
+    report: Callable[[int], None],
+) -> int:
+    """Write the tokens and masks of all records; returns how many texts have a token that is of
+    prompt and answer.
+    """
+    tokenizer = round_trip.tokenizer
+    bytes_before = 0
+    num_records = 0
+    num_shared = 0
+    for source in inputs:
+        if isinstance(source, HubDataset):
+            fix = "write the data set as JSONL or parquet files and name them"
+            raise DataError(Fault(FORMAT_KEY, "hf: is read as text alone", str(source), fix=fix))
+        for record in reader.read(source):
+            encoded = encode_record(record, tokenizer)
+            (is_kept,) = is_valid([num_records], share=options.valid, seed=options.seed)
+            writer = writers["valid" if is_kept else "train"]
+            for text, document in zip(record.texts, encoded.documents, strict=True):
+                writer.add_masked(document.ids, document.mask)
+                num_shared += document.has_shared_token
+                round_trip.check(
+                    text.text,
+                    document.ids,
+                    document=num_records,
+                    adds_special=text.adds_special,
+                )
+            num_records += 1
+            report(bytes_before + record.at)
+        bytes_before += _num_bytes(source)
+    return num_shared
+
+
+def _all_block_checksums(folder: Path) -> dict[str, tuple[int, ...]]:
+    names = [f"{split}{suffix}" for split in SPLITS for suffix in (".bin", ".idx", ".mask")]
+    written = [name for name in names if (folder / name).exists()]
+    return {name: block_checksums(folder / name) for name in written}
+
+
+def _encode_text(
+    inputs: Iterable[Input],
+    writers: Mapping[Split, TokenWriter],
+    round_trip: RoundTrip,
     *,
     options: PrepareOptions,
     report: Callable[[int], None],
 ) -> None:
+    """Write the tokens of all documents."""
+    tokenizer = round_trip.tokenizer
+    read_options = ReadOptions(
+        text_field=options.text_field,
+        split_on=options.split_on,
+        allow_any_bytes=isinstance(tokenizer, ByteTokenizer),
+    )
     end_tokens = [] if tokenizer.end is None else [tokenizer.end]
     num_documents = 0
-    for batch in _batches(chunks):
+    for batch in _batches(read_all(inputs, read_options)):
         encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
         numbers = []
         for chunk in batch:
             numbers.append(num_documents)
             num_documents += chunk.ends
         kept_for_validation = is_valid(numbers, share=options.valid, seed=options.seed)
-        for chunk, tokens, is_kept in zip(batch, encoded, kept_for_validation, strict=True):
+        for number, chunk, tokens, is_kept in zip(
+            numbers, batch, encoded, kept_for_validation, strict=True
+        ):
             writer = writers["valid" if is_kept else "train"]
             writer.add(tokens)
+            round_trip.check(chunk.text, tokens, document=number)
             if chunk.ends:
                 writer.add(end_tokens)
                 writer.end_document()
@@ -255,14 +359,26 @@ def _training_texts(
     """Every chunk, or a uniform sample of them where there are many; a function of the options."""
     total_bytes = max(sum(_num_bytes(source) for source in inputs), 1)
     share = MAX_TRAINING_CHARS / total_bytes
-    read_options = ReadOptions(options.text_field, options.split_on)
-    for number, chunk in enumerate(read_all(inputs, read_options)):
+    for number, chunk in enumerate(_chunks_to_train_on(options, inputs)):
         draw = 0.0
         if share < 1:
             (draw,) = uniform_draws(np.array([number]), seed=options.seed)
         if draw < share:
             progress("text for the tokenizer", chunk.at, total_bytes)
             yield chunk.text
+
+
+def _chunks_to_train_on(options: PrepareOptions, inputs: Sequence[Input]) -> Iterator[TextChunk]:
+    """The texts that a tokenizer is trained on: of documents, or of the rendered records."""
+    if options.format == TEXT:
+        yield from read_all(inputs, ReadOptions(options.text_field, options.split_on))
+        return
+    reader = make_reader(options.format, options.chat_template, open_tokenizer(BYTES))
+    for source in inputs:
+        if isinstance(source, Path):
+            for record in reader.read(source):
+                for text in record.texts:
+                    yield TextChunk(text.text, ends=True, at=record.at)
 
 
 def _write_synced(file: Path, content: bytes) -> None:

@@ -5,6 +5,8 @@ DIR/train.bin        tokens of the documents, concatenated; uint16 or uint32, li
 DIR/train.idx        index of every document's first token, then the number of tokens; int64, little-endian
 DIR/valid.bin .idx   the same for the documents kept for validation
 DIR/tokenizer.json   unless tokens are bytes
+DIR/train.mask       of fine-tuning records: uint8, whether each token is of an answer; valid.mask too
+DIR/chat_template.jinja, tokenizer_config.json   what rendered the records: the template, and special tokens
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ from weft.data.document_bounds import BOUND, BoundsFile
 from weft.data.files import KEY, TOKEN_SUFFIX
 from weft.data.tokenizer import BYTES, FILE, MAX_ID, Tokenizer, open_tokenizer
 from weft.data.tokenizer import KEY as TOKENIZER_KEY
-from weft.data.tokens import BLOCK_TOKENS, TokenStream, open_tokens
+from weft.data.tokens import BLOCK_TOKENS, Tokens, TokenStream, open_tokens
 from weft.errors import DataError, Fault, counted
 from weft.small_files import MIB, UnreadableFile, is_regular_within, read_bytes
 
 META = "meta.json"
 FORMAT = 1
+RECORDS_FORMAT = 2
+"""Of folders with masks, which a weft that does not know them must not train on."""
+TEXT = "text"
 MAX_META_BYTES = 4 * MIB
 Split = Literal["train", "valid"]
 TokenDtype = Literal["uint16", "uint32"]
@@ -38,13 +43,14 @@ PREPARE_AGAIN = "weft data prepare it again"
 
 
 class SplitInfo(ConfigSection):
-    """Sizes of one split (`longest` in tokens), and hashes of its .bin and .idx."""
+    """Sizes of one split (`longest` in tokens), and hashes of its .bin, .idx and .mask."""
 
     documents: Annotated[int, Field(ge=0)]
     tokens: Annotated[int, Field(ge=0)]
     longest: Annotated[int, Field(ge=0)]
     sha256: str
     bounds_sha256: str
+    mask_sha256: str = ""
 
 
 class PreparedMeta(ConfigSection):
@@ -66,6 +72,12 @@ class PreparedMeta(ConfigSection):
     valid: float
     seed: int
     splits: dict[str, SplitInfo]
+    record_format: Literal["text", "chat", "instruction", "prompt", "preference"] = "text"
+    num_shared: Annotated[int, Field(ge=0)] = 0
+    """Texts in which a token is of prompt and answer."""
+    num_changed: Annotated[int, Field(ge=0)] = 0
+    """Texts that the tokenizer does not reproduce."""
+    first_changed: str = ""
     blocks: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     """CRC-32 of sampled blocks of each file (`data/verify.py`); folders of an older weft have none."""
 
@@ -111,6 +123,18 @@ class Prepared:
             known_sha256=self.meta.splits[split].sha256,
         )
 
+    def mask(self, split: Split) -> Tokens:
+        """Whether each token is of an answer, uint8."""
+        return open_tokens(self.folder / f"{split}.mask", np.dtype(np.uint8))
+
+    def files(self, split: Split) -> tuple[tuple[Path, str], ...]:
+        """The files of a split with the SHA-256 of each."""
+        info = self.meta.splits[split]
+        hashes = {".bin": info.sha256, ".idx": info.bounds_sha256}
+        if self.meta.record_format != TEXT:
+            hashes[".mask"] = info.mask_sha256
+        return tuple((self.folder / f"{split}{suffix}", each) for suffix, each in hashes.items())
+
     def bounds(self, split: Split) -> BoundsFile:
         """Index of every document's first token, and the number of tokens."""
         num_bounds = self.meta.splits[split].documents + 1
@@ -119,9 +143,7 @@ class Prepared:
     def damage(self) -> Iterator[str]:
         """Files whose content differs from what was written; reads everything."""
         for split in SPLITS:
-            info = self.meta.splits[split]
-            for suffix, written in ((".bin", info.sha256), (".idx", info.bounds_sha256)):
-                file = self.folder / f"{split}{suffix}"
+            for file, written in self.files(split):
                 found = hash_file(file)
                 if found != written:
                     yield f"{file}: sha256 {found[:12]}, {written[:12]} was written"
@@ -225,8 +247,8 @@ def _read_meta(file: Path) -> PreparedMeta:
                 fix=PREPARE_AGAIN,
             )
         ) from None
-    if meta.format > FORMAT or set(meta.splits) != set(SPLITS):
-        need = f"format {FORMAT} with {' and '.join(SPLITS)}"
+    if meta.format > RECORDS_FORMAT or set(meta.splits) != set(SPLITS):
+        need = f"format {RECORDS_FORMAT} with {' and '.join(SPLITS)}"
         raise DataError(
             Fault(
                 KEY,
@@ -249,7 +271,10 @@ def _file_faults(folder: Path, meta: PreparedMeta, split: Split) -> Iterator[Fau
     info = meta.splits[split]
     tokens_size = info.tokens * np.dtype(meta.dtype).itemsize
     bounds_size = (info.documents + 1) * BOUND.itemsize
-    for suffix, size in ((".bin", tokens_size), (".idx", bounds_size)):
+    sizes = {".bin": tokens_size, ".idx": bounds_size}
+    if meta.record_format != TEXT:
+        sizes[".mask"] = info.tokens
+    for suffix, size in sizes.items():
         file = folder / f"{split}{suffix}"
         if not file.is_file():
             yield Fault(KEY, f"{folder} lacks {file.name}", fix=PREPARE_AGAIN)

@@ -17,6 +17,11 @@ from weft.data.packing import pack
 from weft.data.tokens import TokenStream, verified_part
 
 HASH_DIGITS = 12
+SUMMED_FACTS = (
+    *("bytes", "tokens", "conversations", "pairs", "targets", "cut", "cut_tokens"),
+    *("without_target", "shared_tokens", "samples"),
+)
+"""Facts of a mixture that are sums of those of its sources."""
 IGNORE = -100
 """Target that does not count in the loss; equal to that of models.common.batch, which needs torch.
 """
@@ -32,12 +37,16 @@ class SampleArrays:
             document), or classes_B int64.
         positions: positions_BS int64, from 0 in each sequence or document; zeros_B for images.
         documents: documents_BS int64; None: a sequence is one document.
+        pairs: bool_BS, one token of each preference pair; None: the data has no pairs.
+        references: logprobs_BS float64, of the targets under the reference model.
     """
 
     inputs: NDArray[Any]
     targets: Ints
     positions: Ints
     documents: Ints | None = None
+    pairs: NDArray[np.bool_] | None = None
+    references: NDArray[np.float64] | None = None
 
 
 class Samples(Protocol):
@@ -220,12 +229,8 @@ class MixtureSamples:
             values = np.concatenate([getattr(part, field) for part in arrays])
             return values[original_order]
 
-        return SampleArrays(
-            inputs=joined("inputs"),
-            targets=joined("targets"),
-            positions=joined("positions"),
-            documents=None if arrays[0].documents is None else joined("documents"),
-        )
+        fields = [name for name, value in vars(arrays[0]).items() if value is not None]
+        return SampleArrays(**{name: joined(name) for name in fields})
 
     def place(self, sample: int) -> dict[str, object]:
         """Its place in the source that it is of."""
@@ -245,9 +250,9 @@ class MixtureSamples:
             summary.append(f"{share:.1%} {source}")
             hashes += str(own["sha256"])
         merged: dict[str, object] = {"source": ", ".join(summary)}
-        for key in ("bytes", "tokens", "samples"):
-            if key in facts[0]:
-                merged[key] = sum(int(str(own[key])) for own in facts)
+        for key in SUMMED_FACTS:
+            if any(key in own for own in facts):
+                merged[key] = sum(int(str(own.get(key, 0))) for own in facts)
         digest = hashlib.sha256(hashes.encode()).hexdigest()
         merged["sha256"] = digest[:HASH_DIGITS]
         merged["shares"] = shares

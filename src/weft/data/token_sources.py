@@ -41,7 +41,7 @@ def open_source(
     if files[0].suffix == TOKEN_SUFFIX:
         return open_stream(files, token_dtype=data.token_dtype, vocab=vocab)
     tokenizer = open_tokenizer(data.tokenizer)
-    _check_vocab(tokenizer, vocab)
+    check_vocab(tokenizer, vocab)
     are_bytes = tokenizer.name == BYTES and all(map(is_plain_text, files))
     if are_bytes:
         return open_stream(files, token_dtype=data.token_dtype, vocab=vocab)
@@ -56,7 +56,7 @@ def has_documents(stream: TokenStream) -> bool:
 def _open_prepared_source(
     source: str, prepared: Prepared, data: DataConfig, *, vocab: int, split: Split
 ) -> TokenStream:
-    _check_vocab(agreed_tokenizer(prepared, data), vocab)
+    check_vocab(agreed_tokenizer(prepared, data), vocab)
     stream = prepared.stream(split_of(source, split), vocab=vocab)
     if not len(stream):
         raise DataError(Fault(KEY, "is empty", f"0 tokens in {stream.files[0]}", "some documents"))
@@ -72,7 +72,12 @@ def split_of(source: str, default: Split) -> Split:
     return default
 
 
-def _check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
+def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
+    """Check that a model has an id for each token.
+
+    Raises:
+        DataError: it has not.
+    """
     if tokenizer.vocab > vocab:
         need = f"at least {tokenizer.vocab} for {tokenizer.name}"
         fix = f"--model.vocab {tokenizer.vocab}"

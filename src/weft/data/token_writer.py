@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.data.document_bounds import BOUND
 from weft.data.prepared import SplitInfo
@@ -18,14 +19,15 @@ BUFFER_BYTES = 2**20
 
 
 class TokenWriter:
-    """Writes `NAME.bin` and `NAME.idx`.
+    """Writes `NAME.bin` and `NAME.idx`, and `NAME.mask` of records.
 
     Args:
         stem: path without a suffix.
         dtype: of the tokens.
+        has_mask: whether a mask of answers is written.
     """
 
-    def __init__(self, stem: Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, stem: Path, dtype: np.dtype[Any], *, has_mask: bool = False) -> None:
         self.dtype = dtype.newbyteorder("<")
         self.num_tokens = 0
         self.num_documents = 0
@@ -33,7 +35,15 @@ class TokenWriter:
         self._document_start = 0
         self._bin = _HashedFile(stem.with_suffix(".bin"))
         self._idx = _HashedFile(stem.with_suffix(".idx"))
+        self._mask = _HashedFile(stem.with_suffix(".mask")) if has_mask else None
         self._write_bound(0)
+
+    def add_masked(self, tokens: Sequence[int], mask: NDArray[np.uint8]) -> None:
+        """Append a whole document with its mask."""
+        assert self._mask is not None, "the writer of records has a mask"
+        self.add(tokens)
+        self._mask.write(mask.tobytes())
+        self.end_document()
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append tokens to the current document; `bytes` are byte tokens."""
@@ -61,6 +71,7 @@ class TokenWriter:
             longest=self.longest,
             sha256=self._bin.digest.hexdigest(),
             bounds_sha256=self._idx.digest.hexdigest(),
+            mask_sha256=self._mask.digest.hexdigest() if self._mask else "",
         )
 
     def _write_bound(self, index: int) -> None:
@@ -77,6 +88,8 @@ class TokenWriter:
     ) -> None:
         self._bin.close()
         self._idx.close()
+        if self._mask:
+            self._mask.close()
 
 
 class _HashedFile:

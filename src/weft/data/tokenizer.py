@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.errors import DataError, Fault
 from weft.small_files import MIB, UnreadableFile, parse_json, read_bytes
@@ -25,7 +31,18 @@ MAX_BYTES = 128 * MIB
 """Size of the largest tokenizer.json that is read."""
 MAX_ID = 2**31
 """Ids of tokens are below this."""
+SENTENCEPIECE_SPACE = "▁"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 FIX = f"name a {FILE} that exists, or bytes"
+
+
+class EncodedText(Protocol):
+    """The ids of a text, and the characters [start, stop) that each is of."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+    @property
+    def offsets(self) -> Sequence[tuple[int, int]]: ...
 
 
 class Tokenizer(Protocol):
@@ -35,6 +52,7 @@ class Tokenizer(Protocol):
         name: `bytes`, or the path of its file.
         vocab: ids are below this.
         end: id of the token that ends a document; None where there is none.
+        end_text: its text; "" where there is none.
         sha256: of what determines the ids, in hex digits.
     """
 
@@ -45,10 +63,22 @@ class Tokenizer(Protocol):
     @property
     def end(self) -> int | None: ...
     @property
+    def end_text(self) -> str: ...
+    @property
     def sha256(self) -> str: ...
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text; no special tokens are added."""
+
+    def encode_chars(self, text: str, *, adds_special: bool) -> EncodedText:
+        """The ids of a text with the characters of each.
+
+        Args:
+            adds_special: whether the tokenizer's own special tokens are added.
+        """
+
+    def num_bytes(self) -> NDArray[np.int64]:
+        """num_bytes_V: length in bytes of the text of each id; 0 for special tokens."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The ids of many texts, on as many threads as the tokenizer has."""
@@ -57,17 +87,43 @@ class Tokenizer(Protocol):
         """The text of ids; invalid UTF-8 becomes the replacement character."""
 
 
+@dataclass(frozen=True)
+class EncodedBytes:
+    """The bytes of a text."""
+
+    text: str
+    ids: list[int]
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        """The character that each byte is of."""
+        found = []
+        for index, char in enumerate(self.text):
+            num_bytes = len(char.encode("utf-8", "surrogateescape"))
+            found.extend([(index, index + 1)] * num_bytes)
+        return found
+
+
 class ByteTokenizer:
     """Every byte of UTF-8 is a token; there are no others."""
 
     name = BYTES
     vocab = 256
     end: int | None = None
+    end_text = ""
     sha256 = hashlib.sha256(BYTES.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Bytes of the text; a byte that was not UTF-8 (surrogateescape) is itself."""
         return list(text.encode("utf-8", "surrogateescape"))
+
+    def encode_chars(self, text: str, *, adds_special: bool) -> EncodedText:
+        """Bytes of the text; there are no special tokens."""
+        return EncodedBytes(text, self.encode(text))
+
+    def num_bytes(self) -> NDArray[np.int64]:
+        """num_bytes_V: one each."""
+        return np.ones(self.vocab, dtype=np.int64)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """Bytes of the texts, as `bytes`."""
@@ -116,6 +172,11 @@ class FileTokenizer:
                 return token
         return None
 
+    @property
+    def end_text(self) -> str:
+        """Text of the token that ends a document."""
+        return "" if self.end is None else str(self._inner.id_to_token(self.end))
+
     @cached_property
     def sha256(self) -> str:
         """Of the file."""
@@ -124,6 +185,28 @@ class FileTokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of a text, no special tokens added."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def encode_chars(self, text: str, *, adds_special: bool) -> EncodedText:
+        """The ids of a text with the characters of each."""
+        encoded: EncodedText = self._inner.encode(text, add_special_tokens=adds_special)
+        return encoded
+
+    def num_bytes(self) -> NDArray[np.int64]:
+        """num_bytes_V: of each id's text: a letter of a byte-level token is a byte, `<0x0A>` is one,
+        and `▁` is a space.
+        """
+        lengths = np.zeros(self.vocab, dtype=np.int64)
+        settings = json.loads(self._content)
+        special = {token["id"] for token in settings.get("added_tokens") or () if token["special"]}
+        is_byte_level = "ByteLevel" in json.dumps(settings.get("decoder"))
+        for token, number in self._inner.get_vocab(with_added_tokens=True).items():
+            if number in special:
+                continue
+            is_byte = _BYTE_TOKEN.fullmatch(token) is not None
+            text = token.replace(SENTENCEPIECE_SPACE, " ")
+            length = len(token) if is_byte_level else len(text.encode("utf-8", "replace"))
+            lengths[number] = 1 if is_byte else length
+        return lengths
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The ids of many texts, on all cores."""

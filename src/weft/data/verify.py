@@ -47,9 +47,7 @@ def block_checksums(file: Path) -> tuple[int, ...]:
 
 def content_faults(prepared: Prepared, split: Split) -> Iterator[Fault]:
     """What is damaged in the tokens and bounds of a split."""
-    info = prepared.meta.splits[split]
-    for suffix, sha256 in ((".bin", info.sha256), (".idx", info.bounds_sha256)):
-        file = prepared.folder / f"{split}{suffix}"
+    for file, sha256 in prepared.files(split):
         try:
             open_regular(file, within=prepared.folder).close()
             is_whole = verified_part(file.stat().st_size) == "whole"

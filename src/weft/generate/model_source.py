@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 from pydantic import ValidationError
 
-from weft.checkpoint.folder import FOLDER, find_newest
+from weft.checkpoint.folder import FOLDER, best_checkpoint, find_newest
 from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.resume import check_model
@@ -94,7 +94,8 @@ def find_model(word: str) -> ModelSource:
     Raises:
         CheckpointError: nothing is there, it is no model, or a run that has saved nothing.
     """
-    path = Path(os.path.expanduser(word))
+    named = Path(os.path.expanduser(word))
+    path = best_checkpoint(named) or named
     for mark, read in _READERS.items():
         if (path / mark).exists():
             return read(path)

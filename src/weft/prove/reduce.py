@@ -206,14 +206,21 @@ def _first_valid(run: Run, choices: Iterable[Mapping[str, Any]]) -> Run:
     return run
 
 
+def _packing(data: DataConfig) -> str:
+    """The packing of text that computes as the run's data does: records are documents, too."""
+    has_documents = data.packing in ("documents", "single") or data.format != "text"
+    return "documents" if has_documents else data.packing
+
+
 def _smaller_data(run: Run) -> Run:
     if run.model.kind == "images":
         return run
     has_own_tokens = run.data.tokenizer == "bytes" and run.data.source == "stdlib"
     if not has_own_tokens and run.model.architecture.get("vocab", 0) == SIZES["vocab"]:
-        data = DataConfig(seq_len=run.data.seq_len, packing=run.data.packing)
+        data = DataConfig(seq_len=run.data.seq_len)
+        data = data.model_copy(update={"packing": _packing(run.data)})
         run = run.with_values({"data": data})
-    shortest = DOCUMENT_SEQ_LEN if run.data.packing == "documents" else SEQ_LENS[0]
+    shortest = DOCUMENT_SEQ_LEN if _packing(run.data) == "documents" else SEQ_LENS[0]
     for seq_len in SEQ_LENS:
         if shortest <= seq_len < run.data.seq_len:
             changed = run.with_values({"data.seq_len": seq_len})

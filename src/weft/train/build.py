@@ -31,6 +31,7 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import image_example
 from weft.models.common.lora import adapted
+from weft.models.common.preference import with_preference_loss
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
 from weft.run.world import Attempt
 from weft.train.data_loader import DataLoader
@@ -43,8 +44,11 @@ from weft.train.init_from import (
 )
 from weft.train.loop import StepRange
 from weft.train.optim import StepOptimizer, learning_rate, make_optimizer, matrices
+from weft.train.references import References
 from weft.train.run_start import StartState, find_start
 from weft.train.step import TrainStep
+
+DPO = "dpo"
 
 
 def build_model(
@@ -148,8 +152,11 @@ def build_step(run: Run, comm: Comm) -> TrainStep:
     then they are drawn, and meant to be replaced.
     """
     source = initial_source(run.model, base=run.lora.base) if run.resume is None else None
+    family = family_of(run.model, run.lora)
+    if run.loss == DPO:
+        family = with_preference_loss(family, run.dpo.beta)
     model = build_model(
-        family_of(run.model, run.lora),
+        family,
         run.model,
         plan_of(run),
         comm,
@@ -236,6 +243,8 @@ class RunSteps:
         step: with the parameters and optimizer states that the run starts from.
         start: where these come from.
         step_range: the steps that are left, and their learning rates.
+        references: add reference log-probabilities to preference pairs; None where the loss needs
+            none.
     """
 
     samples: Samples
@@ -243,6 +252,7 @@ class RunSteps:
     start: StartState
     loader: DataLoader
     step_range: StepRange
+    references: References | None = None
 
 
 def build_run_steps(
@@ -251,12 +261,15 @@ def build_run_steps(
     *,
     attempt: Attempt | None = None,
     samples: Samples | None = None,
+    writes_references: bool = False,
 ) -> RunSteps:
     """The steps of a run on this rank, initialised, or restored from the checkpoint that `resume`
     means or after a restart from the newest snapshot or checkpoint; every rank must call it.
 
     Args:
         samples: the opened data; default: that of the run.
+        writes_references: whether reference log-probabilities of preference pairs, which a new run
+            computes, are stored in its folder.
 
     Raises:
         CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
@@ -275,14 +288,25 @@ def build_run_steps(
     resume = None if start.checkpoint is None else run.resume or AUTO
     step = build_step(run.with_values({"resume": resume}), comm)
     start.restore(step, run.optim.model_dump(mode="json"))
-    loader = build_data_loader(
-        samples,
-        comm,
-        run.batch,
+    load = partial(
+        build_data_loader,
+        comm=comm,
+        batch=run.batch,
         seed=run.seed,
         later=run.model.reads_later_targets,
         fixed_order=fixed_order_of(run.parallel, deterministic=run.deterministic),
     )
+    references: References | None = None
+    if run.loss == DPO:
+        references = References(
+            step.model,
+            load,
+            Path(run.out or ""),
+            is_initial=start.checkpoint is None or start.is_import,
+            is_written=writes_references,
+        )
+        samples = references.add_to(samples, name="train")
+    loader = load(samples)
     step_range = build_step_range(
         run.optim,
         start=start.num_done,
@@ -295,4 +319,5 @@ def build_run_steps(
         start=start,
         loader=loader,
         step_range=step_range,
+        references=references,
     )

@@ -23,11 +23,13 @@ from weft.config.schema import GuardConfig, ModelSection, SaveConfig
 from weft.config.toml import dump
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
+from weft.data.conversations import truncation_note
 from weft.data.dataset import open_validation
 from weft.data.order import batch_of_step
 from weft.data.samples import Samples
 from weft.models import FAMILIES
 from weft.run.world import Attempt
+from weft.train.best import recorded_history
 from weft.train.build import RunSteps, build_data_loader, build_run_steps
 from weft.train.digest import StateDigests
 from weft.train.evaluate import Evaluation
@@ -80,7 +82,7 @@ def build_training(
     out, _, resume = words.partition("\0")
     run = run.with_values({"out": out, "resume": resume or None})
     run_folder = Path(out)
-    steps = build_run_steps(run, comm, attempt=attempt, samples=samples)
+    steps = build_run_steps(run, comm, attempt=attempt, samples=samples, writes_references=True)
     step, start = steps.step, steps.start
     if attempt is not None:
         report_blocks(step.model.blocks, attempt.status.on_block)
@@ -127,6 +129,8 @@ def build_training(
     evaluator = None
     if run.eval.every:
         validation = open_validation(run.data, run.model, source=run.eval.source)
+        if steps.references is not None:
+            validation = steps.references.add_to(validation, name="valid")
         loader = build_data_loader(
             validation,
             comm,
@@ -135,7 +139,15 @@ def build_training(
             later=run.model.reads_later_targets,
         )
         evaluation = Evaluation(step.model, loader, most_batches=run.eval.batches)
-        evaluator = Evaluator(evaluation, run.eval.every, run.steps)
+        evaluator = Evaluator(
+            evaluation,
+            run.eval.every,
+            run.steps,
+            history=recorded_history(
+                comm, run_folder, start=start.num_done, patience=run.eval.patience
+            ),
+            saves_best=run.save.best,
+        )
     optimizer = optimizer_text(run.optim, run.lora, run.model)
     opening_events = _start_events(
         steps,
@@ -147,6 +159,9 @@ def build_training(
     group_notes = optimizer_group_notes(step, run.optim)
     if not start.num_done:
         opening_events.extend(group_notes)
+    truncation = truncation_note(steps.samples.facts(), seq_len=run.data.seq_len)
+    if truncation is not None and not is_restart(attempt):
+        opening_events.append({**note_event(truncation), "kind": "truncation"})
     if run.run.full_mesh:
         text = elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh))
         opening_events.append({**note_event(text), "kind": "elastic", "mesh": run.mesh})
@@ -174,6 +189,11 @@ def build_training(
         },
         opening_events=tuple(opening_events),
     )
+
+
+def is_restart(attempt: Attempt | None) -> bool:
+    """Whether ranks were started again, and the events of the start are recorded."""
+    return attempt is not None and attempt.restart is not None and attempt.restart.had_started
 
 
 def _model_file(model: ModelSection) -> dict[str, str]:

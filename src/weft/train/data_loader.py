@@ -94,7 +94,10 @@ def samples_of(
 def whole_batch(samples: Samples, chosen: Ints, *, later: bool) -> Batch:
     """These samples with whole sequences; the shape of `chosen` is flattened."""
     arrays = samples.read(chosen.clip(min=0))
-    arrays.targets[chosen.ravel() < 0] = IGNORE
+    is_filler = chosen.ravel() < 0
+    arrays.targets[is_filler] = IGNORE
+    if arrays.pairs is not None:
+        arrays.pairs[is_filler] = False
     tensors = {}
     for name, array in vars(arrays).items():
         if array is not None:

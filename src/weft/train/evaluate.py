@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from weft.core.dimension import replicated_axes
 from weft.data.order import Ints
-from weft.models.common.batch import Batch
+from weft.models.common.batch import IGNORE, Batch
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.pp import AXIS as PP
@@ -33,11 +34,20 @@ class EvalReport:
         loss: mean over all targets, nats.
         targets: number of targets.
         seconds: duration on this rank.
+        num_bytes: bytes of the targets' text; 0 where they are not counted.
     """
 
     loss: float
     targets: int
     seconds: float
+    num_bytes: int = 0
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits for each byte of the targets' text; None where there are none."""
+        if not self.num_bytes:
+            return None
+        return self.loss * self.targets / math.log(2) / self.num_bytes
 
     @property
     def perplexity(self) -> float:
@@ -51,6 +61,7 @@ class Evaluation:
     Args:
         loader: loads this rank's part of given samples.
         most_batches: batches of the global size per evaluation; 0 for all.
+        num_bytes_V: bytes of the text of each token; None: they are not counted.
     """
 
     def __init__(
@@ -59,7 +70,9 @@ class Evaluation:
         loader: DataLoader,
         *,
         most_batches: int,
+        num_bytes_V: Tensor | None = None,
     ) -> None:
+        self.num_bytes_V = num_bytes_V
         self.model = model
         self.loader = loader
         self.most_batches = most_batches
@@ -71,20 +84,32 @@ class Evaluation:
         comm = self.model.comm
         last_stage_rank = self.model.plan.table.stage_to_rank[-1]
         counts_here = comm.index(replicated_axes()) == 0 and comm.index(PP) == last_stage_rank
-        local = torch.zeros(2, dtype=torch.float64, device=comm.device)
+        local = torch.zeros(3, dtype=torch.float64, device=comm.device)
         num_samples = self.loader.samples.num_samples
         for chosen in batches_of(num_samples, self.loader.global_size, most=self.most_batches):
             micro_batches: list[Batch] = self.loader.micro_batches(chosen)
             loss = self.player.loss(micro_batches)
             targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum()
             if counts_here:
-                local += torch.stack((loss, targets.double()))
-        loss_sum, num_targets = comm.sum_world(local).tolist()
+                num_bytes = sum(map(self._num_bytes, micro_batches))
+                local += torch.stack((loss, targets.double(), loss.new_tensor(num_bytes)))
+        loss_sum, num_targets, num_bytes = comm.sum_world(local).tolist()
         return EvalReport(
             loss=loss_sum / max(num_targets, 1),
             targets=int(num_targets),
             seconds=time.perf_counter() - start,
+            num_bytes=int(num_bytes),
         )
+
+    def _num_bytes(self, batch: Batch) -> int:
+        """Bytes of the text of the targets that count; a token that the tokenizer does not know has
+        none.
+        """
+        if self.num_bytes_V is None:
+            return 0
+        targets = batch.targets[batch.targets != IGNORE]
+        known = targets[targets < len(self.num_bytes_V)]
+        return int(self.num_bytes_V[known].sum())
 
 
 def batches_of(num_samples: int, size: int, *, most: int) -> Iterator[Ints]:

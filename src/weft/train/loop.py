@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from weft.checkpoint.saver import Saver, StatusFlag, newest_path
 from weft.config.schema import GuardConfig
 from weft.errors import CorruptionError, GuardError, NonFiniteError, WeftError
 from weft.run.rank_status import OnPhase, Phase
+from weft.train.best import EvalHistory
 from weft.train.data_loader import DataLoader, prefetch
 from weft.train.digest import StateDigests, StateFault
 from weft.train.evaluate import Evaluation, eval_event
@@ -39,11 +40,18 @@ MAX_ADVISED_LR = 1e-3
 
 @dataclass(frozen=True)
 class Evaluator:
-    """When to evaluate, and how."""
+    """When to evaluate, and how.
+
+    Attributes:
+        history: the losses so far.
+        saves_best: whether a new lowest loss is saved.
+    """
 
     evaluation: Evaluation
     every: int
     total_steps: int
+    history: EvalHistory = field(default_factory=EvalHistory)
+    saves_best: bool = False
 
     def is_due(self, step: int) -> bool:
         """Whether an evaluation follows step `step` (the first is 1)."""
@@ -147,7 +155,9 @@ def run_training(
             f"{error}. Stopped before the update. Repeat the step on one device: {replay}. "
             f"{non_finite_advice(training.run_folder, num_done, peak_lr=training.peak_lr)}"
         ) from None
-    outcome: Outcome = "finished" if num_done >= step_range.total else "stopped"
+    history = training.evaluator.history if training.evaluator else EvalHistory()
+    is_finished = num_done >= step_range.total or history.is_exhausted
+    outcome: Outcome = "finished" if is_finished else "stopped"
     is_saved = training.save_at_end or outcome == "stopped"
     report_phase = training.on_phase or ignore_phase
     report_phase(num_done, "save")
@@ -159,8 +169,14 @@ def run_training(
     if at_end is not None and outcome == "finished":
         log.emit(at_end())
     newest = newest_path(training.run_folder)
+    fields: Event = {}
+    if history.best is not None:
+        fields = {"best_step": history.best.step, "best_loss": history.best.loss}
     text = _stop_note(num_done, training.run_folder) if outcome == "stopped" else ""
-    log.end(outcome, checkpoint=str(newest) if newest else None, text=text)
+    if outcome == "finished" and num_done < step_range.total:
+        text = history.stop_text(num_done)
+        fields["reason"] = "early_stop"
+    log.end(outcome, checkpoint=str(newest) if newest else None, text=text, **fields)
     return outcome
 
 
@@ -206,6 +222,8 @@ def step_events(
     if saver is not None and guard.needs_first_save:
         yield from saver.save(step_range.start)
     start: int | None = step_range.start
+    if evaluator is not None and evaluator.history.is_exhausted:
+        start = None
     while start is not None:
         start = yield from steps.train_from(start)
 
@@ -266,7 +284,7 @@ class _Steps:
                     yield from self.stragglers.after_step(number)
                 if self.evaluator is not None and self.evaluator.is_due(number):
                     report_phase(number, "evaluate")
-                    yield eval_event(number, self.evaluator.evaluation())
+                    yield from self._evaluate(number, self.evaluator)
                     last_time = time.perf_counter()
                 yield from self._compare_replicas(number, report)
                 if self.saver is not None:
@@ -276,7 +294,28 @@ class _Steps:
                     yield from self.snapshots.after_step(number, report.status)
                 if report.status & StatusFlag.STOP_REQUESTED:
                     return None
+                if self.evaluator is not None and self.evaluator.history.is_exhausted:
+                    return None
         return None
+
+    def _evaluate(self, number: int, evaluator: Evaluator) -> Iterator[Event]:
+        """Evaluate after a step; a new lowest loss is saved, if the run keeps its best checkpoint."""
+        report = evaluator.evaluation()
+        yield eval_event(number, report)
+        is_best = evaluator.history.add(number, report.loss)
+        if is_best and evaluator.saves_best and self.saver is not None:
+            yield from self._compare_before_best(number)
+            yield from self.saver.save(number, best_loss=report.loss)
+
+    def _compare_before_best(self, number: int) -> Iterator[Event]:
+        """Compare replicas, as before every save.
+
+        Raises:
+            CorruptionError: they differ.
+        """
+        fault = self.digests.compare(number) if self.digests is not None else None
+        if fault is not None:
+            yield from _stop_at(number, fault)
 
     def _status(self) -> int:
         """Status flags of this rank, just before the update."""
@@ -334,6 +373,8 @@ class _Steps:
         if self.snapshots is not None:
             yield from self.snapshots.wait()
         restored = self.guard.roll_back(failed)
+        if self.evaluator is not None:
+            self.evaluator.history.forget_above(restored.num_done)
         if self.snapshots is not None:
             self.snapshots.remove_above(restored.num_done)
         if self.digests is not None:

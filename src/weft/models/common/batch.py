@@ -30,6 +30,9 @@ class Batch:
             sequence is one document.
         next_inputs: tokens_BS int64, the token after each one; see `with_later_targets`.
         later_targets: targets_BS int64, the target after each one, IGNORE where there is none.
+        pairs: bool_BS, one token of each preference pair; None: the data has no pairs.
+        references: logprobs_BS float64 of the targets under the reference model of preference
+            pairs.
         whole_documents: documents_BT of whole sequences, where the other fields hold a shard of the
             columns.
     """
@@ -41,9 +44,13 @@ class Batch:
     next_inputs: Tensor | None = None
     later_targets: Tensor | None = None
     whole_documents: Tensor | None = None
+    pairs: Tensor | None = None
+    references: Tensor | None = None
 
     def num_targets(self) -> Tensor:
-        """Number of targets that count, int64 scalar; stays on the device."""
+        """Number of targets that count, or of preference pairs, int64 scalar; stays on the device."""
+        if self.pairs is not None:
+            return self.pairs.sum()
         return (self.targets != IGNORE).sum()
 
     def rows(self, index: Tensor | slice) -> Batch:

@@ -16,6 +16,7 @@ from weft.models.common.batch import Batch
 from weft.parallel.context.blocks import BlockAttention
 from weft.parallel.context.documents import document_ranges, gather_documents
 from weft.parallel.context.kv_exchange import AllGatherExchange, KVExchange
+from weft.parallel.context.position_sum import replace_position_sums
 from weft.parallel.context.probe import check_blocks
 from weft.parallel.context.ring import RingExchange
 from weft.parallel.context.ulysses import UlyssesAttention
@@ -123,6 +124,7 @@ def transform(
     if comm.degree(AXIS) == 1:
         return ()
     apply(blocks, comm=comm, variant=plan.context)
+    replace_position_sums(blocks, comm, AXIS)
     _check_stages(blocks, plan, comm)
     return ()
 

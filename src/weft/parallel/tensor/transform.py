@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -19,7 +19,6 @@ from weft.models.common.batch import drop_batch
 from weft.models.common.init import named_parameters
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.models.common.lora import LoraLinear
-from weft.models.common.seam import check_replaceable
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
 from weft.parallel.tensor.dims import DimFactor, Dims
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -31,7 +30,7 @@ from weft.parallel.tensor.trace import (
     ShardedModules,
     trace_blocks,
 )
-from weft.parallel.tensor.vocab import VocabParallelEmbedding, VocabParallelLoss
+from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_loss
 from weft.parallel.tp import AXIS
 
 LINEARS = (nn.Linear, LoraLinear)
@@ -425,14 +424,7 @@ def _shard_losses(
                         f"{first_length}",
                     )
                 )
-            check_replaceable(
-                module,
-                Loss,
-                name="the vocabulary-parallel loss",
-                supports=VocabParallelLoss.supports,
-                key=key,
-            )
-            parallel = VocabParallelLoss(vocab, comm=comm)
+            parallel = vocab_parallel_loss(cast(Loss, module), vocab, comm=comm, key=key)
             blocks[name] = replace_module(block, module, parallel)
 
 

@@ -17,6 +17,9 @@ from weft.comm.comm import Comm
 from weft.core.axes import span
 from weft.core.mesh import Axis
 from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.layers import Loss
+from weft.models.common.preference import REQUIREMENT, PreferenceLoss
+from weft.models.common.seam import check_replaceable
 from weft.parallel.tensor.region import Region
 from weft.parallel.tp import AXIS
 
@@ -123,14 +126,65 @@ def _check_within(entries: Tensor, vocab: int, what: str) -> None:
         raise IndexError(message)
 
 
+class VocabParallelPreferenceLoss(PreferenceLoss):
+    """The loss of preference pairs where each rank holds the logits of its part of the vocabulary."""
+
+    supports = frozenset({REQUIREMENT})
+
+    def __init__(self, loss: PreferenceLoss, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
+        super().__init__(loss.beta)
+        self.position_sum = loss.position_sum
+        self.comm = comm
+        self.axis = axis
+        self.lo, _ = span(vocab, comm.degree(axis), comm.index(axis))
+
+    def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits_BSV (this rank's part of V), targets_BS -> losses_BS, the same on every rank."""
+        return vocab_token_losses(logits, targets, lo=self.lo, comm=self.comm, axis=self.axis)
+
+
+def vocab_parallel_loss(loss: Loss, vocab: int, *, comm: Comm, key: str) -> nn.Module:
+    """The loss of the same kind for logits that are sharded along the vocabulary.
+
+    Args:
+        key: path of the loss, for messages.
+
+    Raises:
+        PlanError: a loss of another kind.
+    """
+    is_preference = isinstance(loss, PreferenceLoss)
+    kind: type[VocabParallelLoss] | type[VocabParallelPreferenceLoss] = VocabParallelLoss
+    if is_preference:
+        kind = VocabParallelPreferenceLoss
+    check_replaceable(
+        loss,
+        PreferenceLoss if is_preference else Loss,
+        name="the vocabulary-parallel loss",
+        supports=kind.supports,
+        key=key,
+    )
+    if isinstance(loss, PreferenceLoss):
+        return VocabParallelPreferenceLoss(loss, vocab, comm=comm)
+    return VocabParallelLoss(vocab, comm=comm)
+
+
 def vocab_cross_entropy(
     logits: Tensor, targets: Tensor, *, lo: int, comm: Comm, axis: Axis
 ) -> Tensor:
     """Sum over counted targets of -log softmax; `logits[..., v]` belongs to vocabulary entry `lo +
     v`.
     """
-    total: Tensor = _VocabCrossEntropy.apply(logits, targets, lo, comm, axis)  # type: ignore[no-untyped-call]
-    return total
+    return vocab_token_losses(logits, targets, lo=lo, comm=comm, axis=axis).sum()
+
+
+def vocab_token_losses(
+    logits: Tensor, targets: Tensor, *, lo: int, comm: Comm, axis: Axis
+) -> Tensor:
+    """losses_BS: -log softmax of each target, 0 where it does not count; as
+    `vocab_cross_entropy`.
+    """
+    losses: Tensor = _VocabCrossEntropy.apply(logits, targets, lo, comm, axis)  # type: ignore[no-untyped-call]
+    return losses
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
@@ -153,13 +207,13 @@ class _VocabCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(softmax, local_targets, is_local, counted)
         ctx.dtype = logits.dtype
         losses = sums.log() - target_logits
-        return torch.where(counted, losses, 0.0).sum()
+        return torch.where(counted, losses, 0.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, local_targets, is_local, counted = ctx.saved_tensors
         ones = is_local.unsqueeze(-1).to(softmax.dtype)
         delta = softmax.scatter_add(-1, local_targets, -ones)
-        scale = (counted * gradient).unsqueeze(-1)
+        scale = (counted * gradient).unsqueeze(-1)  # a gradient of each loss
         d_logits = (delta * scale).to(ctx.dtype)
         return d_logits, None, None, None, None

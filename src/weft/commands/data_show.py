@@ -1,0 +1,180 @@
+"""`weft data show`: what a prepared folder holds, and records with the tokens that count in the loss."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from weft.commands.console import print_result, show_help, wants_help
+from weft.config import flags
+from weft.config.schema import ConfigSection
+from weft.data.conversations import PAIR, MaskedTokens
+from weft.data.files import find_files, kind_of
+from weft.data.prepared import (
+    SPLITS,
+    TEXT,
+    Prepared,
+    PreparedMeta,
+    Split,
+    is_prepared,
+    open_prepared,
+)
+from weft.data.record_sources import PREFERENCE, encode_records, make_reader
+from weft.data.tokenizer import Tokenizer, open_tokenizer
+from weft.errors import EXIT_FAILED, EXIT_OK, DataError, Fault, UserError, counted
+from weft.view.answers import Segment, marked_text
+from weft.view.quantity import count, memory
+
+USAGE = "FOLDER | RECORDS.jsonl [--samples 3] [--key value ...]"
+SHOWN_TOKENS = 100
+COLUMNS = 80
+
+
+class ShowArguments(ConfigSection):
+    """What `weft data show` prints."""
+
+    tokens: int = Field(
+        SHOWN_TOKENS, ge=0, description="tokens of the first document that are shown as text"
+    )
+    samples: int = Field(
+        0, ge=0, le=10_000, description="records that are shown with the tokens that count"
+    )
+    verify: bool = Field(False, description="read everything and compare with the stored hashes")
+    format: Literal["auto", "chat", "instruction", "prompt", "preference"] = Field(
+        "auto", description="of a file of records; auto: by the fields of the first"
+    )
+    tokenizer: str = Field("bytes", description="of a file of records: bytes, or a tokenizer.json")
+    chat_template: str | None = Field(
+        None,
+        description="of a file of records: chatml, alpaca, or a Jinja file; None: the tokenizer's own",
+    )
+
+
+def show(words: Sequence[str]) -> int:
+    """Print what is in a prepared folder, or records with the tokens that count."""
+    if wants_help(words):
+        description = "Print what is in a prepared folder, or records with the tokens that count."
+        return show_help(ShowArguments(), f"weft data show {USAGE}", description)
+    if not words or words[0].startswith("-"):
+        raise UserError(Fault("weft data show", "names no folder", fix="weft data show FOLDER"))
+    folder = Path(os.path.expanduser(words[0]))
+    arguments = flags.read_config(words[1:], ShowArguments)
+    if is_prepared(folder):
+        return _show_prepared(folder, arguments)
+    if folder.is_file() and kind_of(folder) in (".jsonl", ".parquet"):
+        return _show_records(str(folder), arguments)
+    fix = f"weft data prepare INPUT --out {folder}"
+    need = "one with meta.json, or a file of records"
+    raise DataError(
+        Fault("weft data show", "is not a prepared folder", repr(str(folder)), need, fix)
+    )
+
+
+def summary(folder: str, meta: PreparedMeta) -> str:
+    """Inputs, tokenizer and sizes of a prepared folder."""
+    end = "" if meta.end is None else f"; {meta.end} ends a document"
+    files = counted(meta.files, "file", spec=",")
+    lines = [
+        folder,
+        f"  from       {', '.join(meta.inputs)}: {files}, {memory(meta.input_bytes)}",
+        f"  tokenizer  {meta.tokenizer}, {meta.vocab:,} tokens, stored as {meta.dtype}{end}",
+    ]
+    if meta.record_format != TEXT:
+        lines.append(f"  format     {meta.record_format}, with a mask of answers")
+    for split in SPLITS:
+        info = meta.splits[split]
+        documents = counted(info.documents, "document", spec=",")
+        sizes = f"{count(info.tokens)} tokens in {documents}, the longest of {info.longest:,}"
+        lines.append(f"  {split:<9}  {sizes}; sha256 {info.sha256[:12]}")
+    return "\n".join(lines)
+
+
+def _show_prepared(folder: Path, arguments: ShowArguments) -> int:
+    prepared = open_prepared(folder)
+    print_result(summary(str(folder), prepared.meta))
+    if prepared.meta.record_format == TEXT and not arguments.samples:
+        print_result(_first_document(prepared, max_tokens=arguments.tokens))
+    else:
+        num_samples = arguments.samples or 1
+        tokenizer = prepared.tokenizer()
+        is_pair = prepared.meta.record_format == PREFERENCE
+        group = PAIR if is_pair else 1
+        for number in range(num_samples):
+            documents = list(_stored_documents(prepared, "train", number * group, group))
+            if documents:
+                print_result(_record_text(number + 1, documents, tokenizer))
+    return _verify(prepared) if arguments.verify else EXIT_OK
+
+
+def _stored_documents(
+    prepared: Prepared, split: Split, first: int, number: int
+) -> Iterator[MaskedTokens]:
+    """Consecutive documents of a split, from document `first` on."""
+    bounds = prepared.bounds(split)
+    stream = prepared.stream(split, vocab=prepared.meta.vocab)
+    for document in range(first, min(first + number, len(bounds) - 1)):
+        start, stop = bounds[document], bounds[document + 1]
+        if prepared.meta.record_format == TEXT:
+            mask = np.ones(stop - start, dtype=np.uint8)
+        else:
+            mask = prepared.mask(split)[start:stop]
+        yield MaskedTokens(stream.read(start, stop).tolist(), mask, has_shared_token=False)
+
+
+def _show_records(source: str, arguments: ShowArguments) -> int:
+    tokenizer = open_tokenizer(arguments.tokenizer)
+    reader = make_reader(arguments.format, arguments.chat_template, tokenizer)
+    records = encode_records(find_files(source), reader, tokenizer)
+    for number, record in enumerate(islice(records, arguments.samples or 1), start=1):
+        print_result(_record_text(number, record.documents, tokenizer))
+    return EXIT_OK
+
+
+def _record_text(number: int, documents: Sequence[MaskedTokens], tokenizer: Tokenizer) -> str:
+    """A record with the tokens that count, wrapped for a terminal."""
+    in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    names = ("chosen", "rejected") if len(documents) == PAIR else ("",)
+    lines = []
+    for name, document in zip(names, documents, strict=True):
+        num_counting = int(document.mask[1:].sum())
+        tokens = counted(len(document.ids), "token", spec=",")
+        title = f"record {number}, {name}" if name else f"record {number}"
+        lines.append(f"{title}: {tokens}, {num_counting:,} count in the loss")
+        segments = list(_segments(document, tokenizer))
+        lines.append(marked_text(segments, columns=COLUMNS, in_colour=in_colour))
+    return "\n".join(lines)
+
+
+def _segments(document: MaskedTokens, tokenizer: Tokenizer) -> Iterator[Segment]:
+    """Runs of tokens that count, and of tokens that do not."""
+    mask = document.mask.tolist()
+    for counts, places in groupby(range(len(mask)), key=mask.__getitem__):
+        tokens = [document.ids[place] for place in places]
+        yield Segment(tokenizer.decode(tokens), bool(counts))
+
+
+def _first_document(prepared: Prepared, *, max_tokens: int) -> str:
+    length = int(prepared.bounds("train")[1])
+    text = ""
+    if max_tokens:
+        stream = prepared.stream("train", vocab=prepared.meta.vocab)
+        shown = stream.read(0, min(length, max_tokens)).tolist()
+        text = prepared.tokenizer().decode(shown)
+    more = " ..." if length > max_tokens else ""
+    tokens = counted(length, "token", spec=",")
+    return f"the first document, {tokens}:\n{text}{more}"
+
+
+def _verify(prepared: Prepared) -> int:
+    damage = list(prepared.damage())
+    if damage:
+        print_result("\n".join(damage))
+        return EXIT_FAILED
+    return print_result("all files match their hashes")

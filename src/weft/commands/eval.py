@@ -1,0 +1,205 @@
+"""`weft eval`: reads and checks what is evaluated, and on what data and layout, before torch is imported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from weft.checkpoint.data_file import check_stored_bytes
+from weft.commands import preflight
+from weft.commands.console import print_messages, set_openmp_policy, show_help, wants_help
+from weft.commands.data_checks import validation_faults
+from weft.config import flags
+from weft.config.checks import run_checks
+from weft.config.run import Run
+from weft.config.schema import (
+    MAX_COUNT,
+    BatchConfig,
+    ConfigSection,
+    DataConfig,
+    EvalConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+)
+from weft.config.validate import config_checks
+from weft.core.precision import Dtype
+from weft.errors import Fault, UserError, counted
+from weft.generate.model_source import ModelSource, find_model
+from weft.hf.folder_checks import weight_faults
+
+USAGE = "RUN | RUN/best | CHECKPOINT | HF-FOLDER [--data SOURCE] [--mesh dp2] [--key value ...]"
+LINE = "loss, perplexity and bits per byte of a stored model on any data, on any layout of ranks"
+OWN_KEYS = {
+    "eval.source": "data",
+    "data.source": "data",
+    "data.format": "format",
+    "data.chat_template": "chat_template",
+    "data.tokenizer": "tokenizer",
+    "data.packing": "packing",
+    "data.seq_len": "seq_len",
+    "data.text_field": "text_field",
+    "batch.global_size": "batch_size",
+    "batch.micro_size": "micro_size",
+}
+"""Keys of a run -> the arguments that this command has for them."""
+
+
+class EvalArguments(ConfigSection):
+    """What is evaluated, and how."""
+
+    data: str = Field(
+        "", description="source to evaluate on; nothing: the validation data of the run"
+    )
+    format: Literal["text", "auto", "chat", "instruction", "prompt"] = Field(
+        "auto", description="text, or records whose answers count; auto: as --data shows"
+    )
+    chat_template: str | None = Field(
+        None, description="chatml, alpaca, or a Jinja file; None: the run's or the tokenizer's own"
+    )
+    tokenizer: str = Field("", description="bytes or a tokenizer.json; nothing: the model's own")
+    text_field: str = Field("text", description="field or column that holds the text")
+    packing: Literal["auto", "stream", "documents", "single"] = Field(
+        "auto", description="as data.packing of a run"
+    )
+    seq_len: Annotated[int, Field(ge=1, le=2**24)] | None = Field(
+        None, description="length of one sequence, tokens; None: that of the run"
+    )
+    batches: int = Field(
+        0, ge=0, le=MAX_COUNT, description="batches that are evaluated; 0: the whole source"
+    )
+    batch_size: int = Field(16, ge=1, le=2**24, description="sequences a batch, over all ranks")
+    micro_size: int = Field(1, ge=1, le=2**24, description="sequences a forward, on one rank")
+    mesh: str = Field("", description='any mesh: "dp2 tp2"; nothing: one rank')
+    dtype: Dtype | None = Field(
+        None, description="number type; None: as the run computes, or as the folder stores"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where ranks compute")
+    transport: Literal["process", "threads"] = Field(
+        "process", description="what a rank is on this machine"
+    )
+    output: Literal["text", "json"] = Field("text", description="json: --json for short")
+
+
+def evaluate(words: Sequence[str]) -> int:
+    """Evaluate a stored model."""
+    if wants_help(words):
+        return show_help(EvalArguments(), f"weft eval {USAGE}", f"Evaluate: {LINE}.")
+    if not words or words[0].startswith("--"):
+        fix = "for example weft eval runs/first --data texts/"
+        need = "a run, a checkpoint or a folder first"
+        raise UserError(Fault("weft eval", "no model is named", need=need, fix=fix))
+    arguments = flags.read_config(_with_output_flag(words[1:]), EvalArguments)
+    source = find_model(words[0])
+    try:
+        run = evaluation_run(source, arguments)
+        _check(run, source)
+    except UserError as error:
+        raise UserError(*dict.fromkeys(map(_with_own_key, error.faults))) from None
+    notes = (*source.notes, *preflight.notes(run.device_mesh, run.device))
+    print_messages(f"note: {note}" for note in notes)
+    set_openmp_policy()
+    from weft.evaluation.main import EvalJob  # late: imports torch, after all checks
+    from weft.evaluation.main import evaluate as evaluate_on_ranks
+
+    data = run.eval.source or f"the validation part of {run.data.source}"
+    job = EvalJob(source, run, data, as_json=arguments.output == "json")
+    return evaluate_on_ranks(job, sys.stdout.write)
+
+
+def evaluation_run(source: ModelSource, arguments: EvalArguments) -> Run:
+    """The stored model's run with the data, the batch and the layout of the evaluation.
+
+    Raises:
+        UserError: the tokenizer of the model is unknown.
+    """
+    stored = source.run
+    dtype = arguments.dtype or source.dtype
+    data = stored.data
+    if arguments.data:
+        data = _named_data(source, arguments)
+    if arguments.seq_len is not None:
+        data = data.model_copy(update={"seq_len": arguments.seq_len})
+    values = {
+        "mesh": arguments.mesh,
+        "device": arguments.device,
+        "transport": arguments.transport,
+        "loss": "cross_entropy",
+        "data": data,
+        "batch": BatchConfig(
+            global_size=arguments.batch_size,
+            micro_size=arguments.micro_size,
+        ),
+        "parallel": ParallelConfig(context=stored.parallel.context),
+        "pipeline": PipelineConfig(),
+        "precision": PrecisionConfig(params=dtype, compute=dtype, reduce=dtype),
+        "eval": EvalConfig(
+            every=1,
+            batches=arguments.batches,
+            source=arguments.data or stored.eval.source,
+        ),
+    }
+    return stored.with_values(values)
+
+
+def _named_data(source: ModelSource, arguments: EvalArguments) -> DataConfig:
+    """The data that `--data` names, read with the model's tokenizer and template."""
+    tokenizer = arguments.tokenizer or source.tokenizer().name
+    stored = source.run.data
+    record_format = arguments.format
+    if record_format == "auto" and not arguments.data.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+        record_format = "text"
+    return stored.model_copy(
+        update={
+            "source": arguments.data,
+            "mix": (),
+            "tokenizer": tokenizer,
+            "format": record_format,
+            "chat_template": arguments.chat_template or stored.chat_template,
+            "packing": arguments.packing,
+            "text_field": arguments.text_field,
+        }
+    )
+
+
+def _check(run: Run, source: ModelSource) -> None:
+    """Check layout, data and the stored bytes.
+
+    Raises:
+        UserError: with every fault.
+    """
+    faults = [*run_checks(run, config_checks)]
+    ranks = counted(run.device_mesh.size, "rank") if not faults else ""
+    if ranks:
+        for fault in preflight.world_faults(run.device_mesh, None):
+            faults.append(replace(fault, fix=f"start {ranks}, or choose another mesh"))
+    faults.extend(preflight.device_faults(run.device))
+    faults.extend(validation_faults(run.data, run.model, run.eval, loss=run.loss))
+    if faults:
+        raise UserError(*faults)
+    if source.kind == "checkpoint":
+        check_stored_bytes(source.path)
+        return
+    missing = tuple(weight_faults(source.path, run.model))
+    if missing:
+        raise UserError(*missing)
+
+
+def _with_own_key(fault: Fault) -> Fault:
+    """The fault of a key of a run as one of this command's arguments."""
+    fix = fault.fix
+    for key, argument in OWN_KEYS.items():
+        fix = fix.replace(f"--{key} ", f"--{argument} ")
+    return replace(fault, key=OWN_KEYS.get(fault.key, fault.key), fix=fix)
+
+
+def _with_output_flag(words: Sequence[str]) -> list[str]:
+    """The words with `--json` written out."""
+    written_out: list[str] = []
+    for word in words:
+        written_out.extend(("--output", "json") if word == "--json" else (word,))
+    return written_out

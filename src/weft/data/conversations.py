@@ -1,0 +1,309 @@
+"""Fine-tuning records as tokens with a mask of answers, and the samples made of them: rows of whole conversations or pairs.
+
+Note [Masks]
+    A mask has one entry for each token: whether it is of an answer. A token is a target where it is
+    of an answer and not the first one of its document, so in a row each token's target is the next
+    token of the same document if that is of an answer:
+
+        tokens    <user> H i <assistant> Y o <end>     S = 9, a second conversation "a b" with answer "b"
+        mask      0      0 0 0           1 1 1
+        inputs    <user> H i <assistant> Y o <end> a b
+        targets   -      - - Y           o <end> - b -
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.document_bounds import Bounds
+from weft.data.files import KEY
+from weft.data.order import Ints, epoch_order
+from weft.data.packing import Rows, pack_rows, single_rows
+from weft.data.records import AnswerText
+from weft.data.samples import HASH_DIGITS, IGNORE, SampleArrays
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokens import BLOCK_TOKENS, Tokens, TokenStream, verified_part
+from weft.errors import DataError, Fault, counted
+
+PAIR = 2
+"""Documents of a preference pair: chosen, rejected."""
+NUM_HASHED = 2**22
+"""Entries of a mask that are hashed at once."""
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """A document: its tokens, which of them are of answers, and whether a token is of both prompt
+    and answer.
+    """
+
+    ids: Sequence[int]
+    mask: NDArray[np.uint8]
+    has_shared_token: bool
+
+
+def encode_answers(answer: AnswerText, tokenizer: Tokenizer) -> MaskedTokens:
+    """The tokens of a text and the mask of its answers.
+
+    A token counts where any of its characters is of an answer. Where the text has a prompt whose
+    tokens are the first ones of the text, exactly the others count.
+    """
+    encoded = tokenizer.encode_chars(answer.text, adds_special=answer.adds_special)
+    ids = encoded.ids
+    mask = np.zeros(len(ids), dtype=np.uint8)
+    if answer.prompt is not None:
+        prompt = tokenizer.encode_chars(answer.prompt, adds_special=answer.adds_special).ids
+        if list(ids[: len(prompt)]) == list(prompt):
+            mask[len(prompt) :] = 1
+            return MaskedTokens(ids, mask, has_shared_token=False)
+    offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
+    starts, stops = offsets[:, 0], offsets[:, 1]
+    for start, stop in answer.answers:
+        (overlapping,) = np.nonzero((starts < stop) & (stops > start))
+        if len(overlapping):
+            mask[overlapping[0] : overlapping[-1] + 1] = 1
+    return MaskedTokens(ids, mask, has_shared_token=answer.prompt is not None)
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Documents with masks; see Note [Masks].
+
+    Attributes:
+        stream: the tokens, with the bounds of the documents.
+        mask: mask_T uint8, of all tokens.
+        group: documents that stay together in a row: 1, or 2 for preference pairs.
+        num_shared: documents in which a token is of both prompt and answer.
+    """
+
+    stream: TokenStream
+    mask: Tokens
+    group: int = 1
+    num_shared: int = 0
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """The conversations that are trained on, as rows.
+
+    Attributes:
+        lengths: tokens of each document that are kept.
+        rows: which groups of documents are in which row.
+        pair_marks: for each pair the index of its first target within the chosen answer.
+        num_cut, cut_tokens: documents that are longer than a sequence, and their tokens behind it.
+        num_without_target: groups that are left out because no target of theirs is kept.
+        targets: number of targets that are kept.
+    """
+
+    lengths: Ints
+    rows: Rows
+    pair_marks: Ints
+    num_cut: int
+    cut_tokens: int
+    num_without_target: int
+    targets: int
+
+
+@dataclass(frozen=True)
+class ConversationSamples:
+    """Sample i is row i: whole conversations (or pairs), padded to S tokens.
+
+    Attributes:
+        packing: `documents`: several in a row, `single`: one.
+    """
+
+    data: Conversations
+    seq_len: int
+    source: str
+    packing: Literal["documents", "single"] = "documents"
+
+    @cached_property
+    def table(self) -> RowTable:
+        """The rows.
+
+        Raises:
+            DataError: no conversation has a target.
+        """
+        bounds: Bounds = self.data.stream.document_bounds
+        all_bounds = bounds[: len(bounds)]
+        full_lengths = np.diff(all_bounds)
+        group = self.data.group
+        lengths = _kept_lengths(full_lengths.reshape(-1, group), self.seq_len)
+        num_targets, first_targets = _count_targets(self.data.mask, all_bounds, lengths.ravel())
+        has_targets = (num_targets.reshape(-1, group) > 0).all(axis=1)
+        (kept_groups,) = np.nonzero(has_targets)
+        if not len(kept_groups):
+            got = f"0 targets in the first {self.seq_len} tokens of {len(lengths)} records"
+            what = f"{self.source} has nothing to train on: no target is left"
+            fix = "raise data.seq_len, or repair the answers"
+            raise DataError(Fault(KEY, what, got, "one answer at least", fix))
+        group_lengths = lengths.sum(axis=1)
+        if self.packing == "single":
+            rows = single_rows(len(kept_groups))
+        else:
+            rows = pack_rows(group_lengths[kept_groups], self.seq_len)
+        cut = full_lengths - lengths.ravel()
+        return RowTable(
+            lengths=lengths.ravel(),
+            rows=replace(rows, items=kept_groups[rows.items]),
+            pair_marks=first_targets[::group],
+            num_cut=int((cut > 0).sum()),
+            cut_tokens=int(cut.sum()),
+            num_without_target=len(lengths) - len(kept_groups),
+            targets=int(num_targets.reshape(-1, group)[kept_groups].sum()),
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Number of rows."""
+        return len(self.table.rows)
+
+    def at(self, places: Ints, *, seed: int) -> Ints:
+        """Epoch after epoch, each in its own order."""
+        return epoch_order(places, self.num_samples, seed=seed)
+
+    def documents(self, sample: int) -> Iterator[int]:
+        """Numbers of the documents in a row, in order."""
+        group = self.data.group
+        for number in self.table.rows[sample].tolist():
+            yield from range(group * number, group * (number + 1))
+
+    def read(self, samples: Ints) -> SampleArrays:
+        """Rows with these numbers, flattened to one batch dimension."""
+        chosen = samples.ravel()
+        shape = (len(chosen), self.seq_len)
+        inputs = np.zeros(shape, dtype=np.int64)
+        targets = np.full(shape, IGNORE, dtype=np.int64)
+        positions = np.zeros(shape, dtype=np.int64)
+        documents = np.zeros(shape, dtype=np.int64)
+        pairs = np.zeros(shape, dtype=np.bool_) if self.data.group == PAIR else None
+        for row, sample in enumerate(chosen.tolist()):
+            place = 0
+            number = -1
+            for number, document in enumerate(self.documents(sample)):
+                start = int(self.data.stream.document_bounds[document])
+                length = int(self.table.lengths[document])
+                stop = place + length
+                tokens = self.data.stream.read(start, start + length)
+                mask = self.data.mask[start : start + length]
+                inputs[row, place:stop] = tokens
+                targets[row, place : stop - 1] = np.where(mask[1:], tokens[1:], IGNORE)
+                positions[row, place:stop] = np.arange(length)
+                documents[row, place:stop] = number
+                if pairs is not None and document % PAIR == 0:
+                    mark = int(self.table.pair_marks[document // PAIR])
+                    pairs[row, place + mark] = True
+                place = stop
+            positions[row, place:] = np.arange(self.seq_len - place)
+            documents[row, place:] = number + 1
+        return SampleArrays(inputs, targets, positions, documents, pairs)
+
+    def place(self, sample: int) -> dict[str, object]:
+        """The numbers of its records in the source."""
+        return {
+            "sample": sample,
+            "source": self.source,
+            "records": self.table.rows[sample].tolist(),
+        }
+
+    def facts(self) -> dict[str, object]:
+        """Source, sizes, what is cut or left out, and a hash of tokens, masks and rows."""
+        stream, table = self.data.stream, self.table
+        name = "pairs" if self.data.group == PAIR else "conversations"
+        num_documents = len(stream.document_bounds) - 1
+        facts: dict[str, object] = {
+            "source": self.source,
+            "files": len(stream.files),
+            "bytes": stream.num_bytes,
+            "tokens": len(stream),
+            name: num_documents // self.data.group,
+            "targets": table.targets,
+            **{name: number for name, number in self._losses().items() if number},
+            "samples": self.num_samples,
+            "sha256": self._sha256[:HASH_DIGITS],
+        }
+        if stream.known_sha256 is not None:
+            facts["verified"] = verified_part(stream.num_bytes)
+        return facts
+
+    def _losses(self) -> dict[str, int]:
+        """What is cut or left out."""
+        return {
+            "cut": self.table.num_cut,
+            "cut_tokens": self.table.cut_tokens,
+            "without_target": self.table.num_without_target,
+            "shared_tokens": self.data.num_shared,
+        }
+
+    @cached_property
+    def _sha256(self) -> str:
+        digest = hashlib.sha256(self.data.stream.sha256.encode())
+        for start in range(0, len(self.data.mask), NUM_HASHED):
+            digest.update(self.data.mask[start : start + NUM_HASHED].tobytes())
+        for array in (self.table.lengths, self.table.rows.items, self.table.rows.bounds):
+            digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+
+def truncation_note(facts: Mapping[str, object], *, seq_len: int) -> str | None:
+    """What of the conversations is cut or left out; None for other data, and where nothing is."""
+    if not (facts.get("cut") or facts.get("without_target") or facts.get("shared_tokens")):
+        return None
+    name = "pairs" if "pairs" in facts else "conversations"
+    parts = []
+    if facts.get("cut"):
+        documents = counted(int(str(facts["cut"])), "text")
+        tokens = counted(int(str(facts["cut_tokens"])), "token", spec=",")
+        parts.append(f"{documents} cut at data.seq_len {seq_len}, {tokens} lost")
+    if facts.get("without_target"):
+        parts.append(f"{facts['without_target']} without a target left are left out")
+    if facts.get("shared_tokens"):
+        parts.append(f"{facts['shared_tokens']} where a token is of prompt and answer")
+    return f"of {facts[name]} {name}: {'; '.join(parts)}"
+
+
+def _kept_lengths(lengths: Ints, seq_len: int) -> Ints:
+    """lengths_GD of the documents of each group, cut so that a group fits into a sequence.
+
+    Of a pair that is too long the longer text is cut first, at half a sequence at the least.
+    """
+    if lengths.shape[1] == 1:
+        return lengths.clip(max=seq_len)
+    chosen, rejected = lengths[:, 0], lengths[:, 1]
+    half = seq_len // PAIR
+    room = np.maximum(half, seq_len - rejected)
+    kept_chosen = np.minimum(chosen, room)
+    kept_rejected = np.minimum(rejected, seq_len - kept_chosen)
+    return np.stack((kept_chosen, kept_rejected), axis=1)
+
+
+def _count_targets(mask: Tokens, bounds: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+    """num_targets_N of each document within its kept length, and the index of the first target; the
+    mask is read in parts.
+    """
+    num_targets = np.zeros(len(lengths), dtype=np.int64)
+    first_targets = np.zeros(len(lengths), dtype=np.int64)
+    first = 0
+    while first < len(lengths):
+        last = int(np.searchsorted(bounds, bounds[first] + BLOCK_TOKENS, side="right")) - 1
+        last = max(last, first + 1)
+        start, stop = int(bounds[first]), int(bounds[last])
+        local_starts = bounds[first:last] - start
+        own_document = np.repeat(np.arange(last - first), np.diff(bounds[first : last + 1]))
+        index = np.arange(stop - start) - local_starts[own_document]
+        is_target = mask[start:stop].astype(bool)
+        is_target &= (index > 0) & (index < lengths[first:last][own_document])
+        counts = np.add.reduceat(is_target.astype(np.int64), local_starts)
+        num_targets[first:last] = counts
+        (places,) = np.nonzero(is_target)
+        documents, at = np.unique(own_document[places], return_index=True)
+        first_targets[first + documents] = index[places[at]] - 1
+        first = last
+    return num_targets, first_targets

@@ -1,0 +1,256 @@
+"""Sources of fine-tuning records: a prepared folder with masks, or small JSONL and parquet files encoded in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config.schema import DataConfig
+from weft.data.chat_template import KEY as TEMPLATE_KEY
+from weft.data.chat_template import ChatTemplate, find_template
+from weft.data.conversations import (
+    PAIR,
+    Conversations,
+    ConversationSamples,
+    MaskedTokens,
+    encode_answers,
+)
+from weft.data.documents import guarded_read
+from weft.data.files import KEY, LINES_SUFFIX, TABLE_SUFFIX, find_files, kind_of
+from weft.data.prepared import PREPARE_AGAIN, TEXT, Prepared, Split, agreed_tokenizer, prepared_of
+from weft.data.records import Record, RecordFormat, RecordReader
+from weft.data.rows import FORMAT_KEY, Row, detect_format, jsonl_rows, parquet_rows
+from weft.data.token_sources import MAX_CHARS_IN_MEMORY, check_vocab, split_of
+from weft.data.tokenizer import Tokenizer, open_tokenizer
+from weft.data.tokens import TokenStream
+from weft.errors import DataError, Fault
+
+AUTO = "auto"
+PREFERENCE = "preference"
+PACKING_KEY = "data.packing"
+
+
+@dataclass(frozen=True)
+class EncodedRecord:
+    """The documents of a record, one or the two of a pair."""
+
+    documents: tuple[MaskedTokens, ...]
+    where: str
+    at: int
+    num_chars: int
+
+
+def holds_records(source: str, data: DataConfig) -> bool:
+    """Whether a source is read as fine-tuning records."""
+    prepared = prepared_of(source)
+    if prepared is not None:
+        return prepared.meta.record_format != TEXT or data.format not in (TEXT, AUTO)
+    if data.format == AUTO:
+        return _first_row_is_record(source, data.text_field)
+    return data.format != TEXT
+
+
+def _first_row_is_record(source: str, text_field: str) -> bool:
+    """Whether the first row of the source's first file is anything but text."""
+    first = find_files(source)[0]
+    readers = {LINES_SUFFIX: jsonl_rows, TABLE_SUFFIX: _any_parquet_rows}
+    reader = readers.get(kind_of(first))
+    if reader is None:
+        return False
+    with guarded_read(first):
+        row = next(reader(first), None)
+    if row is None:
+        return True
+    return detect_format(row.fields) is not None or text_field not in row.fields
+
+
+def _any_parquet_rows(file: Path) -> Iterator[Row]:
+    """The rows of a parquet file with all columns."""
+    names: list[str] = []
+
+    def note_names(schema: Any) -> None:
+        names.extend(schema.names)
+
+    return parquet_rows(file, check=note_names, columns=names)
+
+
+def open_records(source: str, data: DataConfig, *, vocab: int, split: Split) -> ConversationSamples:
+    """The records of a source as samples, for a model with `vocab` ids.
+
+    Raises:
+        DataError: missing, broken, of another format, without targets, or too large to be encoded
+            in memory.
+    """
+    prepared = prepared_of(source)
+    if prepared is not None:
+        conversations = _open_prepared(source, prepared, data, vocab=vocab, split=split)
+    else:
+        conversations = _encode_in_memory(source, data, vocab=vocab)
+    packing = "documents" if data.packing == AUTO else data.packing
+    if packing == "stream":
+        what = "records stay whole: they are no stream of tokens"
+        fix = "leave data.packing out: documents packs several into a sequence, single one"
+        raise DataError(Fault(PACKING_KEY, what, got="stream", fix=fix))
+    samples = ConversationSamples(
+        conversations, data.seq_len, source, cast(Literal["documents", "single"], packing)
+    )
+    _check_longest(samples, data)
+    return samples
+
+
+def make_reader(
+    record_format: str,
+    template: str | None,
+    tokenizer: Tokenizer,
+    *,
+    folder: Path | None = None,
+) -> RecordReader:
+    """A reader of records for a tokenizer and its template; a missing template is an error only of
+    records that need it.
+
+    Args:
+        folder: of the tokenizer's other files; default: that of its tokenizer.json.
+
+    Raises:
+        DataError: a template that is named cannot be read.
+    """
+    found: ChatTemplate | None = None
+    no_template: DataError | None = None
+    try:
+        found = find_template(template, tokenizer, folder=folder)
+    except DataError as error:
+        if template is not None:
+            raise
+        no_template = error
+    wanted = None if record_format == AUTO else cast(RecordFormat, record_format)
+    end_text = tokenizer.end_text
+    if found is not None:
+        end_text = found.special_tokens.get("eos_token", end_text)
+    return RecordReader(wanted, found, end_text, no_template)
+
+
+def encode_records(
+    files: Iterable[Path], reader: RecordReader, tokenizer: Tokenizer
+) -> Iterator[EncodedRecord]:
+    """The tokens and masks of all records.
+
+    Raises:
+        DataError: a record that cannot be read, or one without text.
+    """
+    for file in files:
+        for record in reader.read(file):
+            yield encode_record(record, tokenizer)
+
+
+def encode_record(record: Record, tokenizer: Tokenizer) -> EncodedRecord:
+    """The tokens and masks of a record.
+
+    Raises:
+        DataError: it has no tokens.
+    """
+    documents = tuple(encode_answers(text, tokenizer) for text in record.texts)
+    if not all(len(document.ids) for document in documents):
+        fix = "remove the record"
+        raise DataError(Fault(FORMAT_KEY, f"{record.where} is empty: it has no tokens", fix=fix))
+    num_chars = sum(len(text.text) for text in record.texts)
+    return EncodedRecord(documents, record.where, record.at, num_chars)
+
+
+def check_date(template: ChatTemplate | None) -> None:
+    """Reject a template that renders today's date where tokens are made at every start.
+
+    Raises:
+        DataError: it does.
+    """
+    if template is not None and template.reads_date:
+        what = f"{template.name} renders the date of the day, so tomorrow's tokens would be others"
+        fix = "weft data prepare the records once, then train on the folder"
+        raise DataError(Fault(TEMPLATE_KEY, what, got="strftime_now", fix=fix))
+
+
+def _check_longest(samples: ConversationSamples, data: DataConfig) -> None:
+    if data.long != "error" or not samples.table.num_cut:
+        return
+    bounds = samples.data.stream.document_bounds
+    longest = int(np.diff(bounds[: len(bounds)]).max())
+    what = f"{samples.table.num_cut} texts of {samples.source} are longer than the sequence"
+    fix = f"--data.seq_len {longest * samples.data.group}, or --data.long split, which cuts them"
+    need = f"at most {data.seq_len}"
+    raise DataError(Fault("data.long", what, f"up to {longest} tokens", need, fix))
+
+
+def _open_prepared(
+    source: str, prepared: Prepared, data: DataConfig, *, vocab: int, split: Split
+) -> Conversations:
+    stored = prepared.meta.record_format
+    if data.format not in (TEXT, AUTO, stored):
+        fix = f"omit data.format: the folder holds its own, {stored}"
+        what = f"is not what {prepared.folder} was prepared as"
+        raise DataError(Fault(FORMAT_KEY, what, data.format, stored, fix))
+    if data.chat_template is not None:
+        what = f"{prepared.folder} was prepared with its own"
+        fix = f"omit data.chat_template, or {PREPARE_AGAIN}"
+        raise DataError(Fault(TEMPLATE_KEY, what, data.chat_template, fix=fix))
+    check_vocab(agreed_tokenizer(prepared, data), vocab)
+    part = split_of(source, split)
+    stream = prepared.stream(part, vocab=vocab)
+    if not len(stream):
+        raise DataError(Fault(KEY, "is empty", f"0 tokens in {stream.files[0]}", "some records"))
+    return Conversations(
+        stream,
+        prepared.mask(part),
+        group=PAIR if stored == PREFERENCE else 1,
+        num_shared=prepared.meta.num_shared,
+    )
+
+
+def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversations:
+    tokenizer = open_tokenizer(data.tokenizer)
+    check_vocab(tokenizer, vocab)
+    reader = make_reader(data.format, data.chat_template, tokenizer)
+    check_date(reader.template)
+    files = find_files(source)
+    ids: list[int] = []
+    masks: list[NDArray[np.uint8]] = []
+    lengths: list[int] = []
+    num_shared = 0
+    for record in _small(encode_records(files, reader, tokenizer), files):
+        for document in record.documents:
+            ids.extend(document.ids)
+            masks.append(document.mask)
+            lengths.append(len(document.ids))
+            num_shared += document.has_shared_token
+    if not ids:
+        raise DataError(Fault(KEY, "is empty", f"no record in {source}", "some records"))
+    stream = TokenStream(
+        files=files[:1],
+        parts=(np.array(ids, dtype=np.uint32),),
+        vocab=vocab,
+        documents=np.cumsum([0, *lengths], dtype=np.int64),
+    )
+    group = PAIR if reader.format == PREFERENCE else 1
+    return Conversations(stream, np.concatenate(masks), group, num_shared)
+
+
+def _small(records: Iterable[EncodedRecord], files: tuple[Path, ...]) -> Iterator[EncodedRecord]:
+    """The records, if they are small together.
+
+    Raises:
+        DataError: they are not.
+    """
+    num_chars = 0
+    for record in records:
+        num_chars += record.num_chars
+        if num_chars > MAX_CHARS_IN_MEMORY:
+            fix = f"weft data prepare {files[0]} --format auto --out FOLDER, then --{KEY} FOLDER"
+            got = f"more than {MAX_CHARS_IN_MEMORY:,} characters"
+            need = "less, or a prepared folder"
+            raise DataError(
+                Fault(KEY, "is too large to be tokenized at every start", got, need, fix)
+            )
+        yield record

@@ -1,0 +1,286 @@
+"""Records of fine-tuning data: chat, instruction, prompt and completion, preference pairs; read, checked, rendered as text.
+
+chat          {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+instruction   {"instruction": "...", "input": "...", "output": "..."}; input may be missing
+prompt        {"prompt": "...", "completion": "..."}; texts, or lists of messages
+preference    {"prompt": "...", "chosen": "...", "rejected": "..."}; texts, or lists of messages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from weft.data.chat_template import ASSISTANT, ChatTemplate, Message, TemplateFault, template_fault
+from weft.data.documents import guarded_read, without_surrogates
+from weft.data.files import LINES_SUFFIX, TABLE_SUFFIX, kind_of
+from weft.data.rows import FORMAT_KEY, RECORD_FIELDS, Row, detect_format, jsonl_rows, parquet_rows
+from weft.errors import DataError, Fault
+
+RecordFormat = Literal["chat", "instruction", "prompt", "preference"]
+OPTIONAL_FIELDS = ("input", "tools")
+FORMATS = tuple(RECORD_FIELDS)
+
+
+@dataclass(frozen=True)
+class AnswerText:
+    """A text with its answers.
+
+    Attributes:
+        text: all of it.
+        answers: [start, stop) of the answers, in characters.
+        prompt: the text before the only answer, where tokens are counted by it: those of the prompt
+            alone are not answers; None: tokens are found by their characters.
+        adds_special: whether the tokenizer adds its special tokens, as for plain prompts; templates
+            render theirs.
+    """
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    prompt: str | None = None
+    adds_special: bool = False
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record as texts: one, or the two of a preference pair (chosen, rejected)."""
+
+    texts: tuple[AnswerText, ...]
+    where: str
+    at: int
+
+
+@dataclass
+class RecordReader:
+    """Reads the records of files of one format.
+
+    Args:
+        format: of the records; None: that of the first one.
+        template: renders messages; None where there is none.
+        end_text: text of the token that ends a plain answer; "" where there is none.
+    """
+
+    format: RecordFormat | None
+    template: ChatTemplate | None
+    end_text: str
+    no_template: DataError | None = None
+    _known_roles: set[str] = field(default_factory=set)
+
+    def read(self, file: Path) -> Iterator[Record]:
+        """The records of a file.
+
+        Raises:
+            DataError: a file or record that cannot be read, with its line.
+        """
+        with guarded_read(file):
+            for row in self._rows(file):
+                fields = cast(dict[str, Any], _without_nulls(row.fields))
+                texts = tuple(self._texts(fields, row.where))
+                yield Record(texts, row.where, row.at)
+
+    def _rows(self, file: Path) -> Iterator[Row]:
+        match kind_of(file):
+            case ".jsonl":
+                return jsonl_rows(file)
+            case ".parquet":
+                return self._parquet_rows(file)
+        need = f"{LINES_SUFFIX} or {TABLE_SUFFIX} files"
+        raise DataError(Fault(FORMAT_KEY, f"{file} holds no records", self._name, need))
+
+    @property
+    def _name(self) -> str:
+        return self.format or "auto"
+
+    def _parquet_rows(self, file: Path) -> Iterator[Row]:
+        columns = {name for names in RECORD_FIELDS.values() for name in names}
+
+        def check(schema: Any) -> None:
+            self._check_fields(schema.names, f"{file} columns")
+
+        return parquet_rows(file, check=check, columns={*columns, *OPTIONAL_FIELDS})
+
+    def _check_fields(self, names: Sequence[str], where: str) -> None:
+        """Check that a record is of the format, or choose the format by the first one."""
+        found = detect_format(names)
+        if self.format is None:
+            if found is None:
+                got = ", ".join(names) or "none"
+                kinds = [f"{name}: {', '.join(keys)}" for name, keys in RECORD_FIELDS.items()]
+                what = f"{where}: the fields are of no known format"
+                raise DataError(Fault(FORMAT_KEY, what, got, "; ".join(kinds)))
+            self.format = cast(RecordFormat, found)
+        missing = [name for name in RECORD_FIELDS[self.format] if name not in names]
+        if not missing:
+            return
+        got = ", ".join(names) or "none"
+        need = ", ".join(RECORD_FIELDS[self.format])
+        what = f"{where} has no {missing[0]!r}, which every {self.format} record has"
+        fix = f"--{FORMAT_KEY} {found}, or one format a file" if found else "repair the record"
+        raise DataError(Fault(FORMAT_KEY, what, f"the fields {got}", need, fix))
+
+    def _texts(self, fields: Mapping[str, Any], where: str) -> Iterator[AnswerText]:
+        self._check_fields(tuple(fields), where)
+        match self.format:
+            case "chat":
+                yield self._chat(fields["messages"], fields, where)
+            case "instruction":
+                yield self._chat(_instruction_messages(fields, where), fields, where)
+            case "prompt":
+                yield self._completion(fields, "completion", where)
+            case _:
+                if fields["chosen"] == fields["rejected"]:
+                    what = f"{where}: chosen and rejected are the same"
+                    raise _record_fault(what, fix="remove the pair: it has no preference")
+                yield self._completion(fields, "chosen", where)
+                yield self._completion(fields, "rejected", where)
+
+    def _chat(self, value: Any, fields: Mapping[str, Any], where: str) -> AnswerText:
+        messages = check_messages(value, "messages", where)
+        if all(message["role"] != ASSISTANT for message in messages):
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+            what = f"{where}: no message is of the role {ASSISTANT!r}, so there is no answer"
+            raise _record_fault(what, got=f"the roles {roles}")
+        template = self._needed_template()
+        tools = fields.get("tools")
+        try:
+            rendered = template.render_answers(messages, tools=tools)
+            self._check_roles(template, messages, rendered.text, tools)
+        except TemplateFault as error:
+            raise template_fault(template, error, where) from None
+        return AnswerText(rendered.text, rendered.answers)
+
+    def _check_roles(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        text: str,
+        tools: Any,
+    ) -> None:
+        """Check, when a role is seen first, that the template does not leave its messages out.
+
+        Raises:
+            TemplateFault: it does.
+        """
+        for index, message in enumerate(messages):
+            role = str(message["role"])
+            if role in self._known_roles or not message.get("content"):
+                continue
+            self._known_roles.add(role)
+            others = [*messages[:index], *messages[index + 1 :]]
+            try:
+                without = template.render(others, tools=tools)
+            except TemplateFault:
+                continue  # it needs this message, so it reads it
+            if without == text:
+                raise TemplateFault(f"it leaves out messages of the role {role!r}")
+
+    def _completion(self, fields: Mapping[str, Any], answer_name: str, where: str) -> AnswerText:
+        prompt, answer = fields["prompt"], fields[answer_name]
+        if isinstance(prompt, list) and isinstance(answer, list):
+            return self._completion_messages(fields, answer_name, where)
+        prompt = check_text(prompt, "prompt", where)
+        answer = check_text(answer, answer_name, where)
+        if not answer.endswith(self.end_text):
+            answer += self.end_text
+        span = (len(prompt), len(prompt) + len(answer))
+        return AnswerText(prompt + answer, (span,), prompt, adds_special=True)
+
+    def _completion_messages(
+        self, fields: Mapping[str, Any], answer_name: str, where: str
+    ) -> AnswerText:
+        prompt = check_messages(fields["prompt"], "prompt", where)
+        answer = check_messages(fields[answer_name], answer_name, where)
+        template = self._needed_template()
+        tools = fields.get("tools")
+        try:
+            before = template.render(prompt, tools=tools, add_generation_prompt=True)
+            text = template.render([*prompt, *answer], tools=tools)
+            self._check_roles(template, [*prompt, *answer], text, tools)
+            if not text.startswith(before):
+                raise TemplateFault(
+                    "the text of prompt and answer does not begin with that of the prompt"
+                )
+        except TemplateFault as error:
+            raise template_fault(template, error, where) from None
+        return AnswerText(text, ((len(before), len(text)),), before)
+
+    def _needed_template(self) -> ChatTemplate:
+        if self.template is None:
+            assert self.no_template is not None, "a reader has a template, or the reason why not"
+            raise self.no_template
+        return self.template
+
+
+def check_messages(value: Any, name: str, where: str) -> list[Message]:
+    """A list of messages with roles and contents.
+
+    Raises:
+        DataError: it is another value.
+    """
+    if not isinstance(value, list):
+        got, need = type(value).__name__, "a list of messages"
+        raise _record_fault(f"{where}: {name!r} is no list", got=got, need=need)
+    if not value:
+        raise _record_fault(f"{where}: {name!r} is empty", need="one message at least")
+    for number, message in enumerate(value, start=1):
+        problem = _message_problem(message)
+        if problem:
+            need = '{"role": "user", "content": "..."}'
+            raise _record_fault(f"{where}: message {number} of {name!r} {problem}", need=need)
+    return value
+
+
+def _message_problem(message: Any) -> str:
+    """What is wrong with a message, or ""."""
+    if not isinstance(message, dict):
+        return f"is no object but {type(message).__name__}"
+    if not isinstance(message.get("role"), str):
+        return "has no role"
+    content = message.get("content")
+    if content is None and "tool_calls" not in message:
+        return "has no content"
+    if content is not None and not isinstance(content, (str, list)):
+        return f"has a content that is no text but {type(content).__name__}"
+    return ""
+
+
+def check_text(value: Any, name: str, where: str) -> str:
+    """A text.
+
+    Raises:
+        DataError: it is another value.
+    """
+    if not isinstance(value, str):
+        got, need = type(value).__name__, "text"
+        raise _record_fault(f"{where}: {name!r} is not text", got=got, need=need)
+    return value
+
+
+def _instruction_messages(fields: Mapping[str, Any], where: str) -> list[Message]:
+    """An instruction record as two messages; the input follows the instruction after a blank line."""
+    instruction = check_text(fields["instruction"], "instruction", where)
+    context = check_text(fields.get("input", ""), "input", where)
+    output = check_text(fields["output"], "output", where)
+    content = f"{instruction}\n\n{context}" if context else instruction
+    return [{"role": "user", "content": content}, {"role": ASSISTANT, "content": output}]
+
+
+def _without_nulls(value: Any) -> Any:
+    """The value without the missing fields of objects, which parquet stores as nulls, and without
+    halves of surrogate pairs.
+    """
+    if isinstance(value, dict):
+        kept = {}
+        for name, inner in value.items():
+            if inner is not None:
+                kept[name] = _without_nulls(inner)
+        return kept
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return without_surrogates(value) if isinstance(value, str) else value
+
+
+def _record_fault(what: str, *, got: str = "", need: str = "", fix: str = "") -> DataError:
+    return DataError(Fault(FORMAT_KEY, what, got, need, fix or "repair or remove the record"))

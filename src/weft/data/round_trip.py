@@ -1,0 +1,57 @@
+"""Check that a tokenizer reproduces texts: decode(encode(text)) == text; counts those that differ and describes the first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from weft.data.tokenizer import BYTES, Tokenizer
+
+SHOWN_CHARS = 20
+
+
+@dataclass
+class RoundTrip:
+    """Counts the texts that a tokenizer does not reproduce.
+
+    Attributes:
+        num_different: texts that it changes.
+        first: number of the first such document, and what becomes of it; "" where there is none.
+    """
+
+    tokenizer: Tokenizer
+    num_different: int = 0
+    first: str = ""
+    _is_exact: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._is_exact = self.tokenizer.name == BYTES
+
+    def check(
+        self, text: str, tokens: Sequence[int], *, document: int, adds_special: bool = False
+    ) -> None:
+        """Compare a text with its tokens.
+
+        Args:
+            document: its number from 0.
+            adds_special: whether special tokens may stand before and after the text.
+        """
+        if self._is_exact:
+            return
+        decoded = self.tokenizer.decode(tokens)
+        if decoded == text or (adds_special and text in decoded):
+            return
+        self.num_different += 1
+        if not self.first:
+            self.first = f"document {document + 1}: {describe_difference(text, decoded)}"
+
+
+def describe_difference(text: str, decoded: str) -> str:
+    """The texts around the first character in which they differ."""
+    index = 0
+    while index < min(len(text), len(decoded)) and text[index] == decoded[index]:
+        index += 1
+    start = max(index - SHOWN_CHARS // 2, 0)
+    before = text[start : start + SHOWN_CHARS]
+    after = decoded[start : start + SHOWN_CHARS]
+    return f"{before!r} becomes {after!r} at character {index}"

@@ -1,0 +1,121 @@
+"""`weft eval` on the ranks: start or join them, load the stored model, and print its loss on the data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from weft.config.run import Run, plan_of
+from weft.data.dataset import open_validation
+from weft.data.prepared import tokenizer_of
+from weft.data.samples import Samples
+from weft.generate.decode import load_model
+from weft.generate.main import open_source
+from weft.generate.model_source import ModelSource
+from weft.run.devices import choose_device
+from weft.run.launch import join, launch
+from weft.run.rank_setup import open_comm
+from weft.run.world import World, detect
+from weft.train.build import build_data_loader, family_of
+from weft.train.evaluate import EvalReport, Evaluation
+from weft.view.quantity import short_time
+
+
+@dataclass(frozen=True)
+class EvalJob:
+    """A checked evaluation, as every rank gets it.
+
+    Attributes:
+        run: with the layout, batch and data of the evaluation, and the model of the source.
+        data: name of the data, for the output.
+        as_json: whether the result is printed as JSON.
+    """
+
+    source: ModelSource
+    run: Run
+    data: str
+    as_json: bool
+
+
+def evaluate(job: EvalJob, write: Callable[[str], object]) -> int:
+    """Evaluate on the ranks that torchrun or Slurm has started, or on local ones started here; the
+    exit code.
+    """
+    mesh = job.run.device_mesh
+    main = partial(evaluate_rank, job, write)
+    world = detect(os.environ)
+    if world is not None:
+        return join(main, world, mesh=mesh)
+    return launch(
+        main,
+        mesh.size,
+        transport=job.run.transport,
+        device=job.run.device,
+        mesh=mesh,
+    )
+
+
+def evaluate_rank(job: EvalJob, write: Callable[[str], object], world: World) -> None:
+    """Entry point of one rank; the first one prints the result."""
+    run = job.run
+    device = choose_device(run.device, world)
+    with open_comm(world, run.device_mesh, device) as comm:
+        model = load_model(
+            family_of(run.model, job.source.run.lora),
+            run.model,
+            open_source(job.source),
+            plan=plan_of(run),
+            comm=comm,
+        )
+        samples = open_validation(run.data, run.model, source=run.eval.source)
+        loader = build_data_loader(
+            samples,
+            comm,
+            run.batch,
+            seed=run.seed,
+            later=run.model.reads_later_targets,
+        )
+        num_bytes_V = torch.from_numpy(tokenizer_of(run.data).num_bytes()).to(comm.device)
+        evaluation = Evaluation(
+            model, loader, most_batches=run.eval.batches, num_bytes_V=num_bytes_V
+        )
+        report = evaluation()
+    if world.rank == 0:
+        write(result_text(job, report, samples) + "\n")
+
+
+def result_text(job: EvalJob, report: EvalReport, samples: Samples) -> str:
+    """The result as a line of text, or as JSON."""
+    facts = result_facts(job, report, samples)
+    if job.as_json:
+        return json.dumps(facts)
+    bits = report.bits_per_byte
+    of_bytes = "" if bits is None else f", {bits:.4f} bits per byte"
+    number = f"{report.targets:,} targets in {facts['sequences']:,} sequences"
+    return (
+        f"{job.source.path} on {job.data}: loss {report.loss:.4f} nats, "
+        f"perplexity {report.perplexity:,.2f}{of_bytes}; {number}, {short_time(report.seconds)}"
+    )
+
+
+def result_facts(job: EvalJob, report: EvalReport, samples: Samples) -> dict[str, Any]:
+    """The result with its units: loss in nats per target, bits per byte of the targets' text."""
+    most = job.run.eval.batches * job.run.batch.global_size
+    num_sequences = samples.num_samples
+    return {
+        "model": str(job.source.path),
+        "data": job.data,
+        "loss": report.loss,
+        "perplexity": report.perplexity,
+        "bits_per_byte": report.bits_per_byte,
+        "targets": report.targets,
+        "bytes": report.num_bytes,
+        "sequences": min(num_sequences, most) if most else num_sequences,
+        "seconds": report.seconds,
+    }

@@ -1,0 +1,143 @@
+"""Direct preference optimization (Rafailov et al. 2023): the loss of pairs of answers, and families whose chain ends with it.
+
+Note [Pairs]
+    A row holds pairs: document 2k is the chosen answer behind its prompt, 2k + 1 the rejected one.
+    The loss of a pair is -log sigmoid(beta * (chosen - rejected)), where chosen and rejected are
+    sums over the targets of a document of the log-probability under the model minus that under the
+    reference model. It is no sum over targets: ranks that share a sequence (cp) first add their
+    parts of each document's sum (`PositionSum`), then each computes 1 / cp of the loss of all pairs.
+    `Batch.pairs` marks one token of each pair, so that the pairs of a step are counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models import Family, builders_of
+from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.layers import Loss
+from weft.models.common.lazy_blocks import Builders
+
+LOSS_BLOCK = "loss"
+REQUIREMENT = "preference pairs"
+
+
+class PositionSum(nn.Module):
+    """Seam: sums of documents over the ranks that share each sequence; identity on one device.
+
+    Attributes:
+        num_ranks: that share each sequence.
+    """
+
+    num_ranks = 1
+
+    def forward(self, sums: Tensor) -> Tensor:
+        return sums
+
+
+class PreferenceLoss(Loss):
+    """Sum over pairs of -log sigmoid(beta x margin); see Note [Pairs].
+
+    Attributes:
+        on_token_losses: called with each micro-batch and its losses_BS: how reference
+            log-probabilities are computed. While it is set the loss is 0.
+    """
+
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self.beta = beta
+        self.position_sum: nn.Module = PositionSum()
+        self.on_token_losses: Callable[[Batch, Tensor], None] | None = None
+
+    @property
+    def requirements(self) -> frozenset[str]:
+        """What an implementation in its place must compute."""
+        return frozenset({REQUIREMENT})
+
+    def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """losses_BS: -log p of each target, 0 where it does not count; float32, or float64."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(
+            wide.flatten(0, -2),
+            targets.flatten(),
+            ignore_index=IGNORE,
+            reduction="none",
+        )
+        return losses.view(targets.shape)
+
+    def forward(self, logits: Tensor, batch: Batch) -> Tensor:
+        """logits_BSV -> scalar."""
+        losses_BS = self.token_losses(logits, batch.targets)
+        if self.on_token_losses is not None:
+            self.on_token_losses(batch, losses_BS)
+            return losses_BS.sum() * 0
+        if batch.pairs is None or batch.references is None or batch.documents is None:
+            raise ValueError(
+                "the loss of preference pairs needs pairs with reference log-probabilities"
+            )
+        counts = batch.targets != IGNORE
+        references = batch.references.to(losses_BS.dtype)
+        gains_BS = torch.where(counts, -losses_BS - references, 0.0)
+        marks_BS = batch.pairs.to(losses_BS.dtype)
+        whole = batch.documents if batch.whole_documents is None else batch.whole_documents
+        num_slots = 2 * (whole.shape[1] // 2 + 1)
+        sums = _sum_by_document(torch.stack((gains_BS, marks_BS)), batch.documents, num_slots)
+        gains, marks = self.position_sum(sums).unbind(0)
+        margins = gains[:, 0::2] - gains[:, 1::2]
+        pair_losses: Tensor = -F.logsigmoid(self.beta * margins) * marks[:, 0::2]
+        num_ranks = cast(PositionSum, self.position_sum).num_ranks
+        return pair_losses.sum() / num_ranks
+
+
+def _sum_by_document(values: Tensor, documents_BS: Tensor, num_slots: int) -> Tensor:
+    """values_NBS -> sums_NBD over the tokens of each document."""
+    num, rows, _ = values.shape
+    index = documents_BS.clamp(max=num_slots - 1).expand_as(values)
+    sums = values.new_zeros(num, rows, num_slots)
+    return sums.scatter_add(2, index, values)
+
+
+@dataclass(frozen=True)
+class PreferenceFamily:
+    """A family whose chain ends with the loss of preference pairs."""
+
+    plain: Family
+    beta: float
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def blocks(self, cfg: Any) -> dict[str, nn.Module]:
+        """The plain family's chain with the other loss."""
+        blocks = self.plain.blocks(cfg)
+        blocks[LOSS_BLOCK] = self._build_loss()
+        return blocks
+
+    def builders(self, cfg: Any) -> Builders | None:
+        """Builders of these blocks."""
+        plain = builders_of(self.plain, cfg)
+        if plain is None:
+            return None
+        return {**plain, LOSS_BLOCK: self._build_loss}
+
+    @cached_property
+    def _build_loss(self) -> Callable[[], nn.Module]:
+        return partial(PreferenceLoss, self.beta)
+
+
+def with_preference_loss(plain: Family, beta: float) -> Family:
+    """The family with the loss of preference pairs."""
+    return cast(Family, PreferenceFamily(plain, beta))
+
+
+def preference_loss_of(blocks: Mapping[str, nn.Module]) -> PreferenceLoss | None:
+    """The loss of preference pairs among the blocks of a rank; None where another rank has it."""
+    block = blocks.get(LOSS_BLOCK)
+    return block if isinstance(block, PreferenceLoss) else None

@@ -1,0 +1,221 @@
+"""Fine-tuning on conversations and preference pairs equals a plain program with transformers, on one device and many."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shlex
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.data.chat_files import conversations, tokenizer_folder, write_jsonl
+from weft.comm.comm import Comm
+from weft.config.load import load
+from weft.data.dataset import open_data
+from weft.data.references import FOLDER, read_references
+from weft.errors import DataError, RankError
+from weft.models import FAMILIES
+from weft.testing import run_ranks
+from weft.train.build_training import build_training
+from weft.train.data_loader import samples_of
+from weft.train.event_log import EventLog
+from weft.train.loop import run_training
+
+STEPS = 5
+LR = 1e-2
+BETA = 0.3
+TOLERANCE = 1e-9
+FLOAT64 = "--precision.params float64 --precision.compute float64 --precision.reduce float64"
+OPTIM = f"--optim.lr {LR} --optim.min_lr {LR} --optim.decay constant --optim.warmup 0 --optim.weight_decay 0 --optim.clip 0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A LLaMA of two layers as transformers saves it, with a tokenizer and a template."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=288,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).double().save_pretrained(folder)
+    tokenizer_folder(folder)
+    write_jsonl(folder / "chat.jsonl", conversations(24))
+    pairs = []
+    for index in range(16):
+        prompt = [{"role": "user", "content": f"what is {'two ' * (index % 4)}plus five?"}]
+        chosen = [{"role": "assistant", "content": "seven " * (1 + index % 3)}]
+        rejected = [{"role": "assistant", "content": f"the cat {'sat ' * (index % 5)}é"}]
+        pairs.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    write_jsonl(folder / "pairs.jsonl", pairs)
+    return folder
+
+
+def run_of(folder, out, name, words=""):
+    data = f"--data.source {folder}/{name}.jsonl --data.format auto --data.tokenizer {folder}"
+    loss = f"--loss dpo --dpo.beta {BETA}" if name == "pairs" else ""
+    sizes = f"--data.seq_len 128 --batch.global_size 4 --batch.micro_size 1 --steps {STEPS}"
+    fixed = f"--model.from_hf {folder} --transport threads --data.prefetch 0 --out {out}"
+    line = f"{fixed} {data} {loss} {sizes} {FLOAT64} {OPTIM} {words}"
+    return load(shlex.split(line), FAMILIES)
+
+
+def trained(run):
+    """The losses of a run's steps."""
+    os.makedirs(run.out, exist_ok=True)
+
+    def rank(comm: Comm):
+        training = build_training(run, comm, stop_requested=lambda: False)
+        with EventLog(None) as log:
+            events = []
+            log.emit = events.append
+            run_training(training, log)
+        return [(event["loss"], event["tokens"]) for event in events if event["event"] == "step"]
+
+    return run_ranks(run.device_mesh, rank, timeout_s=200)[0]
+
+
+def sum_of_logprobs(model, tokens, mask):
+    """Sum over the answer's tokens of their log-probabilities, of one text by itself."""
+    ids = torch.tensor([tokens])
+    logits = model(ids).logits[0, :-1]
+    targets = ids[0, 1:]
+    chosen = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    return (chosen * torch.tensor(mask[1:])).sum()
+
+
+def plain(folder, run, loss_of_record):
+    """The losses of a plain loop over the same records: AdamW on one device, each text by itself."""
+    from transformers import LlamaForCausalLM
+
+    samples = open_data(run.data, run.model)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    first = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0
+    )
+    losses = []
+    for step in range(STEPS):
+        chosen = samples_of(samples, step, global_size=4, seed=run.seed)
+        records = np.concatenate([samples.table.rows[sample] for sample in chosen.tolist()])
+        parts = [loss_of_record(model, first, record) for record in records.tolist()]
+        count = sum(part[1] for part in parts)
+        loss = sum(part[0] for part in parts) / count
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append((loss.item(), count))
+    return losses
+
+
+def same(found, expected):
+    assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
+    for (loss, _), (other, _) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(other, rel=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def chat_losses(folder, tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lines = (folder / "chat.jsonl").read_text().splitlines()
+    records = [json.loads(line)["messages"] for line in lines]
+
+    def loss(model, _first, number):
+        """As TRL with assistant_only_loss: labels are the ids where the mask is 1, else -100."""
+        encoded = tokenizer.apply_chat_template(
+            records[number], return_dict=True, return_assistant_tokens_mask=True
+        )
+        tokens, mask = encoded["input_ids"], encoded["assistant_masks"]
+        labels = [token if counts else -100 for token, counts in zip(tokens, mask, strict=True)]
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+        total = F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
+        return total, sum(mask[1:])
+
+    run = run_of(folder, tmp_path_factory.mktemp("out"), "chat")
+    return plain(folder, run, loss)
+
+
+@pytest.fixture(scope="module")
+def dpo_losses(folder, tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+
+    def text(pair, name):
+        prompt = tokenizer.apply_chat_template(
+            pair["prompt"], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        whole = tokenizer.apply_chat_template(pair["prompt"] + pair[name], return_dict=True)
+        tokens = whole["input_ids"]
+        return tokens, [0] * len(prompt) + [1] * (len(tokens) - len(prompt))
+
+    def loss(model, first, number):
+        gains = []
+        for name in ("chosen", "rejected"):
+            tokens, mask = text(pairs[number], name)
+            with torch.no_grad():
+                reference = sum_of_logprobs(first, tokens, mask)
+            gains.append(sum_of_logprobs(model, tokens, mask) - reference)
+        return -F.logsigmoid(BETA * (gains[0] - gains[1])), 1
+
+    run = run_of(folder, tmp_path_factory.mktemp("out"), "pairs")
+    return plain(folder, run, loss)
+
+
+@pytest.mark.parametrize("words", ["", '--mesh "dp2 tp2"', "--mesh cp2"])
+def test_conversations_are_trained_on_as_transformers_with_trl_masks(
+    folder, tmp_path, chat_losses, words
+):
+    same(trained(run_of(folder, tmp_path, "chat", words)), chat_losses)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        '--mesh "dp2 tp2"',
+        '--mesh "pp2 dp2"',
+        "--mesh cp2",
+        '--mesh "cp2 tp2" --parallel.sequence True',
+        "--mesh dp2 --parallel.zero 3",
+    ],
+)
+def test_dpo_equals_a_plain_program(folder, tmp_path, dpo_losses, words):
+    assert dpo_losses[0][0] == pytest.approx(np.log(2), rel=1e-12)
+    assert dpo_losses[-1][0] < 0.6
+    same(trained(run_of(folder, tmp_path, "pairs", words)), dpo_losses)
+
+
+def test_dpo_resumes_with_the_stored_references_on_another_layout(folder, tmp_path, dpo_losses):
+    first = run_of(folder, tmp_path, "pairs", "--mesh dp2 --steps 2")
+    head = trained(first)
+    rest = trained(run_of(folder, tmp_path, "pairs", "--mesh tp2 --resume auto"))
+    same([*head, *rest], dpo_losses)
+    data = open_data(first.data, first.model)
+    facts = data.facts()
+    shape = (data.num_samples, 128)
+    stored = read_references(tmp_path, "train", shape=shape, data=facts)
+    assert (stored[data.read(np.arange(shape[0])).targets != -100] < 0).all()
+    with pytest.raises(DataError, match="other data"):
+        read_references(tmp_path, "train", shape=shape, data={**facts, "sha256": "0"})
+    file = tmp_path / FOLDER / "train.bin"
+    content = bytearray(file.read_bytes())
+    content[5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RankError, match=r"damaged"):
+        trained(run_of(folder, tmp_path, "pairs", "--mesh dp2 --resume auto --steps 6"))
