@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.chat_files import conversations, write_jsonl
 from tests.docs.commands import Command, CommandServer, commands_of
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +23,7 @@ PAGES = [
     "docs/data.md",
     "docs/devices.md",
     "docs/faults.md",
+    "docs/finetuning.md",
     "docs/generate.md",
     "docs/huggingface.md",
     "docs/lora.md",
@@ -78,7 +80,7 @@ def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, hugging_face_folder: Path) -> Path:
-    """What the pages assume that a reader has: texts, and a model from Hugging Face."""
+    """What the pages assume that a reader has: texts, records, and a model from Hugging Face."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number, source in enumerate(sorted((ROOT / "src" / "weft" / "core").glob("*.py"))):
@@ -86,6 +88,12 @@ def folder(tmp_path: Path, hugging_face_folder: Path) -> Path:
             source.read_text(encoding="utf-8") + TEXT, encoding="utf-8"
         )
     shutil.copytree(hugging_face_folder, tmp_path / "Llama-3.2-1B")
+    write_jsonl(tmp_path / "chat.jsonl", conversations(12))
+    pairs = [
+        {"prompt": f"{number} and {number} are", "chosen": f" {2 * number}", "rejected": " many"}
+        for number in range(8)
+    ]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
     (tmp_path / "main.py").write_text("def main():\n    print(1)\n", encoding="utf-8")
     return tmp_path
 

@@ -14,6 +14,15 @@ from weft.config.schema import ConfigSection, ModelSection, ParallelConfig, Pipe
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.precision import Dtype
+from weft.data.chat_template import (
+    ASSISTANT,
+    ChatTemplate,
+    Message,
+    TemplateFault,
+    find_template,
+    template_fault,
+)
+from weft.data.prepared import prepared_of, sources_of
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import ConfigError, Fault, UserError, counted
 from weft.generate.model_source import ModelSource
@@ -26,6 +35,8 @@ from weft.parallel.tp import AXIS as TP
 from weft.small_files import MIB, UnreadableFile, parse_json, read_text
 
 LINES = ".jsonl"
+EXAMPLE, EXAMPLE_ANSWER = "question", "answer"
+"""Texts by which the end of an answer is found in what a template renders."""
 MAX_PROMPT_BYTES = 16 * MIB
 """Size of the largest file of prompts."""
 
@@ -75,6 +86,13 @@ class Request(ConfigSection):
         "process", description="what a rank is on this machine"
     )
     tokenizer: str = Field("", description="bytes or a tokenizer.json; nothing: the model's own")
+    chat: bool = Field(
+        False, description="prompts are questions of a user, rendered by the chat template"
+    )
+    chat_template: str | None = Field(
+        None,
+        description="chatml, alpaca, or a Jinja file; None: the one the model was trained with",
+    )
     format: Literal["text", "json"] = Field(
         "text", description="json: one object for each text; --json for short"
     )
@@ -86,11 +104,14 @@ class Request(ConfigSection):
 
 
 def expand_json_flag(words: list[str]) -> list[str]:
-    """Command-line words with `--json` written as `--format json`."""
+    """Command-line words with `--json` written as `--format json`, and `--chat` as `--chat True`."""
     expanded: list[str] = []
-    for word in words:
+    for index, word in enumerate(words):
+        following = words[index + 1] if index + 1 < len(words) else "--"
         if word == "--json":
             expanded.extend(("--format", "json"))
+        elif word == "--chat" and following.startswith("--"):
+            expanded.extend(("--chat", "True"))
         else:
             expanded.append(word)
     return expanded
@@ -238,7 +259,12 @@ def make_job(
     try:
         tokenizer = _tokenizer_of(request, source)
         prompts = read_prompts(request)
-        tokens = tuple(_encode(prompt, tokenizer, vocab=vocab) for prompt in prompts)
+        texts = prompts
+        if request.chat:
+            chat = _chat_format(request, source, tokenizer)
+            texts = tuple(map(chat.render, prompts))
+            request = request.model_copy(update={"stop": request.stop or chat.stop})
+        tokens = tuple(_encode(text, tokenizer, vocab=vocab) for text in texts)
     except UserError as error:
         raise UserError(*faults, *error.faults) from None
     for prompt_tokens in tokens:
@@ -254,6 +280,53 @@ def make_job(
         prompts,
         tokens,
     )
+
+
+@dataclass(frozen=True)
+class _ChatFormat:
+    """How questions are rendered, and the text that ends an answer."""
+
+    template: ChatTemplate
+    stop: str
+
+    def render(self, question: str) -> str:
+        """A question with the header of its answer.
+
+        Raises:
+            DataError: the template does not render it.
+        """
+        try:
+            return self.template.render([_question(question)], add_generation_prompt=True)
+        except TemplateFault as error:
+            raise template_fault(self.template, error, "the prompt") from None
+
+
+def _question(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _chat_format(request: Request, source: ModelSource, tokenizer: Tokenizer) -> _ChatFormat:
+    """The template that the model was trained with, or the one that is asked for.
+
+    Raises:
+        DataError: there is none, or it does not render an answer.
+    """
+    name = request.chat_template
+    folder = source.path if source.kind == "hf" else None
+    if source.kind == "checkpoint":
+        name = name or source.run.data.chat_template
+        for data_source in sources_of(source.run.data):
+            prepared = prepared_of(data_source)
+            folder = prepared.folder if prepared is not None else folder
+    template = find_template(name, tokenizer, folder=folder)
+    example = [_question(EXAMPLE), {"role": ASSISTANT, "content": EXAMPLE_ANSWER}]
+    try:
+        rendered = template.render_answers(example)
+    except TemplateFault as error:
+        raise template_fault(template, error, "an example") from None
+    (start, stop) = rendered.answers[-1] if rendered.answers else (0, 0)
+    _, _, end = rendered.text[start:stop].partition(EXAMPLE_ANSWER)
+    return _ChatFormat(template, end.strip())
 
 
 def _without_training_blocks(model: ModelSection) -> ModelSection:
