@@ -31,8 +31,9 @@ class Request:
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
     (folder / "t.txt").write_text(TEXT)
-    source = ["--data.source", str(folder / "t.txt"), "--steps", "2", "--out", str(folder / "run")]
-    assert main(["train", *TINY, *source]) == 0
+    source = ["--data.source", str(folder / "t.txt"), "--steps", "40", "--out", str(folder / "run")]
+    rate = ["--optim.lr", "0.03", "--optim.warmup", "0"]
+    assert main(["train", *TINY, *source, *rate]) == 0
     return folder / "run"
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.data.chat_files import conversations, tokenizer_folder, write_jsonl
+from tests.oracle.hugging_face import widened
 from weft.comm.comm import Comm
 from weft.config.load import load
 from weft.data.dataset import open_data
@@ -31,6 +32,16 @@ BETA = 0.3
 TOLERANCE = 1e-9
 FLOAT64 = "--precision.params float64 --precision.compute float64 --precision.reduce float64"
 OPTIM = f"--optim.lr {LR} --optim.min_lr {LR} --optim.decay constant --optim.warmup 0 --optim.weight_decay 0 --optim.clip 0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def norms_in_float64():
+    """Let transformers' norms compute in float64, where they cast to float32."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaRMSNorm, "forward", widened(LlamaRMSNorm.forward))
+        yield
 
 
 @pytest.fixture(scope="module")

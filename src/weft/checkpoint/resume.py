@@ -16,7 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.folder import FOLDER, FoundCheckpoint, checkpoints, find_newest
+from weft.checkpoint.folder import (
+    FOLDER,
+    FoundCheckpoint,
+    best_checkpoint,
+    checkpoints,
+    find_newest,
+)
 from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.remote import is_url
@@ -86,7 +92,7 @@ def find_checkpoint(
         return find_newest(folder, below=below)
     if below is not None:
         return FoundCheckpoint(None, None, ())
-    path = Path(resume)
+    path = best_checkpoint(Path(resume)) or Path(resume)
     return FoundCheckpoint(path, read_manifest(path), ())
 
 

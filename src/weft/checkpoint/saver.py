@@ -153,15 +153,20 @@ class Saver:
                 status |= StatusFlag.WRITE_FAILED
         return status
 
-    def after_step(self, step: int, status: int) -> Iterator[Event]:
-        """Continue or start saves after step `step`, in which some rank had each flag of `status`."""
+    def after_step(
+        self, step: int, status: int, *, best_loss: float | None = None
+    ) -> Iterator[Event]:
+        """Continue or start saves after step `step`, in which some rank had each flag of `status`.
+
+        Args:
+            best_loss: the evaluation loss, where it is the lowest so far, and is saved for that.
+        """
         yield from self._poll_commit()
         if self._writing is not None and not status & StatusFlag.WRITING:
             has_failed = bool(status & StatusFlag.WRITE_FAILED)
             yield from self._end_writing(self._writing, exchange_errors=has_failed)
-        is_started = self._writing is not None and self._writing.step == step
-        if self.is_due(step) and not is_started:
-            yield from self.save(step)
+        if self.is_due(step) or best_loss is not None:
+            yield from self.save(step, best_loss=best_loss)
 
     def is_due(self, step: int) -> bool:
         """Whether a save follows step `step` while training goes on."""

@@ -28,6 +28,8 @@ from weft.config.schema import (
 )
 from weft.config.validate import config_checks
 from weft.core.precision import Dtype
+from weft.data.chat_template import FILE as TEMPLATE_FILE
+from weft.data.prepared import prepared_of, sources_of
 from weft.errors import Fault, UserError, counted
 from weft.generate.model_source import ModelSource, find_model
 from weft.hf.folder_checks import weight_faults
@@ -124,7 +126,11 @@ def evaluation_run(source: ModelSource, arguments: EvalArguments) -> Run:
         data = _named_data(source, arguments)
     if arguments.seq_len is not None:
         data = data.model_copy(update={"seq_len": arguments.seq_len})
+    model = stored.model
+    if source.kind == "hf" and model.reads_later_targets:
+        model = model.model_copy(update={"mtp_depth": 0})  # not in every folder, and not evaluated
     values = {
+        "model": model,
         "mesh": arguments.mesh,
         "device": arguments.device,
         "transport": arguments.transport,
@@ -159,11 +165,24 @@ def _named_data(source: ModelSource, arguments: EvalArguments) -> DataConfig:
             "mix": (),
             "tokenizer": tokenizer,
             "format": record_format,
-            "chat_template": arguments.chat_template or stored.chat_template,
+            "chat_template": arguments.chat_template or _template_of_run(stored, arguments.data),
             "packing": arguments.packing,
             "text_field": arguments.text_field,
         }
     )
+
+
+def _template_of_run(data: DataConfig, named: str) -> str | None:
+    """The template that a run's data was rendered with, for other records; a prepared folder has its
+    own.
+    """
+    if prepared_of(named) is not None:
+        return None
+    for source in sources_of(data):
+        prepared = prepared_of(source)
+        if prepared is not None and (prepared.folder / TEMPLATE_FILE).is_file():
+            return str(prepared.folder / TEMPLATE_FILE)
+    return data.chat_template
 
 
 def _check(run: Run, source: ModelSource) -> None:

@@ -282,14 +282,16 @@ class _Steps:
                 last_time = now
                 if self.stragglers is not None:
                     yield from self.stragglers.after_step(number)
+                best_loss: float | None = None
                 if self.evaluator is not None and self.evaluator.is_due(number):
                     report_phase(number, "evaluate")
-                    yield from self._evaluate(number, self.evaluator)
+                    best_loss = yield from self._evaluate(number, self.evaluator)
                     last_time = time.perf_counter()
-                yield from self._compare_replicas(number, report)
+                is_best = best_loss is not None
+                yield from self._compare_replicas(number, report, is_best=is_best)
                 if self.saver is not None:
                     report_phase(number, "save")
-                    yield from self.saver.after_step(number, report.status)
+                    yield from self.saver.after_step(number, report.status, best_loss=best_loss)
                 if self.snapshots is not None:
                     yield from self.snapshots.after_step(number, report.status)
                 if report.status & StatusFlag.STOP_REQUESTED:
@@ -298,24 +300,12 @@ class _Steps:
                     return None
         return None
 
-    def _evaluate(self, number: int, evaluator: Evaluator) -> Iterator[Event]:
-        """Evaluate after a step; a new lowest loss is saved, if the run keeps its best checkpoint."""
+    def _evaluate(self, number: int, evaluator: Evaluator) -> Generator[Event, None, float | None]:
+        """Evaluate after a step; returns the loss where it is to be saved as the lowest so far."""
         report = evaluator.evaluation()
         yield eval_event(number, report)
         is_best = evaluator.history.add(number, report.loss)
-        if is_best and evaluator.saves_best and self.saver is not None:
-            yield from self._compare_before_best(number)
-            yield from self.saver.save(number, best_loss=report.loss)
-
-    def _compare_before_best(self, number: int) -> Iterator[Event]:
-        """Compare replicas, as before every save.
-
-        Raises:
-            CorruptionError: they differ.
-        """
-        fault = self.digests.compare(number) if self.digests is not None else None
-        if fault is not None:
-            yield from _stop_at(number, fault)
+        return report.loss if is_best and evaluator.saves_best else None
 
     def _status(self) -> int:
         """Status flags of this rank, just before the update."""
@@ -335,8 +325,13 @@ class _Steps:
         if report.status & StatusFlag.STATE_CHANGED and self.digests is not None:
             yield from _stop_at(number, self.digests.changed_fault(number))
 
-    def _compare_replicas(self, number: int, report: StepReport) -> Iterator[Event]:
+    def _compare_replicas(
+        self, number: int, report: StepReport, *, is_best: bool
+    ) -> Iterator[Event]:
         """Compare replicas, where that is due, and before every save and snapshot.
+
+        Args:
+            is_best: whether the step is saved for its evaluation loss.
 
         Raises:
             CorruptionError: they differ.
@@ -345,7 +340,7 @@ class _Steps:
             return
         is_last = number == self.step_range.total
         is_stopping = bool(report.status & StatusFlag.STOP_REQUESTED)
-        is_saved = self.saver is not None and self.saver.is_due(number)
+        is_saved = is_best or (self.saver is not None and self.saver.is_due(number))
         if self.snapshots is not None and self.snapshots.is_due(number, report.status):
             is_saved = True
         if not (self.digests.is_due(number) or is_saved or is_last or is_stopping):
