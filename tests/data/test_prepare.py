@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from weft.cli import main
 from weft.config.load import load
 from weft.config.schema import DataConfig
-from weft.data import documents, prepare, prepared
+from weft.data import prepare, prepared, rows
 from weft.data.dataset import open_data, open_validation
 from weft.data.documents import ReadOptions, read_documents, split_text
 from weft.data.files import stdlib_files
@@ -80,7 +80,7 @@ def test_every_line_is_a_document_of_its_own(tmp_path, name):
 def test_a_huge_cell_of_a_parquet_file_is_rejected(tmp_path, monkeypatch, num_small):
     """Alone in its row group the metadata gives it away; among many its length is looked at."""
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 10_000)
+    monkeypatch.setattr(rows, "MAX_LINE_BYTES", 10_000)
     texts = ["small"] * num_small + ["x" * 10_001]
     table = arrow.table({"text": texts})
     parquet.write_table(table, tmp_path / "a.parquet", use_dictionary=False)

@@ -17,7 +17,7 @@ from tests.oracle.hugging_face import widened
 from weft.comm.comm import Comm
 from weft.config.load import load
 from weft.data.dataset import open_data
-from weft.data.references import FOLDER, read_references
+from weft.data.logprob_files import FOLDER, read_references
 from weft.errors import DataError, RankError
 from weft.models import FAMILIES
 from weft.testing import run_ranks

@@ -29,7 +29,7 @@ from weft.data.prepared import (
 from weft.data.record_sources import PREFERENCE, encode_records, make_reader
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import EXIT_FAILED, EXIT_OK, DataError, Fault, UserError, counted
-from weft.view.answers import Segment, marked_text
+from weft.view.answers import TextSegment, marked_text
 from weft.view.quantity import count, memory
 
 USAGE = "FOLDER | RECORDS.jsonl [--samples 3] [--key value ...]"
@@ -152,12 +152,12 @@ def _record_text(number: int, documents: Sequence[MaskedTokens], tokenizer: Toke
     return "\n".join(lines)
 
 
-def _segments(document: MaskedTokens, tokenizer: Tokenizer) -> Iterator[Segment]:
+def _segments(document: MaskedTokens, tokenizer: Tokenizer) -> Iterator[TextSegment]:
     """Runs of tokens that count, and of tokens that do not."""
     mask = document.mask.tolist()
     for counts, places in groupby(range(len(mask)), key=mask.__getitem__):
         tokens = [document.ids[place] for place in places]
-        yield Segment(tokenizer.decode(tokens), bool(counts))
+        yield TextSegment(tokenizer.decode(tokens), bool(counts))
 
 
 def _first_document(prepared: Prepared, *, max_tokens: int) -> str:

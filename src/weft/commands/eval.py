@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from weft.checkpoint.data_file import check_stored_bytes
-from weft.commands import preflight
+from weft.commands import environment
 from weft.commands.console import print_messages, set_openmp_policy, show_help, wants_help
 from weft.commands.data_checks import validation_faults
 from weft.config import flags
@@ -102,7 +102,7 @@ def evaluate(words: Sequence[str]) -> int:
         _check(run, source)
     except UserError as error:
         raise UserError(*dict.fromkeys(map(_with_own_key, error.faults))) from None
-    notes = (*source.notes, *preflight.notes(run.device_mesh, run.device))
+    notes = (*source.notes, *environment.notes(run.device_mesh, run.device))
     print_messages(f"note: {note}" for note in notes)
     set_openmp_policy()
     from weft.evaluation.main import EvalJob  # late: imports torch, after all checks
@@ -194,9 +194,9 @@ def _check(run: Run, source: ModelSource) -> None:
     faults = [*run_checks(run, config_checks)]
     ranks = counted(run.device_mesh.size, "rank") if not faults else ""
     if ranks:
-        for fault in preflight.world_faults(run.device_mesh, None):
+        for fault in environment.world_faults(run.device_mesh, None):
             faults.append(replace(fault, fix=f"start {ranks}, or choose another mesh"))
-    faults.extend(preflight.device_faults(run.device))
+    faults.extend(environment.device_faults(run.device))
     faults.extend(validation_faults(run.data, run.model, run.eval, loss=run.loss))
     if faults:
         raise UserError(*faults)

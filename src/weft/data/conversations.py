@@ -112,6 +112,44 @@ class RowTable:
 
 
 @dataclass(frozen=True)
+class _RowArrays:
+    """The arrays of one row of S tokens."""
+
+    inputs: Ints
+    targets: Ints
+    positions: Ints
+    documents: Ints
+    pairs: NDArray[np.bool_]
+
+    @classmethod
+    def empty(cls, seq_len: int) -> _RowArrays:
+        """Tokens 0 without targets."""
+        return cls(
+            inputs=np.zeros(seq_len, dtype=np.int64),
+            targets=np.full(seq_len, IGNORE, dtype=np.int64),
+            positions=np.zeros(seq_len, dtype=np.int64),
+            documents=np.zeros(seq_len, dtype=np.int64),
+            pairs=np.zeros(seq_len, dtype=np.bool_),
+        )
+
+    def put(self, place: int, number: int, tokens: Ints, mask: NDArray[np.uint8]) -> None:
+        """Put a document at a place; its last token has no target."""
+        stop = place + len(tokens)
+        following = tokens[1:]
+        is_answer = mask[1:] > 0
+        self.inputs[place:stop] = tokens
+        self.targets[place : stop - 1] = np.where(is_answer, following, IGNORE)
+        self.positions[place:stop] = np.arange(len(tokens))
+        self.documents[place:stop] = number
+
+    def pad(self, place: int, number: int) -> None:
+        """Let the rest from a place on be a document without targets."""
+        length = len(self.inputs) - place
+        self.positions[place:] = np.arange(length)
+        self.documents[place:] = number
+
+
+@dataclass(frozen=True)
 class ConversationSamples:
     """Sample i is row i: whole conversations (or pairs), padded to S tokens.
 
@@ -123,6 +161,11 @@ class ConversationSamples:
     seq_len: int
     source: str
     packing: Literal["documents", "single"] = "documents"
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the records are preference pairs."""
+        return self.data.group == PAIR
 
     @cached_property
     def table(self) -> RowTable:
@@ -177,33 +220,32 @@ class ConversationSamples:
 
     def read(self, samples: Ints) -> SampleArrays:
         """Rows with these numbers, flattened to one batch dimension."""
-        chosen = samples.ravel()
-        shape = (len(chosen), self.seq_len)
-        inputs = np.zeros(shape, dtype=np.int64)
-        targets = np.full(shape, IGNORE, dtype=np.int64)
-        positions = np.zeros(shape, dtype=np.int64)
-        documents = np.zeros(shape, dtype=np.int64)
-        pairs = np.zeros(shape, dtype=np.bool_) if self.data.group == PAIR else None
-        for row, sample in enumerate(chosen.tolist()):
-            place = 0
-            number = -1
-            for number, document in enumerate(self.documents(sample)):
-                start = int(self.data.stream.document_bounds[document])
-                length = int(self.table.lengths[document])
-                stop = place + length
-                tokens = self.data.stream.read(start, start + length)
-                mask = self.data.mask[start : start + length]
-                inputs[row, place:stop] = tokens
-                targets[row, place : stop - 1] = np.where(mask[1:], tokens[1:], IGNORE)
-                positions[row, place:stop] = np.arange(length)
-                documents[row, place:stop] = number
-                if pairs is not None and document % PAIR == 0:
-                    mark = int(self.table.pair_marks[document // PAIR])
-                    pairs[row, place + mark] = True
-                place = stop
-            positions[row, place:] = np.arange(self.seq_len - place)
-            documents[row, place:] = number + 1
-        return SampleArrays(inputs, targets, positions, documents, pairs)
+        rows = [self._row(sample) for sample in samples.ravel().tolist()]
+        return SampleArrays(
+            inputs=np.stack([row.inputs for row in rows]),
+            targets=np.stack([row.targets for row in rows]),
+            positions=np.stack([row.positions for row in rows]),
+            documents=np.stack([row.documents for row in rows]),
+            pairs=np.stack([row.pairs for row in rows]) if self.has_pairs else None,
+        )
+
+    def _row(self, sample: int) -> _RowArrays:
+        """The arrays of one row; padding is a document of its own."""
+        row = _RowArrays.empty(self.seq_len)
+        place = 0
+        number = 0
+        for number, document in enumerate(self.documents(sample), start=1):
+            length = int(self.table.lengths[document])
+            start = int(self.data.stream.document_bounds[document])
+            tokens = self.data.stream.read(start, start + length)
+            mask = self.data.mask[start : start + length]
+            row.put(place, number - 1, tokens, mask)
+            if self.has_pairs and document % PAIR == 0:
+                mark = int(self.table.pair_marks[document // PAIR])
+                row.pairs[place + mark] = True
+            place += length
+        row.pad(place, number)
+        return row
 
     def place(self, sample: int) -> dict[str, object]:
         """The numbers of its records in the source."""
@@ -216,7 +258,7 @@ class ConversationSamples:
     def facts(self) -> dict[str, object]:
         """Source, sizes, what is cut or left out, and a hash of tokens, masks and rows."""
         stream, table = self.data.stream, self.table
-        name = "pairs" if self.data.group == PAIR else "conversations"
+        name = "pairs" if self.has_pairs else "conversations"
         num_documents = len(stream.document_bounds) - 1
         facts: dict[str, object] = {
             "source": self.source,
@@ -292,18 +334,30 @@ def _count_targets(mask: Tokens, bounds: Ints, lengths: Ints) -> tuple[Ints, Int
     first_targets = np.zeros(len(lengths), dtype=np.int64)
     first = 0
     while first < len(lengths):
-        last = int(np.searchsorted(bounds, bounds[first] + BLOCK_TOKENS, side="right")) - 1
+        stop_token = bounds[first] + BLOCK_TOKENS
+        last = int(np.searchsorted(bounds, stop_token, side="right")) - 1
         last = max(last, first + 1)
-        start, stop = int(bounds[first]), int(bounds[last])
-        local_starts = bounds[first:last] - start
-        own_document = np.repeat(np.arange(last - first), np.diff(bounds[first : last + 1]))
-        index = np.arange(stop - start) - local_starts[own_document]
-        is_target = mask[start:stop].astype(bool)
-        is_target &= (index > 0) & (index < lengths[first:last][own_document])
-        counts = np.add.reduceat(is_target.astype(np.int64), local_starts)
-        num_targets[first:last] = counts
-        (places,) = np.nonzero(is_target)
-        documents, at = np.unique(own_document[places], return_index=True)
-        first_targets[first + documents] = index[places[at]] - 1
+        part = slice(first, last)
+        own_bounds = bounds[first : last + 1]
+        own_mask = mask[int(own_bounds[0]) : int(own_bounds[-1])]
+        counts, firsts = _targets_of_part(own_mask, own_bounds - own_bounds[0], lengths[part])
+        num_targets[part] = counts
+        first_targets[part] = firsts
         first = last
     return num_targets, first_targets
+
+
+def _targets_of_part(mask: NDArray[np.uint8], bounds: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+    """As `_count_targets`, of consecutive documents."""
+    starts = bounds[:-1]
+    numbers = np.arange(len(starts))
+    document = np.repeat(numbers, np.diff(bounds))
+    index = np.arange(len(mask)) - starts[document]
+    is_kept = index < lengths[document]
+    is_target = (mask > 0) & (index > 0) & is_kept
+    counts = np.add.reduceat(is_target.astype(np.int64), starts)
+    (places,) = np.nonzero(is_target)
+    with_targets, at = np.unique(document[places], return_index=True)
+    first_targets = np.zeros_like(starts)
+    first_targets[with_targets] = index[places[at]] - 1
+    return counts, first_targets

@@ -23,7 +23,7 @@ from weft.data.conversations import (
 from weft.data.documents import guarded_read
 from weft.data.files import KEY, LINES_SUFFIX, TABLE_SUFFIX, find_files, kind_of
 from weft.data.prepared import PREPARE_AGAIN, TEXT, Prepared, Split, agreed_tokenizer, prepared_of
-from weft.data.records import Record, RecordFormat, RecordReader
+from weft.data.records import RecordFormat, RecordReader, RenderedRecord
 from weft.data.rows import FORMAT_KEY, Row, detect_format, jsonl_rows, parquet_rows
 from weft.data.token_sources import MAX_CHARS_IN_MEMORY, check_vocab, split_of
 from weft.data.tokenizer import Tokenizer, open_tokenizer
@@ -147,7 +147,7 @@ def encode_records(
             yield encode_record(record, tokenizer)
 
 
-def encode_record(record: Record, tokenizer: Tokenizer) -> EncodedRecord:
+def encode_record(record: RenderedRecord, tokenizer: Tokenizer) -> EncodedRecord:
     """The tokens and masks of a record.
 
     Raises:

@@ -44,7 +44,7 @@ class AnswerText:
 
 
 @dataclass(frozen=True)
-class Record:
+class RenderedRecord:
     """One record as texts: one, or the two of a preference pair (chosen, rejected)."""
 
     texts: tuple[AnswerText, ...]
@@ -68,7 +68,7 @@ class RecordReader:
     no_template: DataError | None = None
     _known_roles: set[str] = field(default_factory=set)
 
-    def read(self, file: Path) -> Iterator[Record]:
+    def read(self, file: Path) -> Iterator[RenderedRecord]:
         """The records of a file.
 
         Raises:
@@ -78,7 +78,7 @@ class RecordReader:
             for row in self._rows(file):
                 fields = cast(dict[str, Any], _without_nulls(row.fields))
                 texts = tuple(self._texts(fields, row.where))
-                yield Record(texts, row.where, row.at)
+                yield RenderedRecord(texts, row.where, row.at)
 
     def _rows(self, file: Path) -> Iterator[Row]:
         match kind_of(file):
@@ -106,10 +106,7 @@ class RecordReader:
         found = detect_format(names)
         if self.format is None:
             if found is None:
-                got = ", ".join(names) or "none"
-                kinds = [f"{name}: {', '.join(keys)}" for name, keys in RECORD_FIELDS.items()]
-                what = f"{where}: the fields are of no known format"
-                raise DataError(Fault(FORMAT_KEY, what, got, "; ".join(kinds)))
+                raise _unknown_format(names, where)
             self.format = cast(RecordFormat, found)
         missing = [name for name in RECORD_FIELDS[self.format] if name not in names]
         if not missing:
@@ -211,6 +208,16 @@ class RecordReader:
             assert self.no_template is not None, "a reader has a template, or the reason why not"
             raise self.no_template
         return self.template
+
+
+def _unknown_format(names: Sequence[str], where: str) -> DataError:
+    """The error of a first record whose fields are of no format."""
+    kinds = []
+    for name, needed in RECORD_FIELDS.items():
+        kinds.append(f"{name}: {', '.join(needed)}")
+    got = ", ".join(names) or "none"
+    what = f"{where}: the fields are of no known format"
+    return DataError(Fault(FORMAT_KEY, what, got, "; ".join(kinds)))
 
 
 def check_messages(value: Any, name: str, where: str) -> list[Message]:

@@ -44,7 +44,7 @@ from weft.train.init_from import (
 )
 from weft.train.loop import StepRange
 from weft.train.optim import StepOptimizer, learning_rate, make_optimizer, matrices
-from weft.train.references import References
+from weft.train.reference_logprobs import References
 from weft.train.run_start import StartState, find_start
 from weft.train.step import TrainStep
 

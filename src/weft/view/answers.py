@@ -15,14 +15,14 @@ INDENT = "  "
 
 
 @dataclass(frozen=True)
-class Segment:
+class TextSegment:
     """A part of a text, all of which counts in the loss, or nothing of which does."""
 
     text: str
     counts: bool
 
 
-def marked_text(segments: Iterable[Segment], *, columns: int, in_colour: bool) -> str:
+def marked_text(segments: Iterable[TextSegment], *, columns: int, in_colour: bool) -> str:
     """The text of the segments with those that count marked; no line is longer than `columns`."""
     text = Text()
     for segment in segments:

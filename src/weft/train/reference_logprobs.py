@@ -14,14 +14,14 @@ from weft.comm.comm import Comm
 from weft.comm.text import broadcast_text
 from weft.core.dimension import replicated_axes
 from weft.core.sequence import zigzag
-from weft.data.order import layout_of
-from weft.data.references import (
+from weft.data.logprob_files import (
     Logprobs,
     ReferencedSamples,
     check_size,
     read_references,
     write_references,
 )
+from weft.data.order import layout_of
 from weft.data.samples import Samples
 from weft.errors import DataError, Fault
 from weft.models.common.batch import IGNORE, Batch
@@ -103,14 +103,14 @@ def compute_logprobs(model: ParallelModel, loader: DataLoader) -> Logprobs:
     nothing is a target. Every rank must call it.
     """
     num_samples = loader.samples.num_samples
-    recorder = _Recorder(model, loader)
+    recorder = _LogprobRecorder(model, loader)
     parts = []
     for chosen in batches_of(num_samples, loader.global_size, most=0):
         parts.append(recorder.logprobs(chosen))
     return np.concatenate(parts)[:num_samples]
 
 
-class _Recorder:
+class _LogprobRecorder:
     """Forward passes that record the log-probability of each target."""
 
     def __init__(self, model: ParallelModel, loader: DataLoader) -> None:
