@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from weft.cli import main
 from weft.config.load import load
 from weft.config.schema import DataConfig
-from weft.data import prepare, prepared, rows
+from weft.data import documents, prepare, prepared, rows
 from weft.data.dataset import open_data, open_validation
 from weft.data.documents import ReadOptions, read_documents, split_text
 from weft.data.files import stdlib_files
