@@ -18,7 +18,7 @@ from weft.comm.comm import Comm
 from weft.config.load import load
 from weft.data.dataset import open_data
 from weft.data.logprob_files import FOLDER, read_references
-from weft.errors import DataError, RankError
+from weft.errors import DataError
 from weft.models import FAMILIES
 from weft.testing import run_ranks
 from weft.train.build_training import build_training
@@ -228,5 +228,5 @@ def test_dpo_resumes_with_the_stored_references_on_another_layout(folder, tmp_pa
     content = bytearray(file.read_bytes())
     content[5] ^= 1
     file.write_bytes(content)
-    with pytest.raises(RankError, match=r"damaged"):
+    with pytest.raises(DataError, match="is damaged"):
         trained(run_of(folder, tmp_path, "pairs", "--mesh dp2 --resume auto --steps 6"))
