@@ -273,7 +273,7 @@ COMMANDS = {
     ),
     "eval": Command(
         "MODEL [--data SOURCE ...]",
-        "loss, perplexity and bits per byte of a stored model on any data and layout",
+        "loss and bits per byte of a stored model on any data and layout",
         imported("weft.commands.eval:evaluate"),
     ),
     "data": Command(
