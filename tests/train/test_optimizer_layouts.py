@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.matrix.layouts import Case
@@ -30,8 +32,24 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = {
+    "muon": tuple(LAYOUTS),
+    "adafactor": ("tp2", "ep2", "dp2 zero1", "dp2 tp2 zero3"),
+    "lion": ("dp2 tp2 zero3",),
+}
+"""The others are as exact, and run in `make slow`."""
+
+
+def every_pair() -> list[Any]:
+    pairs = []
+    for name in OPTIMS:
+        for layout in LAYOUTS:
+            marks = () if layout in QUICK[name] else (pytest.mark.slow,)
+            pairs.append(pytest.param(layout, name, marks=marks))
+    return pairs
+
+
+@pytest.mark.parametrize(("layout", "name"), every_pair())
 def test_layout_equals_torchs_optimizer_on_one_device(layout: str, name: str) -> None:
     check(LAYOUTS[layout], OPTIMS[name])
 

@@ -29,7 +29,10 @@ class StepOptimizer(Protocol):
     too.
     """
 
-    param_groups: list[dict[str, Any]]
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Settings of groups of parameters."""
+        ...
 
     def step(self) -> object:
         """Update every parameter that has a gradient."""
