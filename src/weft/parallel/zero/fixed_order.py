@@ -63,7 +63,8 @@ class TreeSum:
     def take(self) -> Tensor | None:
         """The sum of all leaves, and of stages in their order; None without leaves."""
         total: Tensor | None = None
-        for stage in sorted({stage for stage, _, _ in self.nodes}):
+        stages = {stage for stage, _, _ in self.nodes}
+        for stage in sorted(stages):
             stage_sum = self._take_stage(stage)
             total = stage_sum if total is None else total.add_(stage_sum)
         self.nodes.clear()
@@ -73,13 +74,14 @@ class TreeSum:
         """The root: a node without a sibling is that of the level above."""
         level = 0
         while True:
-            mine = {key: x for key, x in self.nodes.items() if key[0] == stage}
-            if len(mine) == 1:
-                return next(iter(mine.values()))
-            for key in sorted(mine):
-                if key[1] == level:
+            keys = sorted(key for key in self.nodes if key[0] == stage)
+            if len(keys) == 1:
+                return self.nodes[keys[0]]
+            for key in keys:
+                _, node_level, index = key
+                if node_level == level:
                     x = self.nodes.pop(key)
-                    self._add(stage, level + 1, key[2] // 2, x)
+                    self._add(stage, level + 1, index // 2, x)
             level += 1
 
 
@@ -143,9 +145,13 @@ class FixedOrderSum:
 
     def _order(self) -> tuple[str, ...]:
         """The axes in the order in which they are added."""
-        data = [name for name in self.axes if name == data_axis()]
-        others = [name for name in reversed(self.axes) if name != data_axis()]
-        return (*data, *others) if self.data_first else (*others, *data)
+        data = data_axis()
+        others = [name for name in reversed(self.axes) if name != data]
+        if data not in self.axes:
+            return tuple(others)
+        if self.data_first:
+            return (data, *others)
+        return (*others, data)
 
 
 SUM_BITS = 30

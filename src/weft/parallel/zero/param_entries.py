@@ -64,14 +64,17 @@ class ParamEntries:
         """Partial sum of x along the last dim, [..., A, 1]."""
         total = x.new_zeros(state_shape(self.shape, "rows"))
         for box, entries in self.views(x):
-            total[box.slices[:-1]] += entries.sum(-1, keepdim=True)
+            rows = box.slices[:-1]
+            total[rows] += entries.sum(-1, keepdim=True)
         return total
 
     def columns(self, x: Tensor) -> Tensor:
         """Partial sum of x along the last dim but one, [..., 1, B]."""
         total = x.new_zeros(state_shape(self.shape, "columns"))
         for box, entries in self.views(x):
-            total[(*box.slices[:-2], slice(None), box.slices[-1])] += entries.sum(-2, keepdim=True)
+            *leading, _, columns = box.slices
+            place = (*leading, slice(None), columns)
+            total[place] += entries.sum(-2, keepdim=True)
         return total
 
     def spread(self, x: Tensor) -> Tensor:
@@ -86,17 +89,23 @@ class ParamEntries:
         """
         boxes = [Box.whole(self.shape)]
         if len(self.shape) == 3:
-            boxes = [_within(boxes[0], 0, index, index + 1) for index in range(self.shape[0])]
+            whole = boxes[0]
+            boxes = [_within(whole, 0, index, index + 1) for index in range(self.shape[0])]
         for dim, axis in enumerate(self.logical):
             if isinstance(axis, Stacked) and splits_stacked:
-                boxes = [part for box in boxes for part in _parts(box, dim, axis)]
+                parts: list[Box] = []
+                for box in boxes:
+                    parts.extend(_parts(box, dim, axis))
+                boxes = parts
         return tuple(boxes)
 
 
 def _within(box: Box, dim: int, start: int, stop: int) -> Box:
     """The box with other bounds along one dim."""
-    lo, hi = list(box.lo), list(box.hi)
-    lo[dim], hi[dim] = start, stop
+    lo = list(box.lo)
+    hi = list(box.hi)
+    lo[dim] = start
+    hi[dim] = stop
     return Box(tuple(lo), tuple(hi))
 
 

@@ -84,8 +84,10 @@ class Adafactor(Optimizer):
         row_var = state["row_var"]
         smallest = self._smallest(row_var.dtype)
         mean = row_var.mean(dim=-2, keepdim=True).clamp_(min=smallest)
-        variance = entries.spread(row_var).mul_(entries.spread(state["col_var"]))
-        return variance.div_(entries.spread(mean.expand_as(row_var)))
+        rows = entries.spread(row_var)
+        columns = entries.spread(state["col_var"])
+        means = entries.spread(mean.expand_as(row_var))
+        return rows.mul_(columns).div_(means)
 
     def _smallest(self, dtype: torch.dtype) -> float:
         return self.eps[0] or torch.finfo(dtype).eps

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from weft.config.optimizers import (
@@ -165,9 +166,7 @@ def unmatched_groups(optim: OptimConfig, names: Collection[str]) -> tuple[Fault,
     for index, group in enumerate(optim.groups):
         if index in used:
             continue
-        alone = replace_groups(optim, (group,))
-        hidden = [name for name in names if group_of(name, alone.groups) is not None]
-        if hidden:
+        if matched(names, group):
             what = "an earlier group matches all parameters of this one"
             fix = "put the narrower pattern first"
         else:
@@ -179,11 +178,6 @@ def unmatched_groups(optim: OptimConfig, names: Collection[str]) -> tuple[Fault,
     return tuple(faults)
 
 
-def replace_groups(optim: OptimConfig, groups: tuple[OptimGroup, ...]) -> OptimConfig:
-    """The config with other groups."""
-    return optim.model_copy(update={"groups": groups})
-
-
 def group_lines(
     optim: OptimConfig, shapes: Shapes, *, decay_names: Collection[str]
 ) -> tuple[str, ...]:
@@ -191,17 +185,17 @@ def group_lines(
     lines = []
     for settings, names in group_names(optim, shapes, decay_names=decay_names).items():
         lines.append(f"{settings}: {counted(len(names), 'parameter')}")
-    for index, group in enumerate(optim.groups):
-        for later in optim.groups[index + 1 :]:
-            both = [
-                name
-                for name in shapes
-                if group_of(name, (group,)) == 0 and group_of(name, (later,)) == 0
-            ]
-            if both:
-                shared = counted(len(both), "parameter")
-                lines.append(
-                    f"{group.match} and {later.match} both match {shared}, such as {both[0]}: "
-                    f"the first one applies"
-                )
+    for group, later in itertools.combinations(optim.groups, 2):
+        both = matched(matched(shapes, group), later)
+        if both:
+            shared = counted(len(both), "parameter")
+            lines.append(
+                f"{group.match} and {later.match} both match {shared}, such as {both[0]}: "
+                f"the first one applies"
+            )
     return tuple(lines)
+
+
+def matched(names: Iterable[str], group: OptimGroup) -> list[str]:
+    """The names that a group's pattern matches."""
+    return [name for name in names if group_of(name, (group,)) is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -253,30 +254,35 @@ def _part(start: int, stop: int) -> ParamEntries:
 
 def _entries_of(x: Tensor, part: ParamEntries) -> Tensor:
     """A part's entries: all in their shape, or one-dimensional."""
-    if len(part.own_boxes) == 1 and part.own_boxes[0].shape == CHECK_SHAPE:
+    boxes = part.own_boxes
+    if len(boxes) == 1 and boxes[0].shape == CHECK_SHAPE:
         return x
-    return torch.cat([x[box.slices].flatten() for box in part.own_boxes])
+    entries = [x[box.slices].flatten() for box in boxes]
+    return torch.cat(entries)
 
 
 def _declared_shape(part: ParamEntries, axes: str) -> tuple[int, ...]:
     if axes == "scalar":
         return ()
     if axes == "entries":
-        sizes = [box.size for box in part.own_boxes]
-        is_whole = sum(sizes) == CHECK_SHAPE[0] * CHECK_SHAPE[1]
-        return CHECK_SHAPE if is_whole else (sum(sizes),)
+        size = sum(box.size for box in part.own_boxes)
+        is_whole = size == math.prod(CHECK_SHAPE)
+        return CHECK_SHAPE if is_whole else (size,)
     return state_shape(CHECK_SHAPE, "rows" if axes == "rows" else "columns")
 
 
 def _add_parts(sums: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
     """The sums of all parts, for each part."""
     totals = []
-    for each in zip(*sums, strict=True):
-        total = each[0].clone()
-        for other in each[1:]:
+    for first, *others in zip(*sums, strict=True):
+        total = first.clone()
+        for other in others:
             total += other
         totals.append(total)
-    return [[total.clone() for total in totals] for _ in sums]
+    copies = []
+    for _ in sums:
+        copies.append([total.clone() for total in totals])
+    return copies
 
 
 AddSums = Callable[[Sequence[Sequence[Tensor]]], Sequence[Sequence[Tensor]]]
