@@ -18,8 +18,10 @@ from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
 from weft.config.checks import Adaptation, CheckTable, run_checks
 from weft.config.load import try_load
 from weft.config.run import Run, plan_of
+from weft.config.schema import ModelSection
 from weft.config.validate import config_checks
 from weft.errors import EXIT_OK, UserError
+from weft.layout.plan import Plan
 from weft.models import FAMILIES
 
 HELP = ("-h", "--help")
@@ -53,11 +55,11 @@ def load_checked_run(
     if faults:
         raise UserError(*faults)
     if FAMILIES.is_user_model(run.model.name):
-        _check_user_model(run)
+        _check_user_model(run.model, plan_of(run))
     return run
 
 
-def _check_user_model(run: Run) -> None:
+def _check_user_model(model: ModelSection, plan: Plan) -> None:
     """Checks of a user's model, which need torch.
 
     Raises:
@@ -65,7 +67,7 @@ def _check_user_model(run: Run) -> None:
     """
     from weft.train.model_checks import check_user_model
 
-    check_user_model(FAMILIES[run.model.name], run.model, plan_of(run))
+    check_user_model(FAMILIES[model.name], model, plan)
 
 
 def wants_help(words: Sequence[str]) -> bool:

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,10 +16,10 @@ from weft.checkpoint.disk import replace_file
 from weft.checkpoint.remote import url_faults
 from weft.checkpoint.resume import AUTO
 from weft.commands.console import load_checked_run, print_result, show_help, wants_help
-from weft.commands.preflight import data_checks, with_local_folder
-from weft.commands.run_folder import new_run_folder, out_faults
+from weft.commands.preflight import data_checks, folder_checks, with_local_folder
+from weft.commands.run_folder import new_run_folder
 from weft.config import flags, toml
-from weft.config.checks import Check, CheckTable
+from weft.config.checks import CheckTable
 from weft.config.run import Run
 from weft.errors import EXIT_OK, Fault, UserError, WeftError, did_you_mean
 from weft.launchers.catalog import ENGINES
@@ -122,11 +121,7 @@ def _request(words: Sequence[str]) -> _LaunchRequest:
 
 def _tables(engine: Engine) -> tuple[CheckTable, ...]:
     """Checks of data and folders, if the machines of the engine have those of this one."""
-    return (data_checks, _folder_checks) if engine.shares_folder else ()
-
-
-def _folder_checks(run: Run) -> tuple[Check, ...]:
-    return (Check(("out", "resume"), partial(out_faults, run.out, run.resume)),)
+    return (data_checks, folder_checks) if engine.shares_folder else ()
 
 
 def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> ClusterJob:

@@ -17,6 +17,7 @@ from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
 from weft.config.optimizers import is_user_class
 from weft.config.run import Run
+from weft.config.schema import LoraConfig, ModelSection, OptimConfig
 from weft.config.unused_keys import full_mesh_is_elastic, switched_off
 from weft.config.validate import config_checks
 from weft.core.mesh import Mesh
@@ -50,7 +51,7 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
     )
     return (
         Check(("mesh", "nproc"), has_ranks),
-        Check(("out", "resume"), partial(out_faults, run.out, run.resume)),
+        *folder_checks(run),
         Check(("port",), partial(environment.port_faults, run.port)),
         Check((*READ_KEYS, "sample"), partial(sample_faults, run.data, run.model, run.sample)),
         Check(("device",), partial(environment.device_faults, run.device)),
@@ -65,22 +66,34 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         ),
         Check(("lora.base", "lora.rank", "model"), has_base),
         Check(RESUME_KEYS, resumes),
-        Check(("optim", "model", "lora"), partial(_optimizer_faults, run)),
+        Check(
+            ("optim", "model", "lora"),
+            partial(_optimizer_faults, run.optim, run.model, run.lora),
+        ),
     )
 
 
-def _optimizer_faults(run: Run) -> Iterable[Fault]:
+def folder_checks(run: Run) -> tuple[Check, ...]:
+    """The check of the run folder."""
+    return (Check(("out", "resume"), partial(out_faults, run.out, run.resume)),)
+
+
+def _optimizer_faults(
+    optim: OptimConfig,
+    model: ModelSection,
+    lora: LoraConfig,
+) -> Iterable[Fault]:
     """What is wrong with a user's optimizer class, or with groups of parameters; torch is imported
     only for these.
     """
-    if is_user_class(run.optim.name):
+    if is_user_class(optim.name):
         from weft.train.optimizers.user_class import class_faults  # imports torch
 
-        yield from class_faults(run.optim.name, run.optim.options)
-    if run.optim.groups:
+        yield from class_faults(optim.name, optim.options)
+    if optim.groups:
         from weft.train.optimizers.start_checks import group_faults  # imports torch
 
-        yield from group_faults(run.optim, run.model, run.lora)
+        yield from group_faults(optim, model, lora)
 
 
 def after_restart(run: Run) -> Run:
