@@ -32,6 +32,8 @@ def positions_from_zero(
 ) -> Batch:
     """Each rank counts the positions of its own columns."""
     own = columns(batch, index=index, degree=degree)
+    if degree == 1:
+        return own
     local = torch.arange(own.inputs.shape[1]).expand_as(own.positions)
     return replace(own, positions=local)
 
@@ -51,6 +53,8 @@ def targets_of_columns(
 ) -> Batch:
     """Targets are the inputs of the rank shifted by one: wrong at the ends of its chunks."""
     own = columns(batch, index=index, degree=degree)
+    if degree == 1:
+        return own
     shifted = torch.cat((own.inputs[:, 1:], own.targets[:, -1:]), dim=1)
     return replace(own, targets=shifted)
 

@@ -462,7 +462,7 @@ MUTANTS = (
         "targets_are_counted_over_dp_and_not_over_cp",
         "each context rank divides by its own number of targets",
         MutantLayout("dp2 cp2", documents=True),
-        (CollectiveFault("TrainStep._count_targets", "group", axis="dp+cp", other_axis="dp"),),
+        (CollectiveFault("TrainStep._count_targets", "group", other_axis="dp"),),
         axes=("cp",),
         blocks=LOSS,
         reference=references.MEGATRON_CP_MASKS,
