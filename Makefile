@@ -38,7 +38,7 @@ train: $(STAMP)  ## the main job: a small LLaMA 3 on 8 ranks (or MESH="cp2 dp2")
 	@echo "  $(BIN)/weft train --help                                     every key"
 
 test: $(STAMP)  ## all tests, about 8 minutes on 2 idle cores
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile -m "not slow and not gpu and not cluster" $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not cluster" $(ARGS)
 
 check: $(STAMP)  ## style, types, layers
 	@$(BIN)/ruff format --check src tests examples

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 os.environ.update(
     OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"
@@ -21,6 +22,32 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 hypothesis.settings.register_profile("weft", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("weft")
+
+
+FOLDER = Path(__file__).parent
+LONG_FILES = (
+    "docs/test_commands.py",
+    "device/test_fake_device.py",
+    "input/test_bad_inputs.py",
+    "gloo/test_recovery.py",
+    "run/test_torchrun.py",
+    "examples/test_examples.py",
+    "matrix/test_matrix.py",
+    "checkpoint/test_layouts.py",
+    "parallel/test_cp.py",
+    "matrix/test_bfloat16.py",
+    "commands/test_chaos.py",
+    "docs/test_extend.py",
+    "run/test_launch.py",
+    "gloo/test_failures.py",
+)
+"""Longest first. The workers of pytest-xdist begin with them: none of them runs alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the tests of long files to the front."""
+    places = {FOLDER / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True)

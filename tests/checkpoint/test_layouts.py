@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,7 +139,14 @@ def test_the_checkpoints_differ(saved):
     assert len(first) > 4 * len(MIXTURES)
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def readers() -> Iterator[object]:
+    """Every layout; those whose parts others have too are for `make slow`."""
+    for case in LAYOUTS:
+        is_slow = case.mesh in ("dp4", "tp4", "cp2 tp2")
+        yield pytest.param(case, marks=pytest.mark.slow if is_slow else ())
+
+
+@pytest.mark.parametrize("case", list(readers()), ids=str)
 def test_what_any_layout_saved_this_one_loads_to_the_last_bit(case, saved):
     folder, truth = saved
     checkpoints = [open_checkpoint(folder / f"step-{number:06d}") for number in range(len(LAYOUTS))]

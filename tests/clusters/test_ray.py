@@ -12,6 +12,7 @@ from tests.clusters.training import (
     ENVIRONMENT,
     FLAGS,
     STEPS,
+    cluster_marks,
     last_step,
     losses,
     losses_on_one_host,
@@ -20,7 +21,7 @@ from tests.clusters.training import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = cluster_marks()
 MEMORY_BYTES = 80 * 2**20
 
 

@@ -9,21 +9,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.clusters import hosts as hosts_module
 from tests.clusters.hosts import Hosts
-from tests.clusters.training import ENVIRONMENT, FLAGS, losses, resumed_from, wait_until
+from tests.clusters.training import (
+    ENVIRONMENT,
+    FLAGS,
+    cluster_marks,
+    losses,
+    resumed_from,
+    wait_until,
+)
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.remote import RemoteFolder
 
-REASON = hosts_module.unavailable()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.cluster,
-    pytest.mark.skipif(bool(REASON), reason=REASON),
-    pytest.mark.timeout(900),
-]
+pytestmark = cluster_marks(hosts_module.unavailable())
 RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "{host}:29400", "--rdzv-id", "apart")
 FIRST = ("--mesh", "dp2", "--steps", "40")
 SECOND = ("--mesh", "tp2", "--steps", "60", "--resume", "auto")

@@ -15,6 +15,7 @@ from tests.clusters.training import (
     ENVIRONMENT,
     FLAGS,
     STEPS,
+    cluster_marks,
     last_step,
     losses,
     losses_on_one_host,
@@ -23,13 +24,7 @@ from tests.clusters.training import (
     wait_until,
 )
 
-REASON = slurm.unavailable()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.cluster,
-    pytest.mark.skipif(bool(REASON), reason=REASON),
-    pytest.mark.timeout(900),
-]
+pytestmark = cluster_marks(slurm.unavailable())
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from tests.clusters.training import (
     ENVIRONMENT,
     FLAGS,
     STEPS,
+    cluster_marks,
     last_step,
     losses,
     losses_on_one_host,
@@ -26,13 +27,7 @@ from tests.clusters.training import (
     wait_until,
 )
 
-REASON = hosts_module.unavailable()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.cluster,
-    pytest.mark.skipif(bool(REASON), reason=REASON),
-    pytest.mark.timeout(900),
-]
+pytestmark = cluster_marks(hosts_module.unavailable())
 CUT_S = 10.0
 RIDES_OUT = ("--run.timeout_s", "60")
 """A limit above the length of the cut: the ranks wait for the link, TCP sends again what was lost."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.tiny_run import TINY
 
 STEPS = 200
@@ -21,6 +23,20 @@ FLAGS = (
 )
 WAIT_S = 180.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def cluster_marks(reason: str = "") -> list[pytest.MarkDecorator]:
+    """Marks of tests on a cluster.
+
+    Args:
+        reason: why there can be no cluster here; "" if there can.
+    """
+    return [
+        pytest.mark.slow,
+        pytest.mark.cluster,
+        pytest.mark.skipif(bool(reason), reason=reason),
+        pytest.mark.timeout(900),
+    ]
 
 
 def losses_on_one_host(folder: Path, mesh: str) -> dict[int, float]:

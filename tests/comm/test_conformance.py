@@ -13,7 +13,9 @@ INDEPENDENT_OF_OTHER_RANKS = ("is_completed", "of its own")
 """Words in the names of findings whose values the meta transport gets right too."""
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "dp3", "tp2 dp3", "pp2 dp2 tp2"])
+@pytest.mark.parametrize(
+    "mesh", ["dp2", "dp3", "tp2 dp3", pytest.param("pp2 dp2 tp2", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("check", CHECKS)
 def test_threads_conform(mesh, check):
     counts = run_ranks(mesh, lambda comm: conform(comm, check))

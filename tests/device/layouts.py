@@ -15,6 +15,7 @@ class Layout:
         options: more flags of `weft train`, as one text.
         rank: whose step is run.
         measures_layers: whether the cost of one layer is measured, with a second run of more layers.
+        is_slow: measured by `make slow` only; other layouts have the same parts.
     """
 
     mesh: str
@@ -23,6 +24,7 @@ class Layout:
     rank: int = 0
     measures_layers: bool = False
     num_layers: int = 2
+    is_slow: bool = False
 
     def __str__(self) -> str:
         words = (self.model, self.mesh or "one", self.options, f"rank {self.rank}")
@@ -47,23 +49,23 @@ BF16 = "--precision.compute bfloat16"
 
 LAYOUTS = (
     Layout("", measures_layers=True),
-    Layout("", BF16),
+    Layout("", BF16, is_slow=True),
     Layout("", "--parallel.recompute full"),
-    Layout("", "--parallel.recompute selective"),
-    Layout("dp2"),
+    Layout("", "--parallel.recompute selective", is_slow=True),
+    Layout("dp2", is_slow=True),
     Layout("dp2", f"--parallel.zero 1 {BF16}", rank=1),
-    Layout("dp2", "--parallel.zero 2"),
+    Layout("dp2", "--parallel.zero 2", is_slow=True),
     Layout("dp2", f"--parallel.zero 3 {BF16}", measures_layers=True),
-    Layout("tp2", rank=1),
+    Layout("tp2", rank=1, is_slow=True),
     Layout("tp2", "--parallel.sequence True", measures_layers=True),
-    Layout("cp2", rank=1),
-    Layout("cp2", "--parallel.context allgather"),
+    Layout("cp2", rank=1, is_slow=True),
+    Layout("cp2", "--parallel.context allgather", is_slow=True),
     Layout("cp2", "--parallel.context ulysses"),
-    Layout("pp2", rank=1),
-    Layout("pp2", "--pipeline.schedule zero_bubble"),
+    Layout("pp2", rank=1, is_slow=True),
+    Layout("pp2", "--pipeline.schedule zero_bubble", is_slow=True),
     Layout("pp2", "--pipeline.schedule zbv --pipeline.chunks 2", num_layers=4),
     Layout("pp2 dp2 cp2 tp2", "--parallel.sequence True --parallel.zero 1", rank=15),
-    Layout("", model="deepseek"),
+    Layout("", model="deepseek", is_slow=True),
     Layout("ep2", model="deepseek", measures_layers=True),
     Layout("ep2 tp2", "--parallel.zero 3", model="deepseek", rank=3),
 )

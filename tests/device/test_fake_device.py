@@ -7,19 +7,23 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.device.layouts import LAYOUTS
+from tests.device.layouts import LAYOUTS, Layout
 
 TABLE = Path(__file__).with_name("counts.json")
 """What each layout may cost. It may only decrease: `WEFT_UPDATE_COUNTS=1 pytest tests/device` writes
 it.
 """
-NUM_PROCESSES = 2
 PATIENCE_S = 400.0
+
+CASES = [
+    pytest.param(layout, marks=pytest.mark.slow if layout.is_slow else ()) for layout in LAYOUTS
+]
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
@@ -61,20 +65,37 @@ def start(module: str, *args: str, environ: dict[str, str]) -> subprocess.Popen[
 
 
 @pytest.fixture(scope="session")
-def measured(environ):
-    """Counts by layout; an error counts as a result."""
-    processes = []
-    for first in range(NUM_PROCESSES):
-        numbers = map(str, range(first, len(LAYOUTS), NUM_PROCESSES))
-        processes.append(start("measure", *numbers, environ=environ))
-    results = [process.communicate(timeout=PATIENCE_S) for process in processes]
+def measured(request, environ):
+    """Counts of the layouts whose tests were selected, by layout; an error counts as a result."""
+    chosen = selected_layouts(request.session.items)
+    numbers = [str(number) for number, layout in enumerate(LAYOUTS) if layout in chosen]
+    process = start("measure", *numbers, environ=environ)
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, errors
     found = {}
-    for process, (output, errors) in zip(processes, results, strict=True):
-        assert process.returncode == 0, errors
-        for line in output.splitlines():
-            counts = json.loads(line)
-            found[counts["layout"]] = counts
+    for line in output.splitlines():
+        counts = json.loads(line)
+        found[counts["layout"]] = counts
+    if os.environ.get("WEFT_UPDATE_COUNTS"):
+        rows = {name: summary(counts) for name, counts in found.items()}
+        TABLE.write_text(json.dumps({**allowed(), **rows}, indent=1) + "\n")
     return found
+
+
+def selected_layouts(items: Sequence[pytest.Item]) -> set[Layout]:
+    """The layouts of the selected tests."""
+    found = set()
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        layout = callspec.params.get("layout") if callspec else None
+        if isinstance(layout, Layout):
+            found.add(layout)
+    return found
+
+
+def allowed() -> dict[str, dict[str, int]]:
+    """What each layout may cost."""
+    return json.loads(TABLE.read_text())
 
 
 def summary(counts: dict[str, object]) -> dict[str, int]:
@@ -88,7 +109,7 @@ def summary(counts: dict[str, object]) -> dict[str, int]:
     return row
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", CASES, ids=str)
 def test_a_step_runs_on_one_device(layout, measured):
     counts = measured[str(layout)]
     assert "error" not in counts, counts["error"]
@@ -97,24 +118,21 @@ def test_a_step_runs_on_one_device(layout, measured):
     assert counts["not_planned"] == [], "groups that are not connected at start"
 
 
-def test_waits_copies_and_launches_do_not_increase(measured):
-    rows = {name: summary(counts) for name, counts in measured.items() if "error" not in counts}
-    if os.environ.get("WEFT_UPDATE_COUNTS"):
-        TABLE.write_text(json.dumps(rows, indent=1) + "\n")
-    allowed = json.loads(TABLE.read_text())
-    assert set(rows) == {str(layout) for layout in LAYOUTS} == set(allowed)
-    for name, row in rows.items():
-        assert set(row) == set(allowed[name])
-        for key, number in row.items():
-            where = {**measured[name]["syncs"], **measured[name]["copies"]}
-            assert number <= allowed[name][key], f"{name}: {key} increased; waits, copies: {where}"
+@pytest.mark.parametrize("layout", CASES, ids=str)
+def test_waits_copies_and_launches_do_not_increase(layout, measured):
+    counts = measured[str(layout)]
+    row = summary(counts)
+    limits = allowed()[str(layout)]
+    assert set(row) == set(limits)
+    for key, number in row.items():
+        where = {**counts["syncs"], **counts["copies"]}
+        assert number <= limits[key], f"{key} increased; waits, copies: {where}"
+    if layout.model == "llama3":
+        assert (row["syncs"], row["copies"]) == (1, 0), "a dense step waits once, copies nothing"
 
 
-def test_a_dense_step_waits_once_and_copies_nothing(measured):
-    for layout in LAYOUTS:
-        if layout.model == "llama3":
-            row = summary(measured[str(layout)])
-            assert (row["syncs"], row["copies"]) == (1, 0), layout
+def test_every_layout_has_a_row_in_the_table():
+    assert {str(layout) for layout in LAYOUTS} == set(allowed())
 
 
 @pytest.mark.parametrize("scenario", ["fork", "threads"])

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.programs import programs
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300.0
 
 
 def run_plan(*options: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.gpu", *options],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    return programs().run("", *options, module="benchmarks.gpu", folder=ROOT, timeout=PATIENCE_S)
 
 
 @pytest.mark.timeout(PATIENCE_S)

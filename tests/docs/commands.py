@@ -82,6 +82,11 @@ class CommandServer:
             (folder / command.output).write_text(done.stdout, encoding="utf-8")
         return Result(done.returncode, done.stdout + done.stderr)
 
+    def run_code(self, code: str, *words: str) -> Result:
+        """Run a Python program."""
+        done = self._programs.run(code, *words)
+        return Result(done.returncode, done.stdout + done.stderr)
+
     def _run_weft(self, command: Command, folder: Path) -> subprocess.CompletedProcess[str] | None:
         words = command.words[1:]
         if command.program == "weft":

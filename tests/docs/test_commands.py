@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,10 +32,13 @@ PAGES = [
     "docs/proofs.md",
     "docs/schedules.md",
 ]
+SLOW_PAGES = {"docs/checkpoints.md", "docs/huggingface.md", "docs/lora.md"}
+"""README has the same commands with other flags; `make slow` runs these pages."""
 NOT_RUN = ("make", "pip", "python")
 """make builds the environment of these tests, pip installs, python runs examples, which
 tests/examples runs.
 """
+NUM_TEXTS, TEXT_CHARS = 8, 3000
 TEXT = "The quick brown fox jumps over the lazy dog.\nWeaving threads of many colours, one after another.\n\n"
 
 
@@ -46,36 +49,43 @@ def server() -> Iterator[CommandServer]:
     server.close()
 
 
-@pytest.fixture(scope="module")
-def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small LLaMA as transformers saves it, with a tokenizer.json."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+SAVE_LLAMA = """
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+)
+LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def hugging_face_folder(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
+    """A small LLaMA as transformers saves it, with a tokenizer.json."""
     from weft.data.tokenizer import train_bpe
 
     folder = tmp_path_factory.mktemp("hf") / "model"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    text = [
-        TEXT,
-        *(
-            path.read_text(encoding="utf-8")
-            for path in sorted((ROOT / "src" / "weft" / "core").glob("*.py"))
-        ),
-    ]
+    result = server.run_code(SAVE_LLAMA, str(folder))
+    assert result.code == 0, result.text
+    text = [TEXT, *source_texts()]
     (folder / "tokenizer.json").write_text(train_bpe(text, vocab=320), encoding="utf-8")
     return folder
+
+
+def source_texts() -> list[str]:
+    """The beginnings of some sources: enough to train on."""
+    paths = sorted((ROOT / "src" / "weft" / "core").glob("*.py"))
+    return [path.read_text(encoding="utf-8")[:TEXT_CHARS] for path in paths[:NUM_TEXTS]]
 
 
 @pytest.fixture
@@ -83,10 +93,8 @@ def folder(tmp_path: Path, hugging_face_folder: Path) -> Path:
     """What the pages assume that a reader has: texts, records, and a model from Hugging Face."""
     texts = tmp_path / "texts"
     texts.mkdir()
-    for number, source in enumerate(sorted((ROOT / "src" / "weft" / "core").glob("*.py"))):
-        (texts / f"{number:02}.txt").write_text(
-            source.read_text(encoding="utf-8") + TEXT, encoding="utf-8"
-        )
+    for number, text in enumerate(source_texts()):
+        (texts / f"{number:02}.txt").write_text(text + TEXT, encoding="utf-8")
     shutil.copytree(hugging_face_folder, tmp_path / "Llama-3.2-1B")
     write_jsonl(tmp_path / "chat.jsonl", conversations(12))
     pairs = [
@@ -112,14 +120,38 @@ def is_run(command: Command) -> bool:
     return command.program not in NOT_RUN
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("page", PAGES)
-def test_commands_of_a_page_run_in_order(page: str, folder: Path, server: CommandServer) -> None:
-    commands = [command for command in commands_of(ROOT / page) if is_run(command)]
+def marked(pages: Sequence[str]) -> list[object]:
+    """The pages, some of them for `make slow` only."""
+    slow = pytest.mark.slow
+    return [pytest.param(page, marks=slow if page in SLOW_PAGES else ()) for page in pages]
+
+
+def run_page(commands: Sequence[Command], folder: Path, server: CommandServer) -> None:
     assert commands
     for command in commands:
         result = server.run(command, folder)
-        assert result.code == 0, f"{page}: {command.text}\n{result.text}"
+        assert result.code == 0, f"{command.text}\n{result.text}"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("page", marked(PAGES))
+def test_commands_of_a_page_run_in_order(page: str, folder: Path, server: CommandServer) -> None:
+    """Without those of torchrun, whose ranks import torch again; README's do run."""
+    commands = [command for command in commands_of(ROOT / page) if is_run(command)]
+    if page != "README.md":
+        commands = [command for command in commands if command.program != "torchrun"]
+    run_page(commands, folder, server)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("page", ["docs/faults.md", "docs/generate.md"])
+def test_commands_of_a_page_run_in_order_with_torchrun(
+    page: str, folder: Path, server: CommandServer
+) -> None:
+    commands = [command for command in commands_of(ROOT / page) if is_run(command)]
+    assert any(command.program == "torchrun" for command in commands)
+    run_page(commands, folder, server)
 
 
 def test_every_page_with_commands_is_run() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.generate.stored import write_checkpoint, write_run
+from tests.programs import WEFT, programs
 from weft.cli import main
 from weft.errors import EXIT_OK
 from weft.generate.model_source import find_model
@@ -61,11 +60,9 @@ def test_every_layout_prints_the_same(
 def test_processes_generate_what_threads_generate(folder: Path, capsys: pytest.CaptureFixture[str]):
     asked = (folder / "llama3", "--prompt", "def ", *FAST)
     words = [*map(str, asked), "--mesh", "tp2", "--transport", "process"]
-    done = subprocess.run(
-        [sys.executable, "-m", "weft", "generate", *words], capture_output=True, timeout=90
-    )
-    assert done.stdout.decode(errors="replace") == stdout_of(capsys, *asked), done.stderr
-    assert b"8 tokens; 4 tokens of prompt read in" in done.stderr
+    done = programs().run(WEFT, "generate", *words)
+    assert done.stdout == stdout_of(capsys, *asked), done.stderr
+    assert "8 tokens; 4 tokens of prompt read in" in done.stderr
 
 
 def test_a_checkpoint_generates_what_its_run_generates(

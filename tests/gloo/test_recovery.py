@@ -56,10 +56,18 @@ def restarts(out: Path) -> list[dict[str, Any]]:
     ("layout", "memory_every", "number", "sources"),
     [
         (DP3, 2, signal.SIGKILL, ("memory",)),
-        (PP2_TP2, 2, signal.SIGSTOP, ("memory",)),
-        (PP2_TP2, 0, signal.SIGKILL, ("checkpoint", "start")),
+        (DP3, 0, signal.SIGKILL, ("checkpoint", "start")),
+        (DP3, 2, signal.SIGSTOP, ("memory",)),
+        pytest.param(PP2_TP2, 2, signal.SIGSTOP, ("memory",), marks=pytest.mark.slow),
+        pytest.param(PP2_TP2, 0, signal.SIGKILL, ("checkpoint", "start"), marks=pytest.mark.slow),
     ],
-    ids=["dp3-zero3-killed-memory", "pp2-tp2-stopped-memory", "pp2-tp2-killed-disk"],
+    ids=[
+        "dp3-zero3-killed-memory",
+        "dp3-zero3-killed-disk",
+        "dp3-zero3-stopped-memory",
+        "pp2-tp2-stopped-memory",
+        "pp2-tp2-killed-disk",
+    ],
 )
 def test_a_run_with_a_fault_ends_with_the_bits_of_one_without(
     clean, tmp_path, layout, memory_every, number, sources

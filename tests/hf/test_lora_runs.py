@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoint.saving import save
 from tests.matrix.layouts import LR, Case, batches
+from tests.tiny_run import TINY
 from weft.checkpoint.read import Checkpoint, open_checkpoint
 from weft.checkpoint.state import write_items
 from weft.cli import main
@@ -28,13 +29,13 @@ from weft.train.step import TrainStep
 
 LORA = LoraConfig(rank=2, alpha=6.0)
 MIXED = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
-TINY: dict[str, Any] = {"layers": 2, "microbatches": 1}
-WRITER = Case("dp3", zero=3, **TINY)
+SMALL: dict[str, Any] = {"layers": 2, "microbatches": 1}
+WRITER = Case("dp3", zero=3, **SMALL)
 READERS = (
     WRITER,
     Case("", layers=2, microbatches=3),
     Case("pp2 tp2", sequence=True, layers=2, microbatches=3),
-    Case("dp3 tp2", zero=1, **TINY),
+    Case("dp3 tp2", zero=1, **SMALL),
 )
 
 
@@ -120,7 +121,7 @@ def test_new_adapters_extend_a_base_that_old_ones_were_merged_into(
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_the_base_is_stored_in_the_type_of_compute(zero: int, tmp_path: Path) -> None:
-    case = Case("dp2", zero=zero, **TINY)  # type: ignore[arg-type]
+    case = Case("dp2", zero=zero, **SMALL)  # type: ignore[arg-type]
     run = run_of(case, precision=MIXED)
 
     def rank(comm: Comm) -> bool:
@@ -137,38 +138,11 @@ def test_the_base_is_stored_in_the_type_of_compute(zero: int, tmp_path: Path) ->
         assert stored.dtype == ("bfloat16" if frozen else "float32"), name
 
 
-SIZES = (
-    "--model.layers",
-    "2",
-    "--model.dim",
-    "16",
-    "--model.heads",
-    "2",
-    "--model.kv_heads",
-    "2",
-    "--model.ffn",
-    "24",
-)
-JOB = (
-    *SIZES,
-    *(
-        "--data.seq_len",
-        "16",
-        "--batch.global_size",
-        "4",
-        "--batch.micro_size",
-        "1",
-        "--transport",
-        "threads",
-    ),
-)
-
-
 def test_commands_from_a_base_to_both_exports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, out = str(tmp_path / "base"), str(tmp_path / "out")
-    short = (*JOB, "--steps", "2", "--save.every", "2")
+    short = (*TINY, "--steps", "2", "--save.every", "2")
     assert main(["train", *short, "--out", base]) == EXIT_OK
     adapters = ("--lora.rank", "2", "--lora.alpha", "4", "--lora.targets", "q", "down")
     assert (
@@ -253,7 +227,7 @@ def rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_bad_input_is_reported_in_one_line(
     words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert message in rejected(["train", *JOB, "--out", str(tmp_path / "out"), *words], capsys)
+    assert message in rejected(["train", *TINY, "--out", str(tmp_path / "out"), *words], capsys)
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,17 @@ RESULTS = os.environ.get("WEFT_MATRIX_RESULTS")
 
 
 @pytest.fixture
-def check(record_property: Callable[[str, object], None]) -> Callable[[Case], None]:
+def check(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> Callable[[Case], None]:
     """Assert that a layout computes what one device computes, and note how well."""
+    is_slow = request.node.get_closest_marker("slow") is not None
+    num_steps = layouts.NUM_STEPS if is_slow else layouts.QUICK_STEPS
 
     def checked(case: Case) -> None:
         start = time.perf_counter()
         record_property("case", asdict(case))
-        verdict: Verdict = layouts.check(case)
+        verdict: Verdict = layouts.check(case, num_steps=num_steps)
         record_property("relative", verdict.largest.relative)
         record_property("compared", len(verdict.differences))
         record_property("seconds", round(time.perf_counter() - start, 2))

@@ -36,6 +36,9 @@ from weft.testing import run_ranks
 
 SEQ_LEN = 8
 NUM_STEPS = 3
+"""Steps of a layout in the sweeps of `make matrix`."""
+QUICK_STEPS = 2
+"""Steps in `make test`: the second uses the parameters and moments that the first has updated."""
 TOLERANCE = 1e-9
 """Relative; float64 rounds at 1e-16 and three steps of AdamW amplify it by some orders."""
 PATIENCE_S = 600.0
@@ -72,6 +75,9 @@ GROUPED: dict[str, object] = {
     "vocab": 53,
     "tied": True,
 }
+
+
+TransportName = Literal["threads", "processes"]
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,12 @@ class Case:
         return plan_of(self.run).model_copy(update={"bucket_bytes": self.bucket_bytes})
 
 
+def shallow(case: Case) -> Case:
+    """The case with two layers, or as many as it has pipeline stages: a step costs half as much."""
+    num_stages = case.grid.degree("pp") * case.chunks
+    return replace(case, layers=max(2, num_stages))
+
+
 def fits(case: Case) -> bool:
     """Whether config validation accepts the layout."""
     return not any(check.fails() for check in config_checks(case.run))
@@ -203,12 +215,12 @@ def adamw(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> torch.opti
 
 
 @cache
-def truth(case: Case) -> tuple[StepTrace, ...]:
+def truth(case: Case, num_steps: int) -> tuple[StepTrace, ...]:
     """One device, for every layout of the same model and batch."""
     return one_device(
         FAMILIES[case.family],
         case.config,
-        batches(case),
+        batches(case)[:num_steps],
         seed=SEED,
         dtype=torch.float64,
         optimizer=adamw,
@@ -222,13 +234,14 @@ class RunRank:
     """The function that every rank runs for a case; a value, so that it can be sent to processes."""
 
     case: Case
+    num_steps: int
 
     def __call__(self, comm: Comm) -> RankTrace:
         plan = self.case.plan
         return run_layout(
             FAMILIES[self.case.family],
             self.case.config,
-            batches(self.case),
+            batches(self.case)[: self.num_steps],
             plan=plan,
             comm=comm,
             seed=SEED,
@@ -273,10 +286,11 @@ class Verdict:
         )
 
 
-def compare(case: Case, *, transport: Literal["threads", "processes"] = "threads") -> Verdict:
+def compare(case: Case, *, transport: TransportName, num_steps: int) -> Verdict:
     """Compare a layout with one device."""
-    ranks = run_ranks(case.mesh, RunRank(case), transport=transport, timeout_s=PATIENCE_S)
-    right = truth(on_one_device(case))
+    rank = RunRank(case, num_steps)
+    ranks = run_ranks(case.mesh, rank, transport=transport, timeout_s=PATIENCE_S)
+    right = truth(on_one_device(case), num_steps)
     assert case.clip != CLIP or all(step.grad_norm > CLIP for step in right), (
         "clipping must act in this test"
     )
@@ -285,9 +299,11 @@ def compare(case: Case, *, transport: Literal["threads", "processes"] = "threads
     )
 
 
-def check(case: Case, transport: Literal["threads", "processes"] = "threads") -> Verdict:
+def check(
+    case: Case, *, transport: TransportName = "threads", num_steps: int = QUICK_STEPS
+) -> Verdict:
     """Assert that a layout computes what one device computes."""
-    verdict = compare(case, transport=transport)
+    verdict = compare(case, transport=transport, num_steps=num_steps)
     assert not verdict.missing, f"no rank holds all of {verdict.missing}"
     assert not verdict.wrong, f"{case}: first of {len(verdict.wrong)}: {verdict.wrong[0]}"
     return verdict

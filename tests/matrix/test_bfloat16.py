@@ -64,19 +64,25 @@ def losses_of(case: Case, dtypes: Dtypes) -> list[float]:
 
 
 LAYOUTS = (
-    (MIXED, Case("dp2", microbatches=4, zero=1)),
-    (MIXED, Case("tp2", microbatches=8, sequence=True)),
     (MIXED, Case("cp2", microbatches=8, recompute="selective")),
     (MIXED, Case("pp2 dp2 tp2", microbatches=4, zero=2)),
     (PURE, Case("pp2 tp2", microbatches=8, family="gpt2")),
-    (PURE, Case("dp4", microbatches=2, family="gpt2", zero=3)),
     (PURE, Case("cp2 tp2", microbatches=8, family="gpt2", context="ulysses", recompute="full")),
-    (MIXED, Case("ep2 tp2", microbatches=4, family="qwen3-moe")),
     (MIXED, Case("dp2 cp2", microbatches=4, family="qwen3-moe", zero=3)),
 )
+MORE_LAYOUTS = (
+    (MIXED, Case("dp2", microbatches=4, zero=1)),
+    (MIXED, Case("tp2", microbatches=8, sequence=True)),
+    (PURE, Case("dp4", microbatches=2, family="gpt2", zero=3)),
+    (MIXED, Case("ep2 tp2", microbatches=4, family="qwen3-moe")),
+)
+CASES = [
+    *LAYOUTS,
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_LAYOUTS),
+]
 
 
-@pytest.mark.parametrize(("dtypes", "case"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("dtypes", "case"), CASES, ids=str)
 def test_losses_of_a_layout_lie_within_the_spread_of_orders_on_one_device(
     dtypes: Dtypes, case: Case
 ) -> None:

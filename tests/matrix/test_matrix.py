@@ -21,7 +21,7 @@ CORNERS = (
     Case("pp2 dp2 tp2", family="gpt2", schedule="interleaved", chunks=2),
     Case("tp2 dp2 pp2", sequence=True),
     Case("pp5", family="gpt2", microbatches=2),
-    Case("dp2 tp8", sequence=True),
+    Case("tp8", sequence=True),
 )
 
 
@@ -30,7 +30,7 @@ def test_layout_computes_what_one_device_computes(case: Case, check: Check) -> N
     check(case)
 
 
-@pytest.mark.parametrize("case", sample(14, seed=2026, most_ranks=12), ids=str)
+@pytest.mark.parametrize("case", sample(8, seed=2032, most_ranks=8), ids=str)
 def test_sampled_layout_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)
 

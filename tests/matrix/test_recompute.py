@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from tests.matrix.layouts import Case
+from tests.matrix.layouts import Case, shallow
 from tests.matrix.test_matrix import Check
+from weft.layout.plan import Recompute
 
 LAYOUTS = (
     Case("", family="gpt2"),
@@ -23,9 +25,18 @@ LAYOUTS = (
     Case("ep2 tp2", family="deepseek", zero=1),
     Case("ep2 cp2", family="qwen3-moe", zero=3),
 )
-CASES = [replace(case, recompute=mode) for case in LAYOUTS for mode in ("selective", "full")]
+MODES: tuple[Recompute, Recompute] = ("selective", "full")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def cases() -> Iterator[object]:
+    """Every layout with the modes in turn in `make test`, with both in `make matrix`."""
+    for number, layout in enumerate(LAYOUTS):
+        for mode in MODES:
+            is_quick = MODES[number % 2] == mode
+            marks = () if is_quick else pytest.mark.slow
+            yield pytest.param(replace(shallow(layout), recompute=mode), marks=marks)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_recomputation_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
-from tests.matrix.layouts import Case
+from tests.matrix.layouts import Case, shallow
 from tests.matrix.test_matrix import Check
 
 MESHES = (
@@ -23,9 +25,19 @@ TIED_TWICE_HERE = (  # embedding and head share a parameter and a rank, whose ba
     Case("pp2 dp2", family="gpt2", schedule="zbv", chunks=2, microbatches=2, zero=1),
     Case("dp3", family="gpt2", schedule="dual_pipe_v", chunks=2, microbatches=2, zero=1),
 )
-CASES = [replace(case, zero=zero) for case in MESHES for zero in (1, 2, 3)] + [*TIED_TWICE_HERE]
+LEVELS: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def cases() -> Iterator[object]:
+    """Every mesh with two of the three levels in turn in `make test`, with all in `make matrix`."""
+    for number, mesh in enumerate(MESHES):
+        for level in LEVELS:
+            is_left_out = LEVELS[number % 3] == level
+            marks = pytest.mark.slow if is_left_out else ()
+            yield pytest.param(replace(shallow(mesh), zero=level), marks=marks)
+    yield from TIED_TWICE_HERE
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_zero_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)

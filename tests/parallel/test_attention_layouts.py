@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.matrix.layouts import LR, SEED, TOLERANCE, Case, adamw, batches, on_one_device
+from tests.matrix.layouts import (
+    LR,
+    SEED,
+    TOLERANCE,
+    Case,
+    adamw,
+    batches,
+    on_one_device,
+    shallow,
+)
 from weft.comm.comm import Comm
 from weft.core.attention_mask import AttentionMask
 from weft.core.model_config import ModelConfig
@@ -97,7 +106,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [shallow(case) for case in CASES], ids=str)
 def test_layout_trains_a_model_with_attention_features_as_one_device_does(case: Case) -> None:
     alone = on_one_device(case)
     right = one_device(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import weft
-from tests.matrix.layouts import Case, batches, check
+from tests.matrix.layouts import Case, batches, check, shallow
 from weft.comm.comm import Comm
 from weft.commands.prove import prove_config
 from weft.config.load import load
@@ -21,7 +21,7 @@ from weft.prove.reference import in_float64
 from weft.testing import run_ranks
 from weft.train.build import build_data_loader, build_model
 
-CASES = (
+DENSE = (
     Case("cp2", family="gpt2", microbatches=2),
     Case("cp4", grouped=True, context="ulysses", documents=True, microbatches=2),
     Case("cp3", context="allgather", documents=True, seq_len=12, microbatches=2),
@@ -38,13 +38,18 @@ CASES = (
         microbatches=2,
     ),
     Case("pp2 cp2", schedule="zbv", chunks=2),
+)
+WINDOWS = (
     Case("cp2", family="mistral", documents=True, seq_len=16),
     Case("cp4", family="mistral", context="allgather", seq_len=16),
-    Case("cp2", family="mistral", context="ulysses", seq_len=16),
-    Case("cp4", family="gemma3", seq_len=16),
     Case("pp2 cp2", family="gemma3", context="allgather", documents=True, seq_len=16),
     Case("cp2 tp2", family="gemma3", sequence=True, seq_len=16),
 )
+MORE_WINDOWS = (
+    Case("cp2", family="mistral", context="ulysses", seq_len=16),
+    Case("cp4", family="gemma3", seq_len=16),
+)
+CASES = [*(shallow(case) for case in DENSE), *WINDOWS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -52,8 +57,15 @@ def test_layout_with_cp_computes_what_one_device_computes(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_WINDOWS, ids=str)
+def test_more_windows_with_cp_compute_what_one_device_computes(case: Case) -> None:
+    check(case)
+
+
 def test_layout_with_cp_in_processes_computes_what_one_device_computes() -> None:
-    check(Case("cp2 tp2", sequence=True, grouped=True, microbatches=2), transport="processes")
+    case = Case("cp2 tp2", sequence=True, grouped=True, microbatches=2)
+    check(shallow(case), transport="processes")
 
 
 def test_the_feed_gives_each_rank_its_columns_of_the_same_sequences() -> None:

@@ -116,7 +116,7 @@ def test_between_steps_a_rank_holds_its_shards(zero: Any) -> None:
 
 @pytest.mark.parametrize("mesh", ["dp2", "dp4"])
 def test_a_zero_3_model_is_initialised_group_by_group(mesh: str) -> None:
-    case = Case(mesh, zero=3, microbatches=1)
+    case = Case(mesh, zero=3, microbatches=1, layers=3)
 
     class Peak(Live):
         most = 0

@@ -24,8 +24,10 @@ ENV = {name: value for name, value in os.environ.items() if name != "WEFT_TRACEB
 PATIENCE_S = 30
 MAX_END_S = 2.0
 """From a failure or signal to the end of all: 0.3 s to settle, 1 s of grace for ranks that ignore
-SIGTERM, and the exit of Python. The time that the start of the same program took is added, so that
-busy cores do not count."""
+SIGTERM, and the exit of Python."""
+STARTS = 8
+"""The time of so many starts of the same program (0.25 s each on idle cores) is added, so that busy
+cores do not count."""
 
 
 def free_port() -> int:
@@ -234,7 +236,7 @@ def test_a_signal_to_the_command_leaves_no_process(tmp_path, scenario, number, c
         while remaining(tmp_path, "waiting") and time.monotonic() < deadline:
             time.sleep(0.01)
     assert remaining(tmp_path) == []
-    assert time.monotonic() - start < MAX_END_S + (start - began)
+    assert time.monotonic() - start < MAX_END_S + STARTS * (start - began)
     if code in (75, 143):  # the program goes on: launch returned it
         assert json.loads(out)["code"] == code
     elif code == 130:  # the program saw KeyboardInterrupt, as every Python program does
@@ -288,6 +290,7 @@ def torchrun(folder: Path, scenario: str) -> subprocess.CompletedProcess[str]:
     return programs().run("", *words, module="torch.distributed.run", environ=ENV)
 
 
+@pytest.mark.slow  # test_torchrun.py trains under torchrun in `make test`
 def test_ranks_connect_under_torchrun(tmp_path):
     done = torchrun(tmp_path, "ok")
     assert done.returncode == 0, done.stderr
@@ -301,7 +304,11 @@ def test_ranks_connect_under_torchrun(tmp_path):
             "raises_during_collectives",
             "error: rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:",
         ),
-        ("all_raise", "error: rank 0 (pp0): data.source: empty on rank 0"),
+        pytest.param(
+            "all_raise",
+            "error: rank 0 (pp0): data.source: empty on rank 0",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_one_error_is_printed_under_torchrun(tmp_path, scenario, error):

@@ -185,7 +185,14 @@ def test_a_replica_that_differs_is_named_or_both_of_two(
 
 
 @pytest.mark.parametrize("prefix", ["model/", "optim/exp_avg_sq/", "optim/step/"])
-@pytest.mark.parametrize("name", ["dp2 cp2, zero 2", "dp2 tp2, zero 3", "dp2 tp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("dp2 cp2, zero 2", marks=pytest.mark.slow),
+        "dp2 tp2, zero 3",
+        pytest.param("dp2 tp2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_bit_that_flips_between_two_updates_is_found_without_a_replica(
     name: str, prefix: str
 ) -> None:

@@ -97,8 +97,8 @@ def alone(source, family):
 @pytest.mark.parametrize(
     "words",
     [
-        "--mesh dp3",
-        "--mesh pp2 tp2",
+        pytest.param("--mesh dp3", marks=pytest.mark.slow),
+        pytest.param("--mesh pp2 tp2", marks=pytest.mark.slow),
         "--mesh pp2 dp2 --pipeline.schedule zbv --parallel.zero 2",
         "--mesh cp2 --parallel.zero 3",
         "--mesh pp2 --pipeline.schedule interleaved --pipeline.chunks 2 --parallel.recompute full --parallel.zero 3",
