@@ -174,7 +174,8 @@ def _faults(found: Mapping[str, Any], name: str) -> Iterator[Fault]:
     if not callable(found.get("blocks")):
         yield _no_blocks(name)
     config = found["Config"]
-    is_frozen = dataclasses.is_dataclass(config) and config.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    settings = getattr(config, "__dataclass_params__", None)
+    is_frozen = settings is not None and settings.frozen
     if not isinstance(config, type) or not is_frozen:
         fix = "@dataclass(frozen=True) above class Config"
         yield Fault(KEY, f"{name}: Config is not a frozen dataclass", fix=fix)

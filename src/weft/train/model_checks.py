@@ -277,7 +277,7 @@ def _check_columns(trial: _Trial) -> None:
     *others, (_, loss_block) = trial.blocks.items()
     batch = trial.batch
     with torch.no_grad():
-        x = chain(dict(others), batch.inputs, batch).x
+        x: Any = chain(dict(others), batch.inputs, batch).x  # a tuple, where a block returns one
         half = batch.inputs.shape[1] // 2
         outputs = x if isinstance(x, tuple) else (x,)
         has_columns = all(out.dim() > 1 and out.shape[1] == 2 * half for out in outputs)
