@@ -14,7 +14,7 @@ from weft.comm.observe import Operation
 from weft.core.dimension import activation_axes, pipeline_axis, replicated_axes, token_axes
 from weft.core.mesh import Mesh
 from weft.prove.bounds import Bounds, largest_difference
-from weft.prove.places import ShardPlace, Whole
+from weft.prove.places import FlatPlace, ShardPlace, Whole
 from weft.prove.record import Observed, PartialGradient, RankRecord, Site
 from weft.prove.reference import TensorKey
 from weft.prove.relations import relation
@@ -85,6 +85,7 @@ class Judge:
         self._compare_sums()
         self._compare_loads()
         self._compare_coverage()
+        self._compare_own_state()
         sites = sorted(self.failures, key=self._order)
         found = []
         for place, site in enumerate(sites):
@@ -336,6 +337,67 @@ class Judge:
                 failure = Failure(0, observed, whole, math.inf, 0.0)
                 self.failures.setdefault(site, {})[0] = failure
 
+    # the layout with itself
+
+    def _compare_own_state(self) -> None:
+        """Replicas of a parameter are bit-equal, and the next step uses the updated values, rounded
+        once. In 16 bits the bounds of these tensors are wider than an update.
+        """
+        states: dict[tuple[int, str], Tensor] = {}
+        for record in self.records:
+            for site, observed in record.values.items():
+                if site.phase == "update":
+                    self._join(states, record.rank, site, observed)
+        for record in self.records:
+            for site, observed in record.values.items():
+                state = states.get((site.step - 1, site.parameter))
+                if state is not None and site.tensor.endswith(" as used"):
+                    self._check_use(record.rank, site, observed, state)
+
+    def _join(
+        self,
+        states: dict[tuple[int, str], Tensor],
+        rank: int,
+        site: Site,
+        observed: Observed,
+    ) -> None:
+        """Write the entries of a rank into the logical tensor; those of a replica must be there."""
+        assert isinstance(observed.place, FlatPlace), "updated values are recorded flat"
+        shape = self.bounds.plain.values[self._key(site)].shape
+        key = (site.step, site.parameter)
+        if key not in states:
+            states[key] = torch.full(shape, torch.nan, dtype=observed.value.dtype)
+        whole = states[key]
+        offset = 0
+        for box in observed.place.boxes:
+            entries = observed.value[offset : offset + box.size].view(box.shape)
+            offset += box.size
+            before = whole[box.slices].clone()
+            whole[box.slices] = entries
+            differs = ~torch.isnan(before) & (before != entries)
+            if bool(differs.any()):
+                relative = largest_difference(entries[differs], before[differs])
+                relative /= self.bounds.scale(self._key(site))
+                expected = observed.place.read(self.bounds.plain.values[self._key(site)])
+                assert expected is not None, "the boxes lie in the parameter"
+                self._fail(site, Failure(rank, observed, expected, relative, 0.0))
+
+    def _fail(self, site: Site, failure: Failure) -> None:
+        """Count a tensor that must be equal to the last bit."""
+        self.stats.setdefault(site.phase, PhaseStats()).add(failure.measured, failure.bound)
+        self.failures.setdefault(site, {}).setdefault(failure.rank, failure)
+
+    def _check_use(self, rank: int, site: Site, observed: Observed, state: Tensor) -> None:
+        local = observed.place.read(state)
+        if local is None or bool(torch.isnan(local).any()):
+            return
+        expected = local.to(observed.value.dtype)
+        if torch.equal(expected, observed.value):
+            return
+        relative = largest_difference(observed.value, expected)
+        relative /= self.bounds.scale(self._key(site))
+        self._fail(site, Failure(rank, observed, expected, relative, 0.0))
+
     # the order of execution
 
     def _order(self, site: Site) -> tuple[float, ...]:
@@ -343,6 +405,8 @@ class Judge:
         position = blocks.index(site.block) if site.block in blocks else len(blocks)
         phase = PHASES.index(site.phase)
         micro_batch = -1 if site.micro_batch is None else site.micro_batch
+        if site.phase == "batch" and site.micro_batch is None:
+            return site.step, phase, 1, 0, 0  # numbers that follow from the fields
         if site.phase == "checkpoint":
             phase = len(PHASES)
         if site.phase in ("backward", "reduce", "clip", "moments", "update"):

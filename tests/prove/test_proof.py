@@ -1,0 +1,185 @@
+"""Proofs of small layouts: healthy ones hold, and planted faults are named by block, axis, phase and relation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.prove.faults import FLOAT64, report_of, small_run
+from weft.comm.transport import Work
+from weft.models.common.batch import with_later_targets
+from weft.parallel.zero import grad_norm
+from weft.parallel.zero.param_group import ParamGroup
+from weft.prove.html import page
+from weft.prove.proof import Subject
+from weft.prove.shrink import smallest_case
+from weft.train import data_loader
+from weft.train.optim import AdamW
+from weft.train.step import TrainStep
+
+DEEPSEEK = "--model.name deepseek --model.mtp_depth 1"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '--mesh "dp2 tp2" --parallel.zero 1 --parallel.sequence True',
+        "--mesh dp2 --precision.compute bfloat16 --parallel.zero 3",
+        "--mesh dp2 --precision.compute float16",
+        f'--mesh "ep2 cp2" {DEEPSEEK} --data.packing documents {FLOAT64}',
+        f'--model.name gpt2 --mesh "pp2" --lora.rank 2 {FLOAT64}',
+    ],
+)
+def test_a_healthy_layout_is_equal(words):
+    report = report_of(words)
+    assert report.holds, "\n".join(report.lines())
+    assert not report.notes
+    assert max(bound.closest for bound in report.bounds) < 0.8
+
+
+def test_parameters_that_are_never_gathered_again_are_found(monkeypatch):
+    """The 16-bit copies keep their initial values; a proof in float64 alone does not see it."""
+    right = TrainStep._update
+
+    def without_refresh(self: TrainStep, lr: float) -> None:
+        self.grads.after_optimizer_step = lambda: None  # type: ignore[method-assign]
+        right(self, lr)
+
+    monkeypatch.setattr(TrainStep, "_update", without_refresh)
+    first = report_of("--mesh dp2 --precision.compute bfloat16").first
+    assert first is not None
+    assert (first.step, first.phase) == (2, "forward")
+    assert first.tensor.endswith(" as used")
+    assert "stale" in first.relation
+
+
+def test_float16_gradients_that_keep_the_loss_scale_are_found(monkeypatch):
+    """AdamW hides the factor from the parameters."""
+    right = grad_norm.clip
+
+    def clip(reducer, norm, *, most, scale=1.0):
+        right(reducer, norm, most=most, scale=1.0)
+
+    monkeypatch.setattr(grad_norm, "clip", clip)
+    first = report_of("--mesh dp2 --precision.compute float16").first
+    assert first is not None
+    assert (first.step, first.phase) == (1, "clip")
+    assert first.relation == "65536 times the right values"
+
+
+def test_later_targets_made_after_the_split_of_sequences_are_found(monkeypatch):
+    """Multi-token prediction on cp: the last token of each chunk gets the wrong next one."""
+
+    def micro_batches(self, chosen):
+        local = data_loader.layout_of(
+            chosen, index=self.index, degree=self.degree, micro_size=self.micro_size
+        )
+        sequences = data_loader.whole_batch(self.samples, local, later=False)
+        shard = sequences.columns(index=self.context_index, degree=self.context_degree)
+        starts = range(0, local.size, self.micro_size)
+        parts = [shard.rows(slice(start, start + self.micro_size)) for start in starts]
+        return [with_later_targets(part) for part in parts]
+
+    monkeypatch.setattr(data_loader.DataLoader, "micro_batches", micro_batches)
+    first = report_of(f"--mesh cp2 {DEEPSEEK} {FLOAT64}", steps=1).first
+    assert first is not None
+    assert (first.step, first.phase) == (1, "batch")
+    assert first.tensor in ("next_inputs", "later_targets")
+    assert first.axis == "cp"
+
+
+def test_a_missing_reduction_is_named_by_axis_and_collective(monkeypatch):
+    def only_tp(self, unsharded):
+        axes = tuple(axis for axis in self.axes if axis != "dp")
+        return self.comm.start_all_reduce_(unsharded, axes) if axes else Work.done(unsharded)
+
+    monkeypatch.setattr(ParamGroup, "_start_collective", only_tp)
+    first = report_of(f'--mesh "dp2 tp2" {FLOAT64}', steps=1).first
+    assert first is not None
+    assert first.block == "head"
+    assert first.parameter == "head.proj.weight"
+    assert first.phase == "reduce"
+    assert first.axis == "dp"
+    assert first.relation.startswith("not summed over dp")
+    assert first.ranks == (0, 1, 2, 3)
+
+
+def test_moments_that_are_not_restored_are_found_in_the_checkpoint(monkeypatch):
+    right = TrainStep.restore
+
+    def restore(self, checkpoint):
+        right(self, checkpoint)
+        self.optimizer.state["head.norm.weight"]["exp_avg"].zero_()
+
+    monkeypatch.setattr(TrainStep, "restore", restore)
+    first = report_of(f"--mesh dp2 {FLOAT64}").first
+    assert first is not None
+    assert (first.step, first.phase, first.block) == (2, "checkpoint", "head")
+    assert first.tensor == "head.norm.weight exp_avg"
+    assert first.relation == "zero"
+
+
+def test_data_that_starts_again_after_a_resume_is_found(monkeypatch):
+    """The batches of a resumed run are those of its first steps."""
+    right = data_loader.places_of_step
+    monkeypatch.setattr(data_loader, "places_of_step", lambda step, size: right(step % 2, size))
+    first = report_of(f"--mesh dp2 {FLOAT64}").first
+    assert first is not None
+    assert (first.step, first.phase, first.tensor) == (3, "batch", "inputs")
+
+
+def test_a_wrong_optimizer_is_named_by_its_change(monkeypatch):
+    right = AdamW.update
+
+    def update(self, names, grads, *, lr, weight_decay):
+        right(self, names, grads, lr=2 * lr, weight_decay=weight_decay / 2)
+
+    monkeypatch.setattr(AdamW, "update", update)
+    first = report_of(f"--mesh dp2 {FLOAT64}", steps=1).first
+    assert first is not None
+    assert first.phase == "update"
+    assert first.relation == "updated by 2 times the right change"
+
+
+def test_the_smallest_case_is_a_command(monkeypatch):
+    """A fault of tp in a run with zero, recompute and dp: one axis is left, without options."""
+    right = grad_norm._is_first_replica
+    monkeypatch.setattr(
+        grad_norm,
+        "_is_first_replica",
+        lambda shard, comm, axes: right(shard, comm, axes) or comm.index("tp") > 0,
+    )
+    words = f'--mesh "dp2 tp2" --parallel.zero 1 --parallel.recompute full {FLOAT64}'
+    report = report_of(words)
+    smallest = smallest_case(small_run(words), report, seconds=30)
+    assert smallest.layout == "tp2"
+    assert smallest.steps == 1
+    assert smallest.command.startswith("weft prove --full --first 1 --mesh tp2 ")
+    first = report.with_smallest(smallest).first
+    assert first is not None
+    assert (first.phase, first.axis) == ("norm", "tp")
+
+
+def test_the_report_is_text_json_and_a_page():
+    report = replace(report_of(f"--mesh dp2 {FLOAT64}", steps=1), command="weft prove --mesh dp2")
+    assert all(len(line) <= 80 for line in report.lines())
+    assert "bound 1.0e-09" in "\n".join(report.lines())
+    data = json.loads(report.to_json())
+    assert data["verdict"] == "equal"
+    assert data["first"] is None
+    html = page(report)
+    assert "equal" in html
+    assert "<script" not in html
+    assert "http" not in html
+
+
+def test_the_reference_masks_targets_that_feeding_masks():
+    """Unequal numbers of targets on every rank are part of every proof of token data."""
+    subject = Subject.of(small_run("--mesh dp2"), steps=1)
+    targets = subject.samples.read(
+        subject.samples.at(__import__("numpy").arange(8), seed=1)
+    ).targets
+    counts = (targets >= 0).sum(1)
+    assert len(set(counts.tolist())) > 1
