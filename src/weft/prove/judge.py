@@ -26,6 +26,8 @@ MAX_RELATIONS = 8
 PHASE_OF_GRADIENTS: frozenset[Phase] = frozenset(
     ("backward", "reduce", "norm", "clip", "moments", "update")
 )
+Coordinates = tuple[tuple[str, int], ...]
+"""Mesh axes with the index of a rank along each."""
 STEP_NUMBERS: frozenset[Phase] = frozenset(("loss", "norm", "clip"))
 """Phases of numbers that every rank gets from one collective."""
 
@@ -206,7 +208,7 @@ class Judge:
 
     def _compare_partial_gradients(self) -> None:
         """Before their reduction the gradients of all ranks must add up to the right one."""
-        groups: dict[tuple[object, ...], list[tuple[int, PartialGradient]]] = {}
+        groups: dict[tuple[int, str, Coordinates], list[tuple[int, PartialGradient]]] = {}
         for record in self.records:
             for (step, _), partial in record.partial_gradients.items():
                 owner = partial.param.owner
@@ -214,8 +216,6 @@ class Judge:
                 key = (step, owner, others)
                 groups.setdefault(key, []).append((record.rank, partial))
         for (step, owner, _), members in groups.items():
-            assert isinstance(step, int)
-            assert isinstance(owner, str)
             self._compare_partial_group(step, owner, members)
 
     def _coordinates(self, rank: int, summed: Sequence[str]) -> tuple[tuple[str, int], ...]:
@@ -271,8 +271,8 @@ class Judge:
 
     def _compare_sums(self) -> None:
         """Losses of each block, summed over the ranks with different tokens."""
-        totals: dict[tuple[object, ...], float] = {}
-        ranks: dict[tuple[object, ...], list[int]] = {}
+        totals: dict[tuple[int, str, str, Coordinates], float] = {}
+        ranks: dict[tuple[int, str, str, Coordinates], list[int]] = {}
         for record in self.records:
             for (step, block, name), value in record.sums.items():
                 if name == EXTRA_LOSS and self._is_copy(record.rank):
@@ -282,8 +282,6 @@ class Judge:
                 ranks.setdefault(group, []).append(record.rank)
         for group, total in totals.items():
             step, block, name, _ = group
-            assert isinstance(step, int)
-            assert isinstance(block, str)
             site = Site(step, "loss", block, f"{block}.{name}")
             for rank in ranks[group]:
                 self._number(self.records[rank], site, total)
@@ -295,8 +293,8 @@ class Judge:
 
     def _compare_loads(self) -> None:
         """Tokens at each expert, summed over the ranks with different tokens; exact in float64."""
-        totals: dict[tuple[object, ...], Tensor] = {}
-        ranks: dict[tuple[object, ...], list[int]] = {}
+        totals: dict[tuple[int, str, Coordinates], Tensor] = {}
+        ranks: dict[tuple[int, str, Coordinates], list[int]] = {}
         for record in self.records:
             for (step, block), load in record.loads.items():
                 group = (step, block, self._coordinates(record.rank, token_axes()))
@@ -304,8 +302,6 @@ class Judge:
                 ranks.setdefault(group, []).append(record.rank)
         for group, total in totals.items():
             step, block, _ = group
-            assert isinstance(step, int)
-            assert isinstance(block, str)
             site = Site(step, "forward", block, f"{block}.expert load")
             key = TensorKey(step, "forward", site.tensor)
             whole = self.bounds.plain.values.get(key)
@@ -406,7 +402,7 @@ class Judge:
         phase = PHASES.index(site.phase)
         micro_batch = -1 if site.micro_batch is None else site.micro_batch
         if site.phase == "batch" and site.micro_batch is None:
-            return site.step, phase, 1, 0, 0  # numbers that follow from the fields
+            return site.step, phase, len(blocks) + 1, 0, 0  # numbers that follow from the fields
         if site.phase == "checkpoint":
             phase = len(PHASES)
         if site.phase in ("backward", "reduce", "clip", "moments", "update"):

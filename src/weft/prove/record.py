@@ -183,9 +183,12 @@ class Recorder:
         loader = RecordingLoader(**vars(training.loader), on_batches=self._on_batches)
         return replace(training, loader=loader, on_phase=self.on_phase)
 
-    def handle(self, event: Event) -> None:
-        """Keep the events of steps; as a view of the event log."""
-        self.record.events.append(event)
+    def handle(self, event: Mapping[str, Any]) -> None:
+        """Keep an event; as a view of the event log."""
+        self.record.events.append(dict(event))
+
+    def close(self) -> None:
+        """Nothing."""
 
     # batches
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from weft.run.run_ranks import one_intra_op_thread
 
 Number = Literal["loss", "norm"]
 NAMES: dict[Number, str] = {"loss": "loss", "norm": "gradient norm"}
+EVENT_KEYS: dict[Number, str] = {"loss": "loss", "norm": "grad_norm"}
 OTHER_SHARE = 0.25
 """Of the spread of the other number, that counts, too: a spread of two runs may be small by chance."""
 
@@ -122,7 +123,9 @@ def prove_recorded(
     )
 
 
-def _compare(run: Run, recorded: Sequence[Mapping[str, Any]]) -> Any:
+def _compare(
+    run: Run, recorded: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[int, list[StepComparison]]]:
     """Yields the number of each step and its comparisons."""
     samples = open_data(run.data, run.model)
     subject = Subject.of(run, steps=len(recorded), samples=samples)
@@ -137,7 +140,7 @@ def _compare(run: Run, recorded: Sequence[Mapping[str, Any]]) -> Any:
     for event, numbers in zip(recorded, zip(*steps, strict=True), strict=True):
         found: list[StepComparison] = []
         step = numbers[0]
-        for number, key in (("loss", "loss"), ("norm", "grad_norm")):
+        for number, key in EVENT_KEYS.items():
             alone = _number(plain, step, number)
             values = [_number(other, step, number) for other in others]
             bound.add(number, alone, values)
