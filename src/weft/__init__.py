@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from weft.parallel.tensor.vocab import VocabParallelEmbedding
     from weft.parallel.zero.fsdp import FullyShardedDataParallel
     from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
+    from weft.pytest_plugin import layouts
+    from weft.python_api import Result, steps, train
     from weft.run.init import init
     from weft.train.optimizers.contract import Optimizer
 
@@ -53,6 +55,7 @@ _HOMES = {
     "Plan": "weft.layout.plan",
     "RegionInput": "weft.models.common.layers",
     "RegionOutput": "weft.models.common.layers",
+    "Result": "weft.python_api",
     "RowParallelLinear": "weft.parallel.tensor.linear",
     "ShardedOptimizer": "weft.parallel.zero.sharded_optimizer",
     "Stacked": "weft.core.shard",
@@ -60,8 +63,10 @@ _HOMES = {
     "WeftError": "weft.errors",
     "Work": "weft.comm.transport",
     "init": "weft.run.init",
+    "layouts": "weft.pytest_plugin",
     "parallelize": "weft.parallel.model.parallelize",
     "ring_attention": "weft.parallel.context.ring",
+    "steps": "weft.python_api",
 }
 
 __all__ = [
@@ -82,6 +87,7 @@ __all__ = [
     "Plan",
     "RegionInput",
     "RegionOutput",
+    "Result",
     "RowParallelLinear",
     "ShardedOptimizer",
     "Stacked",
@@ -89,12 +95,17 @@ __all__ = [
     "WeftError",
     "Work",
     "init",
+    "layouts",
     "parallelize",
     "ring_attention",
+    "steps",
+    "train",
 ]
 
 
 def __getattr__(name: str) -> object:
+    if name == "train":
+        return import_module("weft.train")  # a package that is a function, too
     if name not in _HOMES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -266,6 +266,11 @@ COMMANDS = {
         commands_status.status,
     ),
     "chaos": Command(commands_chaos.USAGE, commands_chaos.LINE, commands_chaos.chaos),
+    "axes": Command(
+        "MODEL.py [--check False] [--key value ...]",
+        "propose the AXES of a model file by tracing it, and prove them",
+        imported("weft.commands.axes:axes"),
+    ),
     "generate": Command(
         "MODEL [--prompt TEXT ...]",
         "generate text with a run, checkpoint or Hugging Face folder",

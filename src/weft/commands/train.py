@@ -45,12 +45,16 @@ UNRECORDED_END = "killed before it could record its end (found when the run was 
 GenerateText = Callable[[ParallelModel, str], str]
 """(the trained model, a prompt) -> text; called on every rank, equal on every rank."""
 
+OnEvent = Callable[[Event], None]
+"""Called with an event of the run, which it must not change."""
+
 
 def train(
     run: Run,
     *,
     generate_text: GenerateText | None = None,
     adapt_attempt: Callable[[int, Attempt], Attempt] = same_attempt,
+    on_event: OnEvent | None = None,
 ) -> int:
     """Train on the ranks that torchrun or Slurm has started, or on local ones started here; returns
     the exit code.
@@ -58,6 +62,7 @@ def train(
     Args:
         generate_text: called on every rank after the last step; its text is an event.
         adapt_attempt: see `Supervision`.
+        on_event: called on every rank with each event.
     """
     world = detect(os.environ)
     proof = None
@@ -76,6 +81,7 @@ def train(
         out=run.out,
         build=partial(build_training, run, proof=proof, makes_copies=True),
         generate_text=generate_text,
+        on_event=on_event,
     )
     main = partial(train_rank, job, stop_request)
     run_numerics = numerics(deterministic=run.deterministic, matmul=run.precision.matmul)
@@ -171,6 +177,18 @@ class RankJob:
     out: str | None
     build: Callable[..., Training]
     generate_text: GenerateText | None
+    on_event: OnEvent | None = None
+
+
+@dataclass(frozen=True)
+class EventObserver:
+    """A view that calls a function with every event."""
+
+    on_event: OnEvent
+
+    def handle(self, event: Event) -> None:
+        """Call it."""
+        self.on_event(event)
 
 
 def train_rank(
@@ -209,6 +227,8 @@ def train_rank(
         sample = None
         if job.generate_text is not None:
             sample = partial(_sample_event, training.step.model, job.generate_text)
+        if job.on_event is not None:
+            log.views = (*log.views, EventObserver(job.on_event))
         outcome = run_training(training, log, at_end=sample)
     if outcome == "stopped":
         raise SystemExit(EXIT_PREEMPTED)

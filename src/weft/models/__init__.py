@@ -152,6 +152,12 @@ class FamilyRegistry(Mapping[str, Family]):
         """Register a family of this process under its own name; one of the same name is replaced."""
         self._of_users[family.Config.family] = family
 
+    def value_of(self, name: str) -> Any:
+        """The model of a user that was given as a value, not as a file; None for any other name."""
+        family = self._of_users.get(name)
+        model = getattr(family, "model", None)
+        return model if model is not None and model.text is None else None
+
     def is_user_model(self, name: str) -> bool:
         """Whether a name belongs to a model of a user."""
         return name not in self._built_in

@@ -1,0 +1,361 @@
+"""`weft.train` and `weft.steps`: training from Python scripts and notebooks, in a process of its own or on torchrun's ranks.
+
+A process that has computed anything with several threads must not be forked, and ranks are forks. So
+the run has a process of its own, which starts the ranks as `weft train` does; this process reads its
+events. Under torchrun or Slurm this process is a rank, and trains itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import IO, TYPE_CHECKING, Any
+
+import cloudpickle  # noqa: TID251 - between this process and its own child
+
+from weft.checkpoint.saver import newest_path
+from weft.cli import main
+from weft.commands import preflight, run_folder
+from weft.commands.console import load_checked_run, set_openmp_policy
+from weft.commands.environment import is_joining
+from weft.commands.preflight import data_checks
+from weft.config.keys import flatten
+from weft.config.run import Run
+from weft.config.user_code import canonical_reference, is_reference
+from weft.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USER, Fault, UserError, WeftError
+from weft.models import FAMILIES
+from weft.train.event_log import EVENTS, read_run_events, step_history
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Config = str | Path | Mapping[str, Any] | Run | None
+"""A TOML file, keys (nested or dotted) with values, or a checked run."""
+Step = Mapping[str, Any]
+"""The event of a step: step, loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes."""
+OnStep = Callable[[Step], None]
+POLL_S = 0.05
+CHILD = "from weft.python_api import train_as_child; train_as_child()"
+TOKENS = "tokens.bin"
+"""File of a run folder with the tokens that were given as an array."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished training run.
+
+    Attributes:
+        run: its config.
+        out: its folder.
+        history: the events of its steps, in order.
+        status: "finished", or "stopped" after a request to stop.
+    """
+
+    run: Run
+    out: Path
+    history: tuple[Step, ...]
+    status: str
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint."""
+        return newest_path(self.out)
+
+    @cached_property
+    def model(self) -> Mapping[str, Tensor]:
+        """Parameters of the newest checkpoint, whole, by global name.
+
+        Raises:
+            UserError: the run has saved none.
+        """
+        from weft.checkpoint.read import open_checkpoint  # it imports torch
+        from weft.core.axes import Box
+
+        if self.checkpoint is None:
+            fix = "save.at_end = True"
+            raise UserError(Fault(str(self.out), "the run has no checkpoint", fix=fix))
+        source = open_checkpoint(self.checkpoint).section("model")
+        return {name: source.read(name, Box.whole(shape)) for name, shape in source.shapes.items()}
+
+
+def train(
+    config: Config = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    on_step: OnStep | None = None,
+) -> Result:
+    """Train a run, as `weft train` does, and wait for its end.
+
+    Args:
+        config: a TOML file, or keys: `{"mesh": "dp2", "steps": 10, "optim": {"lr": 1e-3}}`.
+        model: a family, a model file, a module, a `weft.Model`, or a class or object with the same
+            names.
+        data: a data source, or a one-dimensional array of tokens.
+        on_step: called with the event of each step, which it cannot change; under torchrun on every
+            rank, else here. If it raises, the run is stopped.
+
+    Raises:
+        UserError: what the config asks for is not possible; nothing has been written.
+        WeftError: the training failed.
+    """
+    if is_joining(os.environ):
+        return _train_here(_words(config, model, data), on_step)
+    prepared = _prepare(config, model, data)
+    history: list[Step] = []
+    for step in _run_child(prepared):
+        history.append(step)
+        if on_step is not None:
+            on_step(step)
+    return _result(prepared.run, prepared.out)
+
+
+def steps(config: Config = None, *, model: Any = None, data: Any = None) -> Iterator[Step]:
+    """Train a run, and yield the event of each step as it ends; the run does not wait for the loop.
+
+        for step in weft.steps({"steps": 1000}, model="my_model.py"):
+            if step["loss"] < 1.5:
+                break                     # the run saves a checkpoint, and ends
+
+    Raises:
+        UserError: as `train`; or this process is a rank of torchrun, where `train(on_step=...)` is
+            called on every rank.
+        WeftError: the training failed.
+    """
+    if is_joining(os.environ):
+        fix = "weft.train(..., on_step=...)"
+        raise UserError(
+            Fault("weft.steps", "runs in one process, not on torchrun's ranks", fix=fix)
+        )
+    return _run_child(_prepare(config, model, data))
+
+
+def checked_run(config: Config = None, model: Any = None, data: Any = None) -> Run:
+    """The run of these arguments of `train`, checked as a command checks it.
+
+    Raises:
+        UserError: it is not possible.
+    """
+    return load_checked_run(_words(config, model, data), data_checks)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A checked run in a folder of its own."""
+
+    words: tuple[str, ...]
+    run: Run
+    out: Path
+    payload: bytes
+
+
+def _prepare(config: Config, model: Any, data: Any) -> _Prepared:
+    words = _words(config, model, data)
+    run = load_checked_run(words, data_checks, preflight.environment_checks)
+    if run.out is None:
+        out = run_folder.new_run_folder(run.model, datetime.now())
+        words = (*words, "--out", str(out))
+    else:
+        out = Path(run.out)
+    tokens = None if data is None or isinstance(data, (str, Path)) else data
+    own_model = FAMILIES.value_of(run.model.name)
+    payload = cloudpickle.dumps((words, own_model, tokens, out))
+    return _Prepared(words, run, out, payload)
+
+
+def _words(config: Config, model: Any, data: Any) -> tuple[str, ...]:
+    """The command line that means the same."""
+    words: list[str] = []
+    if isinstance(config, (str, Path)):
+        words.append(str(config))
+    elif isinstance(config, Run):
+        words += _flags(config.model_dump(mode="json"))
+    elif config is not None:
+        words += _flags(config)
+    if model is not None:
+        words += ("--model.name", _model_name(model))
+    if isinstance(data, (str, Path)):
+        words += ("--data.source", str(data))
+    elif data is not None:
+        _check_tokens(data)
+    return tuple(words)
+
+
+def _flags(config: Mapping[str, Any]) -> Iterator[str]:
+    """Keys as flags; those that are None are left out, which means the same."""
+    for key, value in flatten(config).items():
+        if value is None:
+            continue
+        yield f"--{key}"
+        items = value if isinstance(value, tuple) else (value,)
+        yield from map(str, items)
+
+
+def _model_name(model: Any) -> str:
+    """The name under which a model is known; a model that is a value is registered."""
+    if isinstance(model, (str, Path)):
+        name = str(model)
+        return canonical_reference(name) if is_reference(name) else name
+    if isinstance(model, ModuleType) and getattr(model, "__file__", None):
+        return canonical_reference(str(model.__file__))
+    from weft.models.user_family import UserFamily  # it imports torch
+    from weft.models.user_model import Model, model_of
+
+    if isinstance(model, Model):
+        family = UserFamily(model)
+    else:
+        name = getattr(model, "__name__", None) or type(model).__name__
+        family = UserFamily(model_of(model, name=name.strip("_")))
+    FAMILIES.add(family)
+    return family.model.name
+
+
+def _check_tokens(data: Any) -> None:
+    """An array of tokens has one dimension and whole numbers."""
+    import numpy as np
+
+    tokens = np.asarray(data)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
+        got = f"shape {list(tokens.shape)} of {tokens.dtype}"
+        need = "a data source, or tokens: whole numbers in one dimension"
+        raise UserError(Fault("data", "is no data", got=got, need=need))
+
+
+def _run_child(prepared: _Prepared) -> Iterator[Step]:
+    """Train in a process of its own; yields step events. Ends the run where the loop ends early."""
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(  # noqa: S603 - this Python, with a module of weft
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        assert child.stdin is not None, "stdin is a pipe"
+        with child.stdin as pipe:
+            pipe.write(prepared.payload)
+        seen = _num_events(prepared.out / EVENTS)
+        try:
+            yield from _follow(prepared.out / EVENTS, child, skip=seen)
+        finally:
+            code = _end(child)
+        _raise_failure(code, output)
+
+
+def _num_events(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _follow(path: Path, child: subprocess.Popen[bytes], *, skip: int) -> Iterator[Step]:
+    """The step events that a process writes, until it ends."""
+    position = 0
+    number = 0
+    while True:
+        has_ended = child.poll() is not None
+        for line in _whole_lines(path, position):
+            position += len(line)
+            number += 1
+            event = json.loads(line)
+            if number > skip and event["event"] == "step":
+                yield MappingProxyType(event)
+        if has_ended:
+            return
+        time.sleep(POLL_S)
+
+
+def _whole_lines(path: Path, position: int) -> list[bytes]:
+    """The lines from a position on that are complete."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(position)
+        lines = file.read().splitlines(keepends=True)
+    return [line for line in lines if line.endswith(b"\n")]
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """Wait for a process; one that still runs is asked to stop, and saves."""
+    if child.poll() is None:
+        child.send_signal(signal.SIGTERM)
+    return child.wait()
+
+
+def _raise_failure(code: int, output: IO[bytes]) -> None:
+    """Raise the error that the process has printed."""
+    if code in (EXIT_OK, EXIT_PREEMPTED):
+        return
+    output.seek(0)
+    lines = output.read().decode(errors="replace").splitlines()
+    first = next((place for place, line in enumerate(lines) if line.startswith("error: ")), None)
+    shown = lines[-20:] if first is None else lines[first:]
+    text = "\n".join(shown).removeprefix("error: ") or f"the run ended with code {code}"
+    if code == EXIT_USER:
+        raise UserError(Fault("", text))
+    raise WeftError(text)
+
+
+def _result(run: Run, out: Path) -> Result:
+    events = list(read_run_events(out / EVENTS))
+    ends = [event for event in events if event["event"] == "end"]
+    status = str(ends[-1]["status"]) if ends else "stopped"
+    history = tuple(MappingProxyType(event) for event in step_history(events))
+    return Result(run.with_values({"out": str(out)}), out, history, status)
+
+
+def train_as_child() -> None:
+    """Entry point of the process of a run: reads its words, model and tokens, and trains."""
+    words, own_model, tokens, out = cloudpickle.load(sys.stdin.buffer)
+    if own_model is not None:
+        _model_name(own_model)
+    if tokens is not None:
+        words = (*words, *_stored_tokens(tokens, out))
+    sys.exit(main(["train", *words]))
+
+
+def _stored_tokens(tokens: Any, out: Path) -> Iterator[str]:
+    """Flags of a token file in the run folder."""
+    import numpy as np
+
+    array = np.asarray(tokens)
+    dtype = "uint16" if int(array.max()) < 2**16 else "uint32"
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / TOKENS
+    array.astype(dtype).tofile(path)
+    yield from ("--data.source", str(path), "--data.token_dtype", dtype)
+
+
+def _train_here(words: Sequence[str], on_step: OnStep | None) -> Result:
+    """Train on this rank of torchrun or Slurm."""
+    run = load_checked_run(
+        words,
+        data_checks,
+        preflight.environment_checks,
+        adapt=preflight.after_restart,
+    )
+    with run_folder.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
+        run = run.with_values({"out": out})
+        set_openmp_policy()
+        from weft.commands.train import train as train_run  # it imports torch
+
+        seen: list[Step] = []
+
+        def observe(event: Mapping[str, Any]) -> None:
+            if event["event"] == "step":
+                seen.append(MappingProxyType(dict(event)))
+                if on_step is not None:
+                    on_step(seen[-1])
+
+        code = train_run(run, on_event=observe)
+    status = "finished" if code == EXIT_OK else "stopped"
+    return Result(run, Path(out), tuple(seen), status)

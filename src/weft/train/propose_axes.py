@@ -1,0 +1,348 @@
+"""`weft axes`: proposes the table AXES of a user's model from how each parameter is used, and tries it on a layout.
+
+The chain runs once on the meta device. Every tensor is followed back to the linears that it was
+computed from since it left the stream of activations between the parts of the model:
+
+    x ── norm ──┬── q ── {q} ──┐                                  a linear that reads nothing but results of
+    {stream}    ├── k ── {k} ──┼── attention ── {q, k, v} ── o    linears closes a group: they are column-parallel,
+                └── v ── {v} ──┘                                  it is row-parallel, and its result joins the stream
+
+A group that goes through attention is sharded by heads, any other by its width. A proposal counts
+only if the transforms accept it: each group is tried alone, in several forms (a fused weight in parts
+or as one), and named undecided where none is accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.core.model_config import ModelConfig
+from weft.core.shard import DimAxis, Stacked
+from weft.errors import PlanError
+from weft.layout.plan import Plan
+from weft.models.common.attention import Attend
+from weft.models.common.batch import Extra
+from weft.models.user_family import LOSS, UserFamily, example, meta_blocks
+from weft.parallel.autograd.tree import tensors_in
+from weft.train.model_checks import check_layout
+
+STREAM = ""
+"""Source of activations between the parts of a model."""
+ATTENTION = "scaled_dot_product"
+MOST_PARTS = 4
+"""Projections that a fused weight may hold."""
+
+Table = dict[str, tuple[DimAxis | None, ...]]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A table for a model, with exact names, and what it leaves whole.
+
+    Attributes:
+        table: pattern of parameter names -> logical axes.
+        undecided: parameter or group -> why no sharding was accepted.
+    """
+
+    table: Table
+    undecided: Mapping[str, str]
+
+    def text(self) -> str:
+        """The table as Python code."""
+        lines = [f"    {pattern!r}: {_row_text(row)}," for pattern, row in self.table.items()]
+        return "\n".join(("AXES = {", *lines, "}")).replace("'", '"')
+
+    @property
+    def needs_stacked(self) -> bool:
+        """Whether the code needs `from weft import Stacked`."""
+        return "Stacked(" in self.text()
+
+
+def _row_text(row: tuple[DimAxis | None, ...]) -> str:
+    words = []
+    for axis in row:
+        parts = ", ".join(map(repr, axis.parts)) if isinstance(axis, Stacked) else ""
+        words.append(f"Stacked({parts})" if parts else repr(axis))
+    return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
+
+
+@dataclass
+class Group:
+    """Linears of one tensor-parallel region.
+
+    Attributes:
+        columns: linears whose results the region consists of.
+        row: the linear that reads them all.
+        roles: linear -> number of heads, for "q", "k" and "v", where they go through attention.
+    """
+
+    columns: tuple[str, ...]
+    row: str
+    roles: Mapping[str, Mapping[str, int]]
+
+
+@dataclass
+class Uses:
+    """How the linears and embeddings of a model are used.
+
+    Attributes:
+        token_embeddings: embeddings of the inputs.
+        logits: linears whose results the loss reads.
+        roles: linear -> role in attention -> heads.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+    token_embeddings: list[str] = field(default_factory=list)
+    logits: list[str] = field(default_factory=list)
+    roles: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+class UseTrace(TorchDispatchMode):
+    """Follows every tensor back to the linears that it was computed from; see the module's text."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.uses = Uses()
+        self._sources: dict[int, tuple[Tensor, frozenset[str]]] = {}
+
+    def sources(self, tensor: Tensor) -> frozenset[str]:
+        """Linears, or the stream; empty for constants and parameters."""
+        known = self._sources.get(id(tensor))
+        return frozenset() if known is None else known[1]
+
+    def set(self, tensor: Tensor, sources: frozenset[str]) -> None:
+        """Note the sources of a tensor."""
+        self._sources[id(tensor)] = (tensor, sources)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch for every operation."""
+        out = func(*args, **(kwargs or {}))
+        tensors = list(tensors_in((args, kwargs)))
+        sources = frozenset[str]().union(*map(self.sources, tensors))
+        for tensor in tensors_in(out):
+            self.set(tensor, sources)
+        if ATTENTION in func.overloadpacket.__name__:
+            q, k, v = tensors[:3]
+            self.attend((q, k, v), dim=1)
+        return out
+
+    def attend(self, operands: Sequence[Tensor], *, dim: int) -> None:
+        """Note the linears of q, k and v, and their numbers of heads."""
+        for role, tensor in zip("qkv", operands, strict=True):
+            for name in self.sources(tensor) - {STREAM}:
+                self.uses.roles.setdefault(name, {})[role] = tensor.shape[dim]
+
+    def read(self, name: str, x: Tensor) -> bool:
+        """A linear reads x; whether it closes a group."""
+        sources = self.sources(x)
+        if not sources or STREAM in sources:
+            return False
+        roles = {one: dict(self.uses.roles.get(one, {})) for one in sources}
+        self.uses.groups.append(Group(tuple(sorted(sources)), name, roles))
+        return True
+
+
+def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
+    """Run the model on the meta device, and note how its modules are used.
+
+    Raises:
+        PlanError: its forward fails there.
+    """
+    blocks = meta_blocks(family, config)
+    batch = example(family, config, rows=plan.micro_size, seq_len=plan.seq_len)
+    trace = UseTrace()
+    for name, block in blocks.items():
+        for path, module in block.named_modules():
+            _watch(f"{name}.{path}".rstrip("."), module, trace)
+    trace.set(batch.inputs, frozenset({"inputs"}))
+    x: Any = batch.inputs
+    with torch.no_grad(), trace:
+        for name, block in blocks.items():
+            if name == LOSS:
+                for tensor in tensors_in(x):
+                    trace.uses.logits += sorted(trace.sources(tensor) - {STREAM})
+                break
+            out = block(x, batch)
+            x = out.x if isinstance(out, Extra) else out
+            for tensor in tensors_in(x):
+                own = {one for one in trace.sources(tensor) if one.startswith(f"{name}.")}
+                is_last = list(blocks)[-2:] == [name, LOSS]
+                trace.set(tensor, frozenset(own if is_last and own else {STREAM}))
+    return trace.uses
+
+
+def _watch(name: str, module: nn.Module, trace: UseTrace) -> None:
+    """Note the calls of a linear, an embedding or an attention."""
+    if isinstance(module, nn.Linear) and module._parameters.get("weight") is not None:
+        closes: list[bool] = []
+
+        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
+            closes.append(trace.read(name, args[0]))
+
+        def after(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            trace.set(out, frozenset({STREAM} if closes.pop() else {name}))
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+    elif isinstance(module, nn.Embedding):
+
+        def embed(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            if "inputs" in trace.sources(args[0]):
+                trace.uses.token_embeddings.append(name)
+            trace.set(out, frozenset({STREAM}))
+
+        module.register_forward_hook(embed)
+    elif isinstance(module, Attend):
+
+        def attend(_: nn.Module, args: tuple[Any, ...]) -> None:
+            trace.attend(args[:3], dim=2)
+
+        module.register_forward_pre_hook(attend)
+
+
+def propose(family: UserFamily, config: ModelConfig, plan: Plan) -> Proposal:
+    """The table that shards as much as the transforms accept.
+
+    Args:
+        plan: a layout with tensor parallelism, on which groups are tried.
+
+    Raises:
+        PlanError: the model cannot be traced.
+    """
+    shapes = family.facts(config).shapes
+    uses = trace_uses(family, config, plan)
+    table: Table = {name: _whole_row(name, shape) for name, shape in shapes.items()}
+    undecided: dict[str, str] = {}
+    for label, forms in _candidates(uses, shapes):
+        error = ""
+        for form in forms:
+            changed = {**table, **form}
+            error = _rejection(family, config, plan, changed)
+            if not error:
+                table = changed
+                break
+        if error:
+            undecided[label] = error
+    loose = [name for name in shapes if name not in family.facts(config).ties]
+    return Proposal(_with_patterns(table, loose, all_names=list(shapes)), undecided)
+
+
+def _whole_row(name: str, shape: tuple[int, ...]) -> tuple[DimAxis | None, ...]:
+    return (None,) * len(shape)
+
+
+def _rejection(family: UserFamily, config: ModelConfig, plan: Plan, table: Table) -> str:
+    """Why the transforms reject a table; empty where they accept it."""
+    tried = replace(family, model=replace(family.model, AXES=table))
+    try:
+        check_layout(tried, config, plan)
+    except PlanError as error:
+        return str(error.faults[0])
+    return ""
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def _candidates(uses: Uses, shapes: Shapes) -> Iterator[tuple[str, list[Table]]]:
+    """Groups, merged over numbered blocks by their text, each with the forms to try."""
+    embeddings: Table = {f"{name}.weight": ("vocab", None) for name in uses.token_embeddings}
+    logits: Table = {}
+    for name in dict.fromkeys(uses.logits):
+        logits[f"{name}.weight"] = ("vocab", None)
+        if f"{name}.bias" in shapes:
+            logits[f"{name}.bias"] = ("vocab",)
+    if embeddings or logits:
+        names = ", ".join((*embeddings, *logits))
+        forms = [{**embeddings, **logits}, *filter(None, (embeddings, logits))]
+        yield f"vocabulary of {names}", forms
+    merged: dict[tuple[str, str], list[Group]] = {}
+    for group in uses.groups:
+        key = (_pattern(" ".join(group.columns)), _pattern(group.row))
+        known = merged.setdefault(key, [])
+        if group not in known:
+            known.append(group)
+    for (columns, row), groups in merged.items():
+        forms = [
+            _merged(each) for each in zip(*(_forms(group, shapes) for group in groups), strict=True)
+        ]
+        yield f"{columns} -> {row}", forms
+
+
+def _merged(forms: Sequence[Table]) -> Table:
+    found: Table = {}
+    for form in forms:
+        found.update(form)
+    return found
+
+
+def _forms(group: Group, shapes: Shapes) -> list[Table]:
+    """The ways to shard a group: fused weights in parts, then as one."""
+    width = shapes[f"{group.row}.weight"][1]
+    return [_form(group, shapes, width=width, fused=fused) for fused in (True, False)]
+
+
+def _form(group: Group, shapes: Shapes, *, width: int, fused: bool) -> Table:
+    has_heads = any(group.roles.values())
+    axis = "heads" if has_heads else "ffn"
+    form: Table = {f"{group.row}.weight": (None, axis)}
+    for name in group.columns:
+        out = _out_axis(group.roles[name], shapes[f"{name}.weight"][0], width, axis, fused=fused)
+        form[f"{name}.weight"] = (out, None)
+        if f"{name}.bias" in shapes:
+            form[f"{name}.bias"] = (out,)
+    return form
+
+
+def _out_axis(
+    roles: Mapping[str, int], length: int, width: int, axis: str, *, fused: bool
+) -> DimAxis:
+    """Logical axis of a column-parallel linear's features."""
+    if fused and len(roles) > 1:
+        parts = [(_axis_of_role(role), roles[role]) for role in "qkv" if role in roles]
+        return Stacked(*parts)
+    if fused and not roles and length > width and length // width <= MOST_PARTS:
+        return Stacked(*[(axis, width)] * (length // width))
+    return _axis_of_role(next(iter(roles))) if len(roles) == 1 else axis
+
+
+def _axis_of_role(role: str) -> str:
+    return "heads" if role == "q" else "kv_heads"
+
+
+def _pattern(name: str) -> str:
+    """A name with the number of its block as `*`."""
+    return " ".join(re.sub(r"^(\w*?)\d+(?=\.|$)", r"\1*", word) for word in name.split(" "))
+
+
+def _with_patterns(table: Table, names: Sequence[str], *, all_names: Sequence[str]) -> Table:
+    """Rows of equal axes under the pattern of their numbered blocks, where that matches no other
+    parameter.
+    """
+    rows: dict[str, list[str]] = {}
+    for name in names:
+        rows.setdefault(_pattern(name), []).append(name)
+    found: Table = {}
+    for pattern, members in rows.items():
+        matched = {name for name in all_names if fnmatchcase(name, pattern)}
+        same = {table[name] for name in members} == {table[members[0]]}
+        aliases = matched - set(names)
+        if same and matched - aliases == set(members):
+            found[pattern] = table[members[0]]
+        else:
+            found.update({name: table[name] for name in members})
+    return found
