@@ -162,13 +162,15 @@ class _Prepared:
 
 def _prepare(config: Config, model: Any, data: Any) -> _Prepared:
     words = _words(config, model, data)
-    run = load_checked_run(words, data_checks, preflight.environment_checks)
+    tokens = None if data is None or isinstance(data, (str, Path)) else data
+    with tempfile.TemporaryDirectory() as folder:
+        stored = () if tokens is None else _stored_tokens(tokens, Path(folder))
+        run = load_checked_run((*words, *stored), data_checks, preflight.environment_checks)
     if run.out is None:
         out = run_folder.new_run_folder(run.model, datetime.now())
         words = (*words, "--out", str(out))
     else:
         out = Path(run.out)
-    tokens = None if data is None or isinstance(data, (str, Path)) else data
     own_model = FAMILIES.value_of(run.model.name)
     payload = cloudpickle.dumps((words, own_model, tokens, out))
     return _Prepared(words, run, out, payload)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -319,7 +319,7 @@ class _Forward:
 
     def _micro_batch(self, rows: range) -> None:
         part = self.batch.rows(slice(rows.start, rows.stop))
-        x = part.inputs
+        x: Any = part.inputs
         losses: list[Tensor] = []
         for name, block in self.reference.blocks.items():
             out = block(x, part)
@@ -331,7 +331,9 @@ class _Forward:
                     self.loads[name] = self.loads.get(name, 0) + out.load
                 out = out.x
             x = out
-            if x.dim():
+            if not isinstance(x, Tensor):  # several outputs, which the loss reads
+                x = tuple(map(self.reference.perturbed, x))
+            elif x.dim():
                 x = self._record(name, rows, x)
         self._add(f"{name}.loss", x)
         losses.append(x)

@@ -1,0 +1,73 @@
+"""docs/your-model.md, followed literally: its three programs and their commands; the notebook; the table of the twelve models."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.programs import WEFT, programs
+from tests.user_models.sweep import LAYOUTS, MODELS
+from tests.user_models.test_models import REJECTED
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "your-model.md"
+NOTEBOOK = ROOT / "examples" / "own_model.ipynb"
+FILE = re.compile(r"^`([\w/.]+\.py)`\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MOST_LINES_BESIDES = 30
+"""Lines of code of the first program that are not the model."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILE.findall(PAGE.read_text(encoding="utf-8")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def commands() -> list[list[str]]:
+    blocks = CONSOLE.findall(PAGE.read_text(encoding="utf-8"))
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [shlex.split(line.removeprefix("$ weft ")) for line in lines]
+
+
+@pytest.mark.timeout(240)
+def test_the_programs_and_commands_of_the_page_work(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) == 3
+    for words in commands():
+        done = programs().run(WEFT, *words, folder=folder, timeout=110)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+
+
+def test_a_gpt_needs_thirty_lines_besides_the_model(folder: Path) -> None:
+    _, besides = (folder / "gpt.py").read_text().split("# what weft needs besides the model\n")
+    lines = [line for line in besides.splitlines() if line.strip()]
+    assert len(lines) <= MOST_LINES_BESIDES
+
+
+@pytest.mark.timeout(240)
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    script = tmp_path / "cells.py"
+    script.write_text("\n\n".join(sources), encoding="utf-8")
+    done = programs().run(script=script, folder=tmp_path, timeout=110)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = re.search(r"finished: loss ([\d.]+) -> ([\d.]+)\non one device: ([\d.]+)", done.stdout)
+    assert found is not None
+    first, last, alone = map(float, found.groups())
+    assert last < first / 2
+    assert abs(alone - last) < 0.2
+
+
+def test_the_table_of_the_page_says_what_is_rejected() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name, title in MODELS.items():
+        (row,) = re.findall(rf"^\| {re.escape(title)} \| (.*) \|$", text, re.MULTILINE)
+        cells = dict(zip(LAYOUTS, row.split(" | "), strict=True))
+        for layout, cell in cells.items():
+            assert (cell == "rejected") == ((name, layout) in REJECTED), (name, layout)

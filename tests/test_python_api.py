@@ -1,0 +1,75 @@
+"""weft.train and weft.steps in scripts, and the pytest plugin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import weft
+from tests.programs import programs
+
+MODEL = Path(__file__).parent / "user_models" / "parallel_block.py"
+KEYS = {"batch.global_size": 4, "batch.micro_size": 1, "data": {"seq_len": 16}, "optim.warmup": 0}
+PLUGIN_TEST = f"""
+import torch, weft
+
+@weft.layouts("dp2", "tp3", )
+def test_on_ranks(comm, mesh, tmp_path):
+    total = comm.all_reduce(torch.ones(1), mesh[:2]).item()
+    assert total == comm.mesh.size and tmp_path.exists()
+
+@weft.layouts("tp2", model={str(MODEL)!r}, batch__global_size=4)
+def test_proof(layout_proof):
+    assert layout_proof.holds and layout_proof.ranks == 2
+"""
+
+
+def test_a_wrong_config_is_one_fault_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(weft.WeftError, match="tp3 does not divide the model's"):
+        weft.train({"mesh": "tp3", "out": str(tmp_path / "run")}, model=MODEL)
+    with pytest.raises(weft.WeftError, match="no such file"):
+        weft.train({}, model=tmp_path / "missing.py")
+    with pytest.raises(weft.WeftError, match="data: is no data"):
+        weft.train({}, model=MODEL, data=[[1.5]])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.timeout(240)
+def test_layouts_of_the_plugin_run_a_test_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(PLUGIN_TEST)
+    code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    words = ("-p", "weft.pytest_plugin", "-p", "no:cacheprovider", "-q", "test_mine.py")
+    done = programs().run(code, *words, folder=tmp_path, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_loop_that_ends_early_stops_the_run_which_saves(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    steps = weft.steps({"mesh": "dp2", "steps": 100_000, "out": str(out), **KEYS}, model=MODEL)
+    for step in steps:
+        if step["step"] == 3:
+            break
+    steps.close()
+    assert list((out / "ckpt").iterdir())
+
+
+@pytest.mark.slow
+def test_the_history_is_that_of_the_command(tmp_path: Path) -> None:
+    seen = []
+    config = {"mesh": "dp2", "steps": 3, "out": str(tmp_path / "run"), **KEYS}
+    result = weft.train(config, model=MODEL, on_step=seen.append)
+    assert [step["step"] for step in result.history] == [1, 2, 3]
+    assert list(result.history) == seen
+    with pytest.raises(TypeError):
+        seen[0]["loss"] = 0.0
+    assert result.model["layer0.fc_in.weight"].shape == (64, 16)
+
+
+@pytest.mark.slow
+def test_an_error_of_the_run_is_raised_here(tmp_path: Path) -> None:
+    config = {"steps": 3, "out": str(tmp_path / "run"), "optim.lr": 1e30, **KEYS}
+    with pytest.raises(weft.WeftError, match="not finite"):
+        weft.train(config, model=MODEL)
