@@ -90,7 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def layout_proof(request: pytest.FixtureRequest) -> ProofReport:
+def layout_proof(request: pytest.FixtureRequest, mesh: str) -> ProofReport:
     """The comparison of the test's model and layout with one device.
 
     Raises:
@@ -103,5 +103,5 @@ def layout_proof(request: pytest.FixtureRequest) -> ProofReport:
     if marker is None:
         pytest.fail("layout_proof needs @weft.layouts(...) above the test")
     keys = {name.replace("__", "."): value for name, value in marker.kwargs["keys"].items()}
-    run = checked_run({"mesh": request.getfixturevalue("mesh"), **keys}, marker.kwargs["model"])
+    run = checked_run({"mesh": mesh, **keys}, marker.kwargs["model"])
     return prove_config(run, steps=STEPS)

@@ -151,7 +151,7 @@ def checked_run(config: Config = None, model: Any = None, data: Any = None) -> R
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _PreparedRun:
     """A checked run in a folder of its own."""
 
     words: tuple[str, ...]
@@ -160,7 +160,7 @@ class _Prepared:
     payload: bytes
 
 
-def _prepare(config: Config, model: Any, data: Any) -> _Prepared:
+def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
     words = _words(config, model, data)
     tokens = None if data is None or isinstance(data, (str, Path)) else data
     with tempfile.TemporaryDirectory() as folder:
@@ -173,7 +173,7 @@ def _prepare(config: Config, model: Any, data: Any) -> _Prepared:
         out = Path(run.out)
     own_model = FAMILIES.value_of(run.model.name)
     payload = cloudpickle.dumps((words, own_model, tokens, out))
-    return _Prepared(words, run, out, payload)
+    return _PreparedRun(words, run, out, payload)
 
 
 def _words(config: Config, model: Any, data: Any) -> tuple[str, ...]:
@@ -234,7 +234,7 @@ def _check_tokens(data: Any) -> None:
         raise UserError(Fault("data", "is no data", got=got, need=need))
 
 
-def _run_child(prepared: _Prepared) -> Iterator[Step]:
+def _run_child(prepared: _PreparedRun) -> Iterator[Step]:
     """Train in a process of its own; yields step events. Ends the run where the loop ends early."""
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(  # noqa: S603 - this Python, with a module of weft

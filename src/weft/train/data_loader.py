@@ -129,7 +129,7 @@ def prefetch(read: Callable[[int], T], steps: Iterable[int], *, most: int) -> It
 
 
 @dataclass(frozen=True)
-class _Result(Generic[T]):
+class _PrefetchResult(Generic[T]):
     value: T
 
 
@@ -147,7 +147,9 @@ class _Prefetcher(Generic[T]):
     ) -> None:
         self._read = read
         self._steps = steps
-        self._queue: queue.Queue[_Result[T] | BaseException | None] = queue.Queue(maxsize=most)
+        self._queue: queue.Queue[_PrefetchResult[T] | BaseException | None] = queue.Queue(
+            maxsize=most
+        )
         self._stopped = threading.Event()
         self.thread = threading.Thread(
             target=self._run,
@@ -158,14 +160,14 @@ class _Prefetcher(Generic[T]):
     def _run(self) -> None:
         try:
             for step in self._steps:
-                result = _Result(self._read(step))
+                result = _PrefetchResult(self._read(step))
                 if not self._put(result):
                     return
             self._put(None)
         except BaseException as error:  # noqa: BLE001 - raised again in the consuming thread
             self._put(error)
 
-    def _put(self, item: _Result[T] | BaseException | None) -> bool:
+    def _put(self, item: _PrefetchResult[T] | BaseException | None) -> bool:
         """Put into the queue when there is room; False if the consumer has stopped."""
         while not self._stopped.is_set():
             try:
