@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from weft.comm.comm import Comm
 from weft.comm.text import broadcast_text, raise_on_all_ranks
 from weft.config.elastic import elastic_note
 from weft.config.run import Run
-from weft.config.schema import GuardConfig, ModelSection, SaveConfig
+from weft.config.schema import EvalConfig, GuardConfig, ModelSection, SaveConfig
 from weft.config.toml import dump
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
@@ -30,7 +30,7 @@ from weft.data.samples import Samples
 from weft.models import FAMILIES
 from weft.run.world import Attempt
 from weft.train.best import recorded_history
-from weft.train.build import RunSteps, build_data_loader, build_run_steps
+from weft.train.build import RunSteps, build_run_steps
 from weft.train.digest import StateDigests
 from weft.train.evaluate import Evaluation
 from weft.train.guard import StepGuard
@@ -103,10 +103,8 @@ def build_training(
     )
     snapshots = _Snapshots()
     if attempt is not None and attempt.memory_folder is not None:
-        if comm.rank == 0:
-            clean(attempt.memory_folder, above=start.num_done)
         snapshots = _build_snapshots(
-            step,
+            steps,
             attempt.memory_folder,
             facts=facts,
             every=run.save.memory_every,
@@ -128,24 +126,11 @@ def build_training(
     )
     evaluator = None
     if run.eval.every:
-        validation = open_validation(run.data, run.model, source=run.eval.source)
-        if steps.references is not None:
-            validation = steps.references.add_to(validation, name="valid")
-        loader = build_data_loader(
-            validation,
-            comm,
-            run.batch,
-            seed=run.seed,
-            later=run.model.reads_later_targets,
-        )
-        evaluation = Evaluation(step.model, loader, most_batches=run.eval.batches)
-        evaluator = Evaluator(
-            evaluation,
-            run.eval.every,
-            run.steps,
-            history=recorded_history(
-                comm, run_folder, start=start.num_done, patience=run.eval.patience
-            ),
+        evaluator = _build_evaluator(
+            run.eval,
+            steps,
+            open_validation(run.data, run.model, source=run.eval.source),
+            run_folder=run_folder,
             saves_best=run.save.best,
         )
     optimizer = optimizer_text(run.optim, run.lora, run.model)
@@ -188,6 +173,39 @@ def build_training(
             **_model_file(run.model),
         },
         opening_events=tuple(opening_events),
+    )
+
+
+def _build_evaluator(
+    config: EvalConfig,
+    steps: RunSteps,
+    validation: Samples,
+    *,
+    run_folder: Path,
+    saves_best: bool,
+) -> Evaluator:
+    """The evaluations of a run on validation data, with the results that its folder records; every
+    rank must call it.
+    """
+    if steps.references is not None:
+        validation = steps.references.add_to(validation, name="valid")
+    evaluation = Evaluation(
+        steps.step.model,
+        replace(steps.loader, samples=validation),
+        most_batches=config.batches,
+    )
+    history = recorded_history(
+        steps.step.model.comm,
+        run_folder,
+        start=steps.start.num_done,
+        patience=config.patience,
+    )
+    return Evaluator(
+        evaluation,
+        config.every,
+        steps.step_range.total,
+        history=history,
+        saves_best=saves_best,
     )
 
 
@@ -275,14 +293,19 @@ class _Snapshots:
 
 
 def _build_snapshots(
-    step: TrainStep,
+    steps: RunSteps,
     folder: Path,
     *,
     facts: Callable[[int], Facts],
     every: int | None,
 ) -> _Snapshots:
-    """Snapshots in memory, if there is room for them; every rank must call it."""
+    """Snapshots in memory, if there is room for them, without those of later steps; every rank must
+    call it.
+    """
+    step = steps.step
     comm = step.model.comm
+    if comm.rank == 0:
+        clean(folder, above=steps.start.num_done)
     problem = room_problem(comm, folder, step.state())
     if problem and every:
         note = note_event(f"warning: save.memory_every: no snapshots in memory: {problem}")
