@@ -37,7 +37,7 @@ train: $(STAMP)  ## the main job: a small LLaMA 3 on 8 ranks (or MESH="cp2 dp2")
 	@echo "  $(BIN)/weft prove --mesh \"pp2 dp2 tp2\"                      every gradient against one device, in float64"
 	@echo "  $(BIN)/weft train --help                                     every key"
 
-test: $(STAMP)  ## all tests, about 8 minutes on 2 idle cores
+test: $(STAMP)  ## all tests, about 6 minutes on 2 idle cores
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not cluster" $(ARGS)
 
 check: $(STAMP)  ## style, types, layers
@@ -64,7 +64,7 @@ matrix: $(STAMP)  ## the whole sweep of layouts x schedules x models against one
 	@OMP_NUM_THREADS=1 WEFT_MATRIX_RESULTS=$(RESULTS) $(BIN)/python -m pytest -n 2 -m slow tests/matrix $(ARGS); \
 		code=$$?; $(MAKE) --no-print-directory support; exit $$code
 
-slow: $(STAMP)  ## the slow tests besides the matrix: 200 kills in the middle of a save, random cuts, adapters on 120 layouts
+slow: $(STAMP)  ## the slow tests besides the matrix: 200 kills in the middle of a save, random cuts, adapters on 120 layouts, more pages, layouts and faults
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not cluster" --ignore tests/matrix tests $(ARGS)
 
 clusters: $(STAMP)  ## real Slurm, Ray and torchrun clusters on this machine (root; installs slurm-wlm, munge, ray)

@@ -67,10 +67,10 @@ LAYOUTS = (
     (MIXED, Case("cp2", microbatches=8, recompute="selective")),
     (MIXED, Case("pp2 dp2 tp2", microbatches=4, zero=2)),
     (PURE, Case("pp2 tp2", microbatches=8, family="gpt2")),
-    (PURE, Case("cp2 tp2", microbatches=8, family="gpt2", context="ulysses", recompute="full")),
-    (MIXED, Case("dp2 cp2", microbatches=4, family="qwen3-moe", zero=3)),
 )
 MORE_LAYOUTS = (
+    (MIXED, Case("dp2 cp2", microbatches=4, family="qwen3-moe", zero=3)),
+    (PURE, Case("cp2 tp2", microbatches=8, family="gpt2", context="ulysses", recompute="full")),
     (MIXED, Case("dp2", microbatches=4, zero=1)),
     (MIXED, Case("tp2", microbatches=8, sequence=True)),
     (PURE, Case("dp4", microbatches=2, family="gpt2", zero=3)),

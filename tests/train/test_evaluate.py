@@ -111,7 +111,13 @@ def test_the_loss_is_the_same_under_any_layout(source, words):
     assert found[-1] == expected[-1]
 
 
-@pytest.mark.parametrize("words", ["--mesh ep2", "--mesh pp2 --pipeline.schedule zero_bubble"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param("--mesh ep2", marks=pytest.mark.slow),
+        "--mesh pp2 --pipeline.schedule zero_bubble",
+    ],
+)
 def test_experts_and_later_targets_do_not_change_that(source, words):
     assert losses(run_of(source, words, "deepseek")) == pytest.approx(
         alone(source, "deepseek"), rel=1e-9
