@@ -34,7 +34,7 @@ train: $(STAMP)  ## the main job: a small LLaMA 3 on 8 ranks (or MESH="cp2 dp2")
 	@echo "  $(BIN)/weft export $(OUT) llama-py/                          for transformers"
 	@echo "  make train MESH=\"cp2 tp2 dp2\"                               another layout, the same numbers"
 	@echo "  $(BIN)/weft explain --mesh \"pp4 dp2\"                        who does what, and why, without starting it"
-	@echo "  $(BIN)/weft prove --mesh \"pp2 dp2 tp2\"                      every gradient against one device, in float64"
+	@echo "  $(BIN)/weft prove --mesh \"pp2 dp2 tp2\"                      every tensor against one device"
 	@echo "  $(BIN)/weft train --help                                     every key"
 
 test: $(STAMP)  ## all tests, about 6 minutes on 2 idle cores
