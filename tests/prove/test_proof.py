@@ -113,8 +113,8 @@ def test_a_missing_reduction_is_named_by_axis_and_collective(monkeypatch):
 def test_moments_that_are_not_restored_are_found_in_the_checkpoint(monkeypatch):
     right = TrainStep.restore
 
-    def restore(self, checkpoint):
-        right(self, checkpoint)
+    def restore(self, checkpoint, **options):
+        right(self, checkpoint, **options)
         self.optimizer.state["head.norm.weight"]["exp_avg"].zero_()
 
     monkeypatch.setattr(TrainStep, "restore", restore)
@@ -143,6 +143,7 @@ def test_a_wrong_learning_rate_is_named_by_the_change(monkeypatch):
     assert first.relation == "updated by 2 times the right change"
 
 
+@pytest.mark.slow
 def test_the_smallest_case_is_a_command(monkeypatch):
     """A fault of tp in a run with zero, recompute and dp: one axis is left, without options."""
     right = grad_norm._is_first_replica
