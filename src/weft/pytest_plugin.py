@@ -58,7 +58,7 @@ def layouts(
         )
         marked = pytest.mark.parametrize("mesh", meshes)(marked)
         options = pytest.mark.layouts(model=model, keys=keys)
-        return options(marked)  # type: ignore[return-value,no-any-return]
+        return options(marked)  # type: ignore[no-any-return]
 
     return decorate
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ UNRECORDED_END = "killed before it could record its end (found when the run was 
 GenerateText = Callable[[ParallelModel, str], str]
 """(the trained model, a prompt) -> text; called on every rank, equal on every rank."""
 
-OnEvent = Callable[[Event], None]
+OnEvent = Callable[[Mapping[str, Any]], None]
 """Called with an event of the run, which it must not change."""
 
 
@@ -186,9 +187,12 @@ class EventObserver:
 
     on_event: OnEvent
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: Mapping[str, Any]) -> None:
         """Call it."""
         self.on_event(event)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def train_rank(

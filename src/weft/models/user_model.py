@@ -31,7 +31,8 @@ from pydantic import Field, create_model, model_validator
 from weft.config.hf.mapping import HFMapping
 from weft.config.schema import ModelSection, label_of
 from weft.config.user_code import is_file_reference, load_module, source_digest, source_text
-from weft.core.model_config import AxisTable, BlockSpec, InitTable, LinearShapes, ModelConfig
+from weft.core.model_config import BlockSpec, InitTable, LinearShapes, ModelConfig
+from weft.core.shard import DimAxis
 from weft.errors import ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -44,6 +45,10 @@ IMAGE_FIELDS = ("image_size", "classes")
 CONTEXT_FIELDS = ("max_seq_len", "context", "block_size")
 """Fields that name the longest sequence of a model, if there is one."""
 CHANGED = "the model file has changed since the run started"
+
+
+UserTable = Mapping[str, tuple[DimAxis | None, ...]]
+"""As `AxisTable`; None is the axis of a dim that is not sharded."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Model:
 
     Config: type
     blocks: Callable[[Any], Any]
-    AXES: AxisTable | Callable[[Any], AxisTable] | None = None
+    AXES: UserTable | Callable[[Any], UserTable] | None = None
     TIES: Mapping[str, str] | Callable[[Any], Mapping[str, str]] | None = None
     INIT: InitTable | Callable[[Any], InitTable] | None = None
     INPUTS: Kind | None = None

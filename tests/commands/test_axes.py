@@ -1,0 +1,58 @@
+"""`weft axes`: proposals for models of other people, and the proof that confirms them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weft.cli import main
+from weft.errors import EXIT_OK, EXIT_USER
+
+MODELS = Path(__file__).parents[1] / "user_models"
+FUSED = 'Stacked(("heads", 4), ("kv_heads", 4), ("kv_heads", 4))'
+ROWS = {
+    "fused_block": (
+        "from weft import Stacked",
+        f'"h*.attn.c_attn.weight": ({FUSED}, None),',
+        f'"h*.attn.c_attn.bias": ({FUSED},),',
+        '"h*.attn.c_proj.weight": (None, "heads"),',
+        '"h*.mlp.c_fc.weight": ("ffn", None),',
+        '"h*.mlp.c_proj.weight": (None, "ffn"),',
+        '"wte.wte.weight": ("vocab", None),',
+    ),
+    "parallel_block": (
+        '"layer*.q_proj.weight": ("heads", None),',
+        '"layer*.fc_in.bias": ("ffn",),',
+        '"layer*.fc_out.weight": (None, "ffn"),',
+        '"head.1.weight": ("vocab", None),',
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["parallel_block", pytest.param("fused_block", marks=pytest.mark.slow)]
+)
+def test_a_proposal_shards_what_its_author_shards_and_is_proven(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (MODELS / f"{name}.py").read_text()
+    path = tmp_path / f"{name}.py"
+    path.write_text(text.replace("AXES", "OTHERS"))
+    assert main(["axes", str(path)]) == EXIT_OK
+    shown = capsys.readouterr().out
+    for row in ROWS[name]:
+        assert row in shown
+    assert "# proven: tp2 equals one device" in shown
+
+
+def test_what_no_sharding_fits_is_undecided(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["axes", str(MODELS / "head_bias.py"), "--check", "False"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert '"layer*.bias": (None, None),' in shown
+    assert "# undecided: layer*.k layer*.q layer*.v -> layer*.o: " in shown
+
+
+def test_a_word_that_names_no_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["axes"]) == EXIT_USER
+    assert "weft axes: names no model" in capsys.readouterr().err
