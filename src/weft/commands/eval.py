@@ -210,6 +210,9 @@ def _check(run: Run, source: ModelSource) -> None:
 
 def _with_own_key(fault: Fault) -> Fault:
     """The fault of a key of a run as one of this command's arguments."""
+    if fault.key == "loss":
+        fix = "--data SOURCE with text, conversations, or prompts with completions"
+        return Fault("data", "holds preference pairs, which have no loss of their own", fix=fix)
     fix = fault.fix
     for key, argument in OWN_KEYS.items():
         fix = fix.replace(f"--{key} ", f"--{argument} ")

@@ -34,6 +34,8 @@ KEY = "data.chat_template"
 FILE = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 MAX_BYTES = MIB
+MAX_RENDERED_CHARS = 64 * MIB
+"""Of one conversation: a template is code of unknown origin."""
 MAX_CONFIG_BYTES = 64 * MIB
 MAX_ERROR_CHARS = 160
 DEFAULT = "default"
@@ -179,8 +181,12 @@ class ChatTemplate:
         }
         try:
             with tracker.tracking(blocks) as answers:
+                num_chars = 0
                 for block in compiled.generate(**variables):
                     blocks.append(block)
+                    num_chars += len(block)
+                    if num_chars > MAX_RENDERED_CHARS:
+                        raise ValueError(f"it renders more than {MAX_RENDERED_CHARS:,} characters")
         except Exception as error:  # noqa: BLE001 - a template may raise anything, and only about itself and this record
             raise self._fault(error) from None
         return "".join(blocks), tuple(answers)

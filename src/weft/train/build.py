@@ -25,6 +25,7 @@ from weft.config.schema import (
 from weft.core.dimension import data_axis, position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
 from weft.data.dataset import open_data
+from weft.data.logprob_files import FOLDER
 from weft.data.samples import Samples
 from weft.hf.folder import HfFolder
 from weft.layout.plan import Plan
@@ -255,6 +256,16 @@ class RunSteps:
     references: References | None = None
 
 
+def _folder_of_references(start: StartState, run_folder: Path) -> Path:
+    """The run folder whose reference log-probabilities a resumed run reads: that of its checkpoint,
+    or its own, where that is a snapshot in memory.
+    """
+    if start.path is None:
+        return run_folder
+    source = Path(start.path).parent.parent
+    return source if (source / FOLDER).is_dir() else run_folder
+
+
 def build_run_steps(
     run: Run,
     comm: Comm,
@@ -301,7 +312,8 @@ def build_run_steps(
         references = References(
             step.model,
             load,
-            Path(run.out or ""),
+            run_folder=Path(run.out or ""),
+            source_folder=_folder_of_references(start, Path(run.out or "")),
             is_initial=start.checkpoint is None or start.is_import,
             is_written=writes_references,
         )

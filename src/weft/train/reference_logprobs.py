@@ -39,6 +39,7 @@ class References:
     Attributes:
         load: returns this rank's loader of samples.
         run_folder: where they are stored.
+        source_folder: of the run that the checkpoint is of, where a resume reads them.
         is_initial: whether the model has its initial parameters, and computes them; else they are
             read.
         is_written: whether computed ones are stored.
@@ -47,6 +48,7 @@ class References:
     model: ParallelModel
     load: Callable[[Samples], DataLoader]
     run_folder: Path
+    source_folder: Path
     is_initial: bool
     is_written: bool
 
@@ -63,9 +65,12 @@ class References:
         check_size(samples, seq_len=seq_len)
         if not self.is_initial:
             shape = (samples.num_samples, seq_len)
-            return ReferencedSamples(samples, self._read(name, shape, samples.facts()))
-        logprobs = compute_logprobs(self.model, self.load(samples))
-        if self.is_written and self.model.comm.rank == 0:
+            logprobs = self._read(name, shape, samples.facts())
+            is_new = self.source_folder != self.run_folder
+        else:
+            logprobs = compute_logprobs(self.model, self.load(samples))
+            is_new = True
+        if is_new and self.is_written and self.model.comm.rank == 0:
             write_references(self.run_folder, name, logprobs, samples.facts())
         return ReferencedSamples(samples, logprobs)
 
@@ -80,7 +85,7 @@ class References:
         fault = Fault("", "")
         if comm.rank == 0:
             try:
-                logprobs = read_references(self.run_folder, name, shape=shape, data=data)
+                logprobs = read_references(self.source_folder, name, shape=shape, data=data)
             except DataError as error:
                 fault = error.faults[0]
         fields = [fault.key, fault.what, fault.got, fault.need, fault.fix]
