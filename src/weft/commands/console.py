@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tyro
 from pydantic import BaseModel
@@ -18,7 +19,7 @@ from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
 from weft.config.checks import Adaptation, CheckTable, run_checks
 from weft.config.load import try_load
 from weft.config.run import Run, plan_of
-from weft.config.schema import ModelSection
+from weft.config.schema import ModelSection, OptimGroup
 from weft.config.validate import config_checks
 from weft.errors import EXIT_OK, UserError
 from weft.layout.plan import Plan
@@ -100,11 +101,37 @@ def _options_text(defaults: BaseModel) -> str:
             description="",
             config=(tyro.conf.FlagConversionOff,),
             use_underscores=True,
+            registry=_registry_of_tables(),
         )
     drawn.flush()
     text = encoded.getvalue().decode(drawn.encoding)
     _, _, options = text.partition("\n\n")
     return _without_empty_defaults(options)
+
+
+def _registry_of_tables() -> tyro.constructors.ConstructorRegistry:
+    """How tyro shows values that validation reads itself: tables, and lists of groups."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(
+        info: tyro.constructors.PrimitiveTypeInfo,
+    ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if info.type == dict[str, Any]:
+            metavar = "VALUE"
+        elif info.type == tuple[OptimGroup, ...]:
+            metavar = "[TEXT [TEXT ...]]"
+        else:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs="*",
+            metavar=metavar,
+            instance_from_str=lambda words: words,
+            is_instance=lambda value: True,
+            str_from_instance=lambda value: [],
+        )
+
+    return registry
 
 
 def _without_empty_defaults(text: str) -> str:
