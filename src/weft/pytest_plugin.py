@@ -1,4 +1,4 @@
-"""pytest plugin: `@weft.layouts("tp2", "pp2 dp2")` runs a test once for each layout, on every rank of it.
+"""Plugin of pytest: `@weft.layouts("tp2", "pp2 dp2")` runs a test once for each layout, on every rank of it.
 
     @weft.layouts("dp2", "tp2")
     def test_the_sum_of_ranks(comm):

@@ -39,7 +39,7 @@ class Comparison(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AxisGroup:
+class GroupInputs:
     """The group of this rank along an axis, and inputs for all its members."""
 
     comm: Comm
@@ -97,14 +97,14 @@ def reduce(tensors: list[Tensor], op: Reduce) -> Tensor:
             return stacked.prod(0).to(dtype)
 
 
-def groups_of(comm: Comm) -> Iterator[AxisGroup]:
+def groups_of(comm: Comm) -> Iterator[GroupInputs]:
     """The groups of every axis of the mesh, alone and combined with others."""
     names = [name for name, degree in comm.mesh.axes if degree > 1]
     for name in names:
-        yield AxisGroup(comm, name)
+        yield GroupInputs(comm, name)
     for count in range(2, len(names) + 1):
         for combined in itertools.combinations(names, count):
-            yield AxisGroup(comm, combined)
+            yield GroupInputs(comm, combined)
 
 
 def supports(op: Reduce, dtype: torch.dtype) -> bool:
@@ -140,7 +140,7 @@ def all_reduces_of_odd_tensors(comm: Comm) -> Iterator[Comparison]:
         yield from _large_all_reduces(group)
 
 
-def _small_all_reduces(group: AxisGroup) -> Iterator[Comparison]:
+def _small_all_reduces(group: GroupInputs) -> Iterator[Comparison]:
     comm, axis = group.comm, group.axis
     scalar = torch.tensor(float(comm.rank), device=comm.device)
     total = float(sum(group.ranks))
@@ -157,7 +157,7 @@ def _small_all_reduces(group: AxisGroup) -> Iterator[Comparison]:
     )
 
 
-def _all_reduces_of_views(group: AxisGroup) -> Iterator[Comparison]:
+def _all_reduces_of_views(group: GroupInputs) -> Iterator[Comparison]:
     comm, axis = group.comm, group.axis
     inputs = group.inputs(4, 6)
     total = reduce(inputs, "sum")
@@ -171,7 +171,7 @@ def _all_reduces_of_views(group: AxisGroup) -> Iterator[Comparison]:
     yield group.compare("even columns", x, expected)
 
 
-def _large_all_reduces(group: AxisGroup) -> Iterator[Comparison]:
+def _large_all_reduces(group: GroupInputs) -> Iterator[Comparison]:
     comm, axis = group.comm, group.axis
     inputs = group.inputs(LARGE)
     for op in SUMS:
@@ -204,7 +204,7 @@ def all_gathers(comm: Comm) -> Iterator[Comparison]:
             yield _uneven_all_gather(group, dim, rows=LARGE // 5)
 
 
-def _uneven_all_gather(group: AxisGroup, dim: int, *, rows: int) -> Comparison:
+def _uneven_all_gather(group: GroupInputs, dim: int, *, rows: int) -> Comparison:
     """Member i has i * `rows` rows."""
     shards: list[Tensor] = []
     sizes: list[int] = []
@@ -240,7 +240,7 @@ def in_place(comm: Comm) -> Iterator[Comparison]:
                 yield from _reduce_scatter_in_place(group, buffers, length, op=op)
 
 
-def _gather_in_place(group: AxisGroup, buffers: list[Tensor], length: int) -> Comparison:
+def _gather_in_place(group: GroupInputs, buffers: list[Tensor], length: int) -> Comparison:
     shards: list[Tensor] = []
     for index, member_buffer in enumerate(buffers):
         shard = member_buffer.narrow(0, index * length, length)
@@ -255,7 +255,7 @@ def _gather_in_place(group: AxisGroup, buffers: list[Tensor], length: int) -> Co
 
 
 def _reduce_scatter_in_place(
-    group: AxisGroup, buffers: list[Tensor], length: int, *, op: Reduce
+    group: GroupInputs, buffers: list[Tensor], length: int, *, op: Reduce
 ) -> Iterator[Comparison]:
     start = group.index * length
     own = slice(start, start + length)
@@ -282,7 +282,7 @@ def reduce_scatters(comm: Comm) -> Iterator[Comparison]:
 
 
 def _even_reduce_scatter(
-    group: AxisGroup,
+    group: GroupInputs,
     dim: int,
     *,
     dtype: torch.dtype,
@@ -304,7 +304,7 @@ def _even_reduce_scatter(
     )
 
 
-def _uneven_reduce_scatter(group: AxisGroup, dim: int) -> Comparison:
+def _uneven_reduce_scatter(group: GroupInputs, dim: int) -> Comparison:
     """Member i gets i rows."""
     sizes = list(range(group.size))
     drawn = group.inputs(sum(sizes), 3)
@@ -331,7 +331,7 @@ def all_to_alls(comm: Comm) -> Iterator[Comparison]:
         yield _uneven_all_to_all(group, dtype)
 
 
-def _even_all_to_all(group: AxisGroup, dtype: torch.dtype) -> Comparison:
+def _even_all_to_all(group: GroupInputs, dtype: torch.dtype) -> Comparison:
     inputs = group.inputs(2 * group.size, 3, dtype=dtype)
     x = group.local(inputs)
     got = group.comm.all_to_all(x, group.axis)
@@ -344,7 +344,7 @@ def _even_all_to_all(group: AxisGroup, dtype: torch.dtype) -> Comparison:
     )
 
 
-def _uneven_all_to_all(group: AxisGroup, dtype: torch.dtype) -> Comparison:
+def _uneven_all_to_all(group: GroupInputs, dtype: torch.dtype) -> Comparison:
     rows: list[list[int]] = []
     inputs: list[Tensor] = []
     for index, rank in enumerate(group.ranks):
@@ -376,7 +376,7 @@ def one_to_many(comm: Comm) -> Iterator[Comparison]:
             yield _broadcast(group, dtype, root)
 
 
-def _gather(group: AxisGroup, dtype: torch.dtype, root: int) -> Iterator[Comparison]:
+def _gather(group: GroupInputs, dtype: torch.dtype, root: int) -> Iterator[Comparison]:
     inputs = group.inputs(2, 3, dtype=dtype)
     gathered = group.comm.gather(group.local(inputs), group.axis, root=root)
     is_none = torch.tensor(gathered is None)
@@ -390,7 +390,7 @@ def _gather(group: AxisGroup, dtype: torch.dtype, root: int) -> Iterator[Compari
             yield group.compare(f"gather {root} {dtype}", got, expected)
 
 
-def _scatter(group: AxisGroup, dtype: torch.dtype, root: int) -> Comparison:
+def _scatter(group: GroupInputs, dtype: torch.dtype, root: int) -> Comparison:
     comm = group.comm
     shards = [make_input(100 + rank, 2, 3, dtype=dtype) for rank in group.ranks]
     sent = [shard.to(comm.device) for shard in shards] if group.index == root else None
@@ -403,7 +403,7 @@ def _scatter(group: AxisGroup, dtype: torch.dtype, root: int) -> Comparison:
     )
 
 
-def _broadcast(group: AxisGroup, dtype: torch.dtype, root: int) -> Comparison:
+def _broadcast(group: GroupInputs, dtype: torch.dtype, root: int) -> Comparison:
     """Of a non-contiguous view."""
     inputs = group.inputs(2, 3, dtype=dtype)
     x = group.local(inputs)
@@ -419,7 +419,7 @@ def messages(comm: Comm) -> Iterator[Comparison]:
         yield from _ring(group, step)
 
 
-def _ring(group: AxisGroup, step: int) -> Iterator[Comparison]:
+def _ring(group: GroupInputs, step: int) -> Iterator[Comparison]:
     comm, axis = group.comm, group.axis
     to = (group.index + step) % group.size
     source = (group.index - step) % group.size
