@@ -128,8 +128,9 @@ def overwritten_gradients(
 def local_targets(
     counts: Callable[..., Tensor], step: TrainStep, batches: Sequence[Batch]
 ) -> Tensor:
-    """Twice this rank's own number of targets."""
-    return torch.stack([batch.num_targets() for batch in batches]).sum().double() * 2
+    """This rank's own number of targets, times the number of data ranks."""
+    own = torch.stack([batch.num_targets() for batch in batches]).sum().double()
+    return own * step.model.comm.degree("dp")
 
 
 def masked_targets_too(

@@ -84,7 +84,8 @@ def decay_by_shape_of_shards(
     make: Callable[..., Any], params: Any, optim: Any, *, decay_names: Any = None
 ) -> Any:
     """Which parameters decay is decided by the shape of their shards, which have one dim."""
-    return make(params, optim)
+    names = frozenset(name for name, shard in params.items() if shard.ndim >= 2)
+    return make(params, optim, decay_names=names)
 
 
 def compute_dtype_for(name: str) -> Callable[..., Any]:
