@@ -180,7 +180,7 @@ MUTANTS = (
         PACKED,
         (FunctionFault(WHOLE_BATCH, one_document),),
         axes=ANY_AXIS,
-        blocks=STEP,
+        blocks=("", "layer0"),
     ),
     Mutant(
         "positions_do_not_restart_in_documents",

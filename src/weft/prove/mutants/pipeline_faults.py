@@ -194,7 +194,7 @@ MUTANTS = (
         PP,
         (FunctionFault(BACKWARD, input_times(2.0)),),
         axes=AXIS,
-        blocks=("layer0", "layer1"),
+        blocks=("layer1", "layer2"),
     ),
     Mutant(
         "the_gradients_for_the_first_stage_are_lost",
@@ -202,7 +202,7 @@ MUTANTS = (
         PP,
         (FunctionFault(BACKWARD, input_times(0.0)),),
         axes=AXIS,
-        blocks=("layer0", "layer1"),
+        blocks=("layer1", "layer2"),
     ),
     Mutant(
         "a_layer_is_lost_where_layers_do_not_divide",
