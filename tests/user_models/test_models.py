@@ -34,11 +34,8 @@ REJECTED = {
 EQUAL = [(name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in REJECTED]
 ALWAYS = (
     ("fused_block", "tp2 sp"),
-    ("vit", "pp2"),
     ("shared_layer", "tp2"),
-    ("shared_router", "tp2"),
     ("torch_attention", "dp2 zero3"),
-    ("weight_norm", "cp2"),
 )
 """Cases that run by default; `make slow` runs all."""
 
