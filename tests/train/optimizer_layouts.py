@@ -20,7 +20,7 @@ from weft.prove.trace import RankTrace, StepTrace, TensorDifference, differences
 from weft.testing import run_ranks
 from weft.train.build import build_model
 from weft.train.optim import NamedOptimizer, make_optimizer, matrices
-from weft.train.optimizers.reference import ReferenceOptimizer, reference_optimizer
+from weft.train.reference_optimizer import ReferenceOptimizer, reference_optimizer
 from weft.train.step import TrainStep
 
 
