@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch  # noqa: F401 - imported once, not by the first case
 
+from weft.checkpoint.resume import _model_changes
 from weft.cli import main
+from weft.config.load import load
 from weft.errors import EXIT_USER
+from weft.models import FAMILIES
 
 LIMIT_S = 2.0
 GOOD = """
@@ -162,3 +166,14 @@ def test_fields_of_the_config_are_flags_with_help(
     assert "width of the stream" in capsys.readouterr().out
     assert main(["explain", str(path), "--model.dim", "wide"]) == EXIT_USER
     assert "model.dim: wrong type" in capsys.readouterr().err
+
+
+def test_a_run_resumes_with_the_file_that_it_was_trained_with(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "ckpt" / "step-000001"
+    (tmp_path / "my_model.py").write_text(GOOD)
+    section = load([str(tmp_path / "my_model.py")], FAMILIES).model
+    run = {"model": {"digest": "0123456789abcdef"}}
+    facts = SimpleNamespace(run=run, family=section.name, architecture=section.architecture)
+    (fault,) = _model_changes(section, facts, path)
+    assert "the model file has changed since" in str(fault)
+    assert f"a copy is {tmp_path}/run/model.py" in str(fault)

@@ -158,6 +158,11 @@ def _not_found_faults(resume: str, out: str | None, found: FoundCheckpoint) -> t
 
 def _model_changes(model: ModelSection, facts: Facts, path: Path) -> Iterator[Fault]:
     """Fields of the model that differ from the checkpoint's."""
+    stored = _value(facts.run, "model.digest")
+    if stored is not None and model.digest != stored:
+        fix = f"restore the file (a copy is {path.parents[1] / 'model.py'}), or start a new run"
+        what = f"the model file has changed since {path} was written"
+        yield Fault("model.name", what, got=str(model.digest), need=str(stored), fix=fix)
     try:
         check_model(
             path,
