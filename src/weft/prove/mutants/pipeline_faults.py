@@ -221,6 +221,7 @@ MUTANTS = (
             ModuleFault(
                 "layer1",
                 run_twice,
+                axis="pp",
             ),
         ),
         axes=AXIS,
