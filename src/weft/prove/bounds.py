@@ -8,6 +8,10 @@ Note [Bounds]
     FLOOR units of rounding. Perturbed runs drift apart step by step, as layouts do, and the bound
     grows with them. In float64 nothing drifts in a few steps: the bound is 1e-9.
 
+    A gradient norm adds the squares of all entries in an order of its own, which no perturbation of
+    the gradients changes: the rounding of a sum of n terms grows like the root of n. NORM_SHARE
+    times that, in units of rounding, is added to its bound.
+
 Differences are relative to the largest entry of the logical tensor, or to a share of the largest
 entry of its kind: a gradient that is zero in exact arithmetic (the key bias of softmax attention)
 consists of rounding errors and has no scale of its own.
@@ -31,6 +35,8 @@ FACTOR = 8.0
 """Tensor-parallel sums of n rounded parts err by sqrt(n) units, two perturbed runs are a small
 sample, and the largest of many entries is compared."""
 FLOOR = 4.0
+NORM_SHARE = 0.25
+"""Kernels add in several lanes, each a part of the terms."""
 MIN_SCALE = 1e-30
 KIND_SHARE = 1e-6
 """Least scale of a gradient or moment, as a share of the largest of its kind in the step."""
@@ -66,7 +72,16 @@ class Bounds:
         if self.types.is_exact:
             return TOLERANCE
         spread = max(self._spreads[key], self._typical_spread(key))
-        return FACTOR * spread + FLOOR * self.types.eps
+        bound = FACTOR * spread + FLOOR * self.types.eps
+        if key.phase in ("norm", "clip"):
+            bound += norm_rounding(self._most_entries, self.types)
+        return bound
+
+    @cached_property
+    def _most_entries(self) -> int:
+        """Of a gradient."""
+        sizes = (x.numel() for key, x in self.plain.values.items() if key.phase == "reduce")
+        return max(sizes, default=1)
 
     @cached_property
     def _spreads(self) -> dict[TensorKey, float]:
@@ -112,6 +127,11 @@ class Bounds:
             kind = (key.step, key.phase, _kind(key))
             found[kind] = max(found.get(kind, 0.0), largest)
         return found
+
+
+def norm_rounding(num_entries: int, types: NumberTypes) -> float:
+    """Rounding of the norm of so many entries, in relative terms; see Note [Bounds]."""
+    return NORM_SHARE * math.sqrt(num_entries) * types.eps
 
 
 def _kind(key: TensorKey) -> str:

@@ -14,7 +14,7 @@ import torch
 from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.errors import counted
-from weft.prove.bounds import FACTOR, FLOOR, TOLERANCE
+from weft.prove.bounds import FACTOR, FLOOR, TOLERANCE, norm_rounding
 from weft.prove.proof import Subject, bounds_text, layout_text, model_text, reference, types_text
 from weft.prove.reference import NumberTypes, Reference, TensorKey, perturbations
 from weft.prove.report import Difference, Pass, PhaseBound, ProofReport
@@ -68,10 +68,15 @@ class StepComparison:
 
 
 class GrowingBound:
-    """The bound of a number that grows with the spread of perturbed runs, step by step."""
+    """The bound of a number that grows with the spread of perturbed runs, step by step.
 
-    def __init__(self, types: NumberTypes) -> None:
+    Args:
+        most_entries: of a trained parameter.
+    """
+
+    def __init__(self, types: NumberTypes, *, most_entries: int) -> None:
         self.types = types
+        self._norm_rounding = norm_rounding(most_entries, types)
         self._spread: dict[Number, float] = {"loss": 0.0, "norm": 0.0}
 
     def add(self, number: Number, plain: float, perturbed: Sequence[float]) -> None:
@@ -86,7 +91,8 @@ class GrowingBound:
             return TOLERANCE
         other: Number = "norm" if number == "loss" else "loss"
         spread = max(self._spread[number], OTHER_SHARE * self._spread[other])
-        return FACTOR * spread + FLOOR * self.types.eps
+        rounding = self._norm_rounding if number == "norm" else 0.0
+        return FACTOR * spread + FLOOR * self.types.eps + rounding
 
 
 def prove_recorded(
@@ -134,7 +140,8 @@ def _compare(
         reference(subject, perturbation=perturbation, records=False)
         for perturbation in perturbations(run)
     ]
-    bound = GrowingBound(plain.types)
+    most_entries = max(param.numel() for param in plain.trained.values())
+    bound = GrowingBound(plain.types, most_entries=most_entries)
     steps = [each.steps(len(recorded)) for each in (plain, *others)]
     torch.set_flush_denormal(True)
     for event, numbers in zip(recorded, zip(*steps, strict=True), strict=True):
