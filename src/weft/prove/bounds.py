@@ -49,11 +49,13 @@ class Bounds:
     Args:
         plain: the reference that the layout is compared with.
         perturbed: the same, perturbed.
+        update_eps: to what an update is rounded within its optimizer; 0: as the parameters.
     """
 
     plain: ReferenceTrace
     perturbed: Sequence[ReferenceTrace]
     types: NumberTypes
+    update_eps: float = 0.0
 
     def scale(self, key: TensorKey) -> float:
         """What differences of this tensor are relative to."""
@@ -75,6 +77,8 @@ class Bounds:
         bound = FACTOR * spread + FLOOR * self.types.eps
         if key.phase in ("norm", "clip"):
             bound += norm_rounding(self._most_entries, self.types)
+        if key.phase in ("update", "checkpoint"):
+            bound += self.update_eps * self._largest_lr / self.scale(key)
         return bound
 
     @cached_property

@@ -34,6 +34,8 @@ from weft.train.build_training import build_training
 from weft.train.event_log import EventLog
 from weft.train.loop import run_training
 
+MUON_EPS = 2.0**-8
+"""Unit of bfloat16, in which Muon orthogonalises."""
 TIMEOUT_S = 3600.0
 STEPS_AFTER_RESUME = 1
 MAX_NOTES = 4
@@ -220,7 +222,12 @@ def reference_bounds(subject: Subject) -> Bounds:
         each = reference(subject, perturbation=perturbation)
         perturbed.append(each.run_all(subject.steps))
     plain = reference(subject).run_all(subject.steps)
-    return Bounds(plain, tuple(perturbed), NumberTypes.of(subject.run))
+    return Bounds(
+        plain,
+        tuple(perturbed),
+        NumberTypes.of(subject.run),
+        update_eps=MUON_EPS if subject.run.optim.name == "muon" else 0.0,
+    )
 
 
 def reference(
