@@ -458,7 +458,14 @@ RECORDS: dict[str, tuple[str, list[Any], str, str]] = {
     "all targets masked": ("prompt", [{"prompt": "a" * 200, "completion": "b"}], "", "no target is left"),
     "no record": ("chat", [], "chatml", "is empty"),
 }  # fmt: skip
-PREPARED_RECORDS = ("mixed forms", "another form", "a role that raises", "no template", "a pair of equals", "no record")
+PREPARED_RECORDS = (
+    "mixed forms",
+    "another form",
+    "a role that raises",
+    "no template",
+    "a pair of equals",
+    "no record",
+)
 """Of which `weft data prepare` is tried, too."""
 TEMPLATES = {
     "t.jinja": STRICT,

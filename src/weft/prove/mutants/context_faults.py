@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.models.common.batch import Batch, with_later_targets
+from weft.parallel.cp import AXIS as CP_AXIS
 from weft.prove.mutants import references
 from weft.prove.mutants.changes import nothing, returns
 from weft.prove.mutants.fault import (
@@ -22,7 +23,7 @@ from weft.prove.mutants.fault import (
 RING = MutantLayout("cp2")
 ALL_GATHER = MutantLayout("cp2", options="--parallel.context allgather")
 ULYSSES = MutantLayout("cp2", options="--parallel.context ulysses")
-AXIS = ("cp",)
+AXIS = (CP_AXIS,)
 COLUMNS = "weft.models.common.batch:Batch.columns"
 FIRST_LAYER = ("layer0",)
 

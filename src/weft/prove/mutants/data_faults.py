@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.models.common.batch import IGNORE, Batch
+from weft.parallel.dp import AXIS as DP_AXIS
 from weft.parallel.recompute.blocks import RecomputedBlock
 from weft.prove.mutants import references
 from weft.prove.mutants.changes import named_argument
@@ -113,7 +114,7 @@ MUTANTS = (
         "half of the data is never seen",
         MutantLayout("dp2 tp2"),
         (FunctionFault("weft.train.data_loader:layout_of", named_argument("index", 0)),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=STEP,
         reference=references.SCALETORCH,
     ),
@@ -122,7 +123,7 @@ MUTANTS = (
         "some samples are seen twice and others never",
         DP,
         (FunctionFault(BATCHES, other_order),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=STEP,
         reference=references.MEGATRON_RANDOM_STATE,
     ),
@@ -209,7 +210,7 @@ MUTANTS = (
         "the loss of the other ranks' samples is lost",
         MutantLayout("dp2", evaluates=True),
         (CollectiveFault("Evaluation.__call__", "repeat"),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=STEP,
     ),
 )

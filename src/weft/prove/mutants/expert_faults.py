@@ -7,6 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.parallel.cp import AXIS as CP_AXIS
+from weft.parallel.dp import AXIS as DP_AXIS
+from weft.parallel.ep import AXIS as EP_AXIS
+from weft.parallel.tp import AXIS as TP_AXIS
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.prove.mutants import references
 from weft.prove.mutants.changes import named_argument, nothing, result_times, without_gradient
@@ -21,7 +25,7 @@ from weft.prove.mutants.pipeline_faults import CHAIN, extra_losses_times, withou
 from weft.prove.mutants.tensor_faults import INIT, first_shard_of, partial_without
 
 EP = MutantLayout("ep2", family="qwen3-moe")
-AXIS = ("ep",)
+AXIS = (EP_AXIS,)
 DISPATCH = "weft.parallel.expert.dispatch:ExpertParallelDispatch.forward"
 FINISH = "weft.parallel.zero.gradient_reducer:GradientReducer.finish"
 FIRST_MIXTURE = ("layer0",)
@@ -33,14 +37,14 @@ def expert_gradients_times_degree(finish: Callable[..., None], reducer: Gradient
     finish(reducer)
     for name, param in reducer.sharded_params.items():
         if ".experts." in name and param.grad is not None:
-            param.grad.mul_(reducer.comm.degree("ep"))
+            param.grad.mul_(reducer.comm.degree(EP_AXIS))
 
 
 def experts_summed_over_ep(
     rule: Callable[..., Any], mesh: Any, *, varies: Any, sharded: Any
 ) -> Any:
     """Experts are summed over the ranks that hold other experts."""
-    kept = tuple(axis for axis in sharded if axis != "ep")
+    kept = tuple(axis for axis in sharded if axis != EP_AXIS)
     return rule(mesh, varies=varies, sharded=kept)
 
 
@@ -164,7 +168,7 @@ MUTANTS = (
                 named_argument("counts", True),
             ),
         ),
-        axes=("tp",),
+        axes=(TP_AXIS,),
         blocks=("layer0", "layer2", "loss", ""),
         reference=references.MEGATRON_AUXILIARY_TP,
     ),
@@ -173,7 +177,7 @@ MUTANTS = (
         "the share of an expert is that of half a sequence",
         MutantLayout("cp2", family="qwen3-moe"),
         (FunctionFault("weft.parallel.expert.dispatch:ShardedBalance.sums", local_sums),),
-        axes=("cp",),
+        axes=(CP_AXIS,),
         blocks=("layer0", "layer2", "loss", ""),
     ),
     Mutant(
@@ -186,7 +190,7 @@ MUTANTS = (
                 partial_without("router.proj.weight"),
             ),
         ),
-        axes=("tp",),
+        axes=(TP_AXIS,),
         blocks=LAST_MIXTURE,
         reference=references.MEGATRON_COMPOSITION,
     ),
@@ -195,7 +199,7 @@ MUTANTS = (
         "biases of routers drift apart",
         MutantLayout("dp2 tp2", family="deepseek"),
         (CollectiveFault("sum_loads", "skip"),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("layer1", "layer2", "mtp0"),
     ),
     Mutant(
@@ -210,8 +214,8 @@ MUTANTS = (
         "the_shared_expert_counts_once_a_tensor_rank",
         "its output is summed although it is whole",
         MutantLayout("tp2", family="deepseek"),
-        (ModuleFault("layer1.mlp.shared", result_times(2.0), axis="tp"),),
-        axes=("tp",),
+        (ModuleFault("layer1.mlp.shared", result_times(2.0), axis=TP_AXIS),),
+        axes=(TP_AXIS,),
         blocks=("layer1",),
     ),
 )

@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from weft.models.common.batch import Batch
+from weft.parallel.cp import AXIS as CP_AXIS
+from weft.parallel.dp import AXIS as DP_AXIS
+from weft.parallel.ep import AXIS as EP_AXIS
 from weft.parallel.model.parallelize import ParamShard
 from weft.parallel.pipeline.player import Player
+from weft.parallel.pp import AXIS as PP_AXIS
+from weft.parallel.tp import AXIS as TP_AXIS
 from weft.parallel.zero import grad_norm
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup
@@ -61,7 +66,7 @@ class SwappedViews:
     ) -> None:
         init(group, *args, **named)
         is_bucket = {self.one, self.other} <= group.params.keys()
-        if not is_bucket or group.comm.index("dp") != 0:
+        if not is_bucket or group.comm.index(DP_AXIS) != 0:
             return
         views = group._grad_views
         views[self.one], views[self.other] = views[self.other], views[self.one]
@@ -71,7 +76,7 @@ class SwappedViews:
 
 def tp_instead_of_dp(rule: Callable[..., Any], mesh: Any, *, varies: Any, sharded: Any) -> Any:
     """Sum replicated parameters over tp."""
-    return ("tp",) if not sharded else ()
+    return (TP_AXIS,) if not sharded else ()
 
 
 def without_axis(axis: str) -> Callable[..., Any]:
@@ -130,7 +135,7 @@ def local_targets(
 ) -> Tensor:
     """This rank's own number of targets, times the number of data ranks."""
     own = torch.stack([batch.num_targets() for batch in batches]).sum().double()
-    return own * step.model.comm.degree("dp")
+    return own * step.model.comm.degree(DP_AXIS)
 
 
 def masked_targets_too(
@@ -139,7 +144,7 @@ def masked_targets_too(
     """The number of tokens, masked ones included."""
     num_tokens = sum(batch.targets.numel() for batch in batches)
     count = torch.tensor(float(num_tokens), dtype=torch.float64)
-    return step.model.comm.all_reduce(count, "dp")
+    return step.model.comm.all_reduce(count, DP_AXIS)
 
 
 def seed_of_microbatch(backward: Callable[..., None], player: Player, state: Any, act: Any) -> None:
@@ -188,7 +193,7 @@ def shards_count_once(
     is_first: Callable[..., bool], shard: ParamShard, comm: Any, sharded_over: Any
 ) -> bool:
     """Count the shards of the first rank alone, as of a replicated parameter."""
-    return all(comm.index(axis) == 0 for axis, _ in comm.mesh.axes if axis != "pp")
+    return all(comm.index(axis) == 0 for axis, _ in comm.mesh.axes if axis != PP_AXIS)
 
 
 def zero_shards_count_once(
@@ -235,7 +240,7 @@ MUTANTS = (
         "every data rank trains on its own gradients, also with several micro-batches",
         MutantLayout("dp2 tp2"),
         _reduction("skip"),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=HEAD,
         reference=references.SCALETORCH,
     ),
@@ -244,7 +249,7 @@ MUTANTS = (
         "gradients are 1 / dp too small, which AdamW hides from the loss",
         MutantLayout("pp2 dp2"),
         _reduction("avg"),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=HEAD,
         reference=references.MEGATRON_COMPOSITION,
     ),
@@ -253,7 +258,7 @@ MUTANTS = (
         "the all-reduce runs again on its result: gradients are dp too large",
         DP,
         _reduction("twice"),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=HEAD,
         reference=references.PYTORCH_EXPERTS,
     ),
@@ -262,7 +267,7 @@ MUTANTS = (
         "the gradients of one rank are lost",
         DP,
         _reduction("zero", place=1),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=HEAD,
     ),
     Mutant(
@@ -270,7 +275,7 @@ MUTANTS = (
         "the all-reduce covers too few elements",
         DP,
         _reduction("truncate"),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("embed", "layer*", "head"),
     ),
     Mutant(
@@ -278,7 +283,7 @@ MUTANTS = (
         "sums over ranks lose 16 bits",
         DP,
         _reduction("bfloat16"),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=HEAD,
     ),
     Mutant(
@@ -286,7 +291,7 @@ MUTANTS = (
         "the bucket is read before its reduction has ended",
         DP,
         _reduction("stale"),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=HEAD,
         reference=references.DEEPSPEED_OVERLAP,
     ),
@@ -295,15 +300,15 @@ MUTANTS = (
         "the all-reduce of the second step does not run",
         DP,
         _reduction("skip", call=1),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=HEAD,
     ),
     Mutant(
         "gradients_are_summed_over_the_wrong_group",
         "data ranks sum over the tensor ranks",
         MutantLayout("dp2 tp2"),
-        _reduction("group", axis="dp", other_axis="tp"),
-        axes=("dp",),
+        _reduction("group", axis=DP_AXIS, other_axis=TP_AXIS),
+        axes=(DP_AXIS,),
         blocks=HEAD,
     ),
     Mutant(
@@ -311,7 +316,7 @@ MUTANTS = (
         "two gradients of equal shape are summed crosswise",
         DP,
         (FunctionFault("weft.parallel.zero.param_group:ParamGroup.__init__", SwappedViews()),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("layer0",),
     ),
     Mutant(
@@ -319,7 +324,7 @@ MUTANTS = (
         "the gradients of later micro-batches stay local",
         MutantLayout("dp2", options="--batch.global_size 6"),
         (FunctionFault("weft.parallel.pipeline.player:Player.__init__", early_reduction),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("head",),
         reference=references.SCALETORCH,
     ),
@@ -328,7 +333,7 @@ MUTANTS = (
         "replicated parameters are summed over tp instead of dp",
         MutantLayout("dp2 tp2"),
         (FunctionFault(RULE, tp_instead_of_dp),),
-        axes=("dp", "tp", "dp+tp"),
+        axes=(DP_AXIS, TP_AXIS, "dp+tp"),
         blocks=HEAD,
     ),
     Mutant(
@@ -336,7 +341,7 @@ MUTANTS = (
         "each rank's norm has the gradient of its own tokens",
         MutantLayout("tp2", options="--parallel.sequence True"),
         (FunctionFault(RULE, returns(())),),
-        axes=("tp",),
+        axes=(TP_AXIS,),
         blocks=HEAD,
         reference=references.MEGATRON_NORMS,
     ),
@@ -345,7 +350,7 @@ MUTANTS = (
         "each rank learns from its own columns",
         MutantLayout("cp2"),
         (FunctionFault(RULE, returns(())),),
-        axes=("cp",),
+        axes=(CP_AXIS,),
         blocks=HEAD,
         reference=references.PICOTRON_AND_SCALETORCH,
     ),
@@ -353,8 +358,8 @@ MUTANTS = (
         "gradients_are_reduced_over_dp_but_not_over_cp",
         "where both exist, one is forgotten",
         MutantLayout("dp2 cp2"),
-        (FunctionFault(RULE, without_axis("cp")),),
-        axes=("cp",),
+        (FunctionFault(RULE, without_axis(CP_AXIS)),),
+        axes=(CP_AXIS,),
         blocks=HEAD,
         reference=references.PICOTRON,
     ),
@@ -362,8 +367,8 @@ MUTANTS = (
         "gradients_are_reduced_over_cp_but_not_over_dp",
         "where both exist, one is forgotten",
         MutantLayout("dp2 cp2"),
-        (FunctionFault(RULE, without_axis("dp")),),
-        axes=("dp",),
+        (FunctionFault(RULE, without_axis(DP_AXIS)),),
+        axes=(DP_AXIS,),
         blocks=HEAD,
     ),
     Mutant(
@@ -375,7 +380,7 @@ MUTANTS = (
                 "weft.parallel.zero.param_group:ParamGroup._start_collective", skip_embedding
             ),
         ),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("embed",),
     ),
     Mutant(
@@ -387,7 +392,7 @@ MUTANTS = (
                 "weft.parallel.zero.param_group:ParamGroup._start_collective", reduce_layer_twice
             ),
         ),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("layer1",),
     ),
     Mutant(
@@ -395,7 +400,7 @@ MUTANTS = (
         "every rank updates its shard by the gradient of another",
         ZERO2,
         _reduction("reverse", op="reduce_scatter"),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=HEAD,
     ),
     Mutant(
@@ -412,7 +417,7 @@ MUTANTS = (
         "gradients are 1 / dp too small under ZeRO 2 alone",
         ZERO2,
         (FunctionFault("weft.parallel.zero.grouping:sharding_policy", mean_under_zero),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=HEAD,
     ),
     Mutant(
@@ -437,7 +442,7 @@ MUTANTS = (
         "wrong as soon as numbers of targets differ",
         MutantLayout("dp2", documents=True),
         (FunctionFault("weft.train.step:TrainStep._count_targets", local_targets),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=LOSS,
         reference=references.TRANSFORMERS_ACCUMULATION,
     ),
@@ -463,8 +468,8 @@ MUTANTS = (
         "targets_are_counted_over_dp_and_not_over_cp",
         "each context rank divides by its own number of targets",
         MutantLayout("dp2 cp2", documents=True),
-        (CollectiveFault("TrainStep._count_targets", "group", other_axis="dp"),),
-        axes=("cp",),
+        (CollectiveFault("TrainStep._count_targets", "group", other_axis=DP_AXIS),),
+        axes=(CP_AXIS,),
         blocks=LOSS,
         reference=references.MEGATRON_CP_MASKS,
     ),
@@ -473,7 +478,7 @@ MUTANTS = (
         "gradients are dp too large",
         DP,
         (CollectiveFault("TrainStep._count_targets", "avg"),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=LOSS,
         reference=references.MEGATRON_CP_LOSS,
     ),
@@ -495,7 +500,7 @@ MUTANTS = (
         "every rank clips by another factor",
         MutantLayout("pp2 tp2"),
         (FunctionFault("weft.train.step:TrainStep._total_stats", norm_of_rank_0),),
-        axes=("pp", "tp", "pp+tp"),
+        axes=(PP_AXIS, TP_AXIS, "pp+tp"),
         blocks=STEP,
         reference=references.SCALETORCH,
     ),
@@ -504,7 +509,7 @@ MUTANTS = (
         "the norm of a stage is logged and clipped by",
         MutantLayout("pp2"),
         (FunctionFault("weft.train.step:TrainStep._total_stats", local_norm),),
-        axes=("pp",),
+        axes=(PP_AXIS,),
         blocks=STEP,
         reference=references.TORCHTITAN_CLIPPING,
     ),
@@ -513,7 +518,7 @@ MUTANTS = (
         "each rank's norm is of its own shards",
         MutantLayout("tp2"),
         (FunctionFault("weft.train.step:TrainStep._total_stats", mean_norm),),
-        axes=("tp",),
+        axes=(TP_AXIS,),
         blocks=STEP,
         reference=references.TORCHTUNE_CLIPPING,
     ),
@@ -522,7 +527,7 @@ MUTANTS = (
         "7.24 instead of 10.95",
         MutantLayout("ep2", family="qwen3-moe"),
         (FunctionFault("weft.train.step:TrainStep._total_stats", mean_norm),),
-        axes=("ep",),
+        axes=(EP_AXIS,),
         blocks=STEP,
         reference=references.DEEPSPEED_EXPERT_NORM,
     ),
@@ -531,7 +536,7 @@ MUTANTS = (
         "experts are taken for replicated",
         MutantLayout("ep2", family="qwen3-moe"),
         (FunctionFault("weft.parallel.zero.grad_norm:_is_first_replica", shards_count_once),),
-        axes=("ep",),
+        axes=(EP_AXIS,),
         blocks=STEP,
         reference=references.COLOSSALAI_EXPERT_NORM,
     ),
@@ -540,7 +545,7 @@ MUTANTS = (
         "the norm is that of one shard",
         ZERO2,
         (FunctionFault("weft.parallel.zero.grad_norm:_is_first_replica", zero_shards_count_once),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=STEP,
     ),
     Mutant(
@@ -548,7 +553,7 @@ MUTANTS = (
         "the logged norm and the clipping are wrong",
         MutantLayout("pp2", family="gpt2"),
         (FunctionFault("weft.parallel.zero.grad_norm:is_first_holder", returns(True)),),
-        axes=("pp",),
+        axes=(PP_AXIS,),
         blocks=STEP,
     ),
     Mutant(
@@ -556,7 +561,7 @@ MUTANTS = (
         "norm weights count tp times",
         MutantLayout("tp2"),
         (FunctionFault("weft.parallel.zero.grad_norm:_is_first_replica", returns(True)),),
-        axes=("tp",),
+        axes=(TP_AXIS,),
         blocks=STEP,
     ),
     Mutant(
@@ -588,7 +593,7 @@ MUTANTS = (
         "the statistics of the last rank are lost",
         MutantLayout("pp2"),
         (CollectiveFault("TrainStep._total_stats", "repeat"),),
-        axes=("pp",),
+        axes=(PP_AXIS,),
         blocks=("loss", ""),
     ),
     Mutant(
@@ -601,7 +606,7 @@ MUTANTS = (
                 nothing,
             ),
         ),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("embed", "layer*", "head"),
     ),
     Mutant(
@@ -609,7 +614,7 @@ MUTANTS = (
         "the all-gather of updated values is read too early",
         ZERO1,
         (CollectiveFault("ParamGroup.start_all_gather", "stale"),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("embed", "layer*", "head"),
         reference=references.DEEPSPEED_OVERLAP,
     ),
@@ -618,7 +623,7 @@ MUTANTS = (
         "blocks that are never freed are never gathered again",
         ZERO3,
         (FunctionFault("weft.parallel.zero.param_group:ParamGroup.reshard", stay_allocated),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("embed", "layer*", "head"),
     ),
     Mutant(
@@ -626,7 +631,7 @@ MUTANTS = (
         "the entries of a block are permuted",
         ZERO3,
         (CollectiveFault("ParamGroup.start_all_gather", "reverse"),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("embed",),
     ),
     Mutant(
@@ -634,7 +639,7 @@ MUTANTS = (
         "half of every block is a copy of the other half",
         ZERO3,
         (CollectiveFault("ParamGroup.start_all_gather", "repeat"),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("embed",),
     ),
 )

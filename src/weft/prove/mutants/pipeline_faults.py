@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.models.common.batch import Batch, Chained
 from weft.parallel.pipeline.player import Player
+from weft.parallel.pp import AXIS as PP_AXIS
 from weft.prove.mutants import references
 from weft.prove.mutants.changes import input_itself, nothing
 from weft.prove.mutants.fault import (
@@ -23,7 +24,7 @@ from weft.prove.mutants.fault import (
 
 PP = MutantLayout("pp2")
 PP_GPT2 = MutantLayout("pp2", family="gpt2")
-AXIS = ("pp",)
+AXIS = (PP_AXIS,)
 BACKWARD = "weft.parallel.pipeline.player:Player._backward"
 CHAIN = "weft.parallel.pipeline.player:chain"
 SECOND_STAGE = ("layer2",)
@@ -167,7 +168,7 @@ MUTANTS = (
         "later_stages_have_no_rotary_positions",
         "their tokens are all at position 0",
         MutantLayout("pp2 tp2"),
-        (ModuleFault("layer2.attn.rope", zero_positions, axis="pp"),),
+        (ModuleFault("layer2.attn.rope", zero_positions, axis=PP_AXIS),),
         axes=AXIS,
         blocks=("layer2",),
         reference=references.SCALETORCH,
@@ -176,7 +177,7 @@ MUTANTS = (
         "the_last_stage_reads_the_targets_of_the_micro_batch_before",
         "micro-batches are off by one",
         PP,
-        (ModuleFault("loss", TargetsOfTheMicrobatchBefore(), axis="pp"),),
+        (ModuleFault("loss", TargetsOfTheMicrobatchBefore(), axis=PP_AXIS),),
         axes=AXIS,
         blocks=("loss",),
     ),
@@ -208,7 +209,7 @@ MUTANTS = (
         "a_layer_is_lost_where_layers_do_not_divide",
         "30 layers became 28",
         PP,
-        (ModuleFault("layer1", input_itself, axis="pp"),),
+        (ModuleFault("layer1", input_itself, axis=PP_AXIS),),
         axes=AXIS,
         blocks=("layer1",),
         reference=references.MEGATRON_LOST_LAYERS,
@@ -221,7 +222,7 @@ MUTANTS = (
             ModuleFault(
                 "layer1",
                 run_twice,
-                axis="pp",
+                axis=PP_AXIS,
             ),
         ),
         axes=AXIS,
@@ -236,7 +237,7 @@ MUTANTS = (
                 "weft.parallel.pipeline.player:Player._backward_weights", lost_weight_gradients
             ),
         ),
-        axes=("pp", ""),
+        axes=(PP_AXIS, ""),
         blocks=("head", "layer*"),
     ),
     Mutant(
@@ -248,7 +249,7 @@ MUTANTS = (
                 "weft.parallel.pipeline.player:Player._backward_weights", doubled_split_backward
             ),
         ),
-        axes=("pp", ""),
+        axes=(PP_AXIS, ""),
         blocks=("head",),
         reference=references.PYTORCH_SPLIT_BACKWARD,
     ),
@@ -277,7 +278,7 @@ MUTANTS = (
             family="deepseek",
             options="--model.rope_scaling_factor 4 --model.rope_scaling_original_context 8",
         ),
-        (ModuleFault("layer2.attn.rope", own_scaling_lost, axis="pp"),),
+        (ModuleFault("layer2.attn.rope", own_scaling_lost, axis=PP_AXIS),),
         axes=AXIS,
         blocks=("layer2",),
         reference=references.MEGATRON_COMPOSITION,

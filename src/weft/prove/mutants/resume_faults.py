@@ -10,6 +10,8 @@ import torch
 
 from weft.checkpoint.state import MODEL, ParamState
 from weft.checkpoint.write_item import WriteItem
+from weft.parallel.ep import AXIS as EP_AXIS
+from weft.parallel.tp import AXIS as TP_AXIS
 from weft.prove.mutants import references
 from weft.prove.mutants.changes import named_argument
 from weft.prove.mutants.fault import FunctionFault, Mutant, MutantLayout
@@ -131,7 +133,7 @@ MUTANTS = (
         "the checkpoint holds other weights than the model",
         MutantLayout("dp2 tp2"),
         (FunctionFault(WRITE, reversed_rows),),
-        axes=("tp",),
+        axes=(TP_AXIS,),
         blocks=PARAMETERS,
     ),
     Mutant(
@@ -139,7 +141,7 @@ MUTANTS = (
         "the save succeeds",
         MutantLayout("ep2", family="qwen3-moe"),
         (FunctionFault(WRITE, without_later_experts),),
-        axes=("ep",),
+        axes=(EP_AXIS,),
         blocks=PARAMETERS,
         reference=references.MEGATRON_LOST_EXPERTS,
     ),

@@ -17,8 +17,10 @@ from weft.config.lora import LORA_A, LORA_B
 from weft.core.axes import Box
 from weft.core.shard import Shard
 from weft.models.common.lora import plus_adapter
+from weft.parallel.dp import AXIS as DP_AXIS
 from weft.parallel.tensor.linear import RowParallelLinear
 from weft.parallel.tensor.vocab import VocabParallelEmbedding
+from weft.parallel.tp import AXIS as TP_AXIS
 from weft.prove.mutants import references
 from weft.prove.mutants.changes import gradient_times, result_times
 from weft.prove.mutants.fault import (
@@ -35,7 +37,7 @@ SP = MutantLayout("tp2", options="--parallel.sequence True")
 GPT2 = MutantLayout("tp2", family="gpt2")
 LORA = MutantLayout("tp2", options="--lora.rank 3")
 INIT = "weft.parallel.model.parallelize:init_params"
-AXIS = ("tp",)
+AXIS = (TP_AXIS,)
 OUTPUT_SUM = "RowParallelLinear.forward"
 
 
@@ -96,7 +98,7 @@ def unreduced_output(forward: Callable[..., Tensor], module: Any, x: Tensor) -> 
 
 def first_positions(hook: Callable[..., Any], comm: Comm) -> Any:
     """Every rank takes the positions of the first part of the sequence."""
-    degree = comm.degree("tp")
+    degree = comm.degree(TP_AXIS)
 
     def narrow(_: Any, args: Any) -> Any:
         x, batch = args
@@ -123,7 +125,7 @@ def own_exponentials(loss: Callable[..., Tensor], logits: Tensor, targets: Tenso
 def shifted_rows(init: Callable[..., None], loss: Any, *args: Any, **named: Any) -> None:
     """Count rows from ceil(vocabulary / ranks), as where the vocabulary were padded."""
     init(loss, *args, **named)
-    if loss.comm.index("tp") > 0:
+    if loss.comm.index(TP_AXIS) > 0:
         loss.lo += 1
         loss.hi += 1
 
@@ -149,7 +151,7 @@ def halved_loss(
 ) -> StepTotals:
     """The logged loss is divided by the number of tensor ranks."""
     totals = total(comm, local, targets)
-    return replace(totals, loss=totals.loss / comm.degree("tp"))
+    return replace(totals, loss=totals.loss / comm.degree(TP_AXIS))
 
 
 def loss_of_every_copy(
@@ -157,7 +159,7 @@ def loss_of_every_copy(
 ) -> StepTotals:
     """Ranks that hold copies of the loss count, too."""
     totals = total(comm, local, targets)
-    return replace(totals, loss=totals.loss * comm.degree("tp"))
+    return replace(totals, loss=totals.loss * comm.degree(TP_AXIS))
 
 
 def partial_without(*endings: str) -> Callable[..., Any]:
@@ -181,7 +183,7 @@ def adapter_behind_the_sum(
 
 def norm_taken_for_partial(axes_with: Callable[..., Any], partial: Any, name: str) -> Any:
     """The gradient of one norm, equal on all tensor ranks, is taken for a partial sum."""
-    return ("tp",) if name == "layer1.mlp_norm.weight" else axes_with(partial, name)
+    return (TP_AXIS,) if name == "layer1.mlp_norm.weight" else axes_with(partial, name)
 
 
 def other_random_state(axis: str) -> Callable[..., None]:
@@ -248,7 +250,7 @@ MUTANTS = (
         "the_output_of_one_attention_is_not_summed",
         "layer1 uses this rank's heads only",
         MutantLayout("dp2 tp2"),
-        (ModuleFault("layer1.attn.o", unreduced_output, axis="tp"),),
+        (ModuleFault("layer1.attn.o", unreduced_output, axis=TP_AXIS),),
         axes=AXIS,
         blocks=("layer1",),
         reference=references.MEGATRON_COMPOSITION,
@@ -257,7 +259,7 @@ MUTANTS = (
         "the_output_of_one_mlp_is_averaged",
         "half of it",
         TP,
-        (ModuleFault("layer1.mlp.down", result_times(0.5), axis="tp"),),
+        (ModuleFault("layer1.mlp.down", result_times(0.5), axis=TP_AXIS),),
         axes=AXIS,
         blocks=("layer1",),
     ),
@@ -273,7 +275,7 @@ MUTANTS = (
         "row_linears_sum_over_the_wrong_group",
         "tensor ranks sum over the data ranks",
         MutantLayout("dp2 tp2"),
-        (CollectiveFault(OUTPUT_SUM, "group", axis="tp", other_axis="dp"),),
+        (CollectiveFault(OUTPUT_SUM, "group", axis=TP_AXIS, other_axis=DP_AXIS),),
         axes=AXIS,
         blocks=("layer0",),
     ),
@@ -402,8 +404,8 @@ MUTANTS = (
         "data_ranks_start_from_different_random_states",
         "replicas are never equal",
         MutantLayout("dp2"),
-        (FunctionFault("weft.train.build:materialize_params", other_random_state("dp")),),
-        axes=("dp",),
+        (FunctionFault("weft.train.build:materialize_params", other_random_state(DP_AXIS)),),
+        axes=(DP_AXIS,),
         blocks=("embed",),
         reference=references.MEGATRON_RANDOM_STATE,
     ),
@@ -411,7 +413,7 @@ MUTANTS = (
         "tensor_ranks_start_from_different_random_states",
         "the model is another one on every layout",
         TP,
-        (FunctionFault("weft.train.build:materialize_params", other_random_state("tp")),),
+        (FunctionFault("weft.train.build:materialize_params", other_random_state(TP_AXIS)),),
         axes=AXIS,
         blocks=("embed",),
         reference=references.TORCHTITAN_NOISE,
@@ -467,7 +469,7 @@ MUTANTS = (
         "adapter_outputs_are_summed_twice",
         "the adapter's part of a region is tp times too large",
         LORA,
-        (ModuleFault("layer1.attn.o.lora_b", result_times(2.0), axis="tp"),),
+        (ModuleFault("layer1.attn.o.lora_b", result_times(2.0), axis=TP_AXIS),),
         axes=AXIS,
         blocks=("layer1",),
     ),
@@ -475,7 +477,7 @@ MUTANTS = (
         "the_gradient_that_leaves_a_region_is_too_large",
         "the backward of a row linear multiplies by tp",
         TP,
-        (ModuleFault("layer1.mlp.down", gradient_times(2.0), axis="tp"),),
+        (ModuleFault("layer1.mlp.down", gradient_times(2.0), axis=TP_AXIS),),
         axes=AXIS,
         blocks=("layer1",),
         reference=references.MEGATRON_COMPOSITION,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.parallel.dp import AXIS as DP_AXIS
 from weft.prove.mutants import references
 from weft.prove.mutants.changes import named_argument, nothing, rounded_to_bfloat16
 from weft.prove.mutants.fault import CollectiveFault, FunctionFault, Mutant, MutantLayout
@@ -40,7 +41,7 @@ class PreviousRate:
 
 def without_one_rank(update: Callable[..., None], step: TrainStep, lr: float) -> None:
     """The second data rank is not updated."""
-    if step.model.comm.index("dp") != 1:
+    if step.model.comm.index(DP_AXIS) != 1:
         update(step, lr)
 
 
@@ -112,7 +113,7 @@ MUTANTS = (
         "replicas drift apart",
         MutantLayout("dp2 tp2"),
         (FunctionFault(UPDATE, without_one_rank),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=PARAMETERS,
         reference=references.PICOTRON,
     ),
@@ -239,7 +240,7 @@ MUTANTS = (
         "sums over ranks lose 16 bits of a float32 run",
         MutantLayout("dp2", options="--precision.compute float32"),
         (CollectiveFault("ParamGroup._start_collective", "bfloat16"),),
-        axes=("dp",),
+        axes=(DP_AXIS,),
         blocks=("head",),
     ),
 )
