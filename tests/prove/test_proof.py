@@ -11,7 +11,7 @@ import pytest
 from tests.prove.faults import FLOAT64, report_of, small_run
 from weft.comm.transport import Work
 from weft.models.common.batch import with_later_targets
-from weft.parallel.zero import grad_norm
+from weft.parallel.zero import grad_norm, grouping
 from weft.parallel.zero.param_group import ParamGroup
 from weft.prove.html import page
 from weft.prove.proof import Subject
@@ -71,6 +71,26 @@ def test_float16_gradients_that_keep_the_loss_scale_are_found(monkeypatch):
     assert first is not None
     assert (first.step, first.phase) == (1, "clip")
     assert first.relation == "65536 times the right values"
+
+
+@pytest.mark.parametrize(
+    ("key", "phase", "tensor"),
+    [("params", "clip", "clipped gradient"), ("reduce", "reduce", "gradient")],
+)
+def test_a_number_type_that_is_not_that_of_the_run_is_found(monkeypatch, key, phase, tensor):
+    """Rounding bounds of 16 bits are wider than what it changes."""
+    right = grouping.sharding_policy
+
+    def wrong(plan):
+        policy = right(plan)
+        return replace(policy, **{key: policy.compute})
+
+    monkeypatch.setattr(grouping, "sharding_policy", wrong)
+    first = report_of("--mesh dp1 --precision.compute bfloat16", steps=1).first
+    assert first is not None
+    assert (first.step, first.phase, first.block) == (1, phase, "head")
+    assert first.tensor == f"head.proj.weight {tensor}"
+    assert first.relation == "in bfloat16 in place of float32"
 
 
 def test_later_targets_made_after_the_split_of_sequences_are_found(monkeypatch):

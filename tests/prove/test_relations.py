@@ -18,6 +18,7 @@ RIGHT = torch.arange(1.0, 13.0).reshape(3, 4).cos()
         (-RIGHT, "-1 times the right values"),
         (RIGHT * 65536, "65536 times the right values"),
         (RIGHT * 0, "zero"),
+        (RIGHT.bfloat16().float(), "rounded to bfloat16"),
         (RIGHT / 0, "not finite"),
         (RIGHT[:2], "of shape [2, 4] in place of [3, 4]"),
         (RIGHT.roll(1, 0), "shifted by +1 along dim 0"),

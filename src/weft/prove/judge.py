@@ -17,7 +17,7 @@ from weft.prove.bounds import Bounds, largest_difference
 from weft.prove.places import FlatPlace, ShardPlace, Whole
 from weft.prove.record import Observed, PartialGradient, RankRecord, Site
 from weft.prove.reference import TensorKey
-from weft.prove.relations import relation
+from weft.prove.relations import dtype_text, relation, rounded_to
 from weft.prove.report import PHASES, Difference, Phase, PhaseBound
 
 EXTRA_LOSS = "extra loss"
@@ -34,13 +34,18 @@ STEP_NUMBERS: frozenset[Phase] = frozenset(("loss", "norm", "clip"))
 
 @dataclass(frozen=True)
 class Failure:
-    """A tensor of one rank beyond its bound."""
+    """A tensor of one rank beyond its bound, or of another number type than it must have.
+
+    Attributes:
+        text: what is wrong; "": its numbers say it.
+    """
 
     rank: int
     observed: Observed
     expected: Tensor
     measured: float
     bound: float
+    text: str = ""
 
 
 @dataclass
@@ -82,6 +87,7 @@ class Judge:
         """Compare everything; the differences in the order of execution."""
         for record in self.records:
             self._compare_values(record)
+            self._compare_types(record)
             self._compare_numbers(record)
         self._compare_partial_gradients()
         self._compare_sums()
@@ -173,6 +179,45 @@ class Judge:
         scale = self.bounds.scale(self._key(site))
         failure = Failure(record.rank, observed, saved.value, difference / scale, 0.0)
         self.failures.setdefault(site, {})[record.rank] = failure
+
+    # number types
+
+    def _compare_types(self, record: RankRecord) -> None:
+        """What trained parameters, their gradients and their moments are held in. A coarser type
+        than that of the run, or values that were in one, may move no tensor beyond its bound.
+        """
+        for site, observed in record.values.items():
+            right = self._right_dtype(site)
+            if right is None or observed.dtype is None or self._is_skipped(site):
+                continue
+            expected = observed.place.read(self.bounds.plain.values[self._key(site)])
+            if expected is None or expected.numel() != observed.value.numel():
+                continue
+            text = ""
+            if observed.dtype != right:
+                text = f"in {dtype_text(observed.dtype)} in place of {dtype_text(right)}"
+            elif site.phase == "update":
+                coarse = rounded_to(observed.value, expected.reshape(observed.value.shape))
+                text = f"rounded to {dtype_text(coarse)}" if coarse is not None else ""
+            if text:
+                unit = torch.finfo(observed.dtype).eps
+                failure = Failure(record.rank, observed, expected, unit, 0.0, text)
+                self._fail(site, failure)
+
+    def _right_dtype(self, site: Site) -> torch.dtype | None:
+        """The number type of a tensor by the config; None: it has none of its own."""
+        gradient = TensorKey(site.step, "reduce", f"{site.parameter} gradient")
+        if gradient not in self.bounds.plain.values:
+            return None
+        types = self.bounds.types
+        if site.phase == "reduce":
+            return types.reduce
+        if site.phase == "clip" or (site.phase == "update" and site.tensor == site.parameter):
+            return types.params
+        whole = self.bounds.plain.values.get(self._key(site))
+        if site.phase == "moments" and whole is not None and whole.dim():
+            return whole.dtype
+        return None
 
     # numbers of a step
 
@@ -454,6 +499,8 @@ class Judge:
 
     def _explain(self, site: Site, failure: Failure) -> tuple[str, str]:
         """Mesh axis and numeric relation."""
+        if failure.text:
+            return self._axis(site, failure), failure.text
         measured, expected = failure.observed.value, failure.expected
         if failure.measured == math.inf and measured.numel() == 0:
             return "", "held by no rank in full"

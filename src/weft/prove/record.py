@@ -42,11 +42,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Observed:
-    """A tensor of one rank, its place in the logical tensor, and the operation before it."""
+    """A tensor of one rank, its place in the logical tensor, the operation before it, and the dtype
+    in which the rank held it; of a reduced gradient that of the sum.
+    """
 
     value: Tensor
     place: Place
     operation: Operation | None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -309,6 +312,7 @@ class Recorder:
     def _record_gradients(self, phase: Phase, *, scale: float) -> None:
         """Record the reduced gradients, before or after clipping."""
         grads = self.step.grads
+        sum_dtypes = self._sum_dtypes()
         for name, tensor in grads.sharded_params.items():
             if tensor.grad is None or not self.model.params[name].requires_grad:
                 continue
@@ -319,7 +323,20 @@ class Recorder:
             title = f"{shard.owner} {suffix}"
             site = Site(self._number, phase, _block_of(shard.owner), title, shard.owner)
             value = tensor.grad.detach().double().reshape(-1) / scale
-            self._keep(site, value, place, self.trace.reduction(shard.reduce_axes))
+            dtype = sum_dtypes.get(name) if phase == "reduce" else tensor.grad.dtype
+            operation = self.trace.reduction(shard.reduce_axes)
+            self.record.values[site] = Observed(value, place, operation, dtype)
+
+    def _sum_dtypes(self) -> dict[str, torch.dtype]:
+        """In which dtype the gradient of each parameter is accumulated and reduced."""
+        found = {}
+        for group in self.step.grads.trained_groups:
+            dtype = group.policy.reduce
+            if group.unsharded_grad is not None:
+                dtype = group.unsharded_grad.dtype
+            for name in group.params:
+                found[name] = dtype
+        return found
 
     def record_state(self, number: int, *, moments: Phase, params: Phase) -> None:
         """Record parameters and optimizer state after step `number`."""
@@ -340,7 +357,7 @@ class Recorder:
 
     def _keep(self, site: Site, value: Tensor, place: Place, operation: Operation | None) -> None:
         copy = value.detach().clone()
-        self.record.values[site] = Observed(copy, place, operation)
+        self.record.values[site] = Observed(copy, place, operation, value.dtype)
 
 
 def _block_of(parameter: str) -> str:

@@ -13,6 +13,12 @@ CLOSE = 1e-3
 MAX_DENOMINATOR = 8
 FRACTION_CLOSE = 1e-5
 """Relative distance within which a factor is written as a fraction."""
+COARSE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Number types to which values may be rounded by mistake, coarse ones first."""
+MIN_ROUNDED = 8
+"""Fewest entries that say anything about their number type."""
+ROUNDING_SHARE = 1e-3
+"""Least share of a unit of the coarse type by which the right values lie beside it."""
 
 
 def relation(
@@ -45,6 +51,9 @@ def relation(
         update = _update_relation(measured, expected, before.double())
         if update:
             return update
+    coarse = rounded_to(measured, expected)
+    if coarse is not None:
+        return f"rounded to {dtype_text(coarse)}"
     factor = factor_of(measured, expected)
     if factor is not None:
         return f"{_factor_text(factor)} times the right values"
@@ -52,6 +61,32 @@ def relation(
     if rearranged:
         return rearranged
     return _partly(measured, expected)
+
+
+def rounded_to(measured: Tensor, expected: Tensor) -> torch.dtype | None:
+    """The number type of which all measured entries are, and the right ones, which are near, are
+    not; None where there is none.
+    """
+    if measured.shape != expected.shape or measured.numel() < MIN_ROUNDED:
+        return None
+    measured = measured.double()
+    expected = expected.double()
+    for dtype in COARSE_TYPES:
+        if not torch.equal(measured.to(dtype).double(), measured):
+            continue
+        unit = torch.finfo(dtype).eps
+        beside = (expected.to(dtype).double() - expected).abs().max()
+        distance = (measured - expected).abs().max()
+        size = expected.abs().max()
+        is_between = bool(beside > ROUNDING_SHARE * unit * size)
+        is_near = bool(distance <= 2 * unit * size)
+        return dtype if is_between and is_near else None
+    return None
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Its name, as config keys have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def factor_of(measured: Tensor, expected: Tensor) -> float | None:
