@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from torch import nn
 
 from tests.prove.faults import FLOAT64, report_of, small_run
 from weft.comm.transport import Work
@@ -91,6 +92,37 @@ def test_a_number_type_that_is_not_that_of_the_run_is_found(monkeypatch, key, ph
     assert (first.step, first.phase, first.block) == (1, phase, "head")
     assert first.tensor == f"head.proj.weight {tensor}"
     assert first.relation == "in bfloat16 in place of float32"
+
+
+def test_an_error_of_a_restore_is_a_difference(monkeypatch):
+    """What a layout raises ends no proof: it is reported with its phase, parameter and axis."""
+
+    def restore(self, checkpoint, **options):
+        raise KeyError("optim/exp_avg/layer1.mlp.up.weight")
+
+    monkeypatch.setattr(TrainStep, "restore", restore)
+    report = report_of(f"--mesh dp2 {FLOAT64}")
+    assert not report.holds
+    assert report.error == "KeyError: 'optim/exp_avg/layer1.mlp.up.weight'"
+    first = report.first
+    assert first is not None
+    assert (first.phase, first.step, first.block, first.axis) == ("checkpoint", 2, "layer1", "dp")
+    assert first.parameter == "layer1.mlp.up.weight"
+    assert json.loads(report.to_json())["first"]["block"] == "layer1"
+    assert "  in checkpoint of step 2: layer1.mlp.up.weight" in report.lines()
+
+
+def test_an_error_in_a_block_names_the_block(monkeypatch):
+    """The message does not: it is the block that ran."""
+
+    def forward(self, x, *args):
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr(nn.RMSNorm, "forward", forward)
+    first = report_of(f"--mesh pp2 {FLOAT64}", steps=1).first
+    assert first is not None
+    assert (first.phase, first.step, first.block, first.axis) == ("forward", 1, "layer0", "pp")
+    assert first.ranks == (0,)
 
 
 def test_later_targets_made_after_the_split_of_sequences_are_found(monkeypatch):

@@ -711,11 +711,3 @@ def _clip_factor(record: RankRecord, step: int) -> float | None:
 def _operation_text(operation: Operation) -> str:
     ranks = " ".join(map(str, operation.group))
     return f"{operation.op} over {operation.axis}, ranks {ranks}"
-
-
-def axis_of_call(text: str, mesh: Mesh) -> str:
-    """The mesh axis that the message of a failed call names; "" where none is named."""
-    for axis in mesh.wide_axes:
-        if f"over {axis}" in text:
-            return axis
-    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from weft.comm.comm import Comm
 from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.data.samples import Samples
-from weft.errors import CommError, GuardError, WeftError
 from weft.models import Family
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
-from weft.prove.judge import Judge, axis_of_call
+from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_user
+from weft.prove.judge import Judge
 from weft.prove.raw_batch import MaskedSamples
 from weft.prove.record import RankRecord, Recorder
 from weft.prove.reference import (
@@ -27,7 +28,7 @@ from weft.prove.reference import (
     in_float64,
     perturbations,
 )
-from weft.prove.report import Pass, ProofReport
+from weft.prove.report import Difference, Pass, ProofReport
 from weft.run.run_ranks import one_intra_op_thread, run_ranks
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import build_training
@@ -87,7 +88,7 @@ def _prove(subject: Subject) -> ProofReport:
     run = subject.run
     passes: list[Pass] = []
     notes: list[str] = []
-    failed = _Failed()
+    failed: _Failed | None = None
     subjects = [subject]
     if NumberTypes.of(run).eps > torch.finfo(torch.float32).eps:
         subjects.insert(0, subject.in_float64())
@@ -106,8 +107,8 @@ def _prove(subject: Subject) -> ProofReport:
         ranks=run.device_mesh.size,
         steps=subject.steps,
         passes=tuple(passes),
-        error=failed.text,
-        error_axis=failed.axis,
+        error="" if failed is None else failed.text,
+        failure=None if failed is None else failed.difference,
         seconds=time.perf_counter() - start,
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -117,8 +118,8 @@ def _prove(subject: Subject) -> ProofReport:
 class _Failed:
     """An error that ended the run of the layout."""
 
-    text: str = ""
-    axis: str = ""
+    text: str
+    difference: Difference
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,18 @@ class _Outcome:
 
 
 def _prove_once(subject: Subject) -> _Outcome | _Failed:
+    mesh = subject.run.device_mesh
+    records = [RankRecord(rank) for rank in range(mesh.size)]
     try:
-        records = run_layout(subject)
-    except (CommError, GuardError, AssertionError, RuntimeError) as error:
-        text = _first_lines(error)
-        return _Failed(text, axis_of_call(str(error), subject.run.device_mesh))
+        run_layout(subject, records)
+    except Exception as error:
+        if is_fault_of_the_user(error, records):
+            raise
+        blocks = tuple(subject.family.blocks(subject.run.model))
+        difference = difference_of_error(error, records, mesh=mesh, blocks=blocks)
+        return _Failed(error_text(error), difference)
     bounds = reference_bounds(subject)
-    judge = Judge(subject.run.device_mesh, records, bounds)
+    judge = Judge(mesh, records, bounds)
     differences = judge.compare()
     return _Outcome(
         Pass(types_text(subject.run), bounds_text(bounds.types), judge.phase_bounds(), differences),
@@ -151,37 +157,33 @@ def _notes(judge: Judge) -> tuple[str, ...]:
     return (f"not compared, of no known shape on a rank: {shown}{more}",)
 
 
-def _first_lines(error: BaseException) -> str:
-    """The message of an error, in one line, with its type where that is none of weft's."""
-    text = str(error).strip().partition("\n")[0]
-    if isinstance(error, WeftError):
-        return text
-    return f"{type(error).__name__}: {text}"
-
-
-def run_layout(subject: Subject) -> list[RankRecord]:
+def run_layout(subject: Subject, records: Sequence[RankRecord]) -> None:
     """Train the steps on the layout as `weft train` does, save before the last one, resume from
-    that checkpoint on the same ranks; returns what every rank computed.
+    that checkpoint on the same ranks; what every rank computes is added to its record.
     """
     with tempfile.TemporaryDirectory(prefix="weft-proof-") as folder:
         out = str(Path(folder) / "run")
 
-        def rank(comm: Comm) -> RankRecord:
-            return _train_rank(subject, comm, out)
+        def rank(comm: Comm) -> None:
+            record = records[comm.rank]
+            try:
+                _train_rank(subject, comm, record, out)
+            except Exception as error:
+                record.error = error
+                raise
 
-        return run_ranks(subject.run.device_mesh, rank, timeout_s=TIMEOUT_S)
+        run_ranks(subject.run.device_mesh, rank, timeout_s=TIMEOUT_S)
 
 
-def _train_rank(subject: Subject, comm: Comm, out: str) -> RankRecord:
-    record = RankRecord(comm.rank)
+def _train_rank(subject: Subject, comm: Comm, record: RankRecord, out: str) -> None:
     num_before = subject.steps - STEPS_AFTER_RESUME
     if num_before < 1:
         _train_part(subject, comm, record, out=out, resume=None, total=subject.steps, saves=False)
-        return record
+        return
     _train_part(subject, comm, record, out=out, resume=None, total=num_before, saves=True)
     record.resumed_after = num_before
+    record.progress.is_restoring = True
     _train_part(subject, comm, record, out=out, resume="auto", total=subject.steps, saves=False)
-    return record
 
 
 def _train_part(
@@ -202,6 +204,7 @@ def _train_part(
     training = recorder.attach(training)
     if resume is not None:
         recorder.record_state(training.step_range.start, moments="checkpoint", params="checkpoint")
+        record.progress.is_restoring = False
     step_range = replace(training.step_range, total=total)
     training = replace(
         training,

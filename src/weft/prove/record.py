@@ -62,6 +62,24 @@ class PartialGradient:
 
 
 @dataclass
+class Progress:
+    """Where a rank is in its run.
+
+    Attributes:
+        step: the newest that began, from 1; 0 before.
+        block: the one that runs forward; "" between blocks and in other phases.
+        has_begun: whether the model was built.
+        is_restoring: whether a checkpoint is read back.
+    """
+
+    step: int = 0
+    phase: StepPhase = "start"
+    block: str = ""
+    has_begun: bool = False
+    is_restoring: bool = False
+
+
+@dataclass
 class RankRecord:
     """What one rank computed.
 
@@ -75,6 +93,8 @@ class RankRecord:
         events: events of the run.
         norm_operations: the newest operation before the update, by step.
         resumed_after: step after which a checkpoint was read back.
+        progress: where the rank is, or was when an error ended its run.
+        error: that error.
     """
 
     rank: int
@@ -87,6 +107,8 @@ class RankRecord:
     events: list[Event] = field(default_factory=list)
     norm_operations: dict[int, Operation | None] = field(default_factory=dict)
     resumed_after: int | None = None
+    progress: Progress = field(default_factory=Progress)
+    error: BaseException | None = None
 
 
 class OperationTrace:
@@ -165,6 +187,7 @@ class Recorder:
         self._ended: set[int] = set()
         self._scale = 1.0
         record.shards = self.model.shards
+        record.progress.has_begun = True
 
     def attach(self, training: Training) -> Training:
         """The training run with this recorder's hooks."""
@@ -212,6 +235,7 @@ class Recorder:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         batch = args[1] if len(args) > 1 else None
         self._current = self._place_of_batch.get(id(batch))
+        self.record.progress.block = self._block_name(module, count=False)
 
     def _block_name(self, module: nn.Module, *, count: bool) -> str:
         """The block's name; of a module that is several blocks, the one whose turn it is."""
@@ -242,6 +266,7 @@ class Recorder:
             self._keep(site, param, ShardPlace(shard.shard), self.trace.gather())
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.record.progress.block = ""
         if self._current is None:
             return
         step, micro_batch = self._current
@@ -299,6 +324,8 @@ class Recorder:
     def on_phase(self, number: int, phase: StepPhase) -> None:
         """Called with every phase of the training loop."""
         self._number = number
+        progress = self.record.progress
+        progress.step, progress.phase, progress.block = number, phase, ""
         if phase == "data":
             self._scale = self.step.loss_scale.value
         elif phase == "update":

@@ -149,7 +149,7 @@ class ProofReport:
         steps: optimizer steps.
         passes: comparisons, one a number type.
         error: the error that ended the run of the layout; "" where it ran.
-        error_axis: mesh axis of the call that failed, if it names one.
+        failure: where that error came, as a difference.
         seconds: elapsed time.
         reduced: sizes that were reduced: key -> (as configured, as compared).
         smallest: the smallest case that fails likewise; None where it was not looked for.
@@ -163,7 +163,7 @@ class ProofReport:
     steps: int
     passes: tuple[Pass, ...]
     error: str = ""
-    error_axis: str = ""
+    failure: Difference | None = None
     seconds: float = 0.0
     reduced: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     smallest: ProofReport | None = None
@@ -186,6 +186,8 @@ class ProofReport:
         found: list[Difference] = []
         for each in self.passes:
             found.extend(each.differences)
+        if self.failure is not None:
+            found.append(self.failure)
         return tuple(found)
 
     @property
@@ -210,13 +212,9 @@ class ProofReport:
 
     @property
     def axis(self) -> str:
-        """Mesh axis of the first difference, or of the call that failed."""
+        """Mesh axis of the first difference."""
         first = self.first
-        if first is not None:
-            return first.axis
-        if self.smallest is not None and self.smallest.axis:
-            return self.smallest.axis
-        return self.error_axis
+        return "" if first is None else first.axis
 
     @property
     def bounds(self) -> tuple[PhaseBound, ...]:
@@ -248,7 +246,7 @@ class ProofReport:
             "seconds": round(self.seconds, 3),
             "first": None if first is None else _as_json(asdict(first)),
             "error": self.error,
-            "error_axis": self.error_axis,
+            "error_axis": self.axis if self.error else "",
             "passes": [_pass_dict(each) for each in self.passes],
             "reduced": {key: list(values) for key, values in self.reduced.items()},
             "command": self.command,
@@ -282,12 +280,12 @@ class ProofReport:
         if self.holds:
             yield f"equal: {compared}"
             return
+        first = self.first
         if self.error:
             yield f"NOT equal: the layout stops with an error: {self.error}"
-            if self.axis:
-                yield f"  follows the axis {self.axis}"
-        first = self.first
-        if first is not None:
+            if first is not None:
+                yield from _place_lines(first)
+        elif first is not None:
             total = len(self.differences)
             yield f"NOT equal: {total:,} of {compared} differ; the first in the order of execution:"
             for line in first.lines():
@@ -303,6 +301,14 @@ class ProofReport:
             yield f"  {case.command}"
         elif self.command:
             yield f"again: {self.command}"
+
+
+def _place_lines(failure: Difference) -> Iterator[str]:
+    """Where an error ended the layout."""
+    yield f"  in {failure.title}"
+    yield f"  on {_ranks_text(failure.ranks)}" + (
+        f"; follows the axis {failure.axis}" if failure.axis else ""
+    )
 
 
 def _pass_lines(each: Pass) -> Iterator[str]:

@@ -58,7 +58,7 @@ class SweepResult:
     def message(self) -> str:
         """The first difference, or the error that ended the layout."""
         first = self.report.first
-        return self.report.error if first is None else str(first)
+        return self.report.error or str(first)
 
 
 def generated_runs(seed: int) -> Iterator[Run]:

@@ -67,9 +67,9 @@ class MutantResult:
             return f"FALSE ALARM without the fault: {self.false_alarm}"
         if report is None:
             return "no effect on this layout"
-        if report.first is not None:
-            return str(report.first)
-        return report.error or "NOT DETECTED"
+        if report.error:
+            return report.error
+        return "NOT DETECTED" if report.first is None else str(report.first)
 
     @property
     def axis(self) -> str:
@@ -96,8 +96,9 @@ class MutantResult:
         report, patterns = self.report, self.mutant.blocks
         if report is None or not self.is_detected:
             return False
-        if report.first is not None:
-            return any(fnmatchcase(report.first.block, pattern) for pattern in patterns)
+        first = report.first
+        if first is not None and any(fnmatchcase(first.block, pattern) for pattern in patterns):
+            return True
         words = re.split(r"[^\w]", report.error)
         return any(fnmatchcase(word, pattern) for word in words for pattern in patterns if pattern)
 
@@ -130,7 +131,7 @@ def _false_alarm(run: Run) -> str:
     report = prove(Subject.of(run, steps=STEPS_OF_HEALTHY))
     if report.holds:
         return ""
-    return report.error if report.first is None else str(report.first)
+    return report.error or str(report.first)
 
 
 def _proof(run: Run, *, steps: int) -> ProofReport:
