@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from tests.prove.faults import FLOAT64, report_of, small_run
 from weft.comm.transport import Work
 from weft.models.common.batch import with_later_targets
+from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.zero import grad_norm, grouping
 from weft.parallel.zero.param_group import ParamGroup
 from weft.prove.html import page
@@ -92,6 +94,16 @@ def test_a_number_type_that_is_not_that_of_the_run_is_found(monkeypatch, key, ph
     assert (first.step, first.phase, first.block) == (1, phase, "head")
     assert first.tensor == f"head.proj.weight {tensor}"
     assert first.relation == "in bfloat16 in place of float32"
+
+
+def test_a_wrong_evaluation_is_found(monkeypatch):
+    """Only the evaluation after the last step shows it: nothing that is trained depends on it."""
+    monkeypatch.setattr(ForwardPlayer, "loss", lambda self, batches: torch.ones(()).double())
+    report = report_of(f"--mesh dp2 {FLOAT64}", steps=1)
+    first = report.first
+    assert first is not None
+    assert (first.step, first.phase, first.tensor) == (1, "evaluation", "evaluation loss")
+    assert len(report.differences) == 1
 
 
 def test_an_error_of_a_restore_is_a_difference(monkeypatch):

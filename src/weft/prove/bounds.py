@@ -103,7 +103,9 @@ class Bounds:
 
     def _typical_spread(self, key: TensorKey) -> float:
         """The median over the tensors of the phase; numbers of a step take that of its gradients."""
-        phase: Phase = "reduce" if key.phase in ("loss", "norm", "clip") else key.phase
+        phase: Phase = (
+            "reduce" if key.phase in ("loss", "norm", "clip", "evaluation") else key.phase
+        )
         return self._medians.get((key.step, phase), 0.0)
 
     @cached_property

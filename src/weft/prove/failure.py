@@ -20,7 +20,7 @@ PHASE_OF_STEP: Mapping[StepPhase, Phase] = {
     "backward": "backward",
     "reduce": "reduce",
     "update": "update",
-    "evaluate": "loss",
+    "evaluate": "evaluation",
     "save": "checkpoint",
     "end": "update",
 }

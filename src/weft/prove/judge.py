@@ -19,6 +19,7 @@ from weft.prove.record import Observed, PartialGradient, RankRecord, Site
 from weft.prove.reference import TensorKey
 from weft.prove.relations import dtype_text, relation, rounded_to
 from weft.prove.report import PHASES, Difference, Phase, PhaseBound
+from weft.train.loop import Event
 
 EXTRA_LOSS = "extra loss"
 MAX_RELATIONS = 8
@@ -223,6 +224,8 @@ class Judge:
 
     def _compare_numbers(self, record: RankRecord) -> None:
         for event in record.events:
+            if event["event"] == "eval":
+                self._compare_evaluation(record, event)
             if event["event"] != "step":
                 continue
             step = int(event["step"])
@@ -236,6 +239,12 @@ class Judge:
                 factor = _clip_factor(record, step)
                 if factor is not None:
                     self._number(record, Site(step, "clip", "", "clip factor"), factor)
+
+    def _compare_evaluation(self, record: RankRecord, event: Event) -> None:
+        step = int(event["step"])
+        targets = Site(step, "evaluation", "", "number of targets")
+        self._number(record, targets, event["tokens"])
+        self._number(record, Site(step, "evaluation", "", "evaluation loss"), event["loss"])
 
     def _number(self, record: RankRecord, site: Site, value: float) -> None:
         key = TensorKey(site.step, site.phase, site.tensor)
@@ -448,6 +457,8 @@ class Judge:
         micro_batch = -1 if site.micro_batch is None else site.micro_batch
         if site.phase == "batch" and site.micro_batch is None:
             return site.step, phase, len(blocks) + 1, 0, 0  # numbers that follow from the fields
+        if site.phase == "evaluation":
+            phase = len(PHASES) + 1
         if site.phase == "checkpoint":
             phase = len(PHASES)
         if site.phase in ("backward", "reduce", "clip", "moments", "update"):

@@ -18,7 +18,7 @@ from weft.models import Family
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
 from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_user
 from weft.prove.judge import Judge
-from weft.prove.raw_batch import MaskedSamples
+from weft.prove.raw_batch import EVAL_BATCHES, MaskedSamples
 from weft.prove.record import RankRecord, Recorder
 from weft.prove.reference import (
     PLAIN,
@@ -32,6 +32,7 @@ from weft.prove.report import Difference, Pass, ProofReport
 from weft.run.run_ranks import one_intra_op_thread, run_ranks
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import build_training
+from weft.train.evaluate import Evaluation, eval_event
 from weft.train.event_log import EventLog
 from weft.train.loop import run_training
 
@@ -215,6 +216,10 @@ def _train_part(
         files={},
     )
     run_training(training, EventLog(None, [recorder]))
+    if total == subject.steps:
+        record.progress.phase = "evaluate"
+        evaluation = Evaluation(training.step.model, training.loader, most_batches=EVAL_BATCHES)
+        recorder.handle(eval_event(total, evaluation()))
     comm.observers = observers
 
 

@@ -26,6 +26,10 @@ def is_masked(sample: int, column: int) -> bool:
     return (sample * 7 + column * 3) % 8 == 0
 
 
+EVAL_BATCHES = 2
+"""Batches of an evaluation."""
+
+
 @dataclass(frozen=True)
 class MaskedSamples:
     """Samples of which some targets do not count, as in fine-tuning data: see `is_masked`."""
@@ -89,7 +93,18 @@ def global_batch(
     """
     first = step * global_size
     places = np.arange(first, first + global_size, dtype=np.int64)
-    numbers = samples.at(places, seed=seed)
+    return batch_of(samples, samples.at(places, seed=seed), later=later)
+
+
+def evaluated_samples(num_samples: int, global_size: int) -> list[Ints]:
+    """The samples of an evaluation of `EVAL_BATCHES` batches: the first ones, in their order."""
+    starts = range(0, num_samples, global_size)[:EVAL_BATCHES]
+    ends = [min(start + global_size, num_samples) for start in starts]
+    return [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def batch_of(samples: Samples, numbers: Ints, *, later: bool) -> Batch:
+    """The batch of these samples, with whole sequences."""
     raw = samples.samples if isinstance(samples, MaskedSamples) else samples
     if not isinstance(raw, SequenceSamples):
         return _batch_of_arrays(samples.read(numbers), later=later)

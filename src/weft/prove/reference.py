@@ -24,7 +24,7 @@ from weft.models.common.batch import IGNORE, Batch, Extra
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
 from weft.prove.plain_optimizers import plain_learning_rate, plain_optimizer
-from weft.prove.raw_batch import global_batch
+from weft.prove.raw_batch import batch_of, evaluated_samples, global_batch
 from weft.prove.report import Phase
 
 FIRST_SCALE = 65536.0
@@ -182,7 +182,32 @@ class Reference:
         """Train all steps."""
         for _ in self.steps(num_steps):
             pass
+        self._evaluate(num_steps)
         return self.trace
+
+    def _evaluate(self, step: int) -> None:
+        """The mean loss of some samples after the last step."""
+        loss = 0.0
+        num_targets = 0
+        size = self.run.batch.global_size
+        for numbers in evaluated_samples(self.samples.num_samples, size):
+            batch = batch_of(self.samples, numbers, later=self.run.model.reads_later_targets)
+            num_targets += int((batch.targets != IGNORE).sum())
+            for rows in self.micro_batches(len(batch.inputs)):
+                loss += self._loss_alone(batch.rows(slice(rows.start, rows.stop)))
+        self._keep_number(step, "evaluation", "evaluation loss", loss / max(num_targets, 1))
+        self._keep_number(step, "evaluation", "number of targets", num_targets)
+
+    @torch.no_grad()
+    def _loss_alone(self, batch: Batch) -> float:
+        """The sum over targets of the last block's loss."""
+        x: Any = batch.inputs
+        for block in self.blocks.values():
+            out = block(x, batch)
+            x = out.x if isinstance(out, Extra) else out
+            if isinstance(x, Tensor):
+                x = self.perturbed(x) if x.dim() else x
+        return float(x.double())
 
     def _step(self, step: int) -> None:
         run, trace = self.run, self.trace

@@ -22,6 +22,7 @@ Phase = Literal[
     "moments",
     "update",
     "checkpoint",
+    "evaluation",
 ]
 PHASES: tuple[Phase, ...] = (
     "batch",
@@ -34,8 +35,9 @@ PHASES: tuple[Phase, ...] = (
     "moments",
     "update",
     "checkpoint",
+    "evaluation",
 )
-"""Phases of one step, in the order of their execution."""
+"""Phases of one step, in the order of their execution; the evaluation follows the last step."""
 
 VerdictWord = Literal["equal", "not equal"]
 
