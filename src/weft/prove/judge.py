@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from weft.comm.observe import Operation
 from weft.core.dimension import activation_axes, pipeline_axis, replicated_axes, token_axes
 from weft.core.mesh import Mesh
+from weft.parallel.model.parallelize import ParamShard
 from weft.prove.bounds import Bounds, largest_difference
 from weft.prove.places import FlatPlace, ShardPlace, Whole
 from weft.prove.record import Observed, PartialGradient, RankRecord, Site
@@ -75,6 +77,8 @@ class Judge:
     Attributes:
         failures: tensors beyond their bounds, by what they are and by rank.
         uncompared: logical tensors that the reference does not have in that shape.
+        has_sharded_activations: whether sequence parallelism makes gradients of replicated
+            parameters parts of a sum.
     """
 
     mesh: Mesh
@@ -83,6 +87,7 @@ class Judge:
     stats: dict[Phase, PhaseStats] = field(default_factory=dict)
     failures: dict[Site, dict[int, Failure]] = field(default_factory=dict)
     uncompared: set[str] = field(default_factory=set)
+    has_sharded_activations: bool = False
 
     def compare(self) -> tuple[Difference, ...]:
         """Compare everything; the differences in the order of execution."""
@@ -293,10 +298,20 @@ class Judge:
             expected = place.read(whole)
             assert expected is not None, "a shard lies in its parameter"
             is_wrong = self._relative(total, expected, key) > self.bounds.bound(key)
-            if is_wrong and self._right_axes(step, partial.param.name, rank) is not None:
-                continue  # the terms are right, and their reduction is compared after it
+            if is_wrong and self._has_right_terms(step, partial.param, rank):
+                continue  # their reduction is compared after it
             observed = Observed(total, place, partial.operation)
             self._check(site, rank, observed, expected, key)
+
+    def _has_right_terms(self, step: int, param: ParamShard, rank: int) -> bool:
+        """Whether the ranks' own gradients add up to the right one over axes over which gradients
+        of this parameter may be summed. Over others every rank must have all of it.
+        """
+        right = self._right_axes(step, param.name, rank)
+        summed = {*token_axes(), *param.reduce_axes}
+        if self.has_sharded_activations:
+            summed.update(activation_axes())
+        return right is not None and summed.issuperset(right)
 
     def _relative(self, value: Tensor, expected: Tensor, key: TensorKey) -> float:
         return largest_difference(value, expected) / self.bounds.scale(key)
@@ -469,7 +484,14 @@ class Judge:
             return site.step, phase, -len(blocks) - 1 if is_number else -position, 0, micro_batch
         if site.phase == "loss":
             return site.step, phase, position, 0, micro_batch
-        return site.step, phase, position, 0 if site.micro_batch is None else 1, micro_batch
+        if site.phase == "forward" and site.tensor.endswith(".expert load"):
+            micro_batch = self._num_micro_batches  # a sum over all of them
+        return site.step, phase, micro_batch, position, 0
+
+    @cached_property
+    def _num_micro_batches(self) -> int:
+        numbers = [site.micro_batch or 0 for site in self.failures]
+        return 1 + max(numbers, default=0)
 
     # what a difference is
 

@@ -141,7 +141,7 @@ def _prove_once(subject: Subject) -> _Outcome | _Failed:
         difference = difference_of_error(error, records, mesh=mesh, blocks=blocks)
         return _Failed(error_text(error), difference)
     bounds = reference_bounds(subject)
-    judge = Judge(mesh, records, bounds)
+    judge = Judge(mesh, records, bounds, has_sharded_activations=subject.run.parallel.sequence)
     differences = judge.compare()
     return _Outcome(
         Pass(types_text(subject.run), bounds_text(bounds.types), judge.phase_bounds(), differences),
