@@ -33,6 +33,7 @@ def test_a_verdict_is_recorded_and_kept(words, tmp_path):
     assert '"verdict": "equal"' in text
 
 
+@pytest.mark.slow
 def test_a_run_whose_proof_fails_does_not_start(words, tmp_path, monkeypatch, capsys):
     right = grad_norm.clip
 

@@ -25,27 +25,29 @@ from weft.train.step import TrainStep
 DEEPSEEK = "--model.name deepseek --model.mtp_depth 1"
 
 
+BFLOAT16 = "--mesh dp2 --precision.compute bfloat16"
+DEEPSEEK_DOCUMENTS = f'--mesh "ep2 cp2" {DEEPSEEK} --data.packing documents {FLOAT64}'
+SEQUENCE_PARALLEL = '--mesh "dp2 tp2" --parallel.zero 1 --parallel.sequence True'
+
+
 @pytest.mark.parametrize(
-    "words",
+    ("words", "steps"),
     [
-        pytest.param(
-            '--mesh "dp2 tp2" --parallel.zero 1 --parallel.sequence True', marks=pytest.mark.slow
-        ),
-        "--mesh dp2 --precision.compute bfloat16 --parallel.zero 3",
-        pytest.param("--mesh dp2 --precision.compute float16", marks=pytest.mark.slow),
-        pytest.param(
-            f'--mesh "ep2 cp2" {DEEPSEEK} --data.packing documents {FLOAT64}',
-            marks=pytest.mark.slow,
-        ),
-        f'--model.name gpt2 --mesh "pp2" --lora.rank 2 {FLOAT64}',
+        (f"{BFLOAT16} --parallel.zero 3", 1),
+        (f'--model.name gpt2 --mesh "pp2" --lora.rank 2 {FLOAT64}', 3),
+        pytest.param(f"{BFLOAT16} --parallel.zero 3", 3, marks=pytest.mark.slow),
+        pytest.param(SEQUENCE_PARALLEL, 3, marks=pytest.mark.slow),
+        pytest.param("--mesh dp2 --precision.compute float16", 3, marks=pytest.mark.slow),
+        pytest.param(DEEPSEEK_DOCUMENTS, 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_healthy_layout_is_equal(words):
-    report = report_of(words)
+def test_a_healthy_layout_is_equal(words, steps):
+    report = report_of(words, steps=steps)
     assert report.holds, "\n".join(report.lines())
     assert max(bound.closest for bound in report.bounds) < 0.8
 
 
+@pytest.mark.slow
 def test_parameters_that_are_never_gathered_again_are_found(monkeypatch):
     """The 16-bit copies keep their initial values; a proof in float64 alone does not see it."""
     right = TrainStep._update
@@ -55,7 +57,7 @@ def test_parameters_that_are_never_gathered_again_are_found(monkeypatch):
         right(self, lr)
 
     monkeypatch.setattr(TrainStep, "_update", without_refresh)
-    first = report_of("--mesh dp2 --precision.compute bfloat16").first
+    first = report_of(BFLOAT16).first
     assert first is not None
     assert (first.step, first.phase) == (2, "forward")
     assert first.tensor.endswith(" as used")
