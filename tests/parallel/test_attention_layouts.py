@@ -48,6 +48,9 @@ class WindowedFamily:
             "layer*.attn.attend.head_bias": ("heads",),
         }
 
+    def axes(self, config: Any) -> dict[str, tuple[Any, ...]]:
+        return self.AXES
+
     def ties(self, cfg: ModelConfig) -> dict[str, str]:
         return LLAMA.ties(cfg)
 

@@ -52,7 +52,7 @@ def parallel_model(
         sequence_parallel=sequence_parallel,
     )
     comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank, device="cpu"))
-    return parallelize(blocks, plan, comm, axes=family.AXES, ties=family.ties(config))
+    return parallelize(blocks, plan, comm, axes=family.axes(config), ties=family.ties(config))
 
 
 def geometry(model: ParallelModel) -> dict[str, Any]:

@@ -42,6 +42,12 @@ SMALL = (
 )
 
 
+ACTIONS = slice(1, -1)
+"""Levels of the actions and the reduction. Before them numbers of every micro-batch are stacked;
+after the update a few numbers of the report are freed now or later.
+"""
+
+
 def run_of(flags: str) -> Run:
     words: list[str] = []
     for word in flags.split():
@@ -86,8 +92,8 @@ def test_the_meta_device_shows_what_a_real_step_does(name: str) -> None:
         predicted = measure_rank(run, rank)
         row = real.row
         assert predicted.kept == real.kept
-        levels = step_memory(predicted, row).levels[1:]
-        real_levels = step_memory(real, row).levels[1:]
+        levels = step_memory(predicted, row).levels[ACTIONS]
+        real_levels = step_memory(real, row).levels[ACTIONS]
         if run.pipeline.schedule == "zbv":  # a split backward has a scalar on the host
             assert [level.name for level in levels] == [level.name for level in real_levels]
             for level, real_level in zip(levels, real_levels, strict=True):
@@ -114,5 +120,8 @@ def test_three_micro_batches_stand_for_all(name: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(rank_step, "MOST_PLAYED", 99)
         whole = measure_rank(run, rank)
         monkeypatch.undo()
-        assert step_memory(short, short.row).levels[1:] == step_memory(whole, whole.row).levels[1:]
+        assert (
+            step_memory(short, short.row).levels[ACTIONS]
+            == step_memory(whole, whole.row).levels[ACTIONS]
+        )
         assert step_traffic(short, short.row) == step_traffic(whole, whole.row)

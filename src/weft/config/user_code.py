@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -84,6 +85,13 @@ def load_object(reference: str, *, key: str) -> Any:
     return getattr(module, name)
 
 
+class _UncachedLoader(importlib.machinery.SourceFileLoader):
+    """Loads a file without writing byte code beside it."""
+
+    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
+        """Write nothing."""
+
+
 def _load_file(path: Path, *, key: str) -> ModuleType:
     name = _module_name(path)
     if name in sys.modules:
@@ -91,7 +99,8 @@ def _load_file(path: Path, *, key: str) -> ModuleType:
     if not path.is_file():
         what = "is no file" if path.exists() else "no such file"
         raise ConfigError(Fault(key, what, got=repr(str(path)), fix="check the path"))
-    spec = importlib.util.spec_from_file_location(name, path)
+    loader = _UncachedLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, "a file that ends in .py has a spec"
     assert spec.loader is not None, "and a loader"
     module = importlib.util.module_from_spec(spec)

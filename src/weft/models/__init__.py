@@ -116,6 +116,10 @@ class FamilyRegistry(Mapping[str, Family]):
         self._built_in = dict(built_in)
         self._of_users: dict[str, Family] = {}
 
+    def __reduce__(self) -> str:
+        """Pickled as the name of the one registry: other processes load users' models themselves."""
+        return "FAMILIES"
+
     def __getitem__(self, name: str) -> Family:
         """The family of this name.
 

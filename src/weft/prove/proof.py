@@ -29,7 +29,7 @@ from weft.prove.reference import (
     perturbations,
 )
 from weft.prove.report import Difference, Pass, ProofReport
-from weft.run.run_ranks import one_intra_op_thread, run_ranks
+from weft.run.run_ranks import arithmetic_of_ranks, run_ranks
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import build_training
 from weft.train.evaluate import Evaluation, eval_event
@@ -80,7 +80,7 @@ def prove(subject: Subject) -> ProofReport:
     Raises:
         UserError: what the run asks for is not possible.
     """
-    with one_intra_op_thread():
+    with arithmetic_of_ranks():
         return _prove(subject)
 
 
@@ -244,7 +244,6 @@ def reference(
     """The one-device reference of a subject."""
     run = subject.run
     source = initial_source(run.model, base=run.lora.base)
-    torch.set_flush_denormal(True)
     return Reference(
         run,
         subject.family,

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.errors import counted
@@ -18,7 +16,7 @@ from weft.prove.bounds import FACTOR, FLOOR, TOLERANCE, norm_rounding
 from weft.prove.proof import Subject, bounds_text, layout_text, model_text, reference, types_text
 from weft.prove.reference import NumberTypes, Reference, TensorKey, perturbations
 from weft.prove.report import Difference, Pass, PhaseBound, ProofReport
-from weft.run.run_ranks import one_intra_op_thread
+from weft.run.run_ranks import arithmetic_of_ranks
 
 Number = Literal["loss", "norm"]
 NAMES: dict[Number, str] = {"loss": "loss", "norm": "gradient norm"}
@@ -109,7 +107,7 @@ def prove_recorded(
     show(f"{folder} ({run.device_mesh}, {counted(ranks, 'rank')}) repeated on one device:")
     types = NumberTypes.of(run)
     comparisons: list[StepComparison] = []
-    with one_intra_op_thread():
+    with arithmetic_of_ranks():
         for number, found in _compare(run, recorded[:first]):
             comparisons.extend(found)
             if number <= 3 or number % 5 == 0 or number == first:
@@ -143,7 +141,6 @@ def _compare(
     most_entries = max(param.numel() for param in plain.trained.values())
     bound = GrowingBound(plain.types, most_entries=most_entries)
     steps = [each.steps(len(recorded)) for each in (plain, *others)]
-    torch.set_flush_denormal(True)
     for event, numbers in zip(recorded, zip(*steps, strict=True), strict=True):
         found: list[StepComparison] = []
         step = numbers[0]

@@ -112,6 +112,19 @@ def one_intra_op_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def arithmetic_of_ranks() -> Iterator[None]:
+    """This thread computes like a rank inside the block: one intra-op thread, denormal numbers are
+    zero. Afterwards denormal numbers are computed with, as in a new process.
+    """
+    with one_intra_op_thread():
+        torch.set_flush_denormal(True)
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(False)
+
+
 def _run_in_processes(mesh: Mesh, fn: Callable[[Comm], T], *, timeout_s: float) -> list[T]:
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         job = Job(
