@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from weft.models.common.batch import with_later_targets
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.zero import grad_norm, grouping
 from weft.parallel.zero.param_group import ParamGroup
+from weft.prove.failure import is_fault_of_the_layout
 from weft.prove.html import page
 from weft.prove.proof import Subject
 from weft.prove.shrink import smallest_case
@@ -124,6 +126,13 @@ def test_an_error_of_a_restore_is_a_difference(monkeypatch):
     assert first.parameter == "layer1.mlp.up.weight"
     assert json.loads(report.to_json())["first"]["block"] == "layer1"
     assert "  in checkpoint of step 2: layer1.mlp.up.weight" in report.lines()
+
+
+def test_a_shortage_of_the_machine_is_not_a_fault_of_the_layout():
+    full_disk = OSError(errno.ENOSPC, "no space left on device")
+    assert not is_fault_of_the_layout(full_disk, [])
+    assert not is_fault_of_the_layout(MemoryError(), [])
+    assert is_fault_of_the_layout(KeyError("layer1"), [])
 
 
 def test_an_error_in_a_block_names_the_block(monkeypatch):

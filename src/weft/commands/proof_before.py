@@ -139,11 +139,12 @@ def _refusal(answer: Mapping[str, Any]) -> str:
     words = ["the proof before the first step found a difference from one device"]
     case = answer["smallest"] or answer
     found = case["first"] or answer["first"]
-    if found is not None:
+    error = case["error"] or answer["error"]
+    if error:
+        words.append(f"the layout stops with an error: {error}")
+    elif found is not None:
         axis = f" (axis {found['axis']})" if found["axis"] else ""
         step = f"{found['phase']} of step {found['step']}"
         words.append(f"{step}: {found['tensor']} is {found['relation']}{axis}")
-    elif answer["error"]:
-        words.append(f"the layout stops with an error: {answer['error']}")
     again = f"Nothing was trained. See {case['command']}"
     return f"{': '.join(words)}. {again} (to train all the same: --prove.before never)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from weft.prove.report import Difference, Phase
 from weft.run.rank_status import Phase as StepPhase
 
 MAX_TEXT = 400
+SHORTAGES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 PHASE_OF_STEP: Mapping[StepPhase, Phase] = {
     "start": "forward",
     "data": "batch",
@@ -34,10 +36,15 @@ def error_text(error: BaseException) -> str:
     return text if isinstance(error, WeftError) else f"{type(error).__name__}: {text}"
 
 
-def is_fault_of_the_user(error: BaseException, records: Sequence[RankRecord]) -> bool:
-    """Whether the run could not be built at all, because of what it asks for."""
+def is_fault_of_the_layout(error: BaseException, records: Sequence[RankRecord]) -> bool:
+    """Whether an error says something about the layout: neither that the run could not be built at
+    all, because of what it asks for, nor that this machine ran out of something.
+    """
+    is_shortage = isinstance(error, OSError) and error.errno in SHORTAGES
+    if is_shortage or isinstance(error, MemoryError):
+        return False
     has_begun = any(record.progress.has_begun for record in records)
-    return isinstance(error, UserError) and not has_begun
+    return has_begun or not isinstance(error, UserError)
 
 
 def difference_of_error(

@@ -16,7 +16,7 @@ from weft.data.dataset import open_data
 from weft.data.samples import Samples
 from weft.models import Family
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
-from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_user
+from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_layout
 from weft.prove.judge import Judge
 from weft.prove.raw_batch import EVAL_BATCHES, MaskedSamples
 from weft.prove.record import RankRecord, Recorder
@@ -135,7 +135,7 @@ def _prove_once(subject: Subject) -> _Outcome | _Failed:
     try:
         run_layout(subject, records)
     except Exception as error:
-        if is_fault_of_the_user(error, records):
+        if not is_fault_of_the_layout(error, records):
             raise
         blocks = tuple(subject.family.blocks(subject.run.model))
         difference = difference_of_error(error, records, mesh=mesh, blocks=blocks)
