@@ -8,6 +8,7 @@ import pytest
 
 from weft.cli import main
 from weft.errors import EXIT_OK, EXIT_USER
+from weft.models import FAMILIES
 
 MODELS = Path(__file__).parents[1] / "user_models"
 FUSED = 'Stacked(("heads", 4), ("kv_heads", 4), ("kv_heads", 4))'
@@ -56,3 +57,10 @@ def test_what_no_sharding_fits_is_undecided(capsys: pytest.CaptureFixture[str]) 
 def test_a_word_that_names_no_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["axes"]) == EXIT_USER
     assert "weft axes: names no model" in capsys.readouterr().err
+
+
+def test_the_tables_that_were_tried_are_forgotten() -> None:
+    reference = str(MODELS / "head_bias.py")
+    before = FAMILIES[reference]
+    assert main(["axes", reference, "--check", "False"]) == EXIT_OK
+    assert FAMILIES[reference] is before

@@ -51,17 +51,23 @@ def axes(words: Sequence[str]) -> int:
 
     reference = canonical_reference(rest[0])
     model = replace(model_of_file(reference, needs_axes=False), name=reference)
-    whole = UserFamily(replace(model, AXES={"*": ()}))
-    run = _run(whole, reference, rest[1:], mesh=MESH)
-    proposal = propose(whole, run.model, plan_of(run))
+    with FAMILIES.restored():
+        whole = UserFamily(replace(model, AXES={"*": ()}))
+        run = _run(whole, reference, rest[1:], mesh=MESH)
+        proposal = propose(whole, run.model, plan_of(run))
+        _print_proposal(proposal)
+        if not options.check:
+            return EXIT_OK
+        proposed = UserFamily(replace(model, AXES=proposal.table))
+        return _prove(_run(proposed, reference, rest[1:], mesh=MESH))
+
+
+def _print_proposal(proposal: Any) -> None:
+    """The table, then what is undecided; `proposal`: a `weft.train.propose_axes.Proposal`."""
     lines = ["from weft import Stacked", ""] if proposal.needs_stacked else []
     print_result("\n".join((*lines, proposal.text())))
     for name, reason in proposal.undecided.items():
         print_result(f"# undecided: {name}: {reason}")
-    if not options.check:
-        return EXIT_OK
-    proposed = UserFamily(replace(model, AXES=proposal.table))
-    return _prove(_run(proposed, reference, rest[1:], mesh=MESH))
 
 
 def _run(family: Any, reference: str, words: Sequence[str], *, mesh: str) -> Run:

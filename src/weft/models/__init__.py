@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -155,6 +156,15 @@ class FamilyRegistry(Mapping[str, Family]):
     def add(self, family: Family) -> None:
         """Register a family of this process under its own name; one of the same name is replaced."""
         self._of_users[family.Config.family] = family
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Families that are registered inside the block are forgotten at its end."""
+        before = dict(self._of_users)
+        try:
+            yield
+        finally:
+            self._of_users = before
 
     def value_of(self, name: str) -> Any:
         """The model of a user that was given as a value, not as a file; None for any other name."""
