@@ -50,7 +50,7 @@ BF16 = "--precision.compute bfloat16"
 LAYOUTS = (
     Layout("", measures_layers=True),
     Layout("", BF16, is_slow=True),
-    Layout("", "--parallel.recompute full"),
+    Layout("", "--parallel.recompute full", is_slow=True),
     Layout("", "--parallel.recompute selective", is_slow=True),
     Layout("dp2", is_slow=True),
     Layout("dp2", f"--parallel.zero 1 {BF16}", rank=1),
@@ -60,7 +60,7 @@ LAYOUTS = (
     Layout("tp2", "--parallel.sequence True", measures_layers=True),
     Layout("cp2", rank=1, is_slow=True),
     Layout("cp2", "--parallel.context allgather", is_slow=True),
-    Layout("cp2", "--parallel.context ulysses"),
+    Layout("cp2", "--parallel.context ulysses", is_slow=True),
     Layout("pp2", rank=1, is_slow=True),
     Layout("pp2", "--pipeline.schedule zero_bubble", is_slow=True),
     Layout("pp2", "--pipeline.schedule zbv --pipeline.chunks 2", num_layers=4),

@@ -32,8 +32,13 @@ PAGES = [
     "docs/proofs.md",
     "docs/schedules.md",
 ]
-SLOW_PAGES = {"docs/checkpoints.md", "docs/huggingface.md", "docs/lora.md"}
-"""README has the same commands with other flags; `make slow` runs these pages."""
+SLOW_PAGES = {
+    "docs/checkpoints.md",
+    "docs/finetuning.md",
+    "docs/huggingface.md",
+    "docs/lora.md",
+}
+"""Other tests run the same commands with other flags; `make slow` runs these pages."""
 NOT_RUN = ("make", "pip", "python")
 """make builds the environment of these tests, pip installs, python runs examples, which
 tests/examples runs.

@@ -30,7 +30,13 @@ PADDING = 0.005
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policy if policy == "mixed" else pytest.param(policy, marks=pytest.mark.slow)
+        for policy in POLICIES
+    ],
+)
 def test_the_memory_of_a_rank_between_steps_equals_the_formula(policy: str, zero: Any) -> None:
     setting = Setting(zero, POLICIES[policy], degree=3)
     measured = measure_states(setting, FIELDS)

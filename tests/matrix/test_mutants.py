@@ -31,13 +31,12 @@ from weft.train.step import TrainStep
 MUTANTS = all_mutants()
 REPRESENTATIVE = (
     "gradients_are_averaged_although_the_loss_is_normalised_globally",
-    "the_output_of_one_mlp_is_averaged",
     "tied_embeddings_are_not_summed_across_stages",
     "targets_of_multi_token_prediction_are_made_after_the_split",
     "float16_gradients_are_not_divided_by_the_loss_scale",
     "moments_are_swapped_in_the_checkpoint",
 )
-"""One of each kind: a collective, a module, a function, the data, a number type, a checkpoint."""
+"""One of each kind: a collective, a function, the data, a number type, a checkpoint."""
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def slow_but(*names: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", slow_but("one rank", "pp2 zbv", "pp2 dp2 zero1", "dp2 zero3 selective bfloat16", "cp2")
+    "name", slow_but("one rank", "pp2 zbv", "pp2 dp2 zero1", "dp2 zero3 selective bfloat16")
 )
 def test_the_meta_device_shows_what_a_real_step_does(name: str) -> None:
     run = run_of(LAYOUTS[name])

@@ -62,7 +62,7 @@ class PartialGradient:
 
 
 @dataclass
-class Progress:
+class RecordProgress:
     """Where a rank is in its run.
 
     Attributes:
@@ -107,7 +107,7 @@ class RankRecord:
     events: list[Event] = field(default_factory=list)
     norm_operations: dict[int, Operation | None] = field(default_factory=dict)
     resumed_after: int | None = None
-    progress: Progress = field(default_factory=Progress)
+    progress: RecordProgress = field(default_factory=RecordProgress)
     error: BaseException | None = None
 
 
