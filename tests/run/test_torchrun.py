@@ -123,6 +123,7 @@ def test_a_signal_to_the_agent_leaves_no_rank(folder, number):
         assert (out / "ckpt" / f"step-{end['steps']:06d}").is_dir()
 
 
+@pytest.mark.slow
 def test_a_killed_and_a_stopped_rank_are_named_and_the_run_resumes_bit_identically(folder):
     out = folder / "restarted"
     source = ("--data.source", str(folder / "text.txt"))
