@@ -163,6 +163,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         "**/*.nothing",
         "~unknown-user/y",
     ),
+    "hardware": ("h10", ""),
     "data.tokenizer": ("nowhere.json", "/dev/zero", "text.txt"),
     "optim.name": ("adam", "muno"),
     "optim.lr": ("0", "-1", "nan", "inf", "fast", "1e400"),

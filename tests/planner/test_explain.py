@@ -7,8 +7,8 @@ import json
 import pytest
 
 from weft.cli import main
+from weft.config.hardware import hardware_table
 from weft.core.mesh import WIDTH
-from weft.planner.hardware import hardware_table
 
 SMALL = ["--model.layers", "2", "--model.dim", "32", "--model.ffn", "48", "--data.seq_len", "16"]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.planner.test_step_costs import run_of
 from weft.comm.observe import Operation
-from weft.planner.hardware import find_hardware
+from weft.config.hardware import find_hardware
 from weft.planner.kernels import KernelLaunch
 from weft.planner.measure import measure
 from weft.planner.recorder import Ended, RecordedRegion, Started

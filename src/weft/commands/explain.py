@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 
 from weft.commands.console import load_checked_run, print_result
+from weft.config.hardware import find_hardware
 from weft.config.run import plan_of
 from weft.errors import EXIT_OK
 from weft.layout.explain import explain as explain_plan
-from weft.planner.hardware import find_hardware, hardware_checks
 
 JSON_FLAG = "--json"
 
@@ -19,7 +19,7 @@ def explain(words: Sequence[str]) -> int:
     role is played on the meta device.
     """
     config_words = [word for word in words if word != JSON_FLAG]
-    run = load_checked_run(config_words, hardware_checks)
+    run = load_checked_run(config_words)
     hardware = find_hardware(run.hardware) if run.hardware else None
     plan = plan_of(run)
     if JSON_FLAG not in words:

@@ -174,6 +174,8 @@ def training_notes(run: Run) -> tuple[str, ...]:
         save=run.save,
     )
     found += map(str, unused)
+    if run.hardware is not None:
+        found.append("hardware: training does not read it; weft explain and weft simulate do")
     if restart_number(os.environ) and not run.resume:
         found.append("started again by the agent without a checkpoint in --out: from step 0")
     if not starts_new(run.resume, run.out):

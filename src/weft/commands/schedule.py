@@ -14,13 +14,13 @@ from rich.console import Console
 
 from weft.commands.console import load_checked_run, print_result, show_help
 from weft.config import flags
+from weft.config.hardware import Hardware, find_hardware
 from weft.config.run import Run, plan_of
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_OK, ConfigError, Fault
 from weft.layout.plan import Plan
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.tp import AXIS as TP
-from weft.planner.hardware import Hardware, find_hardware, hardware_checks
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, find, make_table
 from weft.schedule.simulate import UNIT_COSTS, peak_live, simulate
@@ -105,7 +105,7 @@ def help_of_schedule() -> int:
 
 def simulate_run(words: Sequence[str]) -> int:
     """Draw the pipeline of a config as the simulator runs it."""
-    run = load_checked_run(words, hardware_checks)
+    run = load_checked_run(words)
     plan = plan_of(run)
     _check_picture(plan.table)
     columns = screen_columns()

@@ -8,6 +8,7 @@ from functools import partial
 
 from weft.config import lora, suggestions, unused_keys
 from weft.config.checks import Check, Suggestion
+from weft.config.hardware import hardware_faults
 from weft.config.run import Run
 from weft.config.schema import (
     BatchConfig,
@@ -116,6 +117,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
         Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
         Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),
+        Check(("hardware",), partial(hardware_faults, run.hardware)),
         Check(
             ("transport", "port", "run", "save"),
             partial(

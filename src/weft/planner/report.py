@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from weft.config.hardware import Hardware
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import WIDTH
 from weft.layout.plan import Plan
-from weft.planner.hardware import Hardware
 from weft.planner.measure import RoleCosts
 from weft.planner.speeds import TERA, Speeds
 from weft.planner.step_time import step_time

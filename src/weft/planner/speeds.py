@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from weft.comm.observe import Operation
-from weft.planner.hardware import GB, Hardware
+from weft.config.hardware import GB, Hardware
 from weft.planner.kernels import KernelLaunch
 
 TERA = 1e12

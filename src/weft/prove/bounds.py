@@ -113,7 +113,11 @@ class Bounds:
         spreads: dict[tuple[int, Phase], list[float]] = {}
         for key, spread in self._spreads.items():
             spreads.setdefault((key.step, key.phase), []).append(spread)
-        return {place: sorted(found)[len(found) // 2] for place, found in spreads.items()}
+        medians = {}
+        for place, found in spreads.items():
+            found.sort()
+            medians[place] = found[len(found) // 2]
+        return medians
 
     @cached_property
     def _largest_lr(self) -> float:

@@ -184,9 +184,12 @@ def norm_of_rank_0(
 
 def mean_norm(total: Callable[..., StepTotals], step: TrainStep, *args: Any, **named: Any) -> Any:
     """The mean over ranks of their norms, as where every rank holds every parameter."""
+    comm = step.model.comm
     own = grad_norm.squared_norm(step.model, step.grads).sqrt()
-    norm = step.model.comm.sum_world(own.unsqueeze(0))[0] / step.model.comm.mesh.size
-    return replace(total(step, *args, **named), grad_norm_tensor=norm, grad_norm=float(norm.item()))
+    summed = comm.sum_world(own.unsqueeze(0))[0]
+    norm = summed / comm.mesh.size
+    totals = total(step, *args, **named)
+    return replace(totals, grad_norm_tensor=norm, grad_norm=float(norm.item()))
 
 
 def shards_count_once(

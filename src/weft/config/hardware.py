@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from weft.config.checks import Check
-from weft.config.run import Run
 from weft.errors import ConfigError, Fault
 
 GB = 10**9
@@ -52,7 +50,7 @@ class Hardware(BaseModel):
 @cache
 def hardware_table() -> Mapping[str, Hardware]:
     """All devices that weft knows."""
-    text = resources.files("weft.planner").joinpath("hardware.toml").read_text(encoding="utf-8")
+    text = resources.files("weft.config").joinpath("hardware.toml").read_text(encoding="utf-8")
     return {name: Hardware(name=name, **fields) for name, fields in tomllib.loads(text).items()}
 
 
@@ -69,11 +67,6 @@ def hardware_faults(name: str | None) -> Iterator[Fault]:
         need=", ".join(table),
         fix=f"--hardware {near[0]}",
     )
-
-
-def hardware_checks(run: Run) -> tuple[Check, ...]:
-    """The check of the device that a run is compared with."""
-    return (Check(("hardware",), partial(hardware_faults, run.hardware)),)
 
 
 def find_hardware(name: str) -> Hardware:
