@@ -25,6 +25,7 @@ from weft.commands import launch as commands_launch
 from weft.commands import prove as commands_prove
 from weft.commands import replay as commands_replay
 from weft.commands import schedule as commands_schedule
+from weft.commands import simulate as commands_simulate
 from weft.commands import status as commands_status
 from weft.commands.console import (
     HELP,
@@ -215,7 +216,7 @@ def simulate_run(words: Sequence[str]) -> int:
     """Draw the pipeline of a config as the simulator runs it."""
     if wants_help(words):
         return _help_of_run("simulate", words)
-    return commands_schedule.simulate_run(words)
+    return commands_simulate.simulate_run(words)
 
 
 def schedule(words: Sequence[str]) -> int:

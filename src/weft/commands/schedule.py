@@ -1,4 +1,4 @@
-"""`weft schedule` and `weft simulate`: pictures of pipeline schedules as text, SVG or JSON."""
+"""`weft schedule`: pictures of pipeline schedules as text, SVG or JSON."""
 
 from __future__ import annotations
 
@@ -12,18 +12,13 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
-from weft.commands.console import load_checked_run, print_result, show_help
+from weft.commands.console import print_result, show_help
 from weft.config import flags
-from weft.config.hardware import Hardware, find_hardware
-from weft.config.run import Run, plan_of
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_OK, ConfigError, Fault
-from weft.layout.plan import Plan
-from weft.parallel.cp import AXIS as CP
-from weft.parallel.tp import AXIS as TP
-from weft.schedule.actions import Act, Table
+from weft.schedule.actions import Table
 from weft.schedule.catalog import SCHEDULES, find, make_table
-from weft.schedule.simulate import UNIT_COSTS, peak_live, simulate
+from weft.schedule.simulate import peak_live, simulate
 from weft.schedule.timeline import Timeline, bubble, makespan
 from weft.view.colour import paint
 from weft.view.svg import svg
@@ -31,8 +26,6 @@ from weft.view.text import draw, wrapped
 
 USAGE = "[NAME] [--ranks 4 ...]"
 LINE = "draw a pipeline schedule"
-SIMULATED_FLOPS = 1e12
-"""FLOP/s of a simulated rank."""
 MAX_DRAWN_ACTIONS = 50_000
 UNCLIPPED = 100_000
 """Columns of a picture before it is clipped to the screen."""
@@ -84,13 +77,13 @@ def schedule(words: Sequence[str]) -> int:
         microbatches=options.microbatches,
         chunks=options.chunks,
     )
-    _check_picture(table)
+    check_picture(table)
     timeline = simulate(table)
     summary = find(options.schedule).doc.strip().splitlines()[0]
     if options.svg is not None:
-        _write("svg", options.svg, svg(timeline, title=summary))
+        write_picture("svg", options.svg, svg(timeline, title=summary))
     if options.json is not None:
-        _write("json", options.json, schedule_json(table, timeline))
+        write_picture("json", options.json, schedule_json(table, timeline))
     if options.svg is None and options.json is None:
         columns = options.width or screen_columns()
         print_result("\n".join(wrapped(summary, columns)))
@@ -103,36 +96,7 @@ def help_of_schedule() -> int:
     return show_help(ScheduleOptions(), f"weft schedule {USAGE}", LINE)
 
 
-def simulate_run(words: Sequence[str]) -> int:
-    """Draw the pipeline of a config as the simulator runs it."""
-    run = load_checked_run(words)
-    plan = plan_of(run)
-    _check_picture(plan.table)
-    columns = screen_columns()
-    if run.hardware is not None:
-        return _simulate_on(run, find_hardware(run.hardware), columns)
-    speed = f"a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward"
-    assumptions = f"{plan.schedule}; {speed}; communication takes no time"
-    print_result("\n".join(wrapped(assumptions, columns)))
-    show(simulate(plan.table, lambda act: action_s(plan, act), unit="s"), columns=columns)
-    return EXIT_OK
-
-
-def _simulate_on(run: Run, hardware: Hardware, columns: int) -> int:
-    """Draw the predicted step of a run on a device."""
-    from weft.planner.measure import measure  # late: they import torch
-    from weft.planner.report import time_lines
-    from weft.planner.speeds import Speeds
-    from weft.planner.step_time import step_time
-
-    roles = measure(run)
-    speeds = Speeds(hardware)
-    print_result("\n".join(time_lines(roles, speeds)))
-    show(step_time(roles, speeds).timeline, columns=columns)
-    return EXIT_OK
-
-
-def _check_picture(table: Table) -> None:
+def check_picture(table: Table) -> None:
     """Check that a table is small enough to be simulated and drawn at once.
 
     Raises:
@@ -145,15 +109,6 @@ def _check_picture(table: Table) -> None:
         raise ConfigError(
             Fault("schedule", "too large for a picture", f"{num_actions} actions", need, fix)
         )
-
-
-def action_s(plan: Plan, act: Act) -> float:
-    """Seconds of one action on one simulated rank."""
-    num_shards = plan.mesh.degree((TP, CP))
-    stage = plan.stages[act.stage]
-    unit_cost = UNIT_COSTS[act.kind]
-    flops = unit_cost * stage.flops * plan.micro_size
-    return flops / num_shards / SIMULATED_FLOPS
 
 
 def screen_columns() -> int:
@@ -185,7 +140,12 @@ def schedule_json(table: Table, timeline: Timeline) -> str:
     return json.dumps(fields, indent=1) + "\n"
 
 
-def _write(key: str, path: str, text: str) -> None:
+def write_picture(key: str, path: str, text: str) -> None:
+    """Write a picture that the option `key` asks for, and name the file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
