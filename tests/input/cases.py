@@ -163,7 +163,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         "**/*.nothing",
         "~unknown-user/y",
     ),
-    "hardware": ("h10", ""),
+    "hardware": ("h10", "", "nowhere.toml", "text.txt/x"),
     "data.tokenizer": ("nowhere.json", "/dev/zero", "text.txt"),
     "optim.name": ("adam", "muno"),
     "optim.lr": ("0", "-1", "nan", "inf", "fast", "1e400"),
@@ -1130,6 +1130,54 @@ def optimizers() -> Iterator[Case]:
         yield Case(name, ("train", *words), line)
 
 
+# ------------------------------------------------------------------------------- hardware files
+
+LAPTOP = """node = 2
+memory_gb = {value = 16, published = "label"}
+bf16_tflops = {value = 0.1, published = "label"}
+hbm_tb_s = {value = 0.02, published = "label"}
+"""
+HARDWARE: dict[str, tuple[str | bytes, str]] = {
+    "a bandwidth of 0": (
+        LAPTOP + 'link_gb_s = {value = 0, published = "label"}',
+        "link_gb_s.value is out of range (got 0; need greater than 0)",
+    ),
+    "a bandwidth of infinity": (
+        LAPTOP + 'link_gb_s = {value = inf, published = "label"}',
+        "link_gb_s.value is out of range",
+    ),
+    "a missing field": ("node = 2", "memory_gb is missing"),
+    "an unknown field": (LAPTOP + "hbm_tb = 3", "hbm_tb is unknown. Fix: did you mean 'hbm_tb_s'?"),
+    "text for a number": (
+        LAPTOP + 'link_gb_s = {value = "9", published = "label"}',
+        "link_gb_s.value has the wrong type (got '9'; need a valid number)",
+    ),
+    "a figure without a source": (LAPTOP + "link_gb_s = 9", "link_gb_s has no source"),
+    "a figure without an origin": (LAPTOP + "link_gb_s = {value = 9}", "link_gb_s needs published"),
+    "a measured figure without a date": (
+        LAPTOP + 'link_gb_s = {value = 9, measured = "weft"}',
+        "is measured, and needs date and versions",
+    ),
+    "a node of 0": (LAPTOP.replace("node = 2", "node = 0"), "node is out of range"),
+    "an efficiency of 0": (LAPTOP + "[efficiency]\ngemm = 0.0", "efficiency.gemm is out of range"),
+    "an unknown efficiency": (
+        LAPTOP + "[efficiency]\ngemms = 1.0",
+        "efficiency.gemms is unknown. Fix: did you mean 'gemm'?",
+    ),
+    "no link for two ranks": (LAPTOP, "has no link (got 2 ranks; need link_gb_s"),
+    "no TOML": ("node == 2", "is not TOML"),
+    "zero bytes": (b"\0" * 100, "is not TOML"),
+}
+
+
+def hardware_files() -> Iterator[Case]:
+    words = ("explain", "--mesh", "dp2", "--hardware", "device.toml")
+    for name, (content, line) in HARDWARE.items():
+        yield Case(name, words, line, write("device.toml", content), faults=3)
+    yield Case("no file", words, "device.toml: no such file")
+    yield Case("a device", words, "is no regular file", link("device.toml", "/dev/zero"))
+
+
 # ------------------------------------------------------------------------------- keys of another way to start ranks
 
 TORCHRUN = (
@@ -1190,6 +1238,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "schedule": schedules,
     "words": command_lines,
     "optimizers": optimizers,
+    "hardware": hardware_files,
     "start": starts,
 }
 

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from weft.cli import main
-from weft.config.hardware import hardware_table
 from weft.core.mesh import WIDTH
 
 SMALL = ["--model.layers", "2", "--model.dim", "32", "--model.ffn", "48", "--data.seq_len", "16"]
@@ -51,7 +50,3 @@ def test_a_model_that_is_too_large_misses_by_so_much(capsys: pytest.CaptureFixtu
 def test_every_kind_of_model_is_measured(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--model.name", family]) == 0
     assert "floating-point operations" in capsys.readouterr().out
-
-
-def test_every_device_has_a_source() -> None:
-    assert all(device.source for device in hardware_table().values())

@@ -8,11 +8,12 @@ import pytest
 
 from tests.planner.test_step_costs import run_of
 from weft.comm.observe import Operation
+from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.planner.kernels import KernelLaunch
 from weft.planner.measure import measure
 from weft.planner.recorder import Ended, RecordedRegion, Started
-from weft.planner.speeds import Efficiency, Speeds
+from weft.planner.speeds import Speeds
 from weft.planner.step_time import region_time, step_time
 
 H100 = find_hardware("h100")
@@ -79,9 +80,7 @@ def test_the_step_of_a_run() -> None:
     assert time.total_s == time.pipeline_s + time.reduce_s + time.update_s
     assert time.flops == sum(role.flops * role.num_ranks for role in roles)
     assert 0 < time.bubble < 1
-    half = H100.model_copy(
-        update={"hbm_tb_s": H100.hbm_tb_s / 2, "bf16_tflops": H100.bf16_tflops / 2}
-    )
+    half = replace(H100, hbm_tb_s=H100.hbm_tb_s / 2, fp32_tflops=H100.tflops("float32") / 2)
     slower = step_time(roles, Speeds(half, IDEAL))
     assert time.update_s < slower.update_s <= 2 * time.update_s
     assert time.pipeline_s < slower.pipeline_s <= 2 * time.pipeline_s

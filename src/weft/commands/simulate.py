@@ -43,7 +43,7 @@ def _simulate_on(run: Run, hardware: Hardware, columns: int) -> int:
     from weft.planner.step_time import step_time
 
     roles = measure(run)
-    speeds = Speeds(hardware)
+    speeds = Speeds(hardware, hardware.efficiency)
     print_result("\n".join(time_lines(roles, speeds)))
     show(step_time(roles, speeds).timeline, columns=columns)
     return EXIT_OK

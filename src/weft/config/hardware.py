@@ -1,81 +1,289 @@
-"""Devices by name, with their published figures (`hardware.toml`)."""
+"""Devices and their links: the published table `hardware.toml`, and hardware files of users."""
 
 from __future__ import annotations
 
-import difflib
-import tomllib
+import json
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, ValidationError, model_validator
 
-from weft.errors import ConfigError, Fault
+from weft.config.efficiency import Efficiency
+from weft.config.schema import ConfigSection
+from weft.errors import ConfigError, Fault, did_you_mean
+from weft.small_files import MIB, UnreadableFile, parse_toml, read_text
 
 GB = 10**9
+SUFFIX = ".toml"
+PEAK_SHARES = {"bfloat16": 1.0, "float16": 1.0, "float32": 0.5, "float64": 1 / 16}
+"""Peak of matrix products as a share of bfloat16, where the table has no figure; float32 in TF32."""
+PEAK_FIELDS = {
+    "bfloat16": "bf16_tflops",
+    "float16": "fp16_tflops",
+    "float32": "fp32_tflops",
+    "float64": "fp64_tflops",
+}
+
+Text = Annotated[str, Field(min_length=1)]
 
 
-class Hardware(BaseModel):
+class Figure(ConfigSection):
+    """A number and where it is from: published by a source, or measured by a program."""
+
+    value: float = Field(gt=0)
+    published: Text | None = None
+    measured: Text | None = None
+    date: Text | None = None
+    versions: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> Figure:
+        if (self.published is None) == (self.measured is None):
+            raise ValueError('needs published = "source" or measured = "program", one of them')
+        if self.measured is not None and not (self.date and self.versions):
+            raise ValueError("is measured, and needs date and versions")
+        return self
+
+    def __str__(self) -> str:
+        if self.published is not None:
+            return f"published: {self.published}"
+        return f"measured {self.date}: {self.measured}; {self.versions}"
+
+
+class HardwareTable(ConfigSection):
+    """The fields of a hardware file; see `Hardware` for their units."""
+
+    label: Text | None = None
+    node: int = Field(ge=1)
+    memory_gb: Figure
+    bf16_tflops: Figure
+    fp16_tflops: Figure | None = None
+    fp32_tflops: Figure | None = None
+    fp64_tflops: Figure | None = None
+    hbm_tb_s: Figure
+    link_gb_s: Figure | None = None
+    network_gb_s: Figure | None = None
+    power_w: Figure | None = None
+    price_usd_h: Figure | None = None
+    efficiency: Efficiency = Efficiency()
+
+    def figures(self) -> dict[str, Figure]:
+        """Every figure that the file has, by name."""
+        found = {}
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Figure):
+                found[name] = value
+        return found
+
+
+@dataclass(frozen=True)
+class Hardware:
     """A device and its links.
 
     Attributes:
-        name: key of the table.
+        name: of the device in the table, or the path of its file.
+        node: devices in a node.
         memory_gb: 10^9 bytes.
         bf16_tflops: of dense matrix products.
         hbm_tb_s: memory bandwidth.
-        link_gb_s: of one device inside a node, one direction.
-        network_gb_s: of one device between nodes, one direction.
-        node: devices in a node.
-        source: of the figures.
+        link_gb_s: of one device inside a node, one direction; 0: not known.
+        network_gb_s: of one device between nodes, one direction; 0: not known. `world_faults`
+            rejects worlds that need what is not known.
+        fp16_tflops, fp32_tflops, fp64_tflops: see `tflops`.
+        power_w: of one device under load.
+        price_usd_h: of one device, in dollars an hour.
+        efficiency: what real work reaches, assumed if the file does not say.
+        figures: every figure with its origin.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     label: str
-    memory_gb: float = Field(gt=0)
-    bf16_tflops: float = Field(gt=0)
-    hbm_tb_s: float = Field(gt=0)
-    link_gb_s: float = Field(gt=0)
-    network_gb_s: float = Field(gt=0)
-    node: int = Field(ge=1)
-    source: str
+    node: int
+    memory_gb: float
+    bf16_tflops: float
+    hbm_tb_s: float
+    link_gb_s: float = 0.0
+    network_gb_s: float = 0.0
+    fp16_tflops: float | None = None
+    fp32_tflops: float | None = None
+    fp64_tflops: float | None = None
+    power_w: float | None = None
+    price_usd_h: float | None = None
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    figures: Mapping[str, Figure] = field(default_factory=dict, compare=False)
 
     @property
     def memory_bytes(self) -> int:
         """All of its memory. The driver, the libraries and fragmentation take a part of it."""
         return int(self.memory_gb * GB)
 
+    def tflops(self, dtype: str) -> float:
+        """Peak of dense matrix products of a dtype, 10^12 a second: its figure, else a share of
+        bfloat16's.
+        """
+        value: float | None = getattr(self, PEAK_FIELDS.get(dtype, ""), None)
+        if value is not None:
+            return value
+        return self.bf16_tflops * PEAK_SHARES.get(dtype, 1.0)
+
+    @classmethod
+    def from_table(cls, name: str, table: HardwareTable) -> Hardware:
+        """The device of a table."""
+        figures = table.figures()
+        values = {key: figure.value for key, figure in figures.items()}
+        return cls(
+            name=name,
+            label=table.label or Path(name).stem,
+            node=table.node,
+            efficiency=table.efficiency,
+            figures=figures,
+            **values,
+        )
+
 
 @cache
 def hardware_table() -> Mapping[str, Hardware]:
-    """All devices that weft knows."""
+    """All devices whose published figures weft has."""
     text = resources.files("weft.config").joinpath("hardware.toml").read_text(encoding="utf-8")
-    return {name: Hardware(name=name, **fields) for name, fields in tomllib.loads(text).items()}
+    return {
+        name: Hardware.from_table(name, parse_table(fields))
+        for name, fields in parse_toml(text).items()
+    }
 
 
-def hardware_faults(name: str | None) -> Iterator[Fault]:
-    """A name that is not in the table."""
-    table = hardware_table()
-    if name is None or name in table:
-        return
-    near = difflib.get_close_matches(name.lower(), table, n=1, cutoff=0.0)
-    yield Fault(
-        "hardware",
-        "unknown device",
-        got=repr(name),
-        need=", ".join(table),
-        fix=f"--hardware {near[0]}",
-    )
+def is_file_name(name: str) -> bool:
+    """Whether a name means a hardware file, not a device of the table."""
+    return name.endswith(SUFFIX) or "/" in name
 
 
 def find_hardware(name: str) -> Hardware:
-    """The device of this name.
+    """The device of a name in the table, or of a hardware file.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown; the file is missing or not valid.
     """
-    faults = tuple(hardware_faults(name))
-    if faults:
-        raise ConfigError(*faults)
-    return hardware_table()[name]
+    if is_file_name(name):
+        return Hardware.from_table(name, read_table(name))
+    table = hardware_table()
+    if name in table:
+        return table[name]
+    hint = did_you_mean(name.lower(), table)
+    fix = f"{hint} Or name a file: --hardware file{SUFFIX}"
+    raise ConfigError(
+        Fault("hardware", "unknown device", got=repr(name), need=", ".join(table), fix=fix)
+    )
+
+
+def hardware_faults(name: str | None, *, num_ranks: int = 1) -> Iterator[Fault]:
+    """A device that is unknown or not valid, or that cannot hold a world of `num_ranks`."""
+    if name is None:
+        return
+    try:
+        hardware = find_hardware(name)
+    except ConfigError as error:
+        yield from error.faults
+    else:
+        yield from world_faults(hardware, num_ranks)
+
+
+def world_faults(hardware: Hardware, num_ranks: int) -> Iterator[Fault]:
+    """A world that needs a bandwidth which the hardware file does not have."""
+    fix = f"weft bench comm --write {hardware.name}, or a layout of fewer ranks"
+    if num_ranks > 1 and not hardware.link_gb_s:
+        need = "link_gb_s, the bandwidth between devices of a node"
+        yield Fault("hardware", f"{hardware.name} has no link", f"{num_ranks} ranks", need, fix)
+    elif num_ranks > hardware.node and not hardware.network_gb_s:
+        need = f"network_gb_s, the bandwidth between nodes of {hardware.node} devices"
+        yield Fault("hardware", f"{hardware.name} has no network", f"{num_ranks} ranks", need, fix)
+
+
+def read_table(path: str) -> HardwareTable:
+    """The table of a hardware file.
+
+    Raises:
+        ConfigError: it is missing, no TOML, or a field is missing, unknown or not valid.
+    """
+    try:
+        return parse_table(read_fields(path))
+    except ValidationError as error:
+        faults = [_fault_of(path, item) for item in error.errors()]
+        raise ConfigError(*faults) from None
+
+
+def read_fields(path: str) -> dict[str, Any]:
+    """The fields of a hardware file, not validated.
+
+    Raises:
+        ConfigError: it is missing, or no TOML.
+    """
+    try:
+        return parse_toml(read_text(Path(path), max_bytes=MIB))
+    except UnreadableFile as error:
+        fix = f"weft bench compute --write {path}" if error.is_missing else ""
+        raise ConfigError(error.fault("hardware", fix=fix)) from None
+    except ValueError as error:
+        got, need = str(error), "a hardware file"
+        raise ConfigError(Fault("hardware", f"{path} is not TOML", got, need)) from None
+
+
+def parse_table(fields: Mapping[str, Any]) -> HardwareTable:
+    """A table from its fields; as JSON, whose strict reading knows tables.
+
+    Raises:
+        ValidationError: a field is missing, unknown or not valid.
+    """
+    return HardwareTable.model_validate_json(json.dumps(fields, default=str))
+
+
+def _fault_of(path: str, item: Any) -> Fault:
+    """What pydantic found wrong in a hardware file."""
+    key = ".".join(map(str, item["loc"]))
+    what = f"{path}: {key}"
+    kind = item["type"]
+    if kind == "missing":
+        return Fault("hardware", f"{what} is missing", fix=_fix_of_missing(path, key))
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        parent, _, name = key.rpartition(".")
+        known = _fields_of(parent)
+        return Fault("hardware", f"{what} is unknown", fix=did_you_mean(name, known))
+    if kind == "value_error":
+        return Fault("hardware", f"{what} {item['msg'].removeprefix('Value error, ')}")
+    is_number_of_figure = _is_figure(key) and not isinstance(item["input"], dict)
+    if is_number_of_figure:
+        fix = f'{key} = {{value = {_example(item["input"])}, published = "where it stands"}}'
+        return Fault("hardware", f"{what} has no source", repr(item["input"]), "a table", fix)
+    is_out_of_range = kind.startswith(("greater", "less", "finite", "string_too"))
+    problem = "is out of range" if is_out_of_range else "has the wrong type"
+    need = item["msg"].removeprefix("Input should be ")
+    return Fault("hardware", f"{what} {problem}", got=repr(item["input"]), need=need)
+
+
+def _fix_of_missing(path: str, key: str) -> str:
+    if _is_figure(key):
+        return f'weft bench compute --write {path}, or {key} = {{value = 1.0, published = "where it stands"}}'
+    return f"{key} = 8" if key == "node" else f"set {key}"
+
+
+def _example(value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+    return value if is_number else 1.0
+
+
+def _is_figure(key: str) -> bool:
+    field = HardwareTable.model_fields.get(key)
+    return field is not None and field.annotation in (Figure, Figure | None)
+
+
+def _fields_of(parent: str) -> list[str]:
+    """Names of fields of a table inside a hardware file; of the file itself for ""."""
+    if not parent:
+        return list(HardwareTable.model_fields)
+    if parent == "efficiency":
+        return [name for name in Efficiency.__dataclass_fields__ if not name.startswith("_")]
+    return list(Figure.model_fields)

@@ -62,9 +62,9 @@ class Run(ConfigSection):
     )
     hardware: str | None = Field(
         None,
-        title="the name of a device",
+        title="the name of a device, or a hardware file",
         examples=["h100"],
-        description="device that `weft explain` compares the memory of a rank with: a100, h100, ...",
+        description="device that predictions are for: h100, a100, ..., or a file (see docs/hardware.md)",
     )
     transport: Literal["process", "threads"] = Field(
         "process", description="ranks as processes or as threads of one process"

@@ -117,7 +117,10 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
         Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
         Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),
-        Check(("hardware",), partial(hardware_faults, run.hardware)),
+        Check(
+            ("hardware", "mesh"),
+            partial(hardware_faults, run.hardware, num_ranks=mesh.size),
+        ),
         Check(
             ("transport", "port", "run", "save"),
             partial(

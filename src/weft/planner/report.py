@@ -25,7 +25,7 @@ def costs_text(roles: Sequence[RoleCosts], hardware: Hardware | None) -> str:
     lines = [*_memory_lines(roles), *_fit_lines(roles, hardware), *_traffic_lines(roles)]
     lines.append(_flops_line(roles))
     if hardware is not None:
-        lines.extend(time_lines(roles, Speeds(hardware)))
+        lines.extend(time_lines(roles, Speeds(hardware, hardware.efficiency)))
     return "\n".join(line[:WIDTH] for line in lines)
 
 
@@ -157,7 +157,7 @@ def costs_json(roles: Sequence[RoleCosts], hardware: Hardware | None) -> dict[st
             "memory_bytes": hardware.memory_bytes,
             "left_bytes": hardware.memory_bytes - peak,
         }
-        fields["time"] = _time_json(roles, Speeds(hardware))
+        fields["time"] = _time_json(roles, Speeds(hardware, hardware.efficiency))
     return fields
 
 

@@ -10,46 +10,14 @@ Note [Time of work]
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.comm.observe import Operation
+from weft.config.efficiency import Efficiency
 from weft.config.hardware import GB, Hardware
-from weft.core.interval import Interval
 from weft.planner.kernels import KernelLaunch
 
 TERA = 1e12
-PEAK_SHARE = {"bfloat16": 1.0, "float16": 1.0, "float32": 0.5, "float64": 1 / 16}
-"""Peak of matrix products by dtype, as a share of bfloat16; float32 in TF32."""
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """Shares of the published figures that real work reaches, and fixed costs.
-
-    Attributes:
-        gemm, attention: of the peak.
-        memory: of the memory bandwidth.
-        launch_s: seconds that each kernel adds.
-        link, network: of the bandwidth inside and between nodes.
-        latency_s: of each step of a ring.
-        source: "assumed", or what they were fitted to.
-        low, high: measured seconds as shares of predicted ones: the range of 80% of them.
-    """
-
-    gemm: float = 0.75
-    attention: float = 0.5
-    memory: float = 0.8
-    launch_s: float = 2e-6
-    link: float = 0.8
-    network: float = 0.8
-    latency_s: float = 5e-6
-    source: str = "assumed"
-    low: float = 0.6
-    high: float = 1.5
-
-    def interval(self, seconds: float) -> Interval:
-        """The range of a predicted time."""
-        return Interval(seconds * self.low, seconds, seconds * self.high)
 
 
 @dataclass(frozen=True)
@@ -57,7 +25,7 @@ class Speeds:
     """Times of work on a device."""
 
     hardware: Hardware
-    efficiency: Efficiency = Efficiency()
+    efficiency: Efficiency = field(default_factory=Efficiency)
 
     def kernel_s(self, kernel: KernelLaunch) -> float:
         """Seconds of one launch."""
@@ -66,7 +34,7 @@ class Speeds:
         seconds = share.launch_s + kernel.num_bytes / memory
         if kernel.flops:
             reached = share.attention if kernel.kind == "attention" else share.gemm
-            peak = self.hardware.bf16_tflops * TERA * PEAK_SHARE.get(kernel.dtype, 1.0)
+            peak = self.hardware.tflops(kernel.dtype) * TERA
             seconds += kernel.flops / (peak * reached)
         return seconds
 

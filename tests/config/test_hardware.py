@@ -1,0 +1,82 @@
+"""Hardware files: every figure has an origin, what is read equals what is written in the file, bad fields are faults."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from weft.config.efficiency import Efficiency
+from weft.config.hardware import HardwareTable, find_hardware, hardware_table, world_faults
+from weft.errors import ConfigError
+
+LAPTOP = """
+label = "A laptop"
+node = 2
+memory_gb = {value = 16, published = "its label"}
+bf16_tflops = {value = 0.1, measured = "weft bench compute", date = "2026-01-02", versions = "torch 2"}
+fp32_tflops = {value = 0.2, published = "its label"}
+hbm_tb_s = {value = 0.02, published = "its label"}
+price_usd_h = {value = 0.5, published = "a shop"}
+
+[efficiency]
+gemm = 0.9
+launch_s = 0
+source = "24 runs"
+"""
+
+
+def laptop(folder: Path, text: str = LAPTOP) -> str:
+    path = folder / "laptop.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_every_published_figure_names_its_source_and_none_is_measured() -> None:
+    for device in hardware_table().values():
+        assert device.figures.keys() >= {"memory_gb", "bf16_tflops", "hbm_tb_s", "link_gb_s"}
+        for figure in device.figures.values():
+            assert figure.published
+            assert figure.measured is None
+
+
+def test_a_hardware_file_is_read_as_it_stands(tmp_path: Path) -> None:
+    device = find_hardware(laptop(tmp_path))
+    assert (device.label, device.node, device.memory_bytes) == ("A laptop", 2, 16 * 10**9)
+    assert device.price_usd_h == 0.5
+    assert device.power_w is None
+    assert device.efficiency == Efficiency(gemm=0.9, launch_s=0.0, source="24 runs")
+    assert str(device.figures["bf16_tflops"]) == "measured 2026-01-02: weft bench compute; torch 2"
+
+
+def test_the_peak_of_a_dtype_is_its_figure_or_a_share_of_bfloat16(tmp_path: Path) -> None:
+    device = find_hardware(laptop(tmp_path))
+    assert device.tflops("float32") == 0.2
+    assert device.tflops("bfloat16") == device.tflops("float16") == 0.1
+    assert device.tflops("float64") == 0.1 / 16
+
+
+def test_a_world_needs_the_bandwidths_between_its_ranks(tmp_path: Path) -> None:
+    device = find_hardware(laptop(tmp_path))
+    assert [fault.what for fault in world_faults(device, 2)] == [f"{device.name} has no link"]
+    link = 'link_gb_s = {value = 1, published = "its label"}\n'
+    device = find_hardware(laptop(tmp_path, link + LAPTOP))
+    assert not list(world_faults(device, 2))
+    assert [fault.what for fault in world_faults(device, 3)] == [f"{device.name} has no network"]
+    assert not list(world_faults(find_hardware("h100"), 16384))
+
+
+def test_an_unknown_device_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'h100'"):
+        find_hardware("h10")
+
+
+def test_the_efficiency_table_has_every_field_of_efficiency(tmp_path: Path) -> None:
+    names = [field.name for field in fields(Efficiency)]
+    for name in names:
+        value = '"x"' if name == "source" else "0.25"
+        text = LAPTOP.partition("[efficiency]")[0] + f"[efficiency]\n{name} = {value}"
+        efficiency = find_hardware(laptop(tmp_path, text)).efficiency
+        assert getattr(efficiency, name) in ("x", 0.25)
+    assert "efficiency" in HardwareTable.model_fields
