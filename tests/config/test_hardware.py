@@ -57,6 +57,14 @@ def test_the_peak_of_a_dtype_is_its_figure_or_a_share_of_bfloat16(tmp_path: Path
     assert device.tflops("float64") == 0.1 / 16
 
 
+def test_float32_products_are_in_tf32_where_the_run_asks_for_it() -> None:
+    h100 = find_hardware("h100")
+    assert h100.tflops("float32") == h100.for_matmul("ieee").tflops("float32") == 67
+    assert h100.for_matmul("tf32").tflops("float32") == 494.7
+    ascend = find_hardware("910b")
+    assert ascend.for_matmul("tf32") == ascend
+
+
 def test_a_world_needs_the_bandwidths_between_its_ranks(tmp_path: Path) -> None:
     device = find_hardware(laptop(tmp_path))
     assert [fault.what for fault in world_faults(device, 2)] == [f"{device.name} has no link"]

@@ -20,7 +20,9 @@ def explain(words: Sequence[str]) -> int:
     """
     config_words = [word for word in words if word != JSON_FLAG]
     run = load_checked_run(config_words)
-    hardware = find_hardware(run.hardware) if run.hardware else None
+    hardware = None
+    if run.hardware:
+        hardware = find_hardware(run.hardware).for_matmul(run.precision.matmul)
     plan = plan_of(run)
     if JSON_FLAG not in words:
         print_result(explain_plan(plan))

@@ -27,7 +27,8 @@ def simulate_run(words: Sequence[str]) -> int:
     check_picture(plan.table)
     columns = screen_columns()
     if run.hardware is not None:
-        return _simulate_on(run, find_hardware(run.hardware), columns)
+        hardware = find_hardware(run.hardware).for_matmul(run.precision.matmul)
+        return _simulate_on(run, hardware, columns)
     speed = f"a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward"
     assumptions = f"{plan.schedule}; {speed}; communication takes no time"
     print_result("\n".join(wrapped(assumptions, columns)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -20,8 +20,8 @@ from weft.small_files import MIB, UnreadableFile, parse_toml, read_text
 
 GB = 10**9
 SUFFIX = ".toml"
-PEAK_SHARES = {"bfloat16": 1.0, "float16": 1.0, "float32": 0.5, "float64": 1 / 16}
-"""Peak of matrix products as a share of bfloat16, where the table has no figure; float32 in TF32."""
+PEAK_SHARES = {"bfloat16": 1.0, "float16": 1.0, "float32": 1 / 16, "float64": 1 / 16}
+"""Peak of matrix products as a share of bfloat16, where there is no figure: those of the A100."""
 PEAK_FIELDS = {
     "bfloat16": "bf16_tflops",
     "float16": "fp16_tflops",
@@ -64,6 +64,7 @@ class HardwareTable(ConfigSection):
     bf16_tflops: Figure
     fp16_tflops: Figure | None = None
     fp32_tflops: Figure | None = None
+    tf32_tflops: Figure | None = None
     fp64_tflops: Figure | None = None
     hbm_tb_s: Figure
     link_gb_s: Figure | None = None
@@ -96,6 +97,7 @@ class Hardware:
         network_gb_s: of one device between nodes, one direction; 0: not known. `world_faults`
             rejects worlds that need what is not known.
         fp16_tflops, fp32_tflops, fp64_tflops: see `tflops`.
+        tf32_tflops: of float32 matrix products in TF32; see `for_matmul`.
         power_w: of one device under load.
         price_usd_h: of one device, in dollars an hour.
         efficiency: what real work reaches, assumed if the file does not say.
@@ -112,6 +114,7 @@ class Hardware:
     network_gb_s: float = 0.0
     fp16_tflops: float | None = None
     fp32_tflops: float | None = None
+    tf32_tflops: float | None = None
     fp64_tflops: float | None = None
     power_w: float | None = None
     price_usd_h: float | None = None
@@ -131,6 +134,12 @@ class Hardware:
         if value is not None:
             return value
         return self.bf16_tflops * PEAK_SHARES.get(dtype, 1.0)
+
+    def for_matmul(self, matmul: Literal["ieee", "tf32"]) -> Hardware:
+        """The device as it computes float32 matrix products under `precision.matmul`."""
+        if matmul == "tf32" and self.tf32_tflops is not None:
+            return replace(self, fp32_tflops=self.tf32_tflops)
+        return self
 
     @classmethod
     def from_table(cls, name: str, table: HardwareTable) -> Hardware:
