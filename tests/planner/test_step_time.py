@@ -18,7 +18,14 @@ from weft.planner.step_time import region_time, step_time
 
 H100 = find_hardware("h100")
 IDEAL = Efficiency(
-    gemm=1.0, attention=1.0, memory=1.0, launch_s=0.0, link=1.0, network=1.0, latency_s=0.0
+    gemm=1.0,
+    attention=1.0,
+    memory=1.0,
+    launch_s=0.0,
+    link=1.0,
+    network=1.0,
+    latency_s=0.0,
+    network_latency_s=0.0,
 )
 SPEEDS = Speeds(H100, IDEAL)
 SECOND_OF_KERNEL = KernelLaunch("memory", "float32", 0, int(H100.hbm_tb_s * 1e12))
@@ -84,3 +91,35 @@ def test_the_step_of_a_run() -> None:
     slower = step_time(roles, Speeds(half, IDEAL))
     assert time.update_s < slower.update_s <= 2 * time.update_s
     assert time.pipeline_s < slower.pipeline_s <= 2 * time.pipeline_s
+
+
+def test_kernels_beside_a_collective_lose_a_share_of_its_time() -> None:
+    hidden = all_reduce(0.5)
+    slowed = Speeds(H100, replace(IDEAL, overlap_slowdown=0.4))
+    time = region_time(region(Started(hidden), SECOND_OF_KERNEL, Ended(hidden)), slowed)
+    assert time.total == pytest.approx(1.2)
+    exposed = all_reduce(0.5)
+    alone = region_time(region(Started(exposed), Ended(exposed), SECOND_OF_KERNEL), slowed)
+    assert alone.total == pytest.approx(1.5)
+
+
+def test_a_product_with_few_outputs_reaches_less_of_the_peak() -> None:
+    flops = int(H100.bf16_tflops * 1e12)
+    product = KernelLaunch("gemm", "bfloat16", flops, 0, (1, 100, 10, 10))
+    half = Speeds(H100, replace(IDEAL, gemm_half=1000))
+    assert half.kernel_s(product) == pytest.approx(2.0)
+
+
+def test_attention_that_is_not_fused_moves_its_scores() -> None:
+    heads, queries, keys = 2, 30, 30
+    scores = heads * queries * keys
+    flops_of_one_product = 2 * scores * 64
+    forward = KernelLaunch("attention", "bfloat16", flops_of_one_product, 0, (2, 30, 30, 64))
+    backward = replace(forward, flops=5 * flops_of_one_product // 2)
+    moving = Speeds(H100, replace(IDEAL, score_bytes=8.0))
+    fused = Speeds(H100, IDEAL)
+    second_of_bytes = H100.hbm_tb_s * 1e12
+    extra = moving.kernel_s(forward) - fused.kernel_s(forward)
+    assert extra == pytest.approx(8 * scores / second_of_bytes)
+    extra = moving.kernel_s(backward) - fused.kernel_s(backward)
+    assert extra == pytest.approx(2.5 * 8 * scores / second_of_bytes)

@@ -26,7 +26,8 @@ class KernelLaunch:
         flops: multiplications and additions.
         num_bytes: size of all distinct inputs and outputs, twice of those that are changed in
             place: what must move at least.
-        sizes: of a gemm: batch, rows, columns and inner length; else ().
+        sizes: of a gemm: batch, rows, columns and inner length; of attention: heads (of all
+            samples), queries, keys and head size; else ().
     """
 
     kind: Kind
@@ -62,7 +63,7 @@ def kernel_of(
     packet = func.overloadpacket
     if packet in ATTENTION_FLOPS:
         flops = ATTENTION_FLOPS[packet](args)
-        return KernelLaunch("attention", dtype, flops, num_bytes)
+        return KernelLaunch("attention", dtype, flops, num_bytes, _attention_sizes(packet, args))
     if packet in GEMM_SIZES:
         batch, rows, columns, inner = GEMM_SIZES[packet](args)
         flops = 2 * batch * rows * columns * inner
@@ -135,6 +136,13 @@ def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, products:
     return batch * heads * pairs * products * (head_size + v.shape[3])
 
 
+def _attention_sizes(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    first = FIRST_QUERY.get(packet, 0)
+    queries, keys = args[first], args[first + 1]
+    batch, heads, num_queries, head_size = queries.shape
+    return batch * heads, num_queries, keys.shape[2], head_size
+
+
 def _cpu_flash(args: Sequence[Any]) -> int:
     causal = bool(args[4]) if len(args) > 4 else False
     return _attention_flops(args[0], args[1], args[2], causal=causal, products=2)
@@ -151,3 +159,6 @@ ATTENTION_FLOPS: dict[Any, Callable[[Sequence[Any]], int]] = {
 """FLOPs of fused attention. The forward is 2 matrix products (scores, output), the backward 5, of
 which one computes the scores again. Only attended pairs count. Source: Dao 2023 (FlashAttention-2).
 """
+
+FIRST_QUERY = {aten._scaled_dot_product_flash_attention_for_cpu_backward: 1}
+"""Position of the queries among the arguments, where they are not the first one."""

@@ -2,9 +2,11 @@
 
 Note [Time of work]
     A kernel takes its floating-point operations at a share of the peak, plus its bytes at a share
-    of the memory bandwidth, plus a launch. A collective takes what this rank sends in a ring at a
+    of the memory bandwidth, plus a launch. Of a matrix product with few outputs only some of the
+    device's cores are busy: its share is `gemm` n / (n + `gemm_half`) for n outputs. Attention
+    that is not fused also moves its scores. A collective takes what this rank sends in a ring at a
     share of the bandwidth of its slowest link, plus a latency for each of the ring's steps. The
-    shares are few, and fitted (`planner/calibrate.py`) or assumed; a prediction says which.
+    constants are few, and fitted (`planner/calibrate.py`) or assumed; a prediction says which.
 """
 
 from __future__ import annotations
@@ -32,11 +34,15 @@ class Speeds:
         share = self.efficiency
         memory = self.hardware.hbm_tb_s * TERA * share.memory
         seconds = share.launch_s + kernel.num_bytes / memory
-        if kernel.flops:
-            reached = share.attention if kernel.kind == "attention" else share.gemm
-            peak = self.hardware.tflops(kernel.dtype) * TERA
-            seconds += kernel.flops / (peak * reached)
-        return seconds
+        if not kernel.flops:
+            return seconds
+        peak = self.hardware.tflops(kernel.dtype) * TERA
+        if kernel.kind == "attention":
+            seconds += scores_bytes(kernel, share) / memory
+            return seconds + kernel.flops / (peak * share.attention)
+        return seconds + kernel.flops * (1 + share.gemm_half / outputs(kernel)) / (
+            peak * share.gemm
+        )
 
     def operation_s(self, op: Operation) -> float:
         """Seconds of one collective or message on this rank."""
@@ -46,21 +52,51 @@ class Speeds:
         nodes = {rank // self.hardware.node for rank in op.group}
         share = self.efficiency
         bandwidth = self.hardware.link_gb_s * GB * share.link
+        latency_s = share.latency_s
         if len(nodes) > 1:
             members_a_node = max(1, members // len(nodes))
             network = self.hardware.network_gb_s * GB * share.network * members_a_node
             bandwidth = min(bandwidth, network)
+            latency_s = share.network_latency_s
         steps = 1 if op.op in ("send", "recv") else members - 1
         if op.op == "all_reduce":
             steps = 2 * steps
         tree_steps = 2 * math.ceil(math.log2(members))
-        return op.sent_bytes / bandwidth + min(steps, tree_steps) * share.latency_s
+        return op.sent_bytes / bandwidth + min(steps, tree_steps) * latency_s
 
     def message_s(self, num_bytes: int, sender: int, receiver: int) -> float:
         """Seconds of one message between two ranks."""
         share = self.efficiency
         is_inside = sender // self.hardware.node == receiver // self.hardware.node
-        bandwidth = self.hardware.network_gb_s * GB * share.network
         if is_inside:
             bandwidth = self.hardware.link_gb_s * GB * share.link
-        return num_bytes / bandwidth + share.latency_s
+            return num_bytes / bandwidth + share.latency_s
+        bandwidth = self.hardware.network_gb_s * GB * share.network
+        return num_bytes / bandwidth + share.network_latency_s
+
+
+def outputs(kernel: KernelLaunch) -> float:
+    """Outputs of a matrix product; infinite for a convolution."""
+    if not kernel.sizes:
+        return math.inf
+    batch, rows, columns, _ = kernel.sizes
+    return max(1, batch * rows * columns)
+
+
+def scores_bytes(kernel: KernelLaunch, share: Efficiency) -> float:
+    """Bytes that attention moves besides its inputs and outputs, where it is not fused: of all
+    scores, masked ones too.
+    """
+    if not (kernel.sizes and share.score_bytes):
+        return 0.0
+    heads, queries, keys, head_size = kernel.sizes
+    scores = heads * queries * keys
+    products = kernel.flops / (2 * head_size * scores)
+    is_backward = products > FORWARD_PRODUCTS
+    return scores * share.score_bytes * (BACKWARD_SCORES if is_backward else 1.0)
+
+
+FORWARD_PRODUCTS = 2.0
+"""Matrix products of the forward of attention; the masked backward does 2.5."""
+BACKWARD_SCORES = 2.5
+"""Traffic of scores in the backward, of that in the forward: three products read or write them."""

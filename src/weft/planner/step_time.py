@@ -3,8 +3,9 @@
 Note [Two lanes]
     A region is replayed in order on a lane for kernels and one lane a communicator. A collective
     begins when the rank starts it and its lane is free; where the real code waits for it, the lane
-    of the kernels waits. So what overlaps is what the code overlaps. What is still under way at the
-    end of the last backward is waited for in the phase "reduce".
+    of the kernels waits. So what overlaps is what the code overlaps; kernels beside a collective
+    lose `Efficiency.overlap_slowdown` of its time. What is still under way at the end of the last
+    backward is waited for in the phase "reduce".
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class _Lanes:
 
     now: float = 0.0
     compute: float = 0.0
+    communication: float = 0.0
     free_at: dict[tuple[str, bool], float] = field(default_factory=dict)
     ends: dict[int, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)
@@ -66,7 +68,9 @@ def region_time(region: RecordedRegion, speeds: Speeds) -> RegionTime:
             op = event.op
             lane = (op.axis, op.op == "recv")
             start = max(lanes.now, lanes.free_at.get(lane, 0.0))
-            lanes.free_at[lane] = start + speeds.operation_s(op)
+            seconds = speeds.operation_s(op)
+            lanes.communication += seconds
+            lanes.free_at[lane] = start + seconds
             lanes.ends[id(op)] = lanes.free_at[lane]
         else:
             end = lanes.ends.pop(id(event.op), 0.0)  # of an earlier region: it has ended
@@ -74,8 +78,12 @@ def region_time(region: RecordedRegion, speeds: Speeds) -> RegionTime:
             lanes.now += wait
             axis = event.op.axis
             lanes.exposed[axis] = lanes.exposed.get(axis, 0.0) + wait
-    under_way = max((end - lanes.now for end in lanes.ends.values()), default=0.0)
-    return RegionTime(lanes.now, lanes.compute, lanes.exposed, max(0.0, under_way))
+    latest = max(lanes.ends.values(), default=0.0)
+    under_way = max(0.0, latest - lanes.now)
+    seen = sum(lanes.exposed.values()) + under_way
+    hidden = max(0.0, lanes.communication - seen)
+    total = lanes.now + hidden * speeds.efficiency.overlap_slowdown
+    return RegionTime(total, lanes.compute, lanes.exposed, under_way)
 
 
 @dataclass(frozen=True)
