@@ -5,10 +5,15 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import weft
 from tests.programs import programs
+from weft.commands.prove import prove_config
+from weft.prove.mutants.all_mutants import all_mutants
+from weft.prove.mutants.plant import planted
+from weft.python_api import checked_run
 
 MODEL = Path(__file__).parent / "user_models" / "parallel_block.py"
 KEYS = {"batch.global_size": 4, "batch.micro_size": 1, "data": {"seq_len": 16}, "optim.warmup": 0}
@@ -34,6 +39,38 @@ def test_a_wrong_config_is_one_fault_before_anything_starts(tmp_path: Path) -> N
     with pytest.raises(weft.WeftError, match="data: is no data"):
         weft.train({}, model=MODEL, data=[[1.5]])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_proof_is_a_record_with_its_bounds_and_the_first_difference() -> None:
+    report = weft.prove({"mesh": "dp2", **KEYS}, model=MODEL, first=2)
+    assert (report.verdict, report.holds, report.ranks, report.steps) == ("equal", True, 2, 2)
+    assert report.first is None
+    assert report.differences == ()
+    assert all(bound.compared > 0 and bound.closest <= 1 for bound in report.bounds)
+
+
+def test_a_proof_of_wrong_gradients_names_them() -> None:
+    fault = all_mutants()["gradients_are_summed_twice"]
+    with planted(fault):
+        report = weft.prove({"mesh": "dp2", **KEYS}, model=MODEL, first=1)
+    assert not report.holds
+    assert report.first is not None
+    assert (report.first.phase, report.first.axis) == ("reduce", "dp")
+    assert report.first.relation == "2 times the right values"
+
+
+def test_a_proof_takes_tokens_and_rejects_what_it_does_not_compute(tmp_path: Path) -> None:
+    tokens = np.arange(4000) % 251
+    assert weft.prove({"mesh": "tp2", **KEYS}, model=MODEL, data=tokens, first=1).holds
+    with pytest.raises(weft.WeftError, match="first: is no number of steps"):
+        weft.prove({}, model=MODEL, first=0)
+    with pytest.raises(weft.WeftError, match="a run folder has its own model"):
+        weft.prove(tmp_path, model=MODEL)
+    with pytest.raises(weft.WeftError, match="loss: dpo needs preference pairs"):
+        weft.prove({"loss": "dpo"})
+    config = checked_run({"mesh": "dp2"}).with_values({"loss": "dpo"})
+    with pytest.raises(weft.WeftError, match="computes the cross entropy alone"):
+        prove_config(config, steps=1)
 
 
 @pytest.mark.timeout(240)

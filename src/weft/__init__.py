@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from weft.parallel.tensor.vocab import VocabParallelEmbedding
     from weft.parallel.zero.fsdp import FullyShardedDataParallel
     from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
+    from weft.prove.report import ProofReport
     from weft.pytest_plugin import layouts
-    from weft.python_api import Result, steps, train
+    from weft.python_api import Result, prove, steps, train
     from weft.run.init import init
     from weft.train.optimizers.contract import Optimizer
 
@@ -53,6 +54,7 @@ _HOMES = {
     "Optimizer": "weft.train.optimizers.contract",
     "PipelineParallel": "weft.parallel.pipeline.module",
     "Plan": "weft.layout.plan",
+    "ProofReport": "weft.prove.report",
     "RegionInput": "weft.models.common.layers",
     "RegionOutput": "weft.models.common.layers",
     "Result": "weft.python_api",
@@ -85,6 +87,7 @@ __all__ = [
     "Optimizer",
     "PipelineParallel",
     "Plan",
+    "ProofReport",
     "RegionInput",
     "RegionOutput",
     "Result",
@@ -97,6 +100,7 @@ __all__ = [
     "init",
     "layouts",
     "parallelize",
+    "prove",
     "ring_attention",
     "steps",
     "train",
@@ -104,8 +108,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name == "train":
-        return import_module("weft.train")  # a package that is a function, too
+    if name in ("prove", "train"):
+        return import_module(f"weft.{name}")  # a package that is a function, too
     if name not in _HOMES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""`weft.train` and `weft.steps`: training from Python scripts and notebooks, in a process of its own or on torchrun's ranks.
+"""`weft.train`, `weft.steps` and `weft.prove`: training and proofs from Python scripts and notebooks.
 
 A process that has computed anything with several threads must not be forked, and ranks are forks. So
 the run has a process of its own, which starts the ranks as `weft train` does; this process reads its
@@ -30,11 +30,13 @@ from weft.commands import preflight, run_folder
 from weft.commands.console import load_checked_run, set_openmp_policy
 from weft.commands.environment import is_joining
 from weft.commands.preflight import data_checks
+from weft.commands.prove import prove_config, prove_folder
 from weft.config.keys import flatten
 from weft.config.run import Run
 from weft.config.user_code import canonical_reference, is_reference
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USER, Fault, UserError, WeftError
 from weft.models import FAMILIES
+from weft.prove.report import ProofReport
 from weft.train.event_log import EVENTS, read_run_events, step_history
 
 if TYPE_CHECKING:
@@ -139,6 +141,44 @@ def steps(config: Config = None, *, model: Any = None, data: Any = None) -> Iter
             Fault("weft.steps", "runs in one process, not on torchrun's ranks", fix=fix)
         )
     return _run_child(_prepare(config, model, data))
+
+
+def prove(
+    config: Config = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    first: int = 4,
+    full: bool = False,
+) -> ProofReport:
+    """Compare a layout with one device, as `weft prove` does, in this process, ranks as threads.
+
+        report = weft.prove({"mesh": "pp2 tp2"}, model="my_model.py")
+        assert report.holds, report.first
+
+    Args:
+        config: as of `train`; or the folder of a run, whose recorded steps are compared.
+        model: as of `train`.
+        data: as of `train`.
+        first: steps to compare.
+        full: keep the sizes of model and batch; else they are as small as the layout allows.
+
+    Raises:
+        UserError: what the config asks for is not possible.
+    """
+    if first < 1:
+        raise UserError(Fault("first", "is no number of steps", got=str(first), need="1 or more"))
+    if isinstance(config, (str, Path)) and Path(config).is_dir():
+        if model is not None or data is not None:
+            what = "a run folder has its own model and data"
+            raise UserError(Fault("weft.prove", what, got=str(config), fix="leave them out"))
+        return prove_folder(Path(config), first=first)
+    words = _words(config, model, data)
+    tokens = None if isinstance(data, (str, Path)) else data
+    with tempfile.TemporaryDirectory() as folder:
+        stored = () if tokens is None else _stored_tokens(tokens, Path(folder))
+        run = load_checked_run((*words, *stored), data_checks)
+        return prove_config(run, steps=first, full=full)
 
 
 def checked_run(config: Config = None, model: Any = None, data: Any = None) -> Run:

@@ -53,6 +53,11 @@ def test_a_contradiction_is_one_fault_with_a_fix(words: str, line: str) -> None:
         ("--run.restarts 0 --save.memory_every 2", "save.memory_every: is set, and run.restarts"),
         ("--optim.cooldown 0.5", "optim.cooldown: is set, and optim.decay is 'cosine'"),
         ("--optim.decay constant --optim.min_lr 1e-5", "optim.min_lr: is set, and optim.decay is"),
+        ("--optim.momentum 0.8", "optim.momentum: is set, and adamw reads no such key"),
+        ("--optim.name sgd --optim.betas 0.9 0.9", "optim.betas: is set, and sgd reads no such"),
+        ("--optim.name lion --optim.eps 1e-6", "optim.eps: is set, and lion reads no such key"),
+        ("--optim.name muon --optim.momentum 0.8", "optim.momentum: is set, and muon and adamw"),
+        ("--optim.name adafactor --optim.betas 0.9 0.9", "optim.betas: is set, and adafactor"),
         ("--optim.lr 1e-4", "optim.min_lr: is not below optim.lr, so that the rate does not decay"),
     ],
 )
@@ -61,6 +66,13 @@ def test_a_key_of_what_is_switched_off_is_a_note(words: str, line: str) -> None:
     assert run_checks(run, config_checks) == ()
     (note,) = [note for note in training_notes(run) if "is set" in note or "is not below" in note]
     assert note.startswith(line)
+
+
+def test_betas_of_a_group_whose_optimizer_has_none_are_a_note() -> None:
+    groups = ("embed*: optimizer=sgd betas=0.9/0.99", "*norm*: betas=0.9/0.99")
+    run = load(["--optim.groups", *groups], FAMILIES)
+    (note,) = [note for note in training_notes(run) if "betas" in note]
+    assert note.startswith("optim.groups: betas of 'embed*' are set, and sgd reads none")
 
 
 def test_keys_without_effect_under_a_launcher_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,6 +92,9 @@ def test_keys_without_effect_under_a_launcher_are_notes(monkeypatch: pytest.Monk
         "--lora.rank 4 --lora.alpha 8",
         "--optim.decay wsd --optim.cooldown 0.5",
         "--optim.decay constant --optim.lr 1e-5",
+        "--optim.betas 0.8 0.9 --optim.eps 1e-6",
+        "--optim.name sgd --optim.momentum 0.8",
+        "--optim.name muon --optim.eps 1e-6 --optim.options.momentum 0.8",
         "--guard.nonfinite skip --guard.max_failures 3",
         "--guard.spike 3 --guard.on_spike rollback --guard.max_failures 3",
         "--data.packing documents --data.long error",

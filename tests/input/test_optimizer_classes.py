@@ -20,6 +20,13 @@ class Mixes(weft.Optimizer):
     def update(self, param, grad, state, *, lr, weight_decay):
         param.sub_(lr * grad / grad.norm())
 
+class Rows(weft.Optimizer):
+    kind = "reductions"
+
+    def update_with_sums(self, param, grad, state, *, entries, lr, weight_decay):
+        (size,) = yield [grad.square().sum()]
+        param.sub_(lr * grad / size.sqrt())
+
 class Takes(weft.Optimizer):
     def __init__(self, beta: float):
         self.beta = beta
@@ -34,6 +41,13 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "an unknown option": (
         ("--optim.name", "rules.py:Takes", "--optim.options.bet", "1"),
         "did you mean 'beta'",
+    ),
+    "sums over the ranks of ZeRO in a deterministic run": (
+        (
+            *("--optim.name", "rules.py:Rows", "--mesh", "dp2", "--parallel.zero", "1"),
+            *("--deterministic", "True"),
+        ),
+        "rules.py:Rows adds sums over the ranks of ZeRO",
     ),
     "a missing option": (("--optim.name", "rules.py:Takes"), "raises with these options"),
     "a file that raises": (("--optim.name", "raises.py:Rule"), "raises on import"),

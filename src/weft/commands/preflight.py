@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from weft.config.schema import LoraConfig, ModelSection, OptimConfig
 from weft.config.unused_keys import full_mesh_is_elastic, switched_off
 from weft.config.validate import config_checks
 from weft.core.mesh import Mesh
-from weft.errors import Fault, LaunchError
+from weft.errors import ConfigError, Fault, LaunchError
 from weft.run.agent import restart_number
 from weft.run.world import detect
 
@@ -70,6 +70,15 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
             ("optim", "model", "lora"),
             partial(_optimizer_faults, run.optim, run.model, run.lora),
         ),
+        Check(
+            ("deterministic", "parallel.zero", "optim"),
+            partial(
+                _order_of_sums_faults,
+                run.optim,
+                zero=run.parallel.zero,
+                is_deterministic=run.deterministic,
+            ),
+        ),
     )
 
 
@@ -94,6 +103,37 @@ def _optimizer_faults(
         from weft.train.optimizers.start_checks import group_faults  # imports torch
 
         yield from group_faults(optim, model, lora)
+
+
+def _order_of_sums_faults(
+    optim: OptimConfig, *, zero: int, is_deterministic: bool
+) -> Iterator[Fault]:
+    """Under ZeRO, sums of a user's class are added over data ranks, in no fixed order."""
+    if not is_deterministic or not zero or not is_user_class(optim.name):
+        return
+    from weft.train.optimizers.user_class import load_class  # imports torch
+
+    try:
+        kind = load_class(optim.name).kind
+    except ConfigError:
+        return  # `_optimizer_faults` reports it
+    if kind == "reductions":
+        yield Fault(
+            "deterministic",
+            f"{optim.name} adds sums over the ranks of ZeRO",
+            got=f"parallel.zero {zero}",
+            need="0",
+            fix="--parallel.zero 0, or leave deterministic out",
+        )
+
+
+def _leaves_rest_to_adamw(optim: OptimConfig) -> bool:
+    """Whether an optimizer updates whole matrices alone; torch is imported only for users' classes."""
+    if not is_user_class(optim.name):
+        return optim.name == "muon"
+    from weft.train.optimizers.groups import needs_matrices  # imports torch
+
+    return needs_matrices(optim.name)
 
 
 def after_restart(run: Run) -> Run:
@@ -172,6 +212,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
         optim=run.optim,
         supervision=run.run,
         save=run.save,
+        leaves_rest_to_adamw=_leaves_rest_to_adamw(run.optim),
     )
     found += map(str, unused)
     if run.hardware is not None:

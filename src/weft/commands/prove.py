@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,10 +78,13 @@ def prove(words: Sequence[str]) -> int:
     if options.html is not None:
         _check_page_path(options.html)
     if folder is not None:
-        report = _of_folder(folder, rest, first=options.first, is_json=is_json)
+        if len(rest) > 1:
+            what = "a run folder takes no keys: it has its own config"
+            raise UserError(Fault(KEY, what, got=" ".join(rest[1:])))
+        show = ignore_line if is_json else print_result
+        report = prove_folder(folder, first=options.first, show=show)
     else:
         run = load_checked_run(rest, data_checks)
-        _check_loss(run)
         set_openmp_policy()
         report = prove_config(run, steps=options.first, full=options.full)
     if options.html is not None:
@@ -147,7 +150,11 @@ def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
 
     Args:
         full: with the sizes of the run; else with reduced ones.
+
+    Raises:
+        UserError: the reference on one device does not compute the run's loss.
     """
+    _check_loss(run)
     from weft.prove.proof import Subject, prove  # late: it imports torch
     from weft.prove.shrink import smallest_case
 
@@ -165,11 +172,23 @@ def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
     return report.with_smallest(smallest_case(subject, report))
 
 
-def _of_folder(folder: Path, words: Sequence[str], *, first: int, is_json: bool) -> ProofReport:
-    """Compare the recorded steps of a run folder."""
-    if len(words) > 1:
-        got = " ".join(words[1:])
-        raise UserError(Fault(KEY, "a run folder takes no keys: it has its own config", got=got))
+def ignore_line(line: str) -> int:
+    """Print nothing."""
+    return EXIT_OK
+
+
+def prove_folder(
+    folder: Path, *, first: int, show: Callable[[str], int] = ignore_line
+) -> ProofReport:
+    """Compare the recorded steps of a run folder.
+
+    Args:
+        first: steps.
+        show: called with a line for each step.
+
+    Raises:
+        UserError: the folder has no recorded run, or its config is not possible any more.
+    """
     run = load([str(first_config_path(folder))], FAMILIES)
     _check_loss(run)
     steps = recorded_steps(folder)
@@ -179,5 +198,4 @@ def _of_folder(folder: Path, words: Sequence[str], *, first: int, is_json: bool)
     set_openmp_policy()
     from weft.prove.recorded_run import prove_recorded  # late: it imports torch
 
-    show = (lambda line: 0) if is_json else print_result
     return prove_recorded(folder, run, steps, first=first, show=show)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from weft.config.optimizers import unread_settings
 from weft.config.schema import (
     ConfigSection,
     DataConfig,
@@ -41,15 +42,20 @@ def switched_off(
     optim: OptimConfig,
     supervision: SupervisionConfig,
     save: SaveConfig,
+    leaves_rest_to_adamw: bool,
 ) -> Iterator[Fault]:
     """Keys that are set, and belong to a part of the run that is switched off; it trains the same
     without them.
+
+    Args:
+        leaves_rest_to_adamw: whether the run's optimizer updates whole matrices alone.
     """
     yield from evaluation_is_on(evaluation)
     yield from adapters_are_on(lora)
     yield from guards_continue(guard)
     yield from documents_are_packed(data)
     yield from rate_decays(optim)
+    yield from unread_settings(optim, leaves_rest_to_adamw=leaves_rest_to_adamw)
     yield from ranks_start_again(supervision, save)
 
 

@@ -1,118 +1,154 @@
-"""Optimizers and learning rates of the one-device reference, by their formulas; nothing here is used in training."""
+"""Optimizer and learning rates of the one-device reference: which rule updates which parameter; not used in training."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 
-import torch
 from torch import Tensor
 
-from weft.config.schema import OptimConfig
+from weft.config.optimizers import AdafactorOptions, MuonOptions, options_of
+from weft.config.schema import OptimConfig, OptimGroup
 from weft.core.model_config import AxisTable, logical_axes
-from weft.train.optim import make_optimizer
-
-State = dict[str, dict[str, Tensor]]
-
-
-class PlainAdamW:
-    """AdamW on whole parameters, tensor by tensor. Source: Loshchilov and Hutter 2019, algorithm 2."""
-
-    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig) -> None:
-        self.params = params
-        self.optim = optim
-        self.state: State = {}
-        for name, param in params.items():
-            self.state[name] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
-            }
-
-    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """Update every parameter."""
-        beta1, beta2 = self.optim.betas
-        for name, param in self.params.items():
-            gradient = gradients[name]
-            state = self.state[name]
-            state["step"] += 1
-            count = float(state["step"])
-            mean, square = state["exp_avg"], state["exp_avg_sq"]
-            mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
-            square.mul_(beta2).add_(gradient * gradient, alpha=1 - beta2)
-            param.mul_(1 - lr * _decay(param, self.optim))
-            corrected = square.sqrt() / math.sqrt(1 - beta2**count)
-            param.sub_(lr / (1 - beta1**count) * mean / (corrected + self.optim.eps))
+from weft.core.shard import DimAxis, Stacked
+from weft.prove.plain_rules import (
+    Index,
+    ParameterSettings,
+    PlainAdafactor,
+    PlainAdamW,
+    PlainLion,
+    PlainMuon,
+    PlainRule,
+    PlainSGD,
+    TensorState,
+    WholeUserRule,
+)
+from weft.train.optimizers.user_class import make_user_optimizer
 
 
-class PlainSGD:
-    """Gradient descent with momentum on whole parameters; the decay is added to the gradient."""
-
-    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig) -> None:
-        self.params = params
-        self.optim = optim
-        self.state: State = {name: {} for name in params}
-        if optim.momentum:
-            for name, param in params.items():
-                self.state[name]["momentum_buffer"] = torch.zeros_like(param)
-
-    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """Update every parameter."""
-        for name, param in self.params.items():
-            change = gradients[name] + _decay(param, self.optim) * param
-            buffer = self.state[name].get("momentum_buffer")
-            if buffer is not None:
-                change = buffer.mul_(self.optim.momentum).add_(change)
-            param.sub_(lr * change)
-
-
-class WholeOptimizer:
-    """An optimizer of weft on whole parameters: what it computes on shards is compared with that."""
-
-    def __init__(self, params: Mapping[str, Tensor], optim: OptimConfig, axes: AxisTable) -> None:
-        self.params = params
-        matrices = frozenset(name for name, param in params.items() if param.dim() >= 2)
-        self.optimizer = make_optimizer(
-            params,
-            optim,
-            decay_names=matrices,
-            logical_axes={name: logical_axes(name, axes) for name in params},
-        )
-
-    @property
-    def state(self) -> State:
-        """Parameter name -> key -> tensor."""
-        return self.optimizer.state
-
-    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """Update every parameter."""
-        for name, param in self.params.items():
-            param.grad = gradients[name]
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-
-
-PlainOptimizer = PlainAdamW | PlainSGD | WholeOptimizer
-
-
-def plain_optimizer(
-    params: Mapping[str, Tensor], optim: OptimConfig, axes: AxisTable
-) -> PlainOptimizer:
-    """The optimizer that `optim` describes.
+class PlainOptimizer:
+    """The optimizer that `optim` describes, on whole parameters, one after the other.
 
     Args:
-        axes: logical axes of the parameters: some optimizers take fused projections apart.
+        params: whole parameters by global name, which are updated in place.
+        axes: their logical axes: some optimizers take fused projections apart.
+
+    Attributes:
+        state: parameter name -> key -> tensor.
     """
-    if optim.name == "adamw" and not optim.groups:
-        return PlainAdamW(params, optim)
-    if optim.name == "sgd" and not optim.groups:
-        return PlainSGD(params, optim)
-    return WholeOptimizer(params, optim, axes)
+
+    def __init__(
+        self, params: Mapping[str, Tensor], optim: OptimConfig, axes: AxisTable | None = None
+    ) -> None:
+        self.params = params
+        self.optim = optim
+        self.rules: dict[str, PlainRule] = {}
+        self.settings: dict[str, ParameterSettings] = {}
+        self.state: dict[str, TensorState] = {}
+        for name, param in params.items():
+            own_axes = () if axes is None else logical_axes(name, axes)
+            settings = self._settings(name, param, own_axes)
+            self.settings[name] = settings
+            self.state[name] = self._rule(settings.optimizer).fresh_state(param)
+
+    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """Update every parameter."""
+        for name, param in self.params.items():
+            settings = self.settings[name]
+            rule = self._rule(settings.optimizer)
+            rate = lr * settings.lr_scale
+            rule.update(param, gradients[name], self.state[name], rate, settings)
+
+    def _rule(self, name: str) -> PlainRule:
+        if name not in self.rules:
+            self.rules[name] = plain_rule(name, self.optim)
+        return self.rules[name]
+
+    def _settings(self, name: str, param: Tensor, axes: tuple[DimAxis, ...]) -> ParameterSettings:
+        """The first group whose pattern matches decides; what it leaves out is that of the run."""
+        optim = self.optim
+        group = OptimGroup(match="*")
+        for candidate in reversed(optim.groups):
+            if fnmatchcase(name, candidate.match):
+                group = candidate
+        optimizer = group.optimizer or self._default_rule(name, param)
+        lr_scale = group.lr_scale
+        splits = True
+        if optim.name == "muon":
+            options = options_of(optim, "muon")
+            assert isinstance(options, MuonOptions), "its own"
+            splits = options.split_stacked
+            if optimizer == "adamw":
+                lr_scale = lr_scale * options.adamw_lr_scale
+        decay = optim.weight_decay if param.dim() >= 2 else 0.0
+        if group.weight_decay is not None:
+            decay = group.weight_decay
+        return ParameterSettings(
+            optimizer,
+            lr_scale=lr_scale,
+            decay=decay,
+            betas=group.betas or optim.betas,
+            matrices=tuple(_matrices(param, axes, splits=splits)),
+        )
+
+    def _default_rule(self, name: str, param: Tensor) -> str:
+        """Muon, and users' rules of its kind, leave to AdamW what is no matrix of a layer."""
+        rule = self._rule(self.optim.name)
+        is_whole_matrix = isinstance(rule, PlainMuon)
+        if isinstance(rule, WholeUserRule):
+            is_whole_matrix = rule.rule.kind == "whole_matrix"
+        is_outside = name.startswith(("embed", "head"))
+        if is_whole_matrix and (is_outside or param.dim() not in (2, 3)):
+            return "adamw"
+        return self.optim.name
 
 
-def _decay(param: Tensor, optim: OptimConfig) -> float:
-    return optim.weight_decay if param.dim() >= 2 else 0.0
+def plain_rule(name: str, optim: OptimConfig) -> PlainRule:
+    """The rule that a name means."""
+    match name:
+        case "adamw":
+            return PlainAdamW(optim.eps)
+        case "sgd":
+            return PlainSGD(optim.momentum)
+        case "lion":
+            return PlainLion()
+        case "muon":
+            muon = options_of(optim, name)
+            assert isinstance(muon, MuonOptions), "its own"
+            return PlainMuon(muon)
+        case "adafactor":
+            adafactor = options_of(optim, name)
+            assert isinstance(adafactor, AdafactorOptions), "its own"
+            return PlainAdafactor(adafactor)
+    options = optim.options if name == optim.name else {}
+    return WholeUserRule(make_user_optimizer(name, options))
+
+
+def _matrices(param: Tensor, axes: tuple[DimAxis, ...], *, splits: bool) -> Iterator[Index]:
+    """Places of the logical matrices: each expert, and each projection of a fused weight."""
+    if param.dim() not in (2, 3):
+        return
+    choices: list[list[slice | int]] = []
+    for dim, size in enumerate(param.shape):
+        axis = axes[dim] if dim < len(axes) else None
+        if param.dim() == 3 and dim == 0:
+            choices.append(list(range(size)))
+        elif isinstance(axis, Stacked) and splits:
+            choices.append(list(_projections(size, axis)))
+        else:
+            choices.append([slice(0, size)])
+    yield from itertools.product(*choices)
+
+
+def _projections(size: int, axis: Stacked) -> Iterator[slice]:
+    """The parts of a dim, in proportion to their units."""
+    total = sum(units for _, units in axis.parts)
+    before = 0
+    for _, units in axis.parts:
+        yield slice(before * size // total, (before + units) * size // total)
+        before += units
 
 
 def plain_learning_rate(step: int, optim: OptimConfig, total: int) -> float:

@@ -23,7 +23,7 @@ from weft.models import Family
 from weft.models.common.batch import IGNORE, Batch, Extra
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
-from weft.prove.plain_optimizers import plain_learning_rate, plain_optimizer
+from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
 from weft.prove.raw_batch import batch_of, evaluated_samples, global_batch
 from weft.prove.report import Phase
 
@@ -141,7 +141,7 @@ class Reference:
         self.trained = {
             name: self.values[name] for name, param in self.params.items() if param.requires_grad
         }
-        self.optimizer = plain_optimizer(self.trained, run.optim, family.axes(run.model))
+        self.optimizer = PlainOptimizer(self.trained, run.optim, family.axes(run.model))
         self.trace = ReferenceTrace(tuple(self.blocks))
 
     def _initial_values(self, family: Family, source: Source | None) -> dict[str, Tensor]:

@@ -9,10 +9,12 @@ from typing import Any
 
 
 class CallableModule(ModuleType):
-    """This package, which is a function, too: see `weft.python_api.train`."""
+    """A package that is a function, too: the one of its name in `weft.python_api`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return importlib.import_module("weft.python_api").train(*args, **kwargs)
+        name = self.__name__.rpartition(".")[2]
+        function = getattr(importlib.import_module("weft.python_api"), name)
+        return function(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = CallableModule

@@ -76,7 +76,7 @@ def reference_optimizer(
     decay_names: Collection[str] | None = None,
     logical_axes: LogicalAxes | None = None,
 ) -> ReferenceOptimizer:
-    """torch's optimizers for `settings`: AdamW, SGD, Muon, Adafactor; `_PlainLion` and a user's class
+    """torch's optimizers for `settings`: AdamW, SGD, Muon, Adafactor; `_TorchLion` and a user's class
     (which torch does not have) on whole parameters.
 
     Args:
@@ -112,7 +112,7 @@ def _torch_optimizer(
     if group.optimizer == "sgd":
         return torch.optim.SGD(params, momentum=settings.momentum, weight_decay=decay)
     if group.optimizer == "lion":
-        return _PlainLion(params, betas=group.betas, weight_decay=decay)
+        return _TorchLion(params, betas=group.betas, weight_decay=decay)
     if group.optimizer == "muon":
         return _torch_muon(options_of(settings, "muon"), params, decay)
     if group.optimizer == "adafactor":
@@ -143,7 +143,7 @@ def _torch_muon(options: Any, params: list[Tensor], decay: float) -> torch.optim
     )
 
 
-class _PlainLion(torch.optim.Optimizer):
+class _TorchLion(torch.optim.Optimizer):
     """Lion as algorithm 2 of Chen et al. 2023 writes it."""
 
     def __init__(

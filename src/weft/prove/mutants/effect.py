@@ -62,7 +62,7 @@ def trained_numbers(run: Run, folder: Path) -> TrainedNumbers:
     tensors: dict[str, Tensor] = {}
     try:
         for part, each in (("first", first), ("resumed", resumed)):
-            for rank, found in enumerate(run_ranks(run.mesh, _Rank(each), timeout_s=TIMEOUT_S)):
+            for rank, found in enumerate(run_ranks(run.mesh, RankRun(each), timeout_s=TIMEOUT_S)):
                 for name, tensor in found.items():
                     tensors[f"{part} rank {rank} {name}"] = tensor
     except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
@@ -71,8 +71,8 @@ def trained_numbers(run: Run, folder: Path) -> TrainedNumbers:
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """The function that every rank runs."""
+class RankRun:
+    """Trains a run on one rank; returns the numbers of its steps, its parameters and moments."""
 
     run: Run
 

@@ -1,0 +1,44 @@
+"""A run on conversations that stops and goes on is the run that does not stop, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tests.data.chat_files import conversations, tokenizer_folder, write_jsonl
+from weft.config.load import load
+from weft.config.run import Run
+from weft.core.mesh import Mesh
+from weft.models import FAMILIES
+from weft.prove.mutants.effect import RankRun
+from weft.testing import run_ranks
+
+SIZES = "--model.layers 1 --model.dim 16 --model.heads 2 --model.kv_heads 1 --model.ffn 16"
+BATCH = "--data.seq_len 32 --batch.global_size 4 --batch.micro_size 1 --mesh dp2"
+
+
+def chat_run(folder: Path) -> Run:
+    """A run on packed conversations, ten steps of which are more than an epoch."""
+    tokenizer = tokenizer_folder(folder / "tokenizer")
+    source = write_jsonl(folder / "chat.jsonl", conversations(24))
+    data = f"--data.source {source} --data.format chat --data.tokenizer {tokenizer}/tokenizer.json"
+    words = f"{SIZES} {BATCH} {data} --data.packing documents --model.vocab 320 --steps 10"
+    return load(words.split(), FAMILIES)
+
+
+def trained(run: Run) -> list[dict[str, torch.Tensor]]:
+    """Losses, norms, parameters and moments, by rank."""
+    return run_ranks(Mesh.parse(run.mesh), RankRun(run))
+
+
+def test_ten_steps_on_conversations_are_five_and_five(tmp_path: Path) -> None:
+    run = chat_run(tmp_path)
+    straight = trained(run.with_values({"save.at_end": False}))
+    out = {"out": str(tmp_path / "run")}
+    trained(run.with_values({**out, "save.every": 5, "save.at_end": False, "steps": 6}))
+    resumed = trained(run.with_values({**out, "resume": "auto", "save.at_end": False}))
+    for whole, part in zip(straight, resumed, strict=True):
+        assert len([name for name in part if name.endswith("loss")]) == 5
+        for name, tensor in part.items():
+            assert torch.equal(whole[name], tensor), name
