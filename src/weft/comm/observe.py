@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from weft.comm.signature import NO_SIGNATURE, Signature
 from weft.comm.transport import Call, Op, PendingCall
 
 
@@ -19,9 +20,8 @@ class Operation:
     """One operation of one rank. The same object is passed to `started` and `finished`.
 
     `axis` is the mesh axis, or several joined by "+". `payload_bytes` is the size of this rank's
-    input (for recv and
-    broadcast: output). `sent_bytes` is what this rank sends with a ring algorithm; its sum over the
-        group is what
+    input (for recv and broadcast: output). `signature` is what the members of the group compare.
+    `sent_bytes` is what this rank sends with a ring algorithm; its sum over the group is what
     crosses the network. With n members, whole = the large tensor, own = this rank's piece:
 
         all_reduce      2 (n-1)/n whole     a reduce-scatter and an all-gather; rounded down to whole bytes
@@ -41,6 +41,12 @@ class Operation:
     rank: int
     payload_bytes: int
     sent_bytes: int
+    signature: Signature = NO_SIGNATURE
+
+    @property
+    def is_p2p(self) -> bool:
+        """Whether this is a send or recv, whose group is (source, destination)."""
+        return self.op in ("send", "recv")
 
 
 class Observer(Protocol):
@@ -218,6 +224,7 @@ def operation(call: Call) -> Operation:
         rank=call.rank,
         payload_bytes=_num_bytes(payload),
         sent_bytes=0 if count_sent is None else count_sent(call),
+        signature=Signature.of(call),
     )
 
 

@@ -60,6 +60,10 @@ class Signature:
         return Signature(call.signature, call.input_split_sizes, call.output_split_sizes)
 
 
+NO_SIGNATURE = Signature("")
+"""Of operations that are compared with no other."""
+
+
 def check_signatures(axis: str, ranks: Sequence[int], signatures: Sequence[Signature]) -> None:
     """Compare the signatures of `ranks`: equal texts except for starred dimensions, and split sizes
     that match.
@@ -77,6 +81,34 @@ def check_signatures(axis: str, ranks: Sequence[int], signatures: Sequence[Signa
         texts = [_with_split_sizes(signature) for signature in signatures]
         found = _ranks_by_text(ranks, texts)
         raise MismatchError(f"over {axis}, split sizes of the ranks do not match: {found}")
+
+
+@dataclass(frozen=True, slots=True)
+class MemberCall:
+    """What the member at `place` of a group called."""
+
+    place: int
+    signature: Signature
+
+
+def calls_agree(one: MemberCall, other: MemberCall) -> bool:
+    """Whether two members of a group agree: the comparison of `check_signatures`, without the
+    other members.
+    """
+    if not _texts_match([one.signature.text, other.signature.text]):
+        return False
+    return _receives(one, other) and _receives(other, one)
+
+
+def _receives(receiver: MemberCall, sender: MemberCall) -> bool:
+    """Whether the receiver expects as many elements as the sender sends to it."""
+    sent = sender.signature.input_split_sizes
+    expected = receiver.signature.output_split_sizes
+    if not sent and not expected:
+        return True
+    if max(receiver.place, sender.place) >= min(len(sent), len(expected)):
+        return False
+    return sent[receiver.place] == expected[sender.place]
 
 
 def encode_signature(call: Call) -> Tensor:

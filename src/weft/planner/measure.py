@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.config.run import Run, plan_of
@@ -11,6 +11,9 @@ from weft.core.dimension import pipeline_axis
 from weft.errors import Fault, PlanError, counted
 from weft.layout.plan import Plan
 from weft.models.common.lazy_blocks import LazyBlocks
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.expert.dispatch import ExpertLoad, even_load, first_rank_load
+from weft.planner.overlap import StepOverlap, step_overlap
 from weft.planner.rank_step import (
     RankStep,
     action_keys,
@@ -32,6 +35,7 @@ class RoleCosts:
         num_ranks: how many ranks have this role.
         memory: during a step.
         traffic: of a step and rank.
+        overlap: of the same operations.
         flops: of a step and rank: multiplications and additions, recomputation included.
     """
 
@@ -40,6 +44,7 @@ class RoleCosts:
     step: RankStep
     memory: StepMemory
     traffic: TrafficByOperation
+    overlap: StepOverlap
     flops: int
 
 
@@ -64,8 +69,11 @@ def size_problem(plan: Plan) -> str | None:
     return None
 
 
-def measure(run: Run) -> tuple[RoleCosts, ...]:
+def measure(run: Run, *, load: ExpertLoad = even_load) -> tuple[RoleCosts, ...]:
     """The costs of every role of a run, in the order of pipeline coordinates.
+
+    Args:
+        load: of experts that are sharded over ep; the roles are of ranks with the first ones.
 
     Raises:
         PlanError: the run is too large, see `size_problem`.
@@ -81,7 +89,9 @@ def measure(run: Run) -> tuple[RoleCosts, ...]:
     for row in range(plan.pipeline_size):
         signature = _signature(plan, row, kinds)
         if signature not in measured:
-            measured[signature] = measure_rank(run, plan.mesh.rank(**{pipeline_axis(): row}))
+            measured[signature] = measure_rank(
+                run, plan.mesh.rank(**{pipeline_axis(): row}), load=load
+            )
         step = replace(measured[signature], row=row)
         memory = step_memory(step, row)
         roles.append(
@@ -91,10 +101,24 @@ def measure(run: Run) -> tuple[RoleCosts, ...]:
                 step=step,
                 memory=memory,
                 traffic=step_traffic(step, row),
+                overlap=step_overlap(step, row),
                 flops=_flops(step, row),
             )
         )
     return tuple(roles)
+
+
+def measure_worst_routing(run: Run, roles: Sequence[RoleCosts]) -> tuple[RoleCosts, ...]:
+    """The costs where all tokens go to the experts of one rank of each expert-parallel group, of the
+    ranks with these experts; () if no experts are sharded over ranks.
+
+    Args:
+        roles: of the run, with an even load.
+    """
+    if not any(role.step.num_dispatches for role in roles):
+        return ()
+    num_ranks = roles[0].step.plan.mesh.degree(EP)
+    return measure(run, load=first_rank_load(num_ranks))
 
 
 def _block_kinds(run: Run) -> Mapping[str, str]:

@@ -10,7 +10,7 @@ Note [A step in regions]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,10 +23,12 @@ from weft.config.run import Run, plan_of
 from weft.core.dimension import pipeline_axis, position_axes
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, image_example, token_example
+from weft.parallel.expert.dispatch import ExpertLoad, ExpertParallelDispatch, even_load
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.zero.param_group import ParamGroup
 from weft.planner.recorder import (
+    CallRecorder,
     Parts,
     RecordedRegion,
     StepRecorder,
@@ -93,6 +95,9 @@ class RankStep:
         kept: between steps.
         actions: of the schedule.
         phases: before, between and after the actions: "targets", "reduce", "update".
+        played: the table whose actions were recorded.
+        regions: all that were recorded, in order, those between actions too.
+        num_dispatches: layers of the rank that send tokens to experts of other ranks.
     """
 
     plan: Plan
@@ -101,6 +106,9 @@ class RankStep:
     kept: KeptBytes
     actions: Mapping[ActionKey, RecordedRegion]
     phases: Mapping[str, RecordedRegion]
+    played: Table
+    regions: tuple[RecordedRegion, ...]
+    num_dispatches: int
 
 
 def played_microbatches(table: Table) -> tuple[int, ...]:
@@ -156,20 +164,54 @@ def example_batch(run: Run, plan: Plan, comm: Comm) -> Batch:
     return whole.columns(index=index, degree=degree)
 
 
-def measure_rank(run: Run, rank: int) -> RankStep:
+def measure_rank(run: Run, rank: int, *, load: ExpertLoad = even_load) -> RankStep:
     """One step of one rank of a run, on the meta device.
 
     The first step allocates what stays allocated; the second one is recorded.
+
+    Args:
+        load: of experts that are sharded over ep; without ep it changes nothing.
     """
+    return _play_on_meta(run, rank, load, recorder_type=StepRecorder)
+
+
+def record_calls(run: Run, rank: int) -> RankStep:
+    """As `measure_rank`, with collectives and messages alone: bytes and kernels are not counted."""
+    return _play_on_meta(run, rank, even_load, recorder_type=CallRecorder)
+
+
+def _play_on_meta(
+    run: Run,
+    rank: int,
+    load: ExpertLoad,
+    *,
+    recorder_type: type[StepRecorder],
+) -> RankStep:
     plan = plan_of(run)
     comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank))
     step = build_step(run, comm)
+    for dispatch in dispatches(step):
+        dispatch.meta_load = load
     played = thinned(plan.table, played_microbatches(plan.table))
     batches = [example_batch(run, plan, comm)] * played.microbatches
-    return record_step(step, batches, table=played)
+    return record_step(step, batches, table=played, recorder_type=recorder_type)
 
 
-def record_step(step: TrainStep, batches: list[Batch], *, table: Table) -> RankStep:
+def dispatches(step: TrainStep) -> Iterator[ExpertParallelDispatch]:
+    """Where tokens of a rank are sent to experts of other ranks."""
+    for block in step.model.blocks.values():
+        for module in block.modules():
+            if isinstance(module, ExpertParallelDispatch):
+                yield module
+
+
+def record_step(
+    step: TrainStep,
+    batches: list[Batch],
+    *,
+    table: Table,
+    recorder_type: type[StepRecorder] = StepRecorder,
+) -> RankStep:
     """Record one step of one rank, on the meta device or a real one; every rank must call it.
 
     Args:
@@ -178,7 +220,7 @@ def record_step(step: TrainStep, batches: list[Batch], *, table: Table) -> RankS
     """
     model = step.model
     comm = model.comm
-    recorder = StepRecorder(comm.device, parts=lambda: _parts(step))
+    recorder = recorder_type(comm.device, parts=lambda: _parts(step))
     marker = _Marker(recorder)
     step.player = _RecordedPlayer(
         model,
@@ -209,6 +251,9 @@ def record_step(step: TrainStep, batches: list[Batch], *, table: Table) -> RankS
         kept=KeptBytes(**sizes),
         actions=_by_key(recorder.regions, action_keys(table, row)),
         phases={region.name: region for region in recorder.regions if region.name.isalpha()},
+        played=table,
+        regions=tuple(recorder.regions),
+        num_dispatches=sum(1 for _ in dispatches(step)),
     )
 
 

@@ -215,6 +215,20 @@ class StepRecorder(TorchDispatchMode):
             self._region.peak_parts = self._parts()
 
 
+class CallRecorder(StepRecorder):
+    """A recorder of collectives and messages alone, several times as fast."""
+
+    @property
+    def live_bytes(self) -> int:
+        """Not counted."""
+        return 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        on_host = _value_on_host(func, args, kwargs)
+        return func(*args, **kwargs) if on_host is None else on_host
+
+
 @contextmanager
 def fused_attention_on_meta() -> Iterator[None]:
     """While it is open, attention on the meta device is one fused kernel, as on real devices; torch

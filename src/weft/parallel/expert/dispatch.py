@@ -11,6 +11,8 @@ Note [A mixture is one tensor-parallel region]
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,32 @@ from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.tp import AXIS as TP
 
+ExpertLoad = Callable[[int, int, int], Sequence[int]]
+"""(tokens, experts of a token, experts) -> tokens of each expert: what is assumed on the meta
+device, where a router chooses nothing.
+"""
+
+
+def even_load(num_tokens: int, top_k: int, num_experts: int) -> Sequence[int]:
+    """As many tokens for each expert: what balanced routers come to."""
+    return span_sizes(num_tokens * top_k, num_experts)
+
+
+def first_rank_load(num_ranks: int) -> ExpertLoad:
+    """All tokens go to the experts of the first of `num_ranks`, evenly; if it has fewer than a token
+    visits, to all of these and to the next ones.
+    """
+
+    def load(num_tokens: int, top_k: int, num_experts: int) -> Sequence[int]:
+        _, num_local = span(num_experts, num_ranks, 0)
+        num_first = min(top_k, num_local)
+        num_next = top_k - num_first
+        first = span_sizes(num_tokens * num_first, num_local)
+        without_tokens = (0,) * (num_experts - num_local - num_next)
+        return (*first, *(num_tokens,) * num_next, *without_tokens)
+
+    return load
+
 
 class ExpertParallelDispatch(nn.Module):
     """Experts are sharded over `axis`: rank i holds experts `span(E, n, i)`. Every rank has tokens
@@ -40,6 +68,9 @@ class ExpertParallelDispatch(nn.Module):
 
     Sizes are uneven and known after one small gather of counts. Source: Lepikhin et al. 2020
     (GShard); Gale et al. 2022.
+
+    Attributes:
+        meta_load: of this rank's tokens and of every other's, assumed on the meta device.
     """
 
     supports = frozenset({"dropless"})
@@ -49,6 +80,7 @@ class ExpertParallelDispatch(nn.Module):
         self.num_experts = num_experts
         self.comm = comm
         self.axis = axis
+        self.meta_load: ExpertLoad = even_load
 
     def forward(
         self,
@@ -66,7 +98,11 @@ class ExpertParallelDispatch(nn.Module):
         counts_RE = comm.all_gather(counts_1E, axis, dim=0)
         lo, hi = span(self.num_experts, degree, comm.index(axis))
         local_counts_RE = counts_RE[:, lo:hi]
-        host_counts = _counts_on_host(counts_RE, num_slots=experts_NK.numel())
+        if counts_RE.is_meta:
+            load = self.meta_load(*experts_NK.shape, self.num_experts)
+            host_counts = [list(load)] * degree
+        else:
+            host_counts = counts_RE.tolist()  # the one wait for the device
         own_counts = host_counts[comm.index(axis)]
         send_sizes = []
         for rank in range(degree):
@@ -92,17 +128,6 @@ class ExpertParallelDispatch(nn.Module):
             recv_sizes=send_sizes,
         )
         return sorting.collect(returned, weights_NK)
-
-
-def _counts_on_host(counts_RE: Tensor, *, num_slots: int) -> list[list[int]]:
-    """The counts as numbers, the one wait for the device; on the meta device, where there are no
-    values, an even load.
-    """
-    if counts_RE.is_meta:
-        num_ranks, num_experts = counts_RE.shape
-        return [list(span_sizes(num_slots, num_experts))] * num_ranks
-    counts: list[list[int]] = counts_RE.tolist()
-    return counts
 
 
 def _by_expert(counts_RE: Tensor, *, num_rows: int) -> Sorting:

@@ -1,0 +1,142 @@
+"""Collectives and messages of one rank in a step, by action and phase, and which ranks are recorded for a whole world."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from weft.comm.observe import Operation
+from weft.comm.world_stages import world_stages
+from weft.core.dimension import pipeline_axis
+from weft.core.mesh import Mesh
+from weft.planner.rank_step import ActionKey, RankStep, action_keys
+from weft.planner.recorder import Ended, RecordedRegion, Started
+from weft.schedule.lower import Recv, Send, lower
+
+CallEvent = Started | Ended
+Region = ActionKey | str
+"""A kind of action, or the name of a phase."""
+
+WORLD = "world"
+"""First word of the names of groups of all ranks, see Note [World stages]."""
+MOST_RECORDED = 4
+"""Ranks of a pipeline coordinate that are all recorded; of more, those at the ends of each axis."""
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """What a rank calls, in order.
+
+    Attributes:
+        rank: world rank.
+        row: its pipeline coordinate.
+        actions: collectives of each kind of action; their messages between pipeline ranks are in
+            `sent` and `received`.
+        phases: collectives and messages before and after the actions.
+        sent: the message that carries the output of an action, if one does.
+        received: the message that carries the input of an action, if one does.
+    """
+
+    rank: int
+    row: int
+    actions: Mapping[ActionKey, tuple[CallEvent, ...]]
+    phases: Mapping[str, tuple[CallEvent, ...]]
+    sent: Mapping[ActionKey, Operation]
+    received: Mapping[ActionKey, Operation]
+
+    @staticmethod
+    def of(step: RankStep) -> RankCalls:
+        """The calls of a recorded step."""
+        row = step.plan.mesh.index(step.rank, pipeline_axis())
+        sent, received = _messages(step, row)
+        return RankCalls(
+            rank=step.rank,
+            row=row,
+            actions={key: _collectives(region) for key, region in step.actions.items()},
+            phases={name: _calls(region) for name, region in step.phases.items()},
+            sent=sent,
+            received=received,
+        )
+
+
+def _calls(region: RecordedRegion) -> tuple[CallEvent, ...]:
+    return tuple(event for event in region.events if isinstance(event, (Started, Ended)))
+
+
+def _collectives(region: RecordedRegion) -> tuple[CallEvent, ...]:
+    """The calls of an action without messages between pipeline ranks."""
+    return tuple(event for event in _calls(region) if not _is_pipeline_message(event.op))
+
+
+def _is_pipeline_message(op: Operation) -> bool:
+    return op.is_p2p and op.axis == pipeline_axis()
+
+
+def _messages(
+    step: RankStep, row: int
+) -> tuple[dict[ActionKey, Operation], dict[ActionKey, Operation]]:
+    """Messages between pipeline ranks, by the action that produces and the one that uses the
+    tensor.
+    """
+    table = step.played
+    keys = action_keys(table, row)
+    consumers = {table.source(act): act for act in table.rows[row]}
+    between = [region for region in step.regions if region.name not in step.phases]
+    started = (op for region in between for op in region.operations if _is_pipeline_message(op))
+    sent: dict[ActionKey, Operation] = {}
+    received: dict[ActionKey, Operation] = {}
+    for instruction in lower(table).rows[row]:
+        if isinstance(instruction, Send):
+            sent[keys[instruction.act]] = next(started)
+        elif isinstance(instruction, Recv):
+            received[keys[consumers[instruction.act]]] = next(started)
+    return sent, received
+
+
+def recorded_coordinates(mesh: Mesh) -> Iterator[dict[str, int]]:
+    """Coordinates, besides the pipeline's, of the ranks that stand for all.
+
+    All of few ranks; else the first and the last place along every axis, in all combinations.
+    The first ones are 0 everywhere.
+    """
+    axes = [(name, degree) for name, degree in mesh.axes if name != pipeline_axis() and degree > 1]
+    ranks_a_row = mesh.size // mesh.degree(pipeline_axis())
+    names = [name for name, _ in axes]
+    places: list[tuple[int, ...]] = []
+    for _, degree in axes:
+        is_all_recorded = ranks_a_row <= MOST_RECORDED
+        places.append(tuple(range(degree)) if is_all_recorded else (0, degree - 1))
+    for indices in itertools.product(*places):
+        yield dict(zip(names, indices, strict=True))
+
+
+def group_of(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...] | None:
+    """The group of a rank that operations name `axis`; None for a name that no mesh axis has."""
+    if axis.startswith(WORLD):
+        groups = world_stages(rank, mesh.size, checked=True)
+        return next((group.ranks for group in groups if group.axis == axis), None)
+    names = axis.split("+")
+    if not set(names) <= {name for name, _ in mesh.axes}:
+        return None
+    return mesh.group(rank, tuple(names))
+
+
+def moved(events: tuple[CallEvent, ...], mesh: Mesh, shift: int) -> tuple[CallEvent, ...]:
+    """The same calls on the rank that is `shift` further, at another pipeline coordinate."""
+    copies: dict[int, Operation] = {}
+    result = []
+    for event in events:
+        op = event.op
+        if id(op) not in copies:
+            copies[id(op)] = _moved_operation(op, mesh, shift)
+        result.append(type(event)(copies[id(op)]))
+    return tuple(result)
+
+
+def _moved_operation(op: Operation, mesh: Mesh, shift: int) -> Operation:
+    rank = op.rank + shift
+    group = tuple(member + shift for member in op.group)
+    if not op.is_p2p and op.group == group_of(mesh, op.rank, op.axis):
+        group = group_of(mesh, rank, op.axis) or group
+    return replace(op, rank=rank, group=group)

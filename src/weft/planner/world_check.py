@@ -1,0 +1,367 @@
+"""Check of a whole world before a run: members of every group call the same collectives in the same order, and nothing deadlocks.
+
+Note [A world by its roles]
+    Ranks are recorded with the real code on the meta device: of every kind of pipeline coordinate
+    those at the first and the last place of each other axis, in all combinations (all ranks where
+    there are at most 4). A rank in between does what its neighbours at the ends do.
+
+    - Calls: in each kind of action and each phase, the recorded members of a group are compared
+      call by call, as at run time: operation, dtype, shape, split sizes, group, and their number.
+    - Deadlock: all ranks of a pipeline coordinate run the same actions in the same order, so an
+      action is simulated by itself, as if every collective blocked where it is started until all
+      members are at it; the phases are simulated with all recorded ranks of the world.
+    - Messages between pipeline ranks: the schedule's program is run as if each send and receive
+      blocked until its partner is at it (`lower.check_rendezvous`), and dtype and shape of what is
+      sent are compared with those of the buffer that receives it.
+
+    Together: actions and messages can be done one by one in the order of the program, and each of
+    them ends. Not covered: what happens outside of steps (start, checkpoints, evaluation), code
+    that depends on values of tensors, and ranks that die.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.comm.observe import Operation
+from weft.comm.signature import MemberCall, calls_agree
+from weft.config.run import Run
+from weft.core.dimension import pipeline_axis
+from weft.core.mesh import Mesh
+from weft.errors import ScheduleError
+from weft.layout.plan import Plan
+from weft.planner.measure import RoleCosts
+from weft.planner.rank_calls import (
+    CallEvent,
+    RankCalls,
+    group_of,
+    moved,
+    recorded_coordinates,
+)
+from weft.planner.rank_step import ActionKey, action_keys, record_calls
+from weft.planner.recorder import Started
+from weft.planner.rendezvous import Blocked, find_deadlock
+from weft.schedule.lower import Program, Recv, Send, check_rendezvous
+
+GroupKey = tuple[bool, tuple[int, ...]]
+"""Whether the group is an ordered pair for messages, and its world ranks."""
+MOST_PROBLEMS = 5
+"""Problems that are listed."""
+Calls = Mapping[int, Sequence[CallEvent]]
+"""World rank -> its calls in an action or phase."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Two members of a group that call different things.
+
+    Attributes:
+        axis: of the group.
+        region: action or phase.
+        position: of the call among those of this group in the region, from 1.
+        ranks: world ranks.
+        coordinates: of both.
+        calls: what each of them calls.
+    """
+
+    axis: str
+    region: str
+    position: int
+    ranks: tuple[int, int]
+    coordinates: tuple[str, str]
+    calls: tuple[str, str]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For a reader."""
+        title = f"over {self.axis}, call {self.position} in {self.region} differs:"
+        members = zip(self.ranks, self.coordinates, self.calls, strict=True)
+        return (title, *(f"  rank {rank} ({place}): {call}" for rank, place, call in members))
+
+
+@dataclass(frozen=True)
+class Deadlock:
+    """Ranks that wait for each other.
+
+    Attributes:
+        region: action or phase, or "the schedule".
+        waits: a line for each waiting rank.
+    """
+
+    region: str
+    waits: tuple[str, ...]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For a reader."""
+        return (f"deadlock in {self.region}:", *(f"  {line}" for line in self.waits))
+
+
+Problem = Mismatch | Deadlock
+
+
+@dataclass(frozen=True)
+class WorldCheck:
+    """Result of the check of a world.
+
+    Attributes:
+        num_ranks: of the world.
+        num_recorded: ranks that were played.
+        num_calls: collectives that were compared, each counted on every recorded rank.
+        num_messages: between pipeline ranks, of one copy of the pipeline.
+        problems: the first ones.
+    """
+
+    num_ranks: int
+    num_recorded: int
+    num_calls: int
+    num_messages: int
+    problems: tuple[Problem, ...]
+
+
+def check_world(run: Run, roles: Sequence[RoleCosts]) -> WorldCheck:
+    """Record the ranks that stand for all, and check them; see Note [A world by its roles].
+
+    Args:
+        roles: of the run, measured; their ranks are not played again.
+    """
+    plan = roles[0].step.plan
+    recorded: dict[int, RankCalls] = {}
+    for role in roles:
+        if role.step.rank not in recorded:
+            recorded[role.step.rank] = RankCalls.of(role.step)
+            row = recorded[role.step.rank].row
+            for coordinates in recorded_coordinates(plan.mesh):
+                rank = plan.mesh.rank(**coordinates, **{pipeline_axis(): row})
+                if rank not in recorded:
+                    recorded[rank] = RankCalls.of(record_calls(run, rank))
+    measured_rows = [plan.mesh.index(role.step.rank, pipeline_axis()) for role in roles]
+    return check_calls(plan, tuple(recorded.values()), measured_rows, program=plan.program)
+
+
+def check_calls(
+    plan: Plan,
+    recorded: Sequence[RankCalls],
+    measured_rows: Sequence[int],
+    *,
+    program: Program,
+) -> WorldCheck:
+    """Check recorded ranks.
+
+    Args:
+        measured_rows: for each pipeline coordinate the one that was recorded in its place.
+        program: the schedule with its messages.
+    """
+    problems: list[Problem] = []
+    for row in sorted(set(measured_rows)):
+        members = [calls for calls in recorded if calls.row == row]
+        problems.extend(_action_problems(plan, members))
+    problems.extend(_phase_problems(plan, recorded, measured_rows))
+    problems.extend(_message_problems(plan, recorded, measured_rows, program))
+    num_calls = 0
+    for calls in recorded:
+        for events in (*calls.actions.values(), *calls.phases.values()):
+            num_calls += sum(isinstance(event, Started) for event in events)
+    num_messages = sum(isinstance(each, Send) for row in program.rows for each in row)
+    return WorldCheck(
+        num_ranks=plan.mesh.size,
+        num_recorded=len(recorded),
+        num_calls=num_calls,
+        num_messages=num_messages,
+        problems=tuple(problems[:MOST_PROBLEMS]),
+    )
+
+
+def _action_problems(plan: Plan, members: Sequence[RankCalls]) -> Iterator[Problem]:
+    """Problems of the actions of one pipeline coordinate."""
+    row = members[0].row
+    names: dict[ActionKey, str] = {}
+    for act, key in action_keys(plan.table, row).items():
+        names.setdefault(key, str(act))
+    for key, name in names.items():
+        calls = {member.rank: member.actions.get(key, ()) for member in members}
+        yield from _region_problems(plan.mesh, name, calls)
+
+
+def _phase_problems(
+    plan: Plan, recorded: Sequence[RankCalls], measured_rows: Sequence[int]
+) -> Iterator[Problem]:
+    """Problems of the phases, in which groups span pipeline coordinates."""
+    copies: list[tuple[int, RankCalls]] = []
+    for row, measured_row in enumerate(measured_rows):
+        copies.extend((row, calls) for calls in recorded if calls.row == measured_row)
+    for phase in recorded[0].phases:
+        calls_of_rank: dict[int, Sequence[CallEvent]] = {}
+        for row, calls in copies:
+            shift = _row_rank(plan.mesh, row) - _row_rank(plan.mesh, calls.row)
+            events = calls.phases.get(phase, ())
+            calls_of_rank[calls.rank + shift] = moved(events, plan.mesh, shift) if shift else events
+        yield from _region_problems(plan.mesh, phase, calls_of_rank)
+
+
+def _row_rank(mesh: Mesh, row: int) -> int:
+    return mesh.rank(**{pipeline_axis(): row})
+
+
+def _region_problems(mesh: Mesh, region: str, calls: Calls) -> Iterator[Problem]:
+    """Mismatches in a region, or a deadlock where there is none."""
+    mismatches = [*_wrong_groups(mesh, region, calls), *_mismatches(mesh, region, calls)]
+    yield from mismatches
+    if mismatches:
+        return
+    blocked = find_deadlock(calls)
+    if blocked:
+        yield Deadlock(region, tuple(_wait_line(mesh, each) for each in blocked))
+
+
+def _wait_line(mesh: Mesh, blocked: Blocked) -> str:
+    waited = [f"rank {rank} ({mesh.coord_text(rank)})" for rank in blocked.waits_for[:2]]
+    place = mesh.coord_text(blocked.rank)
+    return f"rank {blocked.rank} ({place}) is in {_call_text(blocked.op)} and waits for {', '.join(waited)}"
+
+
+def _call_text(op: Operation) -> str:
+    separator = " -> " if op.is_p2p else " "
+    ranks = separator.join(map(str, op.group[:4]))
+    more = " ..." if len(op.group) > 4 else ""
+    return f"{op.signature.text or op.op} over {op.axis}, ranks {ranks}{more}"
+
+
+def _wrong_groups(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
+    """Calls over other ranks than those of their axis."""
+    expected: dict[str, tuple[int, ...] | None] = {}
+    for rank, events in calls.items():
+        expected.clear()
+        position: dict[str, int] = {}
+        for op in _started(events):
+            position[op.axis] = position.get(op.axis, 0) + 1
+            if op.axis not in expected:
+                expected[op.axis] = group_of(mesh, rank, op.axis)
+            group = expected[op.axis]
+            if group is None or _is_group(op, group, rank):
+                continue
+            other = next(member for member in (*group, *op.group) if member != rank)
+            right = " ".join(map(str, group[:8]))
+            yield Mismatch(
+                axis=op.axis,
+                region=region,
+                position=position[op.axis],
+                ranks=(rank, other),
+                coordinates=(mesh.coord_text(rank), mesh.coord_text(other)),
+                calls=(_call_text(op), f"is of the group {right} over {op.axis}"),
+            )
+            break
+
+
+def _is_group(op: Operation, group: tuple[int, ...], rank: int) -> bool:
+    if op.is_p2p:
+        return rank in op.group and set(op.group) <= set(group)
+    return op.group == group
+
+
+def _mismatches(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
+    """The first difference between two recorded members of each group."""
+    of_group: dict[GroupKey, dict[int, list[Operation]]] = {}
+    for rank, events in calls.items():
+        for op in _started(events):
+            of_rank = of_group.setdefault((op.is_p2p, op.group), {})
+            of_rank.setdefault(rank, []).append(op)
+    for (_, group), of_rank in of_group.items():
+        members = [rank for rank in group if rank in calls]
+        for other in members[1:]:
+            found = _first_difference(
+                mesh,
+                region,
+                group,
+                _Member(members[0], of_rank.get(members[0], [])),
+                _Member(other, of_rank.get(other, [])),
+            )
+            if found is not None:
+                yield found
+                break
+
+
+def _started(events: Iterable[CallEvent]) -> Iterator[Operation]:
+    return (event.op for event in events if isinstance(event, Started))
+
+
+@dataclass(frozen=True)
+class _Member:
+    """What a rank calls over a group, in order."""
+
+    rank: int
+    ops: Sequence[Operation]
+
+    def call(self, index: int, group: tuple[int, ...]) -> MemberCall:
+        return MemberCall(group.index(self.rank), self.ops[index].signature)
+
+    def text(self, index: int) -> str:
+        if index < len(self.ops):
+            return _call_text(self.ops[index])
+        return f"makes {len(self.ops)} calls, no other one"
+
+
+def _first_difference(
+    mesh: Mesh,
+    region: str,
+    group: tuple[int, ...],
+    one: _Member,
+    other: _Member,
+) -> Mismatch | None:
+    shorter, longer = sorted((len(one.ops), len(other.ops)))
+    index = 0
+    while index < shorter and calls_agree(one.call(index, group), other.call(index, group)):
+        index += 1
+    if index == longer:
+        return None
+    ops = one.ops if len(one.ops) > index else other.ops
+    return Mismatch(
+        axis=ops[index].axis,
+        region=region,
+        position=index + 1,
+        ranks=(one.rank, other.rank),
+        coordinates=(mesh.coord_text(one.rank), mesh.coord_text(other.rank)),
+        calls=(one.text(index), other.text(index)),
+    )
+
+
+def _message_problems(
+    plan: Plan,
+    recorded: Sequence[RankCalls],
+    measured_rows: Sequence[int],
+    program: Program,
+) -> Iterator[Problem]:
+    """A program of sends and receives that stops, or tensors that differ from their buffers."""
+    try:
+        check_rendezvous(program)
+    except ScheduleError as error:
+        yield Deadlock("the schedule", tuple(str(fault) for fault in error.faults))
+        return
+    first_of_row = {calls.row: calls for calls in reversed(recorded)}
+    keys = [action_keys(plan.table, row) for row in range(plan.pipeline_size)]
+    sources = {plan.table.source(act): act for act in plan.table.actions}
+    for rank, row in enumerate(program.rows):
+        received = first_of_row[measured_rows[rank]].received
+        compared: set[tuple[ActionKey, ActionKey]] = set()
+        for instruction in row:
+            if not isinstance(instruction, Recv):
+                continue
+            peer = instruction.peer
+            sender_key = keys[peer][instruction.act]
+            receiver_key = keys[rank][sources[instruction.act]]
+            if (sender_key, receiver_key) in compared:
+                continue
+            compared.add((sender_key, receiver_key))
+            sent = first_of_row[measured_rows[peer]].sent[sender_key]
+            got = received[receiver_key]
+            if not calls_agree(MemberCall(0, sent.signature), MemberCall(1, got.signature)):
+                ranks = (_row_rank(plan.mesh, peer), _row_rank(plan.mesh, rank))
+                yield Mismatch(
+                    axis=pipeline_axis(),
+                    region=str(instruction),
+                    position=1,
+                    ranks=ranks,
+                    coordinates=(plan.mesh.coord_text(ranks[0]), plan.mesh.coord_text(ranks[1])),
+                    calls=(sent.signature.text, got.signature.text),
+                )
