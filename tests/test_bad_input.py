@@ -332,7 +332,7 @@ flags = st.tuples(
 )
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     words=st.lists(flags.map(lambda flag: [flag[0], *flag[1]]), max_size=4),
     name=st.sampled_from(["train", "explain"]),

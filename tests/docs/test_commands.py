@@ -34,9 +34,13 @@ PAGES = [
 ]
 SLOW_PAGES = {
     "docs/checkpoints.md",
+    "docs/clusters.md",
     "docs/finetuning.md",
+    "docs/generate.md",
     "docs/huggingface.md",
     "docs/lora.md",
+    "docs/optimizers.md",
+    "docs/proofs.md",
 }
 """Other tests run the same commands with other flags; `make slow` runs these pages."""
 NOT_RUN = ("make", "pip", "python")

@@ -71,7 +71,15 @@ def test_the_page_has_a_section_for_each_extension() -> None:
     assert list(sections()) == list(PLACES)
 
 
-@pytest.mark.parametrize("title", PLACES)
+@pytest.mark.parametrize(
+    "title",
+    [
+        "A schedule",
+        "A parallel dimension",
+        pytest.param("A model family", marks=pytest.mark.slow),
+        pytest.param("A transport", marks=pytest.mark.slow),
+    ],
+)
 def test_an_extension_is_one_file_or_folder_and_its_commands_succeed(
     title: str, tmp_path: Path, python: ProgramServer
 ) -> None:

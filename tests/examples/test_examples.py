@@ -30,7 +30,13 @@ def run(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return programs().run(script=script, environ=environ, timeout=110)
 
 
-@pytest.mark.parametrize("name", SHOWS)
+def marked(name: str) -> object:
+    """The longest example runs with the slow tests."""
+    marks = pytest.mark.slow if name == "mnist_data_parallel.py" else ()
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in SHOWS])
 def test_example_shows_its_lesson_and_equals_one_process(name: str, tmp_path: Path) -> None:
     done = run(FOLDER / name, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -86,7 +86,7 @@ def test_a_message_of_another_shape_is_a_mismatch_on_both_ends():
         assert "rank 0: send float32[2]; rank 1: recv float32[3]" in message
 
 
-@pytest.mark.parametrize("num_elements", [4, 200_000])
+@pytest.mark.parametrize("num_elements", [4, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_a_missing_rank_is_named_within_the_time_out(tmp_path, num_elements):
     all_axes = ("dp", "tp")
 
@@ -112,6 +112,7 @@ def test_a_missing_rank_is_named_within_the_time_out(tmp_path, num_elements):
         )
 
 
+@pytest.mark.slow
 def test_among_ranks_that_arrive_one_after_the_other_only_the_missing_one_is_named(tmp_path):
     def arrive_in_order(comm):
         short = short_timeout_comm(comm, tmp_path, "store")

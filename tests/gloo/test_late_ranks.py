@@ -76,8 +76,15 @@ def unchecked_message(comm: Comm) -> float:
     return x.item()
 
 
-@pytest.mark.parametrize("connected", [True, False])
-@pytest.mark.parametrize("call", [checked_all_reduce, unchecked_all_reduce])
+@pytest.mark.parametrize(
+    ("call", "connected"),
+    [
+        (checked_all_reduce, True),
+        (unchecked_all_reduce, False),
+        pytest.param(checked_all_reduce, False, marks=pytest.mark.slow),
+        pytest.param(unchecked_all_reduce, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_late_rank_is_reported_once_with_collective_group_and_coordinates(
     tmp_path: Path, call: Callable[[Comm], float], connected: bool
 ) -> None:

@@ -56,7 +56,7 @@ def restarts(out: Path) -> list[dict[str, Any]]:
     ("layout", "memory_every", "number", "sources"),
     [
         (DP3, 2, signal.SIGKILL, ("memory",)),
-        (DP3, 0, signal.SIGKILL, ("checkpoint", "start")),
+        pytest.param(DP3, 0, signal.SIGKILL, ("checkpoint", "start"), marks=pytest.mark.slow),
         (DP3, 2, signal.SIGSTOP, ("memory",)),
         pytest.param(PP2_TP2, 2, signal.SIGSTOP, ("memory",), marks=pytest.mark.slow),
         pytest.param(PP2_TP2, 0, signal.SIGKILL, ("checkpoint", "start"), marks=pytest.mark.slow),
@@ -142,6 +142,7 @@ def test_a_flipped_bit_restarts_the_run_from_a_state_without_it(tmp_path):
     assert final_state(out) == final_state(clean_out)
 
 
+@pytest.mark.slow
 def test_more_faults_than_restarts_end_the_run(tmp_path):
     out = tmp_path / "run"
     words = words_of(DP3, steps=100_000, save__memory_every=1, run__restarts=1)

@@ -63,6 +63,7 @@ def test_more_windows_with_cp_compute_what_one_device_computes(case: Case) -> No
     check(case)
 
 
+@pytest.mark.slow
 def test_layout_with_cp_in_processes_computes_what_one_device_computes() -> None:
     case = Case("cp2 tp2", sequence=True, grouped=True, microbatches=2)
     check(shallow(case), transport="processes")

@@ -417,7 +417,7 @@ def held_bytes(holders: weakref.WeakSet[Holder], params: list[nn.Parameter]) -> 
     return sum(storage.nbytes() for place, storage in storages.items() if place not in own)
 
 
-@pytest.mark.parametrize("family", ["llama3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama3", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_between_i_and_w_only_inputs_of_products_and_gradients_of_their_outputs_are_saved(
     family: str,
 ) -> None:

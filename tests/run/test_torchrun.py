@@ -98,7 +98,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "number",
     [
-        signal.SIGKILL,
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
         signal.SIGTERM,
         pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, marks=pytest.mark.slow),

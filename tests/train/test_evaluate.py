@@ -115,7 +115,7 @@ def test_the_loss_is_the_same_under_any_layout(source, words):
     "words",
     [
         pytest.param("--mesh ep2", marks=pytest.mark.slow),
-        "--mesh pp2 --pipeline.schedule zero_bubble",
+        pytest.param("--mesh pp2 --pipeline.schedule zero_bubble", marks=pytest.mark.slow),
     ],
 )
 def test_experts_and_later_targets_do_not_change_that(source, words):

@@ -43,7 +43,7 @@ def test_the_drawn_table_is_the_executed_one(schedule):
         assert read_back(draw(simulate(table), width=10_000), table) == table.rows
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(0, 4), st.integers(1, 12))
 def test_any_table_is_drawn_as_it_runs(dice, ranks, more_stages, microbatches):
     table = random_table(dice, ranks=ranks, stages=ranks + more_stages, microbatches=microbatches)
