@@ -180,7 +180,7 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--lr", "1"], "lr: unknown key. Fix: did you mean 'optim.lr'?"),
+        (["--lr", "1"], "lr: unknown key. Fix: did you mean 'optim.lr' or 'site.lr'?"),
         (["--optim.lrr", "1"], "optim.lrr: unknown key. Fix: did you mean 'optim.lr'?"),
         (["--optimizer.name", "sgd"], "optimizer.name: unknown key"),
         (

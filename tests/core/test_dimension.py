@@ -8,12 +8,15 @@ import sys
 
 import pytest
 
+from weft.core.axes import data_axes, gradient_axes
 from weft.core.dimension import (
     activation_axes,
     all_axes,
     data_axis,
     default_sharding_rule,
     dimensions,
+    exact_axes,
+    local_update_axes,
     pipeline_axis,
     position_axes,
     replicated_axes,
@@ -21,19 +24,27 @@ from weft.core.dimension import (
     token_axes,
     uneven_axes,
 )
+from weft.core.mesh import Mesh
 
 
 def test_dimensions_are_found_outermost_first() -> None:
-    assert all_axes() == ("pp", "dp", "ep", "cp", "tp")
+    assert all_axes() == ("site", "pp", "dp", "ep", "cp", "tp")
 
 
 def test_roles_follow_from_the_records() -> None:
     assert (pipeline_axis(), data_axis()) == ("pp", "dp")
-    assert sequence_axes() == ("dp", "ep")
+    assert sequence_axes() == ("site", "dp", "ep")
     assert position_axes() == ("cp",)
-    assert token_axes() == ("dp", "ep", "cp")
+    assert token_axes() == ("site", "dp", "ep", "cp")
     assert replicated_axes() == activation_axes() == ("tp",)
     assert uneven_axes() == {"vocab"}
+
+
+def test_an_axis_of_local_updates_is_in_no_equality_with_one_device() -> None:
+    assert local_update_axes() == ("site",)
+    assert exact_axes() == ("pp", "dp", "ep", "cp", "tp")
+    mesh = Mesh.parse("site2 dp2 tp2")
+    assert data_axes(mesh) == gradient_axes(mesh, varies=data_axes(mesh), sharded=()) == ("dp",)
 
 
 def test_each_logical_axis_is_sharded_over_one_mesh_axis() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.matrix.layouts import CLIP, SEQ_LEN, Case, fits
-from weft.core.dimension import all_axes
+from weft.core.dimension import exact_axes
 from weft.core.mesh import Mesh
 from weft.core.sequence import length_unit
 
@@ -119,7 +119,7 @@ def complete(part: Part, dice: random.Random, tries: int) -> Iterator[Row]:
     """
     for _ in range(tries):
         row = {name: dice.choice(CHOICES[name]) for name in NAMES}
-        for axis in all_axes():
+        for axis in exact_axes():
             if dice.random() < 0.4:
                 row[axis] = 1
         if row["tp"] == 1:
@@ -128,7 +128,7 @@ def complete(part: Part, dice: random.Random, tries: int) -> Iterator[Row]:
             row["context"] = "ring"
         if row["model"] not in EXPERT_MODELS:
             row["ep"] = 1
-        if sum(row[axis] > 1 for axis in all_axes()) <= 1:
+        if sum(row[axis] > 1 for axis in exact_axes()) <= 1:
             row["nesting"] = CHOICES["nesting"][0]
         row.update(part)
         if is_valid(row):

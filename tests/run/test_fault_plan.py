@@ -9,6 +9,7 @@ import pytest
 
 from weft.run.fault_plan import (
     FAULT_KINDS,
+    FAULT_PHASES,
     MESSAGE_PHASES,
     STEP_GAP,
     Cell,
@@ -18,13 +19,12 @@ from weft.run.fault_plan import (
     num_steps,
     plan_faults,
 )
-from weft.run.rank_status import PHASES
 
 REPLICAS = (True, False, True)
 
 
 def test_every_pair_of_kind_and_phase_is_injected_but_corrupted_messages_elsewhere_than_in_reductions():
-    found = set(cells(FAULT_KINDS, PHASES))
+    found = set(cells(FAULT_KINDS, FAULT_PHASES))
     assert len(found) == 11 * 9 + len(MESSAGE_PHASES)
     dealt = deal(12 * 9, finds_corruption=REPLICAS, seed=1)
     assert {cell for layout in dealt for cell in layout} == found

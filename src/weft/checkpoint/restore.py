@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -16,9 +16,11 @@ from weft.checkpoint.format import Manifest
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.read import Checkpoint, Source, open_checkpoint
 from weft.checkpoint.resume import find_checkpoint, run_folder_of
+from weft.checkpoint.sites import inner_section, is_of_sites, stored_section
 from weft.checkpoint.state import (
     MODEL,
     OPTIMIZER,
+    OUTER_SECTIONS,
     ParamState,
     TrainState,
     param_states,
@@ -57,21 +59,50 @@ def restore(state: TrainState, checkpoint: OpenCheckpoint) -> None:
     """
     comm = state.model.comm
     manifest = checkpoint.manifest
+    sections = frozenset(manifest.sections)
+    if state.local_updates is not None:
+        has_exchange = OUTER_SECTIONS["exchange"] in sections
+        state.local_updates.prepare_restore(manifest.facts.step, has_exchange=has_exchange)
     raise_on_all_ranks(comm, lambda: _check_optimizer(state, manifest))
     raise_on_all_ranks(comm, lambda: _check_dtypes(state, manifest))
     _check_unexpected_names(state, manifest)
-    raise_on_all_ranks(comm, lambda: _load(param_states(state), checkpoint.section))
+    found = _FoundSections(checkpoint, sections)
+    raise_on_all_ranks(comm, lambda: _load(found.of(param_states(state)), found.section))
     state.grads.after_optimizer_step()
 
 
+@dataclass(frozen=True)
+class _FoundSections:
+    """The sections of a checkpoint, by the names that a state has for them."""
+
+    checkpoint: OpenCheckpoint
+    stored: frozenset[str]
+
+    def of(self, states: Iterable[ParamState]) -> Iterator[ParamState]:
+        """The states without sections that the checkpoint has nothing for."""
+        for local in states:
+            found = {}
+            for name, tensor in local.tensors.items():
+                if stored_section(name, self.stored) is not None:
+                    found[name] = tensor
+            yield replace(local, tensors=found)
+
+    def section(self, name: str) -> Source:
+        """The stored tensors that a section of the state is read from."""
+        return self.checkpoint.section(stored_section(name, self.stored) or name)
+
+
 def load_parameters(state: TrainState, source: Source) -> None:
-    """Load parameters only, for example of an import; every rank must call it.
+    """Load parameters only, for example of an import; every rank must call it. With local updates
+    they become the outer parameters.
 
     Raises:
         CheckpointError: as `restore`, but `source` may hold more tensors than are needed.
     """
     params = param_values(state.model, state.grads)
     raise_on_all_ranks(state.model.comm, lambda: _load(params, lambda _: source))
+    if state.local_updates is not None:
+        state.local_updates.reset()
     state.grads.after_optimizer_step()
 
 
@@ -149,10 +180,11 @@ class _OpenSection:
 
 def _check_dtypes(state: TrainState, manifest: Manifest) -> None:
     """Stored dtypes must equal those here: a conversion would change the numbers of the run."""
+    sections = frozenset(manifest.sections)
     for local in param_states(state):
         tensors = {**local.tensors, **local.whole}
         for section, tensor in tensors.items():
-            name = f"{section}/{local.param.owner}"
+            name = f"{stored_section(section, sections)}/{local.param.owner}"
             stored = manifest.tensors.get(name)
             dtype = dtype_name(tensor.dtype)
             if stored and stored.dtype != dtype:
@@ -171,8 +203,12 @@ def _check_dtypes(state: TrainState, manifest: Manifest) -> None:
 def _check_unexpected_names(state: TrainState, manifest: Manifest) -> None:
     """Raise if the checkpoint holds tensors that no rank needs."""
     comm = state.model.comm
-    stored = sorted(manifest.tensors)
-    needed_here = state.stored_names()
+    stored = sorted(name for name in manifest.tensors if not is_of_sites(name))
+    sections = frozenset(manifest.sections)
+    needed_here = set()
+    for needed_name in state.stored_names():
+        section, _, owner = needed_name.rpartition("/")
+        needed_here.add(f"{stored_section(section, sections)}/{owner}")
     is_needed = torch.tensor(
         [name in needed_here for name in stored],
         dtype=torch.int64,
@@ -207,7 +243,7 @@ def _stored_keys(manifest: Manifest) -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = {}
     for stored_name in manifest.tensors:
         section, _, name = stored_name.rpartition("/")
-        kind, _, key = section.partition("/")
+        kind, _, key = inner_section(section).partition("/")
         if kind == OPTIMIZER:
             found.setdefault(name, set()).add(key)
     return {name: frozenset(keys) for name, keys in found.items()}

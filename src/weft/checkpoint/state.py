@@ -7,6 +7,14 @@
 
 A tied parameter is stored under its owner's name. A parameter that is not trained (a router's bias)
 has no optimizer state.
+
+With local updates `model` holds the outer parameters, which every reader takes as the model; what
+the sites have of their own, and the state of the outer optimizer, are further sections:
+
+    site/<k>/model/<parameter>          values of site k
+    site/<k>/optim/<key>/<parameter>    its optimizer state
+    site/momentum/<parameter>           of the outer optimizer
+    site/exchange/<parameter>           mean outer gradient that waits to be applied, if there is one
 """
 
 from __future__ import annotations
@@ -19,12 +27,18 @@ from torch import Tensor
 
 from weft.checkpoint.write_item import WriteItem
 from weft.core.axes import Box, span
+from weft.core.dimension import local_update_axes
+from weft.parallel.local_updates.outer_shard import OuterPiece
+from weft.parallel.local_updates.outer_step import LocalUpdates
 from weft.parallel.model.parallelize import ParallelModel, ParamShard
 from weft.parallel.pp import AXIS as PP
+from weft.parallel.site import AXIS as SITE
 from weft.parallel.zero.gradient_reducer import GradientReducer
 
 MODEL = "model"
 OPTIMIZER = "optim"
+OUTER_SECTIONS = {"outer": MODEL, "momentum": f"{SITE}/momentum", "exchange": f"{SITE}/exchange"}
+"""What the outer optimizer keeps -> section."""
 
 MIN_SHARED_ENTRIES = 2**14
 """Replicas share the writing of larger pieces; one of them writes a smaller piece alone."""
@@ -41,12 +55,14 @@ class TrainState:
         optimizer_state: parameter name -> key ("exp_avg") -> tensor.
         optimizer_keys: trained parameter name -> the keys that its optimizer keeps, also of parameters
             that other ranks hold under ZeRO.
+        local_updates: the outer optimizer of a run over sites.
     """
 
     model: ParallelModel
     grads: GradientReducer
     optimizer_state: Mapping[str, Mapping[str, Tensor]]
     optimizer_keys: Mapping[str, frozenset[str]]
+    local_updates: LocalUpdates | None = None
 
     @property
     def trained_names(self) -> frozenset[str]:
@@ -64,8 +80,15 @@ class TrainState:
         for name, shard in self.model.shards.items():
             names.add(f"{MODEL}/{shard.owner}")
             for key in self.optimizer_keys.get(name, ()):
-                names.add(f"{OPTIMIZER}/{key}/{shard.owner}")
+                section = self.own_section(f"{OPTIMIZER}/{key}")
+                names.add(f"{section}/{shard.owner}")
         return frozenset(names)
+
+    def own_section(self, section: str) -> str:
+        """The section of what this rank's site has of its own."""
+        if self.local_updates is None:
+            return section
+        return f"{SITE}/{self.local_updates.site}/{section}"
 
 
 @dataclass(frozen=True)
@@ -159,6 +182,52 @@ def write_items(state: TrainState) -> tuple[WriteItem, ...]:
 
 def param_states(state: TrainState) -> Iterator[ParamState]:
     """Values and optimizer state of every parameter with entries on this rank."""
+    if state.local_updates is None:
+        yield from _inner_states(state)
+        return
+    trained = state.trained_names
+    for local in _inner_states(state):
+        yield _of_site(state, local) if local.param.name in trained else local
+    for piece, tensors in state.local_updates.stored():
+        yield _outer_state(state, piece, tensors)
+
+
+def _of_site(state: TrainState, local: ParamState) -> ParamState:
+    """The same as what one site has of its own."""
+    comm = state.model.comm
+    axes = tuple(axis for axis in local.replica_axes if axis not in local_update_axes())
+    return replace(
+        local,
+        tensors={state.own_section(name): tensor for name, tensor in local.tensors.items()},
+        whole={state.own_section(name): tensor for name, tensor in local.whole.items()},
+        replica_axes=axes,
+        num_replicas=comm.degree(axes),
+        replica=comm.index(axes),
+    )
+
+
+def _outer_state(state: TrainState, piece: OuterPiece, tensors: Mapping[str, Tensor]) -> ParamState:
+    """What all sites have in common of some entries of a parameter."""
+    model, comm = state.model, state.model.comm
+    axes = local_update_axes()
+    return ParamState(
+        param=model.shards[piece.name],
+        lo=piece.start,
+        hi=piece.stop,
+        tensors={OUTER_SECTIONS[name]: tensor for name, tensor in tensors.items()},
+        whole={},
+        replica_axes=axes,
+        num_replicas=comm.degree(axes),
+        replica=comm.index(axes),
+        is_alias=_is_alias(model, piece.name),
+    )
+
+
+def _is_alias(model: ParallelModel, name: str) -> bool:
+    return any(tie.name == name and not tie.is_owner for tie in model.cross_stage_ties)
+
+
+def _inner_states(state: TrainState) -> Iterator[ParamState]:
     trained = state.trained_names
     for local in param_values(state.model, state.grads):
         name = local.param.name
@@ -228,7 +297,6 @@ def _param_state(
     param, comm = model.shards[name], model.comm
     distinct_axes = (PP, *param.shard_axes, *sharded_axes)
     replica_axes = tuple(axis for axis, _ in comm.mesh.axes if axis not in distinct_axes)
-    is_alias = any(tie.name == name and not tie.is_owner for tie in model.cross_stage_ties)
     return ParamState(
         param=param,
         lo=lo,
@@ -238,5 +306,5 @@ def _param_state(
         replica_axes=replica_axes,
         num_replicas=comm.degree(replica_axes),
         replica=comm.index(replica_axes),
-        is_alias=is_alias,
+        is_alias=_is_alias(model, name),
     )

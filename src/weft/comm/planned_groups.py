@@ -8,7 +8,13 @@ from itertools import permutations
 
 from weft.comm.world_stages import world_stages
 from weft.core.axes import data_axes
-from weft.core.dimension import activation_axes, dimensions, pipeline_axis, position_axes
+from weft.core.dimension import (
+    activation_axes,
+    dimensions,
+    pipeline_axis,
+    position_axes,
+    token_axes,
+)
 from weft.core.mesh import Mesh
 
 # Note [Order of the plan]
@@ -66,6 +72,7 @@ def _axis_tuples(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     found = [tokens, without_experts]
     for axes in (tokens, without_experts):
         found.append(tuple(axis for axis in wide if axis in axes or axis in activation_axes()))
+    found.append(tuple(axis for axis in wide if axis in token_axes()))
     found.append(wide)
     for axis in wide:
         found.append((axis,))

@@ -24,8 +24,8 @@ from weft.commands.console import (
 from weft.config import flags
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
-from weft.run.fault_plan import FAULT_KINDS, FaultKind, deal
-from weft.run.rank_status import PHASES, Phase
+from weft.run.fault_plan import FAULT_KINDS, FAULT_PHASES, FaultKind, deal
+from weft.run.rank_status import Phase
 
 NAME = "weft chaos"
 USAGE = '[CONFIG.toml] [--faults N] [--layout "dp3 zero3" ...] [--kinds kill,stop]'
@@ -45,7 +45,7 @@ class ChaosOptions(ConfigSection):
 
     faults: int = Field(24, ge=1, le=100_000, description="number of faults over all layouts")
     kinds: str = Field("", description=f"of {', '.join(FAULT_KINDS)}; empty: all")
-    phases: str = Field("", description=f"of {', '.join(PHASES)}; empty: all")
+    phases: str = Field("", description=f"of {', '.join(FAULT_PHASES)}; empty: all")
     layout: str = Field(
         "", description="mesh, with zero1 to zero3, and moe for a mixture of experts; repeatable"
     )
@@ -71,7 +71,7 @@ def chaos(words: Sequence[str]) -> int:
     option_words = ["--claims" if word == "--assert" else word for word in option_words]
     options = flags.read_config(option_words, ChaosOptions)
     kinds: tuple[FaultKind, ...] = _choices("kinds", options.kinds, FAULT_KINDS)
-    phases: tuple[Phase, ...] = _choices("phases", options.phases, PHASES)
+    phases: tuple[Phase, ...] = _choices("phases", options.phases, FAULT_PHASES)
     claims: tuple[Claim, ...] = _choices("assert", options.claims, CLAIMS)
     if options.layout:  # written as --layout=dp3
         layout_texts.append(options.layout)

@@ -4,6 +4,7 @@ configured   ranks   chosen
 dp4 tp2      8       dp4 tp2
 dp4 tp2      4       dp2 tp2      data parallelism shrinks first: every other axis shards what may not fit otherwise
 dp2 pp2 tp2  2       tp2          then the fewest ranks are taken from the other axes, from cp first, from tp last
+site3 dp2    4       site2 dp2    whole sites leave before anything shrinks inside of them
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Callable
 
 from weft.config.suggestions import mesh_text
 from weft.config.validate import divisors
-from weft.core.dimension import data_axis
+from weft.core.axes import local_update_axis
+from weft.core.dimension import data_axis, local_update_axes
 from weft.core.mesh import Mesh
 
 KEPT_FIRST = ("tp", "ep", "pp", "cp")
@@ -42,12 +44,16 @@ def fit_to_ranks(mesh: Mesh, size: int, *, is_valid: Callable[[str], bool]) -> s
 
 
 def smaller_meshes(mesh: Mesh, size: int) -> tuple[str, ...]:
-    """All meshes of `size` ranks whose axes, except the data axis, are divisors of the given ones;
-    best first.
+    """All meshes of `size` ranks whose axes are divisors of the given ones, except the data axis and
+    those of local updates (any number of sites up to the given one); best first.
     """
     data = data_axis()
     others = [(axis, degree) for axis, degree in mesh.axes if axis != data]
-    choices = [divisors(degree) for _, degree in others]
+    choices = []
+    for axis, degree in others:
+        is_site = axis in local_update_axes()
+        choices.append(tuple(range(1, degree + 1)) if is_site else divisors(degree))
+    has_sites = local_update_axis(mesh) is not None
     found: list[tuple[tuple[float, ...], str]] = []
     for degrees in itertools.product(*choices):
         data_ranks, rest = divmod(size, math.prod(degrees))
@@ -55,11 +61,15 @@ def smaller_meshes(mesh: Mesh, size: int) -> tuple[str, ...]:
             continue
         chosen: dict[str, int] = {data: data_ranks}
         shrink: dict[str, float] = {}
+        other_data_ranks = 0.0
+        if has_sites:
+            other_data_ranks = abs(math.log(data_ranks / mesh.degree(data)))
         for (axis, configured), degree in zip(others, degrees, strict=True):
             chosen[axis] = degree
-            shrink[axis] = configured / degree
+            if axis not in local_update_axes():
+                shrink[axis] = configured / degree
         kept = [shrink.get(axis, 1.0) for axis in KEPT_FIRST]
-        cost = (math.prod(shrink.values()), *kept)
+        cost = (math.prod(shrink.values()), other_data_ranks, *kept)
         found.append((cost, mesh_text(mesh, chosen)))
     return tuple(text for _, text in sorted(found))
 

@@ -23,6 +23,7 @@ from weft.config.schema import (
     PrecisionConfig,
     ProveConfig,
     SaveConfig,
+    SiteConfig,
     SupervisionConfig,
 )
 from weft.core.dimension import pipeline_axis, sequence_axes
@@ -95,6 +96,9 @@ class Run(ConfigSection):
     )
     pipeline: PipelineConfig = Field(
         default_factory=PipelineConfig, description="pipeline schedule"
+    )
+    site: SiteConfig = Field(
+        default_factory=SiteConfig, description="training across sites: local updates"
     )
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="number types")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="low-rank adapters")

@@ -322,6 +322,44 @@ class PipelineConfig(ConfigSection):
     )
 
 
+class SiteConfig(ConfigSection):
+    """Training across sites: local updates along the mesh axis site."""
+
+    every: int = Field(
+        20,
+        ge=1,
+        le=MAX_COUNT,
+        description="inner steps between two outer steps",
+    )
+    lr: float = Field(
+        0.7,
+        gt=0,
+        description="learning rate of the outer Nesterov SGD",
+    )
+    momentum: Share = Field(0.9, description="decay rate of the outer momentum, 0 to 1")
+    wire: Literal["float32", "bfloat16", "int8"] = Field(
+        "float32", description="type of outer gradients on the link between sites"
+    )
+    overlap: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="inner steps that run beside an exchange; below every",
+    )
+    mix: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="share of its own parameters that a site keeps at an overlapped outer step",
+    )
+    gbit_s: float = Field(
+        0.0,
+        ge=0,
+        le=1e6,
+        description="speed of the link between two sites, for weft explain; 0: not known",
+    )
+
+
 class PrecisionConfig(ConfigSection):
     """Number types."""
 

@@ -7,7 +7,13 @@ from collections.abc import Iterable, Iterator
 
 from weft.config.checks import Suggestion
 from weft.config.schema import BatchConfig, PipelineConfig
-from weft.core.dimension import data_axis, pipeline_axis, position_axes, sequence_axes
+from weft.core.dimension import (
+    data_axis,
+    local_update_axes,
+    pipeline_axis,
+    position_axes,
+    sequence_axes,
+)
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.sequence import length_unit
@@ -56,19 +62,20 @@ def smaller_degrees(mesh: Mesh, axis: str) -> Iterator[Suggestion]:
 
 def mesh_text(mesh: Mesh, change: dict[str, int]) -> str:
     """The mesh with other degrees; a new data axis stands after the pipeline axis, outside all
-    others.
+    others but those of local updates, which stay in the mesh with one rank, too.
     """
     data, pipeline = data_axis(), pipeline_axis()
     degrees = dict(mesh.axes)
     names = list(degrees)
     if data not in names:
-        place = names.index(pipeline) + 1 if pipeline in names else 0
+        is_local = [name in local_update_axes() for name in names]
+        place = names.index(pipeline) + 1 if pipeline in names else sum(is_local)
         names.insert(place, data)
     degrees.update(change)
     words: list[str] = []
     for name in names:
         degree = degrees.get(name, 1)
-        if degree > 1:
+        if degree > 1 or name in local_update_axes():
             words.append(f"{name}{degree}")
     return " ".join(words)
 

@@ -63,16 +63,14 @@ def evaluation_is_on(evaluation: EvalConfig) -> Iterator[Fault]:
     """What to evaluate on is read only by evaluations."""
     if not evaluation.every:
         what = "is set, and eval.every is 0 (no evaluation)"
-        yield from _set_keys(
-            evaluation, "eval", ("batches", "source"), what, fix="--eval.every 100"
-        )
+        yield from set_keys(evaluation, "eval", ("batches", "source"), what, fix="--eval.every 100")
 
 
 def adapters_are_on(lora: LoraConfig) -> Iterator[Fault]:
     """The scale of adapters is read only where there are some."""
     if not lora.rank:
         what = "is set, and lora.rank is 0 (no adapters)"
-        yield from _set_keys(lora, "lora", ("alpha",), what, fix="--lora.rank 8")
+        yield from set_keys(lora, "lora", ("alpha",), what, fix="--lora.rank 8")
 
 
 def guards_continue(guard: GuardConfig) -> Iterator[Fault]:
@@ -80,7 +78,7 @@ def guards_continue(guard: GuardConfig) -> Iterator[Fault]:
     if guard.nonfinite == "stop" and guard.on_spike == "report":
         what = "is set, and no guard goes on after a failed step"
         fix = "--guard.nonfinite skip, or leave it out"
-        yield from _set_keys(guard, "guard", ("max_failures",), what, fix=fix)
+        yield from set_keys(guard, "guard", ("max_failures",), what, fix=fix)
 
 
 def sources_are_one_or_mixed(data: DataConfig) -> Iterator[Fault]:
@@ -94,16 +92,16 @@ def documents_are_packed(data: DataConfig) -> Iterator[Fault]:
     """What becomes of a long document matters only where documents are packed."""
     if data.packing != "documents":
         what = "is set, and data.packing is 'stream', which joins documents"
-        yield from _set_keys(data, "data", ("long",), what, fix="--data.packing documents")
+        yield from set_keys(data, "data", ("long",), what, fix="--data.packing documents")
 
 
 def rate_decays(optim: OptimConfig) -> Iterator[Fault]:
     """The end of the decay lies below its start; what shapes another decay is not read."""
     what = f"is set, and optim.decay is {optim.decay!r}"
     if optim.decay != "wsd":
-        yield from _set_keys(optim, "optim", ("cooldown",), what, fix="--optim.decay wsd")
+        yield from set_keys(optim, "optim", ("cooldown",), what, fix="--optim.decay wsd")
     if optim.decay == "constant":
-        yield from _set_keys(optim, "optim", ("min_lr",), what, fix="--optim.decay cosine")
+        yield from set_keys(optim, "optim", ("min_lr",), what, fix="--optim.decay cosine")
     elif optim.min_lr >= optim.lr:
         yield Fault(
             "optim.min_lr",
@@ -118,7 +116,7 @@ def ranks_start_again(supervision: SupervisionConfig, save: SaveConfig) -> Itera
     """Snapshots in memory are read only by ranks that are started again."""
     if not supervision.num_restarts and save.memory_every:
         what = "is set, and run.restarts is 0: nothing would read a snapshot"
-        yield from _set_keys(save, "save", ("memory_every",), what, fix="--run.restarts 3")
+        yield from set_keys(save, "save", ("memory_every",), what, fix="--run.restarts 3")
 
 
 def ranks_are_supervised(
@@ -139,9 +137,9 @@ def ranks_are_supervised(
     what = "is set, and ranks as threads are not supervised"
     fix = "--transport process, or leave it out"
     names = ("timeout_s", "restarts") if supervision.restarts else ("timeout_s",)
-    yield from _set_keys(supervision, "run", names, what, fix=fix)
+    yield from set_keys(supervision, "run", names, what, fix=fix)
     if save.memory_every:
-        yield from _set_keys(save, "save", ("memory_every",), what, fix=fix)
+        yield from set_keys(save, "save", ("memory_every",), what, fix=fix)
 
 
 def full_mesh_is_elastic(supervision: SupervisionConfig) -> Iterator[Fault]:
@@ -160,7 +158,7 @@ def full_mesh_is_elastic(supervision: SupervisionConfig) -> Iterator[Fault]:
         yield Fault(key, what, got=repr(supervision.full_mesh), fix="--run.elastic True")
 
 
-def _set_keys(
+def set_keys(
     section: ConfigSection,
     prefix: str,
     names: Sequence[str],

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from weft.config import lora, suggestions, unused_keys
+from weft.config import lora, sites, suggestions, unused_keys
 from weft.config.checks import Check, Suggestion
 from weft.config.hardware import hardware_faults
 from weft.config.run import Run
@@ -109,6 +109,16 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(
             ("deterministic", "mesh", "batch", "parallel.zero", "optim"),
             partial(order_is_fixed, mesh, batch, parallel, run.optim, is_wanted=run.deterministic),
+        ),
+        Check(("mesh", "site"), partial(sites.sites_exist, mesh, run.site)),
+        Check(
+            ("mesh", "precision", "deterministic"),
+            partial(
+                sites.sites_take_options,
+                mesh,
+                run.precision,
+                deterministic=run.deterministic,
+            ),
         ),
         Check(("loss", "model"), partial(preference_loss_fits, run.loss, model)),
         Check(("eval", "save.best"), partial(evaluations_exist, run.eval, run.save)),

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.core.dimension import token_axes
+from weft.core.dimension import local_update_axes, token_axes
 from weft.core.mesh import Mesh
 
 Rule = Mapping[str, str]
@@ -216,7 +216,25 @@ def gradient_axes(
 
 
 def data_axes(mesh: Mesh) -> Names:
-    """Axes of this mesh along which the tokens of a micro-batch differ, in mesh order, degree 1
-    left out.
+    """Axes of this mesh over which the gradients of a step are summed because tokens differ along
+    them, in mesh order; without degree 1 and axes of local updates.
     """
-    return tuple(name for name in mesh.wide_axes if name in token_axes())
+    summed: list[str] = []
+    for name in mesh.wide_axes:
+        if name in token_axes() and name not in local_update_axes():
+            summed.append(name)
+    return tuple(summed)
+
+
+def local_update_axis(mesh: Mesh) -> str | None:
+    """The axis of this mesh along which replicas train apart, also of degree 1; None without one."""
+    for name, _ in mesh.axes:
+        if name in local_update_axes():
+            return name
+    return None
+
+
+def without_local_updates(mesh: Mesh) -> Mesh:
+    """The mesh of one replica: all axes but those of local updates."""
+    axes = tuple(each for each in mesh.axes if each[0] not in local_update_axes())
+    return Mesh(axes)

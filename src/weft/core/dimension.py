@@ -88,6 +88,9 @@ class Dimension:
         traffic: what is sent along it, for `weft explain`.
         faults: what is wrong with a layout where it has more than one rank; None: it takes every
             layout.
+        local_updates: whether the model replicas along it train apart and are averaged every so many
+            steps: gradients, norm and target counts are not summed over it, and a mesh with it does
+            not compute what one device computes.
         alternatives: (config key, value) pairs that may remove a fault, tried before smaller
             degrees of the axis.
         transform: "module:function" of its `Transform`, imported when a model is built (torch is
@@ -104,6 +107,7 @@ class Dimension:
     batch: BatchShard | None = None
     shards_blocks: bool = False
     shards_activations: bool = False
+    local_updates: bool = False
     traffic: Callable[[LayoutOptions], str]
     faults: Callable[[LayoutRequest], Iterable[Fault]] | None = None
     alternatives: tuple[tuple[str, str], ...] = ()
@@ -149,7 +153,9 @@ def all_axes() -> tuple[str, ...]:
 
 
 def sequence_axes() -> tuple[str, ...]:
-    """Axes along which ranks read different sequences (data parallelism in the wide sense)."""
+    """Axes along which ranks read different sequences (data parallelism in the wide sense), those
+    of local updates included.
+    """
     return _axes_where(lambda dimension: dimension.batch == "sequences")
 
 
@@ -161,6 +167,16 @@ def position_axes() -> tuple[str, ...]:
 def token_axes() -> tuple[str, ...]:
     """Axes along which the tokens of one micro-batch differ between ranks."""
     return _axes_where(lambda dimension: dimension.batch is not None)
+
+
+def local_update_axes() -> tuple[str, ...]:
+    """Axes along which model replicas train apart between outer steps."""
+    return _axes_where(lambda dimension: dimension.local_updates)
+
+
+def exact_axes() -> tuple[str, ...]:
+    """Axes over which a step computes what one device computes."""
+    return _axes_where(lambda dimension: not dimension.local_updates)
 
 
 def replicated_axes() -> tuple[str, ...]:
@@ -193,8 +209,12 @@ def data_axis() -> str:
     """The axis that shards sequences and nothing else: ranks that another axis does not need go
     there.
     """
-    plain = _axes_where(lambda dimension: dimension.batch == "sequences" and not dimension.params)
-    return plain[0]
+
+    def is_plain(dimension: Dimension) -> bool:
+        shards_more = bool(dimension.params) or dimension.local_updates
+        return dimension.batch == "sequences" and not shards_more
+
+    return _axes_where(is_plain)[0]
 
 
 def default_sharding_rule() -> dict[str, str]:

@@ -12,7 +12,7 @@ from weft.config.checks import run_checks
 from weft.config.load import try_load
 from weft.config.run import Run
 from weft.config.validate import config_checks
-from weft.core.dimension import all_axes
+from weft.core.dimension import exact_axes
 from weft.models import FAMILIES
 from weft.prove.proof import Subject, prove
 from weft.prove.reduce import command_of, reduced
@@ -105,7 +105,7 @@ def _words(dice: random.Random, family: str) -> tuple[str, ...]:
 def _mesh(dice: random.Random) -> str:
     """A mesh of few ranks, in any nesting."""
     most = dice.choice(MOST_RANKS)
-    axes = list(all_axes())
+    axes = list(exact_axes())
     dice.shuffle(axes)
     names: list[str] = []
     size = 1

@@ -31,6 +31,8 @@ FaultKind = Literal[
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 TOLERATED_KINDS: tuple[FaultKind, ...] = ("full_disk", "slow_disk", "slow_link", "clock")
 """Faults after which the ranks go on; after the others they are started again."""
+FAULT_PHASES: tuple[Phase, ...] = tuple(phase for phase in PHASES if phase != "exchange")
+"""Phases in which faults are injected: those that every layout has."""
 MESSAGE_PHASES: tuple[Phase, ...] = ("backward", "reduce")
 """Where gradients are reduced: the messages in which a flipped bit is promised to be found."""
 
@@ -104,7 +106,7 @@ def deal(
     num_faults: int,
     *,
     kinds: Sequence[FaultKind] = FAULT_KINDS,
-    phases: Sequence[Phase] = PHASES,
+    phases: Sequence[Phase] = FAULT_PHASES,
     finds_corruption: Sequence[bool],
     seed: int,
 ) -> list[list[Cell]]:

@@ -20,7 +20,8 @@ from weft.run.rank_status import Phase, RankSnapshot, WaitingCall
 #     all members have joined        the data does not arrive
 #
 # The limit is 5 times the 99th percentile of the step times, at least 2 s. It is generous where a step time says nothing:
-# start, first steps, reading data, evaluation, saving. Time does not count while a thread of the rank waits for a core
+# start, first steps, reading data, evaluation, saving, an exchange between sites.
+# Time does not count while a thread of the rank waits for a core
 # (an overloaded machine), while the supervisor itself does not run (Ctrl-Z, a suspended machine), while all ranks are
 # stopped, and while a rank waits for a disk, a debugger, or the reader of its output (Ctrl-S).
 
@@ -41,6 +42,7 @@ PHASE_LIMITS_S: dict[Phase, float] = {
     "backward": 300.0,
     "reduce": 300.0,
     "update": 300.0,
+    "exchange": 3600.0,
     "evaluate": 120.0,
     "save": 3600.0,
     "end": 120.0,

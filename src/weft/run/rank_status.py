@@ -22,10 +22,19 @@ from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 Phase = Literal[
-    "start", "data", "forward", "backward", "reduce", "update", "evaluate", "save", "end"
+    "start",
+    "data",
+    "forward",
+    "backward",
+    "reduce",
+    "update",
+    "exchange",
+    "evaluate",
+    "save",
+    "end",
 ]
 """What a rank does: building the model; reading a batch; the actions of the schedule; reducing
-gradients and statistics; the optimizer; evaluation; saving; the end of a step (events are written)
+gradients and statistics; the optimizer; the exchange between sites; evaluation; saving; the end of a step (events are written)
 and of the run.
 """
 PHASES: tuple[Phase, ...] = get_args(Phase)

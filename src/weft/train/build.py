@@ -21,6 +21,7 @@ from weft.config.schema import (
     ModelSection,
     OptimConfig,
     ParallelConfig,
+    SiteConfig,
 )
 from weft.core.dimension import data_axis, position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
@@ -33,6 +34,7 @@ from weft.models import FAMILIES, Family
 from weft.models.common.batch import image_example
 from weft.models.common.lora import adapted
 from weft.models.common.preference import with_preference_loss
+from weft.parallel.local_updates.outer_step import OuterSettings
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
 from weft.run.world import Attempt
 from weft.train.data_loader import DataLoader
@@ -174,6 +176,19 @@ def build_step(run: Run, comm: Comm) -> TrainStep:
         make_optimizer=optimizer,
         clip=run.optim.clip,
         fixed_order=run.deterministic,
+        outer=outer_settings(run.site),
+    )
+
+
+def outer_settings(site: SiteConfig) -> OuterSettings:
+    """The settings of the outer step of a run."""
+    return OuterSettings(
+        every=site.every,
+        lr=site.lr,
+        momentum=site.momentum,
+        wire=site.wire,
+        overlap=site.overlap,
+        mix=site.mix,
     )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from weft.checkpoint.state import TrainState, param_states
 from weft.comm.comm import Comm
 from weft.comm.text import all_gather_text
-from weft.core.dimension import pipeline_axis
+from weft.core.dimension import local_update_axes, pipeline_axis
 from weft.core.mesh import Mesh
 
 WORD_BYTES = 8
@@ -211,7 +211,7 @@ class StateDigests:
                 yield ReplicatedTensor(f"buffer/{block_name}.{path}", axes, buffer)
 
     def _axes_without(self, axes: Sequence[str]) -> tuple[str, ...]:
-        excluded = (pipeline_axis(), *axes)
+        excluded = (pipeline_axis(), *local_update_axes(), *axes)
         return tuple(name for name, _ in self.comm.mesh.axes if name not in excluded)
 
     def _digests(self, tensors: Sequence[ReplicatedTensor]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.core.axes import data_axes
+from weft.core.dimension import token_axes
 from weft.models.common.moe import MoE, Router, rebalance
 
 
@@ -28,7 +28,7 @@ def sum_loads(loads: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]:
     if not loads:
         return {}
     local = torch.stack(tuple(loads.values()))
-    total = comm.all_reduce(local, data_axes(comm.mesh))
+    total = comm.all_reduce(local, token_axes())
     return dict(zip(loads, total.unbind(0), strict=True))
 
 

@@ -155,6 +155,7 @@ def run_training(
             f"{error}. Stopped before the update. Repeat the step on one device: {replay}. "
             f"{non_finite_advice(training.run_folder, num_done, peak_lr=training.peak_lr)}"
         ) from None
+    training.step.finish()
     history = training.evaluator.history if training.evaluator else EvalHistory()
     is_finished = num_done >= step_range.total or history.is_exhausted
     outcome: Outcome = "finished" if is_finished else "stopped"
@@ -427,6 +428,10 @@ def step_event(
     }
     if report.expert_load is not None:
         event["expert_load"] = report.expert_load
+    if report.outer is not None and (report.outer.sent_bytes or report.outer.is_applied):
+        event["outer_step"] = report.outer.is_applied
+        event["outer_sent_bytes"] = report.outer.sent_bytes
+        event["outer_waited_s"] = report.outer.waited_s
     return event
 
 

@@ -98,6 +98,7 @@ class StartState:
             load_parameters(step.state(), self.checkpoint.section(MODEL))
         else:
             step.restore(self.checkpoint, may_reset_optimizer=may_reset)
+        step.set_position(self.num_done)
 
     def resume_event(self) -> Event:
         """The `resume` event of events.jsonl."""

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from weft.checkpoint import restore
 from weft.checkpoint.state import MODEL, TrainState
-from weft.core.axes import data_axes
-from weft.core.dimension import replicated_axes
-from weft.errors import CheckpointError, Fault, NonFiniteError
+from weft.core.axes import data_axes, local_update_axis
+from weft.core.dimension import local_update_axes, replicated_axes
+from weft.errors import CheckpointError, Fault, NonFiniteError, PlanError
 from weft.models.common.batch import Batch, Extra
+from weft.parallel.local_updates.outer_step import LocalUpdates, OuterReport, OuterSettings
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import ActionCallback, Player, PlayResult
 from weft.parallel.zero import grad_norm
 from weft.parallel.zero.fixed_order import Leaf, exact_sum
+from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.grouping import make_gradient_reducer
 from weft.parallel.zero.matrix_shards import param_entries
 from weft.run.rank_status import OnBlock, Phase
@@ -38,8 +40,10 @@ class StepReport:
     """Result of one optimizer step, the same on every rank.
 
     Attributes:
-        loss: mean over the target tokens of the whole step, nats.
-        grad_norm: global norm before clipping, without the loss scale.
+        loss: mean over the target tokens of the whole step, nats; with local updates the mean of
+            the sites' losses.
+        grad_norm: global norm before clipping, without the loss scale; with local updates the mean
+            of the sites' norms.
         targets: target tokens that counted, over all ranks.
         step_s: seconds from the first action to the end of the update, on this rank.
         mem_bytes: per pipeline rank, the largest memory of its ranks (resident set on CPU, peak
@@ -52,6 +56,7 @@ class StepReport:
         expert_load: largest over mean load of an expert, in the worst block; 1 is balanced, None
             without experts.
         status: status flags that any rank has set.
+        outer: what the step had to do with other sites; None without local updates.
     """
 
     loss: float
@@ -64,6 +69,7 @@ class StepReport:
     nonfinite: NonFiniteValue | None = None
     expert_load: float | None = None
     status: int = 0
+    outer: OuterReport | None = None
 
 
 def no_status() -> int:
@@ -111,6 +117,19 @@ def _action_reporter(on_phase: Callable[[Phase], None] | None) -> Callable[[Act]
     return report
 
 
+def _local_updates(
+    model: ParallelModel, grads: GradientReducer, settings: OuterSettings | None
+) -> LocalUpdates | None:
+    """The outer optimizer, of a mesh with an axis of local updates."""
+    axis = local_update_axis(model.comm.mesh)
+    if axis is None:
+        return None
+    if settings is None:
+        what = f"replicas along {axis} train apart, and no outer optimizer joins them"
+        raise PlanError(Fault("mesh", what, str(model.comm.mesh), "settings of the outer step"))
+    return LocalUpdates(model, grads, settings)
+
+
 def nonfinite_text(loss: float, norm: float, where: NonFiniteValue) -> str:
     """The loss, the norm, and where the first non-finite value is."""
     return f"the loss is {loss:g} and the gradient norm is {norm:g}; {where}"
@@ -125,10 +144,15 @@ class TrainStep:
         clip: largest global gradient norm; 0: no clipping.
         fixed_order: whether loss, norm and gradients have the same bits for every number of data
             ranks.
+        outer: settings of the outer optimizer; for a mesh with an axis of local updates.
         on_action: called after every pipeline action, for profiles.
 
     Attributes:
         grads: the gradients, and the tensors that the optimizer updates.
+        local_updates: the outer optimizer; None without local updates.
+
+    Raises:
+        PlanError: the mesh has an axis of local updates, and `outer` is None.
     """
 
     def __init__(
@@ -138,6 +162,7 @@ class TrainStep:
         make_optimizer: Callable[[Mapping[str, Tensor]], StepOptimizer],
         clip: float,
         fixed_order: bool = False,
+        outer: OuterSettings | None = None,
         on_action: ActionCallback | None = None,
     ) -> None:
         self.model = model
@@ -148,6 +173,7 @@ class TrainStep:
         if isinstance(self.optimizer, NamedOptimizer):
             entries = param_entries(model, self.grads)
             self.optimizer.attach(entries, model.comm, fixed_order=fixed_order)
+        self.local_updates = _local_updates(model, self.grads, outer)
         self.loss_scale = LossScale.of(model.plan)
         self.player = Player(
             model,
@@ -164,7 +190,8 @@ class TrainStep:
             if grad_norm.is_first_holder(self.model, name):
                 num_local += param.shard.size
         count = torch.tensor([num_local], dtype=torch.int64, device=comm.device)
-        return int(comm.sum_world(count).item())
+        num_replicas = comm.degree(local_update_axes())
+        return int(comm.sum_world(count).item()) // num_replicas
 
     def state(self) -> TrainState:
         """What a checkpoint stores of this step, besides the loss scale.
@@ -182,7 +209,18 @@ class TrainStep:
             self.grads,
             optimizer.state,
             optimizer.state_keys(),
+            self.local_updates,
         )
+
+    def set_position(self, num_done: int) -> None:
+        """Say how many steps are done, which decides when the next outer step is due."""
+        if self.local_updates is not None:
+            self.local_updates.num_steps = num_done
+
+    def finish(self) -> None:
+        """Wait for an exchange between sites that is under way; every rank must call it."""
+        if self.local_updates is not None:
+            self.local_updates.wait()
 
     def restore(
         self, checkpoint: restore.OpenCheckpoint, *, may_reset_optimizer: bool = False
@@ -211,6 +249,8 @@ class TrainStep:
 
     def reset_optimizer(self) -> None:
         """Set optimizer state and loss scale to those before the first step."""
+        if self.local_updates is not None:
+            self.local_updates.reset()
         self.loss_scale = LossScale.of(self.model.plan)
         for state in self.state().optimizer_state.values():
             for tensor in state.values():
@@ -243,6 +283,8 @@ class TrainStep:
         start = time.perf_counter()
         report_phase = on_phase or ignore_phase
         report_phase("forward")
+        if self.local_updates is not None:
+            self.local_updates.before_inner_step()
         scale = self.loss_scale.value
         targets = self._count_targets(batches)
         self.grads.zero_grad()
@@ -279,6 +321,9 @@ class TrainStep:
             )
             self._update(lr)
             rebalance_routers(self.model.blocks, loads)
+        outer = self._join_sites(report_phase)
+        if not skipped or (outer is not None and outer.is_applied):
+            self.grads.after_optimizer_step()
         if nonfinite is None:
             self.loss_scale = self.loss_scale.after(is_finite=is_finite)
         return StepReport(
@@ -292,7 +337,14 @@ class TrainStep:
             nonfinite=nonfinite,
             expert_load=totals.expert_load,
             status=totals.status,
+            outer=outer,
         )
+
+    def _join_sites(self, on_phase: Callable[[Phase], None]) -> OuterReport | None:
+        """Exchange outer gradients with other sites where that is due."""
+        if self.local_updates is None:
+            return None
+        return self.local_updates.after_inner_step(partial(on_phase, "exchange"))
 
     def _before_action(
         self, on_phase: Callable[[Phase], None] | None
@@ -326,11 +378,10 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.grads.after_optimizer_step()
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
-        """Target tokens of the whole step, float64 scalar; at least 1, so that a step without
-        targets has loss 0.
+        """Target tokens of the whole step, with local updates of this site, float64 scalar; at
+        least 1, so that a step without targets has loss 0.
         """
         comm = self.model.comm
         counts = torch.stack([batch.num_targets() for batch in batches]).sum().double()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
+from weft.core.dimension import exact_axes, local_update_axes
 from weft.parallel.pp import AXIS as PP
 
 
@@ -36,10 +38,11 @@ class StepTotals:
     """Numbers of a step over all ranks.
 
     Attributes:
-        loss: mean over all target tokens.
+        loss: mean over all target tokens; where replicas train apart, the mean of their losses.
         targets: number of target tokens.
-        grad_norm: global gradient norm, scaled like the gradients.
-        grad_norm_tensor: the same on the device, float64 scalar.
+        grad_norm: global gradient norm, scaled like the gradients; where replicas train apart, the
+            mean of their norms.
+        grad_norm_tensor: the norm of this rank's replica on the device, float64 scalar.
         mem_bytes: per pipeline rank, the largest memory of its ranks.
         expert_load: largest over mean load of an expert, in the worst block; None without experts.
         status: status flags that any rank has set.
@@ -54,8 +57,8 @@ class StepTotals:
     status: int
 
 
-NUM_SUMS = 2
-"""Columns of a row of statistics that are summed over ranks; of the others the largest counts."""
+NUM_REPLICA_SUMS = 3
+"""Columns for each of several replicas that train apart: loss, squared norm, targets."""
 NUM_FLAGS = 8
 """Status flags of a rank: those of saves, and of snapshots in memory."""
 
@@ -67,13 +70,15 @@ NUM_FLAGS = 8
 
 
 def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> StepTotals:
-    """Totals over all ranks; every rank must call it, and gets the same bits.
+    """Totals over all ranks; every rank must call it, and gets the same bits, but for
+    `grad_norm_tensor` where replicas train apart.
 
-    One row of each rank: loss, squared norm | expert load, a column for each status flag, a column
-    for the memory of each pipeline rank. See Note [One synchronisation a step].
+    One row of each rank: loss, squared norm (of replicas that train apart: loss, squared norm,
+    targets of each) | expert load, a column for each status flag, a column for the memory of each
+    pipeline rank. See Note [One synchronisation a step].
 
     Args:
-        targets: target tokens over all ranks, float64 scalar.
+        targets: target tokens over all ranks of this rank's replica, float64 scalar.
     """
     maxima = torch.zeros(1 + NUM_FLAGS + comm.degree(PP), dtype=torch.float64, device=comm.device)
     maxima[0].copy_(local.expert_load)
@@ -81,26 +86,65 @@ def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> StepTotals:
         if local.status >> bit & 1:
             maxima[1 + bit].fill_(1)
     maxima[1 + NUM_FLAGS + comm.index(PP)].fill_(local.mem_bytes)
-    sums = torch.stack((local.loss, local.grad_sq_norm))
-    row = comm.combine_world(torch.cat((sums, maxima)), _combine_rows)
-    loss_sum, grad_sq_norm = row[:NUM_SUMS].unbind()
-    grad_norm = grad_sq_norm.sqrt()
-    derived = torch.stack((loss_sum / targets, targets, grad_norm))
-    numbers = torch.cat((derived, row[NUM_SUMS:])).tolist()
+    sums = _sums_of_rank(comm, local, targets)
+    combine = partial(_combine_rows, num_sums=len(sums))
+    row = comm.combine_world(torch.cat((sums, maxima)), combine)
+    means = _means(comm, row[: len(sums)], targets)
+    derived = torch.stack((means.loss, means.targets, means.grad_norm))
+    numbers = torch.cat((derived, row[len(sums) :])).tolist()
     loss, num_targets, norm, expert_load, *rest = numbers
     return StepTotals(
         loss=loss,
         targets=int(num_targets),
         grad_norm=norm,
-        grad_norm_tensor=grad_norm,
+        grad_norm_tensor=means.own_grad_norm,
         mem_bytes=tuple(int(num_bytes) for num_bytes in rest[NUM_FLAGS:]),
         expert_load=expert_load or None,
         status=sum(1 << bit for bit in range(NUM_FLAGS) if rest[bit]),
     )
 
 
-def _combine_rows(rows: Tensor) -> Tensor:
-    return torch.cat((rows[:, :NUM_SUMS].sum(0), rows[:, NUM_SUMS:].amax(0)))
+def _sums_of_rank(comm: Comm, local: RankStats, targets: Tensor) -> Tensor:
+    """This rank's part of the columns that are summed."""
+    replica_axes = local_update_axes()
+    num_replicas = comm.degree(replica_axes)
+    if num_replicas == 1:
+        return torch.stack((local.loss, local.grad_sq_norm))
+    is_first = comm.index(exact_axes()) == 0
+    own_targets = targets if is_first else torch.zeros_like(targets)
+    table = targets.new_zeros((num_replicas, NUM_REPLICA_SUMS))
+    table[comm.index(replica_axes)] = torch.stack((local.loss, local.grad_sq_norm, own_targets))
+    return table.flatten()
+
+
+@dataclass(frozen=True)
+class _Means:
+    """Loss, targets and norm for the log, and the norm of this rank's replica; scalars on the device."""
+
+    loss: Tensor
+    targets: Tensor
+    grad_norm: Tensor
+    own_grad_norm: Tensor
+
+
+def _means(comm: Comm, sums: Tensor, targets: Tensor) -> _Means:
+    """What the summed columns say; of replicas that train apart the means."""
+    replica_axes = local_update_axes()
+    num_replicas = comm.degree(replica_axes)
+    if num_replicas == 1:
+        loss_sum, grad_sq_norm = sums.unbind()
+        grad_norm = grad_sq_norm.sqrt()
+        return _Means(loss_sum / targets, targets, grad_norm, grad_norm)
+    table = sums.view(num_replicas, NUM_REPLICA_SUMS)
+    loss_sums, grad_sq_norms, targets_of = table.unbind(1)
+    losses = loss_sums / targets_of
+    grad_norms = grad_sq_norms.sqrt()
+    own_norm = grad_norms[comm.index(replica_axes)]
+    return _Means(losses.mean(), targets_of.sum(), grad_norms.mean(), own_norm)
+
+
+def _combine_rows(rows: Tensor, *, num_sums: int) -> Tensor:
+    return torch.cat((rows[:, :num_sums].sum(0), rows[:, num_sums:].amax(0)))
 
 
 def memory_bytes(device: torch.device) -> int:

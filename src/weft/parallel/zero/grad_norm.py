@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
+from weft.core.dimension import local_update_axes
 from weft.parallel.model.parallelize import (
     CrossStageTie,
     ParallelModel,
@@ -92,7 +93,7 @@ def _count_weights(
 
 def is_first_holder(model: ParallelModel, name: str, *, sharded_over: tuple[str, ...] = ()) -> bool:
     """Whether this rank is the first of those that hold these entries, so that each counts on one
-    rank of the mesh.
+    rank of the mesh; of replicas that train apart, on one rank of each.
 
     Args:
         sharded_over: mesh axes over which the entries of this rank's part of the parameter are
@@ -103,7 +104,7 @@ def is_first_holder(model: ParallelModel, name: str, *, sharded_over: tuple[str,
 
 
 def _is_first_replica(param_shard: ParamShard, comm: Comm, sharded_over: tuple[str, ...]) -> bool:
-    other_entries = (PP, *param_shard.shard_axes, *sharded_over)
+    other_entries = (PP, *param_shard.shard_axes, *sharded_over, *local_update_axes())
     for axis, _ in comm.mesh.axes:
         is_replicated = axis not in other_entries
         if is_replicated and comm.index(axis) > 0:

@@ -1,0 +1,162 @@
+"""Local updates on one device in plain torch: the sites one after the other, torch's own optimizers, whole tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from weft.config.run import Run
+from weft.data.order import samples_of_step
+from weft.data.samples import Samples
+from weft.models import FAMILIES
+from weft.models.common.batch import Batch, forward
+from weft.models.common.init import init_params, named_parameters, tie
+from weft.train.data_loader import whole_batch
+
+Tensors = dict[str, Tensor]
+
+
+def to_float32(x: Tensor) -> Tensor:
+    return x.to(torch.float32).to(x.dtype)
+
+
+def to_bfloat16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+def to_int8(x: Tensor) -> Tensor:
+    """One scale for each row of the last dim; a vector is one row."""
+    scale = (x.abs().amax(-1, keepdim=True) / 127).float().to(x.dtype)
+    safe = torch.where(scale > 0, scale, torch.inf)
+    return (x / safe).round().clamp(-127, 127) * scale
+
+
+WIRES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "float32": to_float32,
+    "bfloat16": to_bfloat16,
+    "int8": to_int8,
+}
+
+
+@dataclass
+class PlainSite:
+    """One site: a whole model and its optimizer."""
+
+    blocks: dict[str, nn.Module]
+    params: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+
+    @staticmethod
+    def make(run: Run, blocks: dict[str, nn.Module], ties: Mapping[str, str]) -> PlainSite:
+        own = dict(copy.deepcopy(nn.ModuleDict(blocks)).items())
+        tie(own, ties)
+        params = {name: p for name, p in named_parameters(own).items() if name not in ties}
+        optim = run.optim
+        groups = [
+            {
+                "params": [p for p in params.values() if p.ndim >= 2],
+                "weight_decay": optim.weight_decay,
+            },
+            {"params": [p for p in params.values() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+        return PlainSite(own, params, adamw)
+
+    def step(self, batch: Batch, *, lr: float, clip: float) -> tuple[float, float]:
+        """Loss and norm of an inner step."""
+        self.optimizer.zero_grad()
+        num_targets = int(batch.num_targets())
+        loss = forward(self.blocks, batch) / num_targets
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.params.values(), clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return loss.item(), norm.item()
+
+
+@dataclass
+class PlainRun:
+    """What the plain program computed.
+
+    Attributes:
+        outer, momentum: after the last step.
+        sites: parameters of each site.
+        losses, norms: means over sites, by step.
+    """
+
+    outer: Tensors = field(default_factory=dict)
+    momentum: Tensors = field(default_factory=dict)
+    sites: list[Tensors] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+def train_plain(run: Run, samples: Samples, *, num_sites: int, num_steps: int) -> PlainRun:
+    """Train `num_steps` steps of `num_sites` sites, one after the other."""
+    family = FAMILIES[run.model.name]
+    blocks, ties = dict(family.blocks(run.model)), family.ties(run.model)
+    tie(blocks, ties)
+    nn.ModuleDict(blocks).to(torch.float64)
+    starts = {name: p for name, p in named_parameters(blocks).items() if name not in ties}
+    init_params(starts, family.init(run.model), seed=run.seed)
+    sites = [PlainSite.make(run, blocks, ties) for _ in range(num_sites)]
+    outer = {name: nn.Parameter(p.detach().clone()) for name, p in starts.items()}
+    site = run.site
+    outer_sgd = torch.optim.SGD(
+        outer.values(), lr=site.lr, momentum=site.momentum, nesterov=site.momentum > 0
+    )
+    found = PlainRun()
+    under_way: Tensors = {}
+    for step in range(1, num_steps + 1):
+        losses, norms = [], []
+        for index, each in enumerate(sites):
+            batch = batch_of_site(run, samples, step - 1, index=index, num_sites=num_sites)
+            loss, norm = each.step(batch, lr=run.optim.lr, clip=run.optim.clip)
+            losses.append(loss)
+            norms.append(norm)
+        found.losses.append(sum(losses) / num_sites)
+        found.norms.append(sum(norms) / num_sites)
+        with torch.no_grad():
+            if step % site.every == 0:
+                under_way = mean_outer_gradient(sites, outer, WIRES[site.wire])
+            if under_way and step % site.every == site.overlap:
+                for name, gradient in under_way.items():
+                    outer[name].grad = gradient
+                outer_sgd.step()
+                share = site.mix if site.overlap else 0.0
+                for each in sites:
+                    for name, param in each.params.items():
+                        param.copy_(share * param + (1 - share) * outer[name])
+                under_way = {}
+    found.outer = {name: p.detach() for name, p in outer.items()}
+    found.sites = [{name: p.detach() for name, p in each.params.items()} for each in sites]
+    for name, p in outer.items():
+        buffer = outer_sgd.state[p].get("momentum_buffer")
+        found.momentum[name] = torch.zeros_like(p) if buffer is None else buffer
+    return found
+
+
+def mean_outer_gradient(
+    sites: list[PlainSite], outer: Mapping[str, Tensor], wire: Callable[[Tensor], Tensor]
+) -> Tensors:
+    found = {}
+    for name, start in outer.items():
+        total = torch.zeros_like(start)
+        for each in sites:
+            total = total + wire(start.detach() - each.params[name].detach())
+        found[name] = total / len(sites)
+    return found
+
+
+def batch_of_site(run: Run, samples: Samples, step: int, *, index: int, num_sites: int) -> Batch:
+    """The sequences of one site: of each round of micro-batches over all data ranks its share."""
+    size, micro = run.batch.global_size, run.batch.micro_size
+    ranks_of_site = run.num_data_ranks // num_sites
+    chosen = samples_of_step(step, global_size=size, num_samples=samples.num_samples, seed=run.seed)
+    rounds = chosen.reshape(-1, num_sites, ranks_of_site * micro)
+    return whole_batch(samples, rounds[:, index].reshape(-1), later=run.model.reads_later_targets)
