@@ -13,8 +13,10 @@ from weft.config.hardware import find_hardware
 from weft.planner.kernels import KernelLaunch
 from weft.planner.measure import measure
 from weft.planner.recorder import Ended, RecordedRegion, Started
+from weft.planner.region_time import region_time
 from weft.planner.speeds import Speeds
-from weft.planner.step_time import region_time, step_time
+from weft.planner.step_time import step_seconds, step_time
+from weft.schedule.timeline import bubble, makespan
 
 H100 = find_hardware("h100")
 IDEAL = Efficiency(
@@ -58,15 +60,6 @@ def test_a_collective_overlaps_with_what_lies_between_its_start_and_its_wait() -
     assert (time.total, time.exposed["dp"]) == (pytest.approx(3.0), pytest.approx(2.0))
 
 
-def test_collectives_of_one_axis_queue_and_of_two_do_not() -> None:
-    first, second = all_reduce(1.0), all_reduce(1.0)
-    one_lane = region(Started(first), Started(second), Ended(first), Ended(second))
-    assert region_time(one_lane, SPEEDS).total == pytest.approx(2.0)
-    other = all_reduce(1.0, axis="tp")
-    two_lanes = region(Started(first), Started(other), Ended(first), Ended(other))
-    assert region_time(two_lanes, SPEEDS).total == pytest.approx(1.0)
-
-
 def test_what_is_not_waited_for_is_still_under_way() -> None:
     op = all_reduce(3.0)
     time = region_time(region(Started(op), SECOND_OF_KERNEL), SPEEDS)
@@ -84,7 +77,9 @@ def test_the_step_of_a_run() -> None:
     run = run_of("--mesh pp2,dp2 --parallel.zero 1")
     roles = measure(run)
     time = step_time(roles, SPEEDS)
-    assert time.total_s == time.pipeline_s + time.reduce_s + time.update_s
+    parts = time.targets_s + time.pipeline_s + time.reduce_s + time.update_s
+    assert time.total_s == pytest.approx(parts)
+    assert step_seconds(roles, SPEEDS) == time.total_s
     assert time.flops == sum(role.flops * role.num_ranks for role in roles)
     assert 0 < time.bubble < 1
     half = replace(H100, hbm_tb_s=H100.hbm_tb_s / 2, fp32_tflops=H100.tflops("float32") / 2)
@@ -123,3 +118,32 @@ def test_attention_that_is_not_fused_moves_its_scores() -> None:
     assert extra == pytest.approx(8 * scores / second_of_bytes)
     extra = moving.kernel_s(backward) - fused.kernel_s(backward)
     assert extra == pytest.approx(2.5 * 8 * scores / second_of_bytes)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--mesh pp2,dp2 --parallel.zero 1", "--mesh pp2,dp2 --parallel.zero 3"]
+)
+def test_the_step_is_as_long_as_its_timeline_of_all_lanes(flags: str) -> None:
+    time = step_time(measure(run_of(flags)), SPEEDS)
+    whole = time.whole_timeline
+    assert makespan(whole) == pytest.approx(time.total_s)
+    assert makespan(time.timeline) == pytest.approx(time.pipeline_s)
+    assert time.bubble == pytest.approx(bubble(time.timeline))
+    assert {span.lane for span in whole.spans} >= {"kernels", "dp", "pp to rank 1", "pp to rank 0"}
+    for rank in range(2):
+        by_lane: dict[str, float] = {}
+        for span in whole.by_rank[rank]:
+            assert span.start >= by_lane.get(span.lane, 0.0) - 1e-12, span
+            by_lane[span.lane] = span.end
+
+
+def test_reductions_of_zero_2_overlap_with_the_next_micro_batch() -> None:
+    """A reduction that ends before the next backward is waited for without exposed time."""
+    roles = measure(run_of("--mesh pp2,dp2 --parallel.zero 2"))
+    instant = replace(IDEAL, launch_s=1e-3)
+    hidden = step_time(roles, Speeds(H100, instant))
+    assert hidden.exposed_s.get("dp", 0.0) == 0.0
+    slow_links = replace(H100, link_gb_s=H100.link_gb_s * 1e-7)
+    exposed = step_time(roles, Speeds(slow_links, instant))
+    assert exposed.exposed_s["dp"] > 0.0
+    assert exposed.total_s > hidden.total_s

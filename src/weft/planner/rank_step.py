@@ -132,7 +132,8 @@ def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
 
 
 def action_keys(table: Table, row: int) -> dict[Act, ActionKey]:
-    """The key of each action of a row, in order."""
+    """The key of each action of a row, in order; equal keys are one object."""
+    made: dict[ActionKey, ActionKey] = {}
     chunks = {stage: chunk for chunk, stage in enumerate(table.stages(row))}
     actions = table.rows[row]
     first: dict[tuple[int, bool], Act] = {}
@@ -149,7 +150,8 @@ def action_keys(table: Table, row: int) -> dict[Act, ActionKey]:
             place = "last"
         elif act == first[direction]:
             place = "first"
-        keys[act] = ActionKey(act.kind, chunks[act.stage], place)
+        key = ActionKey(act.kind, chunks[act.stage], place)
+        keys[act] = made.setdefault(key, key)
     return keys
 
 

@@ -1,89 +1,36 @@
-"""Predicted time of a training step: regions of a rank as seconds, and the whole pipeline as a timeline.
+"""Predicted time of a training step: regions of each rank in seconds, the lowered schedule, reduction and update.
 
-Note [Two lanes]
-    A region is replayed in order on a lane for kernels and one lane a communicator. A collective
-    begins when the rank starts it and its lane is free; where the real code waits for it, the lane
-    of the kernels waits. So what overlaps is what the code overlaps; kernels beside a collective
-    lose `Efficiency.overlap_slowdown` of its time. What is still under way at the end of the last
-    backward is waited for in the phase "reduce".
+Note [Parts of a step]
+    Every rank counts its targets, plays its row of the lowered schedule (pipeline_time.py), and
+    finishes its reductions. Then all ranks exchange a few numbers for the global norm, so the
+    update of each begins when the last one has come to it. The step ends with the last update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from weft.core.dimension import pipeline_axis
 from weft.layout.plan import Plan
-from weft.planner.kernels import KernelLaunch
 from weft.planner.measure import RoleCosts
-from weft.planner.rank_step import ActionKey, action_keys
-from weft.planner.recorder import RecordedRegion, Started
+from weft.planner.pipeline_time import (
+    ActionClass,
+    ClassCosts,
+    Message,
+    PipelineOrder,
+    PlayedActions,
+    pipeline_order,
+    play,
+)
+from weft.planner.region_time import CostTable, RegionCosts, link_of, replay
 from weft.planner.speeds import Speeds
 from weft.planner.step_memory import boundary_bytes
+from weft.planner.step_timeline import PhaseSpan, step_timeline
 from weft.schedule.actions import Act
 from weft.schedule.lower import Transfer
-from weft.schedule.simulate import simulate
-from weft.schedule.timeline import Timeline, bubble, makespan
-
-
-@dataclass(frozen=True)
-class RegionTime:
-    """Seconds of a region.
-
-    Attributes:
-        total: from its begin to its end.
-        compute: of its kernels.
-        exposed: waits for collectives, by axis.
-        under_way: of collectives that have not ended at its end.
-    """
-
-    total: float
-    compute: float
-    exposed: Mapping[str, float]
-    under_way: float
-
-
-@dataclass
-class _Lanes:
-    """The lane of kernels, and when each communicator is free."""
-
-    now: float = 0.0
-    compute: float = 0.0
-    communication: float = 0.0
-    free_at: dict[tuple[str, bool], float] = field(default_factory=dict)
-    ends: dict[int, float] = field(default_factory=dict)
-    exposed: dict[str, float] = field(default_factory=dict)
-
-
-def region_time(region: RecordedRegion, speeds: Speeds) -> RegionTime:
-    """See Note [Two lanes]."""
-    lanes = _Lanes()
-    for event in region.events:
-        if isinstance(event, KernelLaunch):
-            seconds = speeds.kernel_s(event)
-            lanes.now += seconds
-            lanes.compute += seconds
-        elif isinstance(event, Started):
-            op = event.op
-            lane = (op.axis, op.op == "recv")
-            start = max(lanes.now, lanes.free_at.get(lane, 0.0))
-            seconds = speeds.operation_s(op)
-            lanes.communication += seconds
-            lanes.free_at[lane] = start + seconds
-            lanes.ends[id(op)] = lanes.free_at[lane]
-        else:
-            end = lanes.ends.pop(id(event.op), 0.0)  # of an earlier region: it has ended
-            wait = max(0.0, end - lanes.now)
-            lanes.now += wait
-            axis = event.op.axis
-            lanes.exposed[axis] = lanes.exposed.get(axis, 0.0) + wait
-    latest = max(lanes.ends.values(), default=0.0)
-    under_way = max(0.0, latest - lanes.now)
-    seen = sum(lanes.exposed.values()) + under_way
-    hidden = max(0.0, lanes.communication - seen)
-    total = lanes.now + hidden * speeds.efficiency.overlap_slowdown
-    return RegionTime(total, lanes.compute, lanes.exposed, under_way)
+from weft.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -91,90 +38,156 @@ class StepTime:
     """Predicted time of one step.
 
     Attributes:
-        total_s: of the slowest rank.
+        total_s: of the slowest rank: the sum of the next four.
+        targets_s: before the first action: the count of targets.
         pipeline_s: of the actions, from the first to the last one of any rank.
-        reduce_s, update_s: after them: collectives that are still under way, the norm; the
+        reduce_s, update_s: after them: reductions that are still under way, the norm; the
             optimizer.
         exposed_s: waits of the busiest rank for collectives during its actions, by axis.
         bubble: idle share of the pipeline.
-        timeline: of the actions, in seconds.
         flops: of all ranks.
+        actions: when each action ran.
+        phases: of each pipeline rank: what comes before and after its actions.
     """
 
     total_s: float
+    targets_s: float
     pipeline_s: float
     reduce_s: float
     update_s: float
     exposed_s: Mapping[str, float]
     bubble: float
-    timeline: Timeline
     flops: int
+    actions: PlayedActions
+    phases: tuple[PhaseSpan, ...]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Of the actions, in seconds after the begin of the step."""
+        return step_timeline(self.actions, ())
+
+    @cached_property
+    def whole_timeline(self) -> Timeline:
+        """Of the actions, the phases before and after them, all collectives and all messages."""
+        return step_timeline(self.actions, self.phases, with_operations=True)
 
 
-def step_time(roles: Sequence[RoleCosts], speeds: Speeds) -> StepTime:
-    """The predicted time of a step of a measured run."""
+def step_seconds(
+    roles: Sequence[RoleCosts],
+    speeds: Speeds,
+    *,
+    order: PipelineOrder | None = None,
+) -> float:
+    """The predicted seconds of a step of a measured run; see `step_time`."""
+    return step_time(roles, speeds, order=order).total_s
+
+
+def step_time(
+    roles: Sequence[RoleCosts],
+    speeds: Speeds,
+    *,
+    order: PipelineOrder | None = None,
+    slow: Mapping[int, float] | None = None,
+) -> StepTime:
+    """The predicted time of a step of a measured run; see Note [Parts of a step].
+
+    Args:
+        roles: one a pipeline coordinate.
+        order: `pipeline_order` of the run's table, where it is known already.
+        slow: factor of the kernels of a pipeline coordinate.
+    """
     plan = roles[0].step.plan
-    rows = [_RowTimes.of(role, speeds) for role in roles]
-
-    def cost(act: Act) -> float:
-        return rows[plan.table.rank_of(act)].action_s(act)
-
-    def hop(producer: Act, consumer: Act) -> float:
-        return _transfer_s(plan, producer, consumer, speeds)
-
-    timeline = simulate(plan.table, cost, hop=hop, unit="s")
-    pipeline_s = float(makespan(timeline))
-    reduce_s = max(row.reduce_s for row in rows)
-    update_s = max(row.update_s for row in rows)
-    busiest = max(rows, key=lambda row: sum(row.exposed.values()))
+    if order is None:
+        order = pipeline_order(plan.table)
+    table = CostTable(speeds)
+    step = _StepCosts(roles, table, slow or {})
+    begin = max(replay(step.phase(row, "targets")).total for row in range(len(roles)))
+    costs = [step.action(plan, action_class) for action_class in order.classes]
+    played = play(order, costs, begin=begin)
+    reductions = [step.reduction(row, played) for row in range(len(roles))]
+    synced_at = max(span.end for span in reductions)
+    updates = [step.update(row, synced_at) for row in range(len(roles))]
+    ended_at = max(span.end for span in updates)
+    pipeline_end = max(played.last_end)
+    targets = [PhaseSpan(row, "targets", 0.0, begin, None) for row in range(len(roles))]
     return StepTime(
-        total_s=pipeline_s + reduce_s + update_s,
-        pipeline_s=pipeline_s,
-        reduce_s=reduce_s,
-        update_s=update_s,
-        exposed_s=busiest.exposed,
-        bubble=float(bubble(timeline)) if plan.pipeline_size > 1 else 0.0,
-        timeline=timeline,
+        total_s=ended_at,
+        targets_s=begin,
+        pipeline_s=pipeline_end - begin,
+        reduce_s=synced_at - pipeline_end,
+        update_s=ended_at - synced_at,
+        exposed_s=_most_exposed(played),
+        bubble=_bubble(played, begin, pipeline_end),
         flops=sum(role.flops * role.num_ranks for role in roles),
+        actions=played,
+        phases=(*targets, *reductions, *updates),
     )
 
 
 @dataclass(frozen=True)
-class _RowTimes:
-    """Times of one pipeline coordinate."""
+class _StepCosts:
+    """Costs of the regions of every pipeline coordinate."""
 
-    keys: Mapping[Act, ActionKey]
-    times: Mapping[ActionKey, RegionTime]
-    reduce_s: float
-    update_s: float
-    exposed: Mapping[str, float]
+    roles: Sequence[RoleCosts]
+    table: CostTable
+    slow: Mapping[int, float]
 
-    @staticmethod
-    def of(role: RoleCosts, speeds: Speeds) -> _RowTimes:
-        keys = action_keys(role.step.plan.table, role.row)
-        used = set(keys.values())
-        times = {key: region_time(role.step.actions[key], speeds) for key in used}
-        phases = {name: region_time(region, speeds) for name, region in role.step.phases.items()}
-        left = max(time.under_way for time in times.values())
-        exposed: dict[str, float] = {}
-        for key in keys.values():
-            for axis, seconds in times[key].exposed.items():
-                exposed[axis] = exposed.get(axis, 0.0) + seconds
-        return _RowTimes(
-            keys=keys,
-            times=times,
-            reduce_s=phases["targets"].total + max(left, 0.0) + phases["reduce"].total,
-            update_s=phases["update"].total,
-            exposed={axis: seconds for axis, seconds in exposed.items() if seconds},
+    def action(self, plan: Plan, action_class: ActionClass) -> ClassCosts:
+        row = action_class.rank
+        recorded = self.roles[row].step.actions[action_class.key]
+        region = self.table.region(recorded, slow=self.slow.get(row, 1.0))
+        if action_class.peer is None:
+            return ClassCosts(region)
+        return ClassCosts(region, _message(plan, action_class, self.table.speeds))
+
+    def phase(self, row: int, name: str) -> RegionCosts:
+        recorded = self.roles[row].step.phases[name]
+        return self.table.region(recorded, slow=self.slow.get(row, 1.0))
+
+    def reduction(self, row: int, played: PlayedActions) -> PhaseSpan:
+        """From the end of a rank's actions to the norm."""
+        begin = played.ready_at[row]
+        time = replay(
+            self.phase(row, "reduce"),
+            gap=begin - played.last_end[row],
+            carried=played.carried[row],
         )
+        return PhaseSpan(row, "reduce", begin, begin + time.total, time)
 
-    def action_s(self, act: Act) -> float:
-        return self.times[self.keys[act]].total
+    def update(self, row: int, begin: float) -> PhaseSpan:
+        """From the norm to the end of the step."""
+        time = replay(self.phase(row, "update"))
+        return PhaseSpan(row, "update", begin, begin + time.total, time)
 
 
-def _transfer_s(plan: Plan, producer: Act, consumer: Act, speeds: Speeds) -> float:
-    """Seconds of the message between two pipeline coordinates."""
-    sender = plan.mesh.rank(**{pipeline_axis(): plan.table.rank_of(producer)})
-    receiver = plan.mesh.rank(**{pipeline_axis(): plan.table.rank_of(consumer)})
-    size = boundary_bytes(plan, Transfer(producer, plan.table.rank_of(consumer)))
-    return speeds.message_s(size, sender, receiver)
+def _message(plan: Plan, action_class: ActionClass, speeds: Speeds) -> Message:
+    """The message of an action's tensor to another pipeline coordinate."""
+    assert action_class.peer is not None
+    sender = plan.mesh.rank(**{pipeline_axis(): action_class.rank})
+    receiver = plan.mesh.rank(**{pipeline_axis(): action_class.peer})
+    kind = "F" if action_class.key.kind == "F" else "B"
+    size = boundary_bytes(plan, Transfer(Act(kind, action_class.stage, 0), action_class.peer))
+    link = link_of((sender, receiver), node=speeds.hardware.node)
+    return Message.of(link, speeds.message_s(size, sender, receiver))
+
+
+def _most_exposed(played: PlayedActions) -> dict[str, float]:
+    """Waits of the rank that waits most for collectives, by axis."""
+    by_rank: list[dict[str, float]] = [{} for _ in played.last_end]
+    order = played.order
+    for number, time in zip(order.class_of, played.times, strict=True):
+        exposed = by_rank[order.classes[number].rank]
+        for axis, seconds in time.exposed.items():
+            exposed[axis] = exposed.get(axis, 0.0) + seconds
+    most = max(by_rank, key=lambda exposed: sum(exposed.values()))
+    return {axis: seconds for axis, seconds in most.items() if seconds}
+
+
+def _bubble(played: PlayedActions, begin: float, end: float) -> float:
+    """Idle share of all rank-time between the first begin and the last end of an action."""
+    num_ranks = len(played.last_end)
+    rank_time = (end - begin) * num_ranks
+    if num_ranks == 1 or not rank_time:
+        return 0.0
+    busy = sum(time.total for time in played.times)
+    return 1.0 - busy / rank_time

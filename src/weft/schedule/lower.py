@@ -96,6 +96,20 @@ equal floats.
 """
 
 
+def transfer_order(table: Table) -> tuple[Act, ...]:
+    """All actions in the line of Note [Order of transfers].
+
+    Raises:
+        ScheduleError: when the table deadlocks.
+    """
+    times = action_times(table, unit_cost, hop=ORDERING_HOP)
+
+    def place_in_line(act: Act) -> tuple[float, int]:
+        return times[act].end, table.rank_of(act)
+
+    return tuple(sorted(times, key=place_in_line))
+
+
 def lower(table: Table) -> Program:
     """Add a send and a receive for every tensor that another rank uses. See Note [Order of
     transfers].
@@ -104,13 +118,8 @@ def lower(table: Table) -> Program:
         ScheduleError: when the table deadlocks; `validate` finds the other faults.
     """
     consumers = {table.source(act): act for act in table.actions}
-    times = action_times(table, unit_cost, hop=ORDERING_HOP)
-
-    def place_in_line(act: Act) -> tuple[float, int]:
-        return times[act].end, table.rank_of(act)
-
     rows: list[list[Instruction]] = [[] for _ in table.rows]
-    for act in sorted(times, key=place_in_line):
+    for act in transfer_order(table):
         rank = table.rank_of(act)
         rows[rank].append(act)
         consumer = consumers.get(act)

@@ -23,7 +23,7 @@ ACTIVATION_CHANGE: Mapping[Kind, int] = {"F": 1, "B": -1, "I": 0, "W": -1}
 """What an action adds to the number of activations that its rank holds."""
 
 
-class Interval(NamedTuple):
+class ActionInterval(NamedTuple):
     """When an action runs."""
 
     start: float
@@ -40,7 +40,7 @@ def action_times(
     cost: Cost,
     *,
     hop: Hop | float = 0,
-) -> dict[Act, Interval]:
+) -> dict[Act, ActionInterval]:
     """When each action runs: it starts when its rank is free and everything it needs has arrived.
 
     A hop delays and never queues: links have unlimited bandwidth. Only +, - and max are used, so
@@ -49,7 +49,7 @@ def action_times(
     Raises:
         ScheduleError: when the table deadlocks.
     """
-    times: dict[Act, Interval] = {}
+    times: dict[Act, ActionInterval] = {}
     free_at: list[float] = [0] * table.num_ranks
     for act in linearize(table):
         rank = table.rank_of(act)
@@ -63,7 +63,7 @@ def action_times(
             start = max(start, arrival)
         end = start + cost(act)
         free_at[rank] = end
-        times[act] = Interval(start, end)
+        times[act] = ActionInterval(start, end)
     return times
 
 

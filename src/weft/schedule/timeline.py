@@ -14,6 +14,9 @@ Origin = Literal["predicted", "measured"]
 TimeUnit = Literal["s", "units"]
 """Seconds, or units of a table of costs (a forward is 1 unit)."""
 
+KERNELS = "kernels"
+"""The lane of what a rank computes."""
+
 COMPUTE: frozenset[str] = frozenset(KIND_MEANING)
 """Kinds of spans that are actions of a table; such a span is named by its action."""
 
@@ -21,8 +24,9 @@ COMPUTE: frozenset[str] = frozenset(KIND_MEANING)
 class Span(NamedTuple):
     """One thing that one rank did from `start` to `end`, in the unit of its timeline.
 
-    `kind` is the action's (F, B, I, W), or any other word: "all_reduce", "send". Times are
-    `Fraction`s in exact simulations.
+    `kind` is the action's (F, B, I, W), or any other word: "all_reduce", "send". `lane` is what
+    was busy: the kernels of the rank, or a communicator. Times are `Fraction`s in exact
+    simulations.
     """
 
     rank: int
@@ -30,6 +34,7 @@ class Span(NamedTuple):
     kind: str
     start: float
     end: float
+    lane: str = KERNELS
 
     @property
     def duration(self) -> float:

@@ -1,0 +1,136 @@
+"""Times of pipeline actions: those of the schedule simulator without collectives; messages by hand; speed never costs time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.parallel.pipeline.player import MAX_SENDS
+from weft.planner.pipeline_time import ClassCosts, Message, PipelineOrder, pipeline_order, play
+from weft.planner.region_time import CommOp, Compute, RegionCosts, Start, WaitForCarried, WaitForOwn
+from weft.schedule.actions import Act, Table
+from weft.schedule.catalog import SCHEDULES, make_table
+from weft.schedule.simulate import UNIT_COSTS, action_times
+
+SIZES = [("gpipe", 3, 1, 5), ("1f1b", 4, 1, 8), ("interleaved", 2, 3, 6), ("zero_bubble", 3, 1, 7)]
+SIZES += [("zbv", 3, 2, 6), ("dual_pipe_v", 2, 2, 6)]
+
+
+def computing(seconds: float) -> RegionCosts:
+    return RegionCosts((Compute(seconds),), (), seconds, frozenset(), seconds)
+
+
+def costs_of(
+    order: PipelineOrder, *, kernels: float = 1.0, message: float = 0.0
+) -> list[ClassCosts]:
+    """Unit costs of every class, times `kernels`; messages of these seconds."""
+    costs = []
+    for action_class in order.classes:
+        region = computing(kernels * UNIT_COSTS[action_class.key.kind])  # type: ignore[index]
+        has_peer = action_class.peer is not None
+        costs.append(ClassCosts(region, Message("network", message) if has_peer else None))
+    return costs
+
+
+def table_of(name: str, ranks: int, chunks: int, microbatches: int) -> Table:
+    return make_table(name, ranks=ranks, chunks=chunks, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("hop", [0.0, 0.25])
+def test_without_collectives_actions_run_as_in_the_schedule_simulator(hop: float) -> None:
+    for size in SIZES:
+        table = table_of(*size)
+        order = pipeline_order(table)
+        played = play(order, costs_of(order, message=hop))
+        expected = action_times(table, lambda act: UNIT_COSTS[act.kind], hop=hop)
+        for place, act in enumerate(order.acts):
+            assert (played.starts[place], played.ends[place]) == expected[act], (size, act)
+
+
+def test_a_message_begins_when_both_ends_have_come_to_it_and_the_pair_is_free() -> None:
+    """Rank 0 forwards every second; messages of 3 s queue on their way to rank 1."""
+    table = make_table("gpipe", ranks=2, microbatches=3)
+    order = pipeline_order(table)
+    played = play(order, costs_of(order, message=3.0))
+    starts = dict(zip(order.acts, played.starts, strict=True))
+    assert [starts[Act("F", 1, mb)] for mb in range(3)] == [4.0, 7.0, 10.0]
+    posted_late = Table.of_rows(
+        [[Act("F", 0, 0), Act("B", 0, 0)], [Act("F", 1, 0), Act("B", 1, 0)]],
+        stage_to_rank=(0, 1),
+        microbatches=1,
+    )
+    order = pipeline_order(posted_late)
+    played = play(order, costs_of(order, message=0.5), begin=2.0)
+    assert played.starts == [2.0, 3.5, 4.5, 7.0]
+    assert played.ready_at == [9.0, 7.0]
+
+
+def test_before_one_more_message_a_rank_waits_for_the_oldest() -> None:
+    table = make_table("gpipe", ranks=2, microbatches=MAX_SENDS + 3)
+    order = pipeline_order(table)
+    played = play(order, costs_of(order, message=10.0))
+    starts = dict(zip(order.acts, played.starts, strict=True))
+    waits = [starts[Act("F", 0, mb)] for mb in range(MAX_SENDS + 3)]
+    assert waits[: MAX_SENDS + 1] == list(range(MAX_SENDS + 1))
+    assert waits[MAX_SENDS + 1 :] == [11.0, 21.0]
+
+
+def test_a_collective_of_one_action_is_waited_for_in_a_later_one() -> None:
+    """The first backward starts a reduction of 3 s, which the last one waits for."""
+    table = make_table("gpipe", ranks=1, microbatches=2)
+    order = pipeline_order(table)
+    reduction = CommOp("reduce_scatter", "dp", "dp", "network", 3.0)
+    first = RegionCosts((Compute(1.0), Start(0)), (reduction,), 1.0, frozenset(["network"]), 1.0)
+    last = RegionCosts((Compute(1.0), WaitForCarried("dp")), (), 1.0, frozenset(), 1.0)
+    by_place = {"first": first, "last": last}
+    costs = []
+    for action_class in order.classes:
+        key = action_class.key
+        costs.append(ClassCosts(by_place[key.place] if key.kind == "B" else computing(1.0)))
+    played = play(order, costs)
+    starts = dict(zip(order.acts, played.starts, strict=True))
+    ends = dict(zip(order.acts, played.ends, strict=True))
+    last_act = table.rows[0][-1]
+    assert (starts[last_act], ends[last_act]) == (3.0, 6.0)
+    assert played.times[-1].exposed == {"dp": 2.0}
+
+
+def test_a_message_delays_a_collective_on_its_link_and_not_one_on_another() -> None:
+    """Rank 0 sends F0.0 for 0.5 s while the collective of F0.1 would begin at once."""
+    table = make_table("gpipe", ranks=2, microbatches=2)
+    order = pipeline_order(table)
+    for link, delay in (("node", 0.5), ("network", 0.0)):
+        op = CommOp("all_reduce", "tp", "tp", "node", 1.0)
+        region = RegionCosts((Start(0), WaitForOwn(0)), (op,), 0.0, frozenset(["node"]), 0.0)
+        costs = []
+        for action_class in order.classes:
+            message = Message(link, 0.5) if action_class.peer is not None else None  # type: ignore[arg-type]
+            costs.append(ClassCosts(region, message))
+        played = play(order, costs)
+        ends = dict(zip(order.acts, played.ends, strict=True))
+        assert ends[Act("F", 0, 1)] == 2.0 + delay, link
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(SIZES),
+    st.floats(0.1, 1.0),
+    st.floats(0.1, 1.0),
+    st.sampled_from([0.0, 0.3, 2.0]),
+)
+def test_no_faster_kernel_or_message_makes_a_pipeline_longer(
+    size: tuple[str, int, int, int], kernels: float, messages: float, hop: float
+) -> None:
+    order = pipeline_order(table_of(*size))
+    before = play(order, costs_of(order, message=hop))
+    now = play(order, costs_of(order, kernels=kernels, message=hop * messages))
+    for end, earlier_end in zip(before.ends, now.ends, strict=True):
+        assert earlier_end <= end * (1 + 1e-9)
+
+
+def test_every_schedule_has_an_order_in_which_each_source_comes_first() -> None:
+    for name, schedule in SCHEDULES.items():
+        sizes = next(iter(schedule.sizes(ranks=3, chunks=2, microbatches=6)))
+        order = pipeline_order(schedule.table(*sizes))
+        assert all(source < place for place, source in enumerate(order.source_of)), name
