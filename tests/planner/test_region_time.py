@@ -14,7 +14,7 @@ from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.planner.kernels import KernelLaunch
 from weft.planner.recorder import Ended, Event, RecordedRegion, Started
-from weft.planner.region_time import Blocked, CostTable, RegionTime, region_time, replay
+from weft.planner.region_time import CostTable, LinkMessage, RegionTime, region_time, replay
 from weft.planner.speeds import Speeds
 
 H100 = find_hardware("h100")
@@ -120,11 +120,11 @@ def test_a_wait_for_what_no_region_started_takes_no_time() -> None:
 def test_a_message_of_the_pipeline_has_the_link_first() -> None:
     tp = op(1.0, "tp")
     costs = CostTable(SPEEDS).region(region(kernel(0.25), Started(tp), Ended(tp)))
-    delayed = replay(costs, blocked=(Blocked("node", 0.0, 0.75),))
+    delayed = replay(costs, blocked=(LinkMessage("node", 0.0, 0.75),))
     assert delayed.total == pytest.approx(1.75)
-    inside = replay(costs, blocked=(Blocked("node", 0.5, 0.25),))
+    inside = replay(costs, blocked=(LinkMessage("node", 0.5, 0.25),))
     assert inside.total == pytest.approx(1.5)
-    assert replay(costs, blocked=(Blocked("network", 0.0, 0.75),)).total == pytest.approx(1.25)
+    assert replay(costs, blocked=(LinkMessage("network", 0.0, 0.75),)).total == pytest.approx(1.25)
 
 
 def test_an_operation_over_two_regions_is_one_stretch_on_its_lane() -> None:

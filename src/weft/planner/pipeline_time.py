@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.rank_step import ActionKey, action_keys
 from weft.planner.region_time import (
-    Blocked,
     Carried,
     Link,
+    LinkMessage,
     RegionCosts,
     RegionTime,
     replay,
@@ -146,7 +146,7 @@ class _RankLinks:
         self.costs = costs
         self.last_end = begin
         self.carried: tuple[Carried, ...] = ()
-        self.messages: list[Blocked] = []
+        self.messages: list[LinkMessage] = []
         self._known: dict[object, RegionTime] = {}
         self._equal: dict[tuple[Carried, ...], tuple[Carried, ...]] = {}
 
@@ -162,7 +162,7 @@ class _RankLinks:
             return on_free_lanes
         gap = start - last_end
         blocked = tuple(
-            [Blocked(link, begin - last_end, seconds) for link, begin, seconds in self.messages]
+            [LinkMessage(link, begin - last_end, seconds) for link, begin, seconds in self.messages]
         )
         key = (number, gap, id(self.carried), blocked)
         found = self._known.get(key)
@@ -226,7 +226,7 @@ def play(
         pair_free[rank, peer] = arrival
         message_starts[place] = message_start
         arrivals[place] = arrival
-        rank_links.messages.append(Blocked(message.link, message_start, message.seconds))
+        rank_links.messages.append(LinkMessage(message.link, message_start, message.seconds))
         own_sent = sent[rank]
         own_sent.append(arrival)
         if len(own_sent) > MAX_SENDS and own_sent[-1 - MAX_SENDS] > end:

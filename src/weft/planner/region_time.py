@@ -108,7 +108,7 @@ class Carried(NamedTuple):
     has_begun: bool
 
 
-class Blocked(NamedTuple):
+class LinkMessage(NamedTuple):
     """Seconds in which a message has the link; `start` counts from the end of the last region."""
 
     link: Link
@@ -289,7 +289,7 @@ class _LinkReplay:
     """
 
     carried: Iterable[Carried]
-    blocked: tuple[Blocked, ...]
+    blocked: tuple[LinkMessage, ...]
     clock: float = 0.0
     active: float = 0.0
     queues: dict[str, deque[_OpUnderWay]] = field(default_factory=dict)
@@ -408,7 +408,7 @@ def replay(
     *,
     gap: float = 0.0,
     carried: Iterable[Carried] = (),
-    blocked: tuple[Blocked, ...] = (),
+    blocked: tuple[LinkMessage, ...] = (),
 ) -> RegionTime:
     """Seconds of a region; see Note [Lanes].
 
