@@ -47,8 +47,15 @@ def test_a_kernel_takes_flops_and_bytes_at_the_speeds_of_the_device() -> None:
     flops = int(H100.bf16_tflops * 1e12)
     product = KernelLaunch("gemm", "bfloat16", flops, int(H100.hbm_tb_s * 1e12))
     assert SPEEDS.kernel_s(product) == pytest.approx(2.0)
-    half = Speeds(H100, replace(IDEAL, gemm=0.5, launch_s=0.25))
-    assert half.kernel_s(product) == pytest.approx(3.25)
+    half = Speeds(H100, replace(IDEAL, gemm=0.5))
+    assert half.kernel_s(product) == pytest.approx(3.0)
+
+
+def test_no_kernel_takes_less_than_its_launch() -> None:
+    slow_host = Speeds(H100, replace(IDEAL, launch_s=100.0))
+    assert slow_host.kernel_s(SECOND_OF_KERNEL) == pytest.approx(100.0)
+    equal = Speeds(H100, replace(IDEAL, launch_s=1.0))
+    assert equal.kernel_s(SECOND_OF_KERNEL) == pytest.approx(2 ** (1 / 4))
 
 
 def test_a_collective_overlaps_with_what_lies_between_its_start_and_its_wait() -> None:

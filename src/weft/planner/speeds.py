@@ -2,11 +2,14 @@
 
 Note [Time of work]
     A kernel takes its floating-point operations at a share of the peak, plus its bytes at a share
-    of the memory bandwidth, plus a launch. Of a matrix product with few outputs only some of the
-    device's cores are busy: its share is `gemm` n / (n + `gemm_half`) for n outputs. Attention
-    that is not fused also moves its scores. A collective takes what this rank sends in a ring at a
-    share of the bandwidth of its slowest link, plus a latency for each of the ring's steps. The
-    constants are few, and fitted (`planner/calibrate.py`) or assumed; a prediction says which.
+    of the memory bandwidth; but the host launches kernels one by one, so none takes less than a
+    launch. Where both are alike a kernel takes a little more than either (a maximum with a rounded
+    corner). Of a matrix product with few outputs only some of the device's cores are busy: its
+    share is `gemm` n / (n + `gemm_half`) for n outputs. Attention that is not fused also moves its
+    scores. A collective takes what this rank sends in a ring at a share of the bandwidth of its
+    slowest link, plus a latency for each of the ring's steps; between nodes at most those of a
+    tree. The constants are few, and fitted (`planner/calibrate.py`) or assumed; a prediction says
+    which.
 """
 
 from __future__ import annotations
@@ -31,18 +34,21 @@ class Speeds:
 
     def kernel_s(self, kernel: KernelLaunch) -> float:
         """Seconds of one launch."""
+        return rounded_maximum(self._work_s(kernel), self.efficiency.launch_s)
+
+    def _work_s(self, kernel: KernelLaunch) -> float:
+        """Seconds on the device alone."""
         share = self.efficiency
         memory = self.hardware.hbm_tb_s * TERA * share.memory
-        seconds = share.launch_s + kernel.num_bytes / memory
+        seconds = kernel.num_bytes / memory
         if not kernel.flops:
             return seconds
         peak = self.hardware.tflops(kernel.dtype) * TERA
         if kernel.kind == "attention":
             seconds += scores_bytes(kernel, share) / memory
             return seconds + kernel.flops / (peak * share.attention)
-        return seconds + kernel.flops * (1 + share.gemm_half / outputs(kernel)) / (
-            peak * share.gemm
-        )
+        few_outputs = 1 + share.gemm_half / outputs(kernel)
+        return seconds + kernel.flops * few_outputs / (peak * share.gemm)
 
     def operation_s(self, op: Operation) -> float:
         """Seconds of one collective or message on this rank."""
@@ -61,8 +67,9 @@ class Speeds:
         steps = 1 if op.op in ("send", "recv") else members - 1
         if op.op == "all_reduce":
             steps = 2 * steps
-        tree_steps = 2 * math.ceil(math.log2(members))
-        return op.sent_bytes / bandwidth + min(steps, tree_steps) * latency_s
+        if len(nodes) > 1:
+            steps = min(steps, 2 * math.ceil(math.log2(members)))
+        return op.sent_bytes / bandwidth + steps * latency_s
 
     def message_s(self, num_bytes: int, sender: int, receiver: int) -> float:
         """Seconds of one message between two ranks."""
@@ -73,6 +80,18 @@ class Speeds:
             return num_bytes / bandwidth + share.latency_s
         bandwidth = self.hardware.network_gb_s * GB * share.network
         return num_bytes / bandwidth + share.network_latency_s
+
+
+def rounded_maximum(a: float, b: float) -> float:
+    """The larger one; 1.19 times as much where both are equal."""
+    larger = max(a, b)
+    if not larger:
+        return 0.0
+    return larger * (1.0 + (min(a, b) / larger) ** CORNER) ** (1 / CORNER)
+
+
+CORNER = 4
+"""Power of the norm by which the time of a kernel follows from its work and its launch."""
 
 
 def outputs(kernel: KernelLaunch) -> float:
