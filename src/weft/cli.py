@@ -17,6 +17,7 @@ from pathlib import Path
 from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.checkpoint.remote import is_url, local_folder
+from weft.commands import bench as commands_bench
 from weft.commands import chaos as commands_chaos
 from weft.commands import doctor as commands_doctor
 from weft.commands import environment, preflight, remote_folder, run_folder
@@ -259,6 +260,7 @@ COMMANDS = {
     ),
     "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),
     "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
+    "bench": Command(commands_bench.USAGE, commands_bench.LINE, commands_bench.bench),
     "prove": Command(commands_prove.USAGE, commands_prove.LINE, commands_prove.prove),
     "replay": Command(commands_replay.USAGE, commands_replay.LINE, commands_replay.replay),
     "status": Command(

@@ -1170,12 +1170,39 @@ HARDWARE: dict[str, tuple[str | bytes, str]] = {
 }
 
 
+BENCH: dict[str, tuple[str, str]] = {
+    "nothing": ("", "no benchmark is named"),
+    "an unknown benchmark": ("com", "did you mean 'comm'?"),
+    "an unknown flag": ("compute --rank 2", "rank: unknown key"),
+    "one rank": ("comm --mesh dp1", "mesh: has no ranks to communicate"),
+    "an unknown axis": ("comm --mesh xp2", "unknown axis 'xp'"),
+    "an unknown operation": ("comm --operations allreduce", "did you mean 'all_reduce'?"),
+    "no operation": ("comm --operations ,", "operations: names no operation"),
+    "no size": ("comm --smallest many", "smallest: is no size (got 'many'; need a size like 1KB"),
+    "a size of 0": ("comm --largest 0", "largest: out of range"),
+    "sizes the wrong way": ("comm --smallest 1MB --largest 1KB", "is below the smallest size"),
+    "no seconds": ("comm --seconds 0", "seconds: out of range"),
+    "no ranks": ("compute --ranks 0", "ranks: out of range"),
+    "JSON nowhere": ("comm --json nowhere/x.json", "json: cannot be written"),
+    "a plot in a folder's place": ("comm --svg prep", "svg: cannot be written"),
+    "no hardware file": ("compute --write text.txt", "a name that ends in .toml"),
+    "a hardware file nowhere": ("comm --write nowhere/x.toml", "a folder that does not exist"),
+    "an unknown device": ("comm --write x.toml --published h10", "did you mean 'h100'?"),
+    "a device without a file": ("comm --published h100", "starts a hardware file, and none is"),
+}
+
+
 def hardware_files() -> Iterator[Case]:
     words = ("explain", "--mesh", "dp2", "--hardware", "device.toml")
     for name, (content, line) in HARDWARE.items():
         yield Case(name, words, line, write("device.toml", content), faults=3)
     yield Case("no file", words, "device.toml: no such file")
     yield Case("a device", words, "is no regular file", link("device.toml", "/dev/zero"))
+    for name, (flags, line) in BENCH.items():
+        yield Case(f"bench: {name}", ("bench", *flags.split()), line, faults=2)
+    bad = write("device.toml", "node = 0")
+    extend = ("bench", "compute", "--write", "device.toml")
+    yield Case("bench: a bad file to extend", extend, "node is out of range", bad)
 
 
 # ------------------------------------------------------------------------------- keys of another way to start ranks

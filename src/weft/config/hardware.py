@@ -221,7 +221,7 @@ def read_table(path: str) -> HardwareTable:
     try:
         return parse_table(read_fields(path))
     except ValidationError as error:
-        faults = [_fault_of(path, item) for item in error.errors()]
+        faults = [fault_of(path, item) for item in error.errors()]
         raise ConfigError(*faults) from None
 
 
@@ -250,7 +250,7 @@ def parse_table(fields: Mapping[str, Any]) -> HardwareTable:
     return HardwareTable.model_validate_json(json.dumps(fields, default=str))
 
 
-def _fault_of(path: str, item: Any) -> Fault:
+def fault_of(path: str, item: Any) -> Fault:
     """What pydantic found wrong in a hardware file."""
     key = ".".join(map(str, item["loc"]))
     what = f"{path}: {key}"

@@ -1,0 +1,111 @@
+"""Writing hardware files: measured figures are added to what a file holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from weft.config.efficiency import Efficiency
+from weft.config.hardware import (
+    SUFFIX,
+    Figure,
+    HardwareTable,
+    fault_of,
+    find_hardware,
+    parse_table,
+    read_fields,
+)
+from weft.config.toml import value as toml_value
+from weft.errors import ConfigError, Fault
+
+HEADER = (
+    "# A device and its links; see docs/hardware.md. Written by weft, which keeps no comments.\n"
+)
+EFFICIENCY = "efficiency"
+
+
+def fields_to_extend(path: str, *, published: str | None = None) -> dict[str, Any]:
+    """The fields of a hardware file that may lack some; of a device of the table if there is no file.
+
+    Args:
+        published: the device.
+
+    Raises:
+        ConfigError: the file cannot be written or is not valid, or the device is unknown.
+    """
+    faults = tuple(_path_faults(path))
+    if faults:
+        raise ConfigError(*faults)
+    if Path(path).exists():
+        fields = read_fields(path)
+        _check_given(path, fields)
+        return fields
+    if published is None:
+        return {}
+    device = find_hardware(published)
+    fields = {"label": device.label, "node": device.node}
+    fields.update({name: fields_of(figure) for name, figure in device.figures.items()})
+    return fields
+
+
+def _path_faults(path: str) -> Iterator[Fault]:
+    if not path.endswith(SUFFIX):
+        yield Fault("write", "is no hardware file", repr(path), f"a name that ends in {SUFFIX}")
+    elif not Path(path).parent.is_dir():
+        fix = f"create it: mkdir -p {Path(path).parent}"
+        yield Fault("write", "is in a folder that does not exist", repr(path), fix=fix)
+    elif not os.access(Path(path).parent, os.W_OK):
+        yield Fault("write", "is in a folder that cannot be written", repr(path))
+
+
+def _check_given(path: str, fields: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for every field that is there and not valid."""
+    try:
+        parse_table(fields)
+    except ValidationError as error:
+        faults = [fault_of(path, item) for item in error.errors() if item["type"] != "missing"]
+        if faults:
+            raise ConfigError(*faults) from None
+
+
+def is_published(fields: Mapping[str, Any], name: str) -> bool:
+    """Whether a file holds a published figure of this name."""
+    return name in fields and "published" in fields[name]
+
+
+def fields_of(figure: Figure) -> dict[str, Any]:
+    """A figure as its table in a file."""
+    return figure.model_dump(exclude_none=True)
+
+
+def write_fields(path: str, fields: Mapping[str, Any]) -> None:
+    """Write a hardware file as a whole: a reader sees the old one or the new one."""
+    part = Path(f"{path}.part")
+    part.write_text(file_text(fields), encoding="utf-8")
+    os.replace(part, path)
+
+
+def file_text(fields: Mapping[str, Any]) -> str:
+    """A hardware file, its fields in the order of `HardwareTable`."""
+    lines = [HEADER.rstrip()]
+    for name in HardwareTable.model_fields:
+        if name in fields and name != EFFICIENCY:
+            lines.append(f"{name} = {_text(fields[name])}")
+    efficiency = fields.get(EFFICIENCY)
+    if efficiency:
+        lines += ["", f"[{EFFICIENCY}]"]
+        names = [field.name for field in dataclass_fields(Efficiency) if field.name in efficiency]
+        lines += [f"{name} = {_text(efficiency[name])}" for name in names]
+    return "\n".join(lines) + "\n"
+
+
+def _text(item: Any) -> str:
+    if isinstance(item, Mapping):
+        pairs = [f"{name} = {_text(value)}" for name, value in item.items()]
+        return f"{{{', '.join(pairs)}}}"
+    return toml_value(item)

@@ -1,0 +1,1 @@
+"""Measured speeds of this machine: collectives, matrix products, attention, memory, launches."""

@@ -1,0 +1,175 @@
+"""One collective with inputs whose results are known: every element is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.comm.comm import Comm
+from weft.errors import CommError
+from weft.planner.bench.bandwidth import OperationName
+
+DTYPE = torch.float32
+PERIOD = 7
+"""Elements repeat 0, 1, ..., 6: whole numbers, whose sums over 10^6 ranks are exact."""
+
+
+@dataclass(frozen=True)
+class KnownOperation:
+    """A collective on fixed inputs.
+
+    Attributes:
+        run: starts it, waits, and returns what this rank has got; None: nothing.
+        expected: what it must get.
+        size_bytes: S, see `weft.planner.bench.bandwidth`.
+    """
+
+    name: OperationName
+    run: Callable[[], Tensor | None]
+    expected: Tensor | None
+    size_bytes: int
+
+    def check(self, comm: Comm, axis: str) -> int:
+        """Run it once and compare every element; the number of elements.
+
+        Raises:
+            CommError: an element differs.
+        """
+        result = self.run()
+        if result is None or self.expected is None:
+            return 0
+        num_wrong = int((result != self.expected).sum())
+        if num_wrong:
+            count = f"{num_wrong} of {result.numel()} elements"
+            where = f"{self.name} of {self.size_bytes} bytes over {axis}, ranks {comm.group(axis)}"
+            raise CommError(f"{where}: {count} are wrong on rank {comm.rank}")
+        return result.numel()
+
+
+def known_operation(name: OperationName, comm: Comm, axis: str, size_bytes: int) -> KnownOperation:
+    """The collective of this size over an axis, rounded up to one element for each member."""
+    members = comm.degree(axis)
+    piece = max(1, size_bytes // DTYPE.itemsize // members)
+    inputs = _Inputs(comm, axis, piece)
+    run, expected = _MAKERS[name](inputs)
+    return KnownOperation(name, run, expected, piece * members * DTYPE.itemsize)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Tensors of a rank: `piece` elements for each member of its group."""
+
+    comm: Comm
+    axis: str
+    piece: int
+
+    @property
+    def members(self) -> int:
+        return self.comm.degree(self.axis)
+
+    @property
+    def index(self) -> int:
+        return self.comm.index(self.axis)
+
+    def counted(self, num_pieces: int, offset: int) -> Tensor:
+        """0, 1, ..., 6, 0, ..., each plus `offset`."""
+        numel = num_pieces * self.piece
+        return torch.arange(numel, dtype=DTYPE, device=self.comm.device) % PERIOD + offset
+
+    def whole(self, offset: int) -> Tensor:
+        return self.counted(self.members, offset)
+
+    def own(self, offset: int) -> Tensor:
+        return self.counted(1, offset)
+
+    def summed(self) -> Tensor:
+        """The sum over members of what member i calls `whole(i)`."""
+        return self.whole(0) * self.members + self.members * (self.members - 1) // 2
+
+
+_Made = tuple[Callable[[], Tensor | None], Tensor | None]
+
+
+def _all_reduce(inputs: _Inputs) -> _Made:
+    x = inputs.whole(inputs.index)
+    return lambda: inputs.comm.all_reduce(x, inputs.axis), inputs.summed()
+
+
+def _all_gather(inputs: _Inputs) -> _Made:
+    x = inputs.own(inputs.index)
+    expected = torch.cat([inputs.own(member) for member in range(inputs.members)])
+    return lambda: inputs.comm.all_gather(x, inputs.axis), expected
+
+
+def _reduce_scatter(inputs: _Inputs) -> _Made:
+    x = inputs.whole(inputs.index)
+    expected = inputs.summed().chunk(inputs.members)[inputs.index].clone()
+    return lambda: inputs.comm.reduce_scatter(x, inputs.axis), expected
+
+
+def _all_to_all(inputs: _Inputs) -> _Made:
+    members, index = inputs.members, inputs.index
+    x = torch.cat([inputs.own(index * members + to) for to in range(members)])
+    expected = torch.cat([inputs.own(source * members + index) for source in range(members)])
+    return lambda: inputs.comm.all_to_all(x, inputs.axis), expected
+
+
+def _broadcast(inputs: _Inputs) -> _Made:
+    sent = inputs.whole(1)
+    x = sent if inputs.index == 0 else torch.zeros_like(sent)
+    return lambda: inputs.comm.broadcast_(x, inputs.axis), sent.clone()
+
+
+def _gather(inputs: _Inputs) -> _Made:
+    x = inputs.own(inputs.index)
+    is_root = inputs.index == 0
+    expected = None
+    if is_root:
+        expected = torch.cat([inputs.own(member) for member in range(inputs.members)])
+
+    def run() -> Tensor | None:
+        pieces = inputs.comm.gather(x, inputs.axis)
+        return None if pieces is None else torch.cat(pieces)
+
+    return run, expected
+
+
+def _scatter(inputs: _Inputs) -> _Made:
+    pieces = None
+    if inputs.index == 0:
+        pieces = [inputs.own(member) for member in range(inputs.members)]
+    out = torch.zeros_like(inputs.own(0))
+    expected = inputs.own(inputs.index)
+    return lambda: inputs.comm.scatter(pieces, out, inputs.axis), expected
+
+
+def _send_recv(inputs: _Inputs) -> _Made:
+    """Each member sends to the next one and receives from the one before it."""
+    members, index = inputs.members, inputs.index
+    x = inputs.whole(index)
+    out = torch.zeros_like(x)
+    before = (index - 1) % members
+
+    def run() -> Tensor:
+        received = inputs.comm.start_recv(out, inputs.axis, source=before)
+        sent = inputs.comm.start_send(x, inputs.axis, to=(index + 1) % members)
+        received.wait()
+        sent.wait()
+        return out
+
+    return run, inputs.whole(before)
+
+
+_MAKERS: dict[OperationName, Callable[[_Inputs], _Made]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "gather": _gather,
+    "scatter": _scatter,
+    "send_recv": _send_recv,
+}
