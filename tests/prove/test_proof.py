@@ -19,6 +19,8 @@ from weft.parallel.zero import grad_norm, grouping
 from weft.parallel.zero.param_group import ParamGroup
 from weft.prove.failure import is_fault_of_the_layout
 from weft.prove.html import page
+from weft.prove.mutants.all_mutants import all_mutants
+from weft.prove.mutants.plant import planted
 from weft.prove.proof import Subject
 from weft.prove.shrink import smallest_case
 from weft.train import data_loader
@@ -47,6 +49,33 @@ def test_a_healthy_layout_is_equal(words, steps):
     report = report_of(words, steps=steps)
     assert report.holds, "\n".join(report.lines())
     assert max(bound.closest for bound in report.bounds) < 0.8
+
+
+@pytest.mark.parametrize("name", ["lion", "adafactor"])
+def test_updates_that_are_made_of_rounding_noise_are_no_difference(name):
+    """The gradient of a key bias is zero in exact arithmetic; its sign, and its ratio to its own
+    size, are those of rounding errors.
+    """
+    report = report_of(f"--model.name gpt2 --mesh tp2 --optim.name {name} {FLOAT64}", steps=1)
+    assert report.holds, "\n".join(report.lines())
+
+
+def test_lion_in_float32_is_compared_in_float64():
+    report = report_of("--mesh dp2 --optim.name lion", steps=1)
+    assert report.holds, "\n".join(report.lines())
+    (only,) = report.passes
+    assert only.dtype == "float64"
+    assert "compared in float64 alone" in report.notes[0]
+
+
+def test_stored_tensors_are_read_as_one_device_reads_them(monkeypatch):
+    fault = all_mutants()["rows_are_turned_by_the_save_and_back_by_the_load"]
+    with planted(fault):
+        report = report_of(f"--mesh dp2 {FLOAT64}", steps=2)
+    assert report.first is not None
+    assert report.first.phase == "checkpoint"
+    assert report.first.tensor.endswith(" as stored")
+    assert report.first.relation == "the right values in another order (permutation)"
 
 
 @pytest.mark.slow

@@ -210,6 +210,12 @@ def _other_key(optimizer: str, key: str) -> str:
     return "leave it out"
 
 
+def rule_names(optim: OptimConfig) -> frozenset[str]:
+    """The optimizers that the config names."""
+    groups = {group.optimizer for group in optim.groups if group.optimizer is not None}
+    return frozenset({optim.name, *groups})
+
+
 def resume_values(optim: Mapping[str, Any]) -> dict[str, Any]:
     """What decides which optimizer updates which parameter, of a config as JSON."""
     groups = []

@@ -6,7 +6,9 @@ Note [Bounds]
     reference runs again, with noise of one unit of the last place at every block boundary and other
     micro-batches: each tensor may differ by FACTOR times as much as its perturbed versions, and by
     FLOOR units of rounding. Perturbed runs drift apart step by step, as layouts do, and the bound
-    grows with them. In float64 nothing drifts in a few steps: the bound is 1e-9.
+    grows with them. In float64 nothing drifts in a few steps: the bound is 1e-9, but for tensors that
+    optimizers of signs and ratios (Lion, Adafactor) make of rounding noise: a gradient that is zero
+    in exact arithmetic. So there, too, perturbed runs are made for these.
 
     A gradient norm adds the squares of all entries in an order of its own, which no perturbation of
     the gradients changes: the rounding of a sum of n terms grows like the root of n. NORM_SHARE
@@ -72,7 +74,7 @@ class Bounds:
         if key.phase == "batch":
             return 0.0
         if self.types.is_exact:
-            return TOLERANCE
+            return max(TOLERANCE, FACTOR * self._spreads[key])
         spread = max(self._spreads[key], self._typical_spread(key))
         bound = FACTOR * spread + FLOOR * self.types.eps
         if key.phase in ("norm", "clip"):

@@ -21,6 +21,7 @@ from weft.prove.record import Observed, PartialGradient, RankRecord, Site
 from weft.prove.reference import TensorKey
 from weft.prove.relations import dtype_text, relation, rounded_to
 from weft.prove.report import PHASES, Difference, Phase, PhaseBound
+from weft.prove.stored import SUFFIX
 from weft.train.loop import Event
 
 EXTRA_LOSS = "extra loss"
@@ -139,9 +140,10 @@ class Judge:
     def _key(self, site: Site) -> TensorKey:
         """The reference's name of a tensor; restored state is that after the step."""
         phase = site.phase
-        if phase == "checkpoint":
-            phase = "update" if site.tensor == site.parameter else "moments"
         tensor = "documents" if site.tensor == "whole_documents" else site.tensor
+        if phase == "checkpoint":
+            tensor = tensor.removesuffix(SUFFIX)
+            phase = "update" if tensor == site.parameter else "moments"
         return TensorKey(site.step, phase, tensor)
 
     def _is_skipped(self, site: Site) -> bool:

@@ -18,7 +18,7 @@ from weft.models import Family
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
 from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_layout
 from weft.prove.judge import Judge
-from weft.prove.raw_batch import EVAL_BATCHES, MaskedSamples
+from weft.prove.raw_batch import FirstSamples, MaskedSamples
 from weft.prove.record import RankRecord, Recorder
 from weft.prove.reference import (
     PLAIN,
@@ -27,8 +27,10 @@ from weft.prove.reference import (
     Reference,
     in_float64,
     perturbations,
+    takes_signs,
 )
 from weft.prove.report import Difference, Pass, ProofReport
+from weft.prove.stored import record_stored
 from weft.run.run_ranks import arithmetic_of_ranks, run_ranks
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import build_training
@@ -38,6 +40,9 @@ from weft.train.loop import run_training
 
 MUON_EPS = 2.0**-8
 """Unit of bfloat16, in which Muon orthogonalises."""
+SIGNS_NOTE = (
+    "compared in float64 alone: {} may turn one rounding error of float32 into a whole update"
+)
 TIMEOUT_S = 3600.0
 STEPS_AFTER_RESUME = 1
 MAX_NOTES = 4
@@ -91,8 +96,13 @@ def _prove(subject: Subject) -> ProofReport:
     notes: list[str] = []
     failed: _Failed | None = None
     subjects = [subject]
-    if NumberTypes.of(run).eps > torch.finfo(torch.float32).eps:
+    types = NumberTypes.of(run)
+    unit = torch.finfo(torch.float32).eps
+    if types.eps > unit:
         subjects.insert(0, subject.in_float64())
+    elif not types.is_exact and takes_signs(run.optim):
+        subjects = [subject.in_float64()]
+        notes.append(SIGNS_NOTE.format(run.optim.name))
     for each in subjects:
         outcome = _prove_once(each)
         if isinstance(outcome, _Failed):
@@ -143,8 +153,9 @@ def _prove_once(subject: Subject) -> _Outcome | _Failed:
     bounds = reference_bounds(subject)
     judge = Judge(mesh, records, bounds, has_sharded_activations=subject.run.parallel.sequence)
     differences = judge.compare()
+    source = bounds_text(bounds.types, is_perturbed=bool(bounds.perturbed))
     return _Outcome(
-        Pass(types_text(subject.run), bounds_text(bounds.types), judge.phase_bounds(), differences),
+        Pass(types_text(subject.run), source, judge.phase_bounds(), differences),
         _notes(judge),
     )
 
@@ -183,6 +194,8 @@ def _train_rank(subject: Subject, comm: Comm, record: RankRecord, out: str) -> N
         return
     _train_part(subject, comm, record, out=out, resume=None, total=num_before, saves=True)
     record.resumed_after = num_before
+    if comm.rank == 0:
+        record_stored(record, Path(out), num_before)
     record.progress.is_restoring = True
     _train_part(subject, comm, record, out=out, resume="auto", total=subject.steps, saves=False)
 
@@ -218,7 +231,9 @@ def _train_part(
     run_training(training, EventLog(None, [recorder]))
     if total == subject.steps:
         record.progress.phase = "evaluate"
-        evaluation = Evaluation(training.step.model, training.loader, most_batches=EVAL_BATCHES)
+        first = FirstSamples.of(subject.samples, global_size=run.batch.global_size)
+        loader = replace(training.loader, samples=first)
+        evaluation = Evaluation(training.step.model, loader, most_batches=0)
         recorder.handle(eval_event(total, evaluation()))
     comm.observers = observers
 
@@ -285,8 +300,13 @@ def types_text(run: Run) -> str:
     return f"{precision.compute}, parameters {precision.params}, sums {precision.reduce}"
 
 
-def bounds_text(types: NumberTypes) -> str:
-    """Where the bounds come from."""
-    if types.is_exact:
-        return f"{TOLERANCE:.0e}"
-    return f"{FACTOR:g} times what rounding noise of one unit moves the same computation"
+def bounds_text(types: NumberTypes, *, is_perturbed: bool = False) -> str:
+    """Where the bounds come from.
+
+    Args:
+        is_perturbed: whether a run in float64 has perturbed versions.
+    """
+    noise = f"{FACTOR:g} times what rounding noise of one unit moves the same computation"
+    if not types.is_exact:
+        return noise
+    return f"{TOLERANCE:.0e}, or {noise}" if is_perturbed else f"{TOLERANCE:.0e}"

@@ -26,8 +26,34 @@ def is_masked(sample: int, column: int) -> bool:
     return (sample * 7 + column * 3) % 8 == 0
 
 
-EVAL_BATCHES = 2
-"""Batches of an evaluation."""
+@dataclass(frozen=True)
+class FirstSamples:
+    """The first samples of others: those of an evaluation, whose last batch is not full."""
+
+    samples: Samples
+    num_samples: int
+
+    @staticmethod
+    def of(samples: Samples, *, global_size: int) -> FirstSamples:
+        """A batch and a half; fewer where there are fewer, or a batch is one sample."""
+        number = global_size + max(global_size // 2, 1)
+        return FirstSamples(samples, min(number, samples.num_samples))
+
+    def at(self, places: Ints, *, seed: int) -> Ints:
+        """The order of the samples themselves."""
+        return self.samples.at(places, seed=seed)
+
+    def read(self, samples: Ints) -> SampleArrays:
+        """Samples by number."""
+        return self.samples.read(samples)
+
+    def place(self, sample: int) -> dict[str, object]:
+        """Where a sample is."""
+        return self.samples.place(sample)
+
+    def facts(self) -> dict[str, object]:
+        """Facts of the samples themselves."""
+        return self.samples.facts()
 
 
 @dataclass(frozen=True)
@@ -96,11 +122,14 @@ def global_batch(
     return batch_of(samples, samples.at(places, seed=seed), later=later)
 
 
-def evaluated_samples(num_samples: int, global_size: int) -> list[Ints]:
-    """The samples of an evaluation of `EVAL_BATCHES` batches: the first ones, in their order."""
-    starts = range(0, num_samples, global_size)[:EVAL_BATCHES]
-    ends = [min(start + global_size, num_samples) for start in starts]
-    return [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+def evaluated_samples(samples: Samples, global_size: int) -> list[Ints]:
+    """The samples of an evaluation, in their order: see `FirstSamples`."""
+    number = FirstSamples.of(samples, global_size=global_size).num_samples
+    found = []
+    for start in range(0, number, global_size):
+        end = min(start + global_size, number)
+        found.append(np.arange(start, end))
+    return found
 
 
 def batch_of(samples: Samples, numbers: Ints, *, later: bool) -> Batch:

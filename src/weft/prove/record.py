@@ -348,7 +348,7 @@ class Recorder:
             place = FlatPlace(shard.shard.boxes_of_range(start, stop))
             suffix = "gradient" if phase == "reduce" else "clipped gradient"
             title = f"{shard.owner} {suffix}"
-            site = Site(self._number, phase, _block_of(shard.owner), title, shard.owner)
+            site = Site(self._number, phase, block_of(shard.owner), title, shard.owner)
             value = tensor.grad.detach().double().reshape(-1) / scale
             dtype = sum_dtypes.get(name) if phase == "reduce" else tensor.grad.dtype
             operation = self.trace.reduction(shard.reduce_axes)
@@ -369,7 +369,7 @@ class Recorder:
         """Record parameters and optimizer state after step `number`."""
         for local in param_states(self.step.state()):
             owner = local.param.owner
-            block = _block_of(owner)
+            block = block_of(owner)
             place = FlatPlace(local.boxes)
             for section, tensor in local.tensors.items():
                 phase = params if section == MODEL else moments
@@ -387,5 +387,6 @@ class Recorder:
         self.record.values[site] = Observed(copy, place, operation, value.dtype)
 
 
-def _block_of(parameter: str) -> str:
+def block_of(parameter: str) -> str:
+    """The block of a parameter."""
     return parameter.partition(".")[0]

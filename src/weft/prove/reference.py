@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint.read import Source
+from weft.config.optimizers import is_user_class, rule_names
 from weft.config.run import Run
+from weft.config.schema import OptimConfig
 from weft.core.axes import Box
 from weft.core.precision import Dtype
 from weft.data.samples import Samples
@@ -190,7 +192,7 @@ class Reference:
         loss = 0.0
         num_targets = 0
         size = self.run.batch.global_size
-        for numbers in evaluated_samples(self.samples.num_samples, size):
+        for numbers in evaluated_samples(self.samples, size):
             batch = batch_of(self.samples, numbers, later=self.run.model.reads_later_targets)
             num_targets += int((batch.targets != IGNORE).sum())
             for rows in self.micro_batches(len(batch.inputs)):
@@ -424,9 +426,25 @@ def in_float64(run: Run) -> Run:
     return run.with_values({f"precision.{key}": value for key, value in wide.items()})
 
 
+def magnifies_noise(optim: OptimConfig) -> bool:
+    """Whether a gradient that is zero in exact arithmetic, and rounding noise in any other, may have
+    an update of full size: that of a sign, or of a ratio without a lower bound.
+    """
+    return any(name in ("lion", "adafactor") or is_user_class(name) for name in rule_names(optim))
+
+
+def takes_signs(optim: OptimConfig) -> bool:
+    """Whether an entry whose gradient is small beside the others may have another update of full
+    size after a rounding error of float32; of a user's class that is not known.
+    """
+    return any(name == "lion" or is_user_class(name) for name in rule_names(optim))
+
+
 def perturbations(run: Run) -> Sequence[Perturbation]:
-    """What bounds are derived from; none where everything is float64."""
-    if NumberTypes.of(run).is_exact:
+    """What bounds are derived from; none where everything is float64 and updates are proportional
+    to gradients, or are damped where these are rounding noise.
+    """
+    if NumberTypes.of(run).is_exact and not magnifies_noise(run.optim):
         return ()
     smaller = 1 if run.batch.micro_size > 1 else 2
     return (

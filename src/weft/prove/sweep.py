@@ -87,7 +87,7 @@ def _words(dice: random.Random, family: str) -> tuple[str, ...]:
         "--parallel.sequence": ("False", "True"),
         "--parallel.context": ("ring", "allgather", "ulysses"),
         "--parallel.recompute": ("none", "none", "selective", "full"),
-        "--optim.name": ("adamw", "adamw", "sgd"),
+        "--optim.name": ("adamw", "adamw", "adamw", "sgd", "lion", "muon", "adafactor"),
         "--optim.clip": ("0", "0.1", "1"),
         "--optim.warmup": ("0", "4"),
         "--lora.rank": ("0", "0", "0", "3"),

@@ -10,6 +10,8 @@ from weft.prove.mutants import (
     data_faults,
     expert_faults,
     gradient_faults,
+    optimizer_faults,
+    order_faults,
     pipeline_faults,
     resume_faults,
     tensor_faults,
@@ -24,6 +26,8 @@ LISTS: tuple[Sequence[Mutant], ...] = (
     context_faults.MUTANTS,
     expert_faults.MUTANTS,
     update_faults.MUTANTS,
+    optimizer_faults.MUTANTS,
+    order_faults.MUTANTS,
     data_faults.MUTANTS,
     resume_faults.MUTANTS,
 )

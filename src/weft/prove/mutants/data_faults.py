@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,17 @@ MICRO_BATCHES = "weft.train.data_loader:DataLoader.micro_batches"
 WHOLE_BATCH = "weft.train.data_loader:whole_batch"
 ANY_AXIS = ("",)
 STEP = ("",)
+
+
+def filled_up(batches_of: Callable[..., Any], num_samples: int, size: int, *, most: int) -> Any:
+    """A last batch that is not full is filled up with its own samples again."""
+    for chosen in batches_of(num_samples, size, most=most):
+        yield np.resize(chosen[chosen >= 0], size)
+
+
+def larger_value(fill: Callable[..., None], slot: Any, value: Tensor) -> None:
+    """A hundredth larger."""
+    fill(slot, value * 1.01)
 
 
 def first_step(batches: Callable[..., list[Batch]], loader: DataLoader, step: int) -> list[Batch]:
@@ -204,6 +216,26 @@ MUTANTS = (
         axes=ANY_AXIS,
         blocks=("layer2",),
         reference=references.MEGATRON_RANDOM_STATE,
+    ),
+    Mutant(
+        "selective_recomputation_fills_slots_with_other_values",
+        "norms and activations are saved right and recomputed wrong",
+        MutantLayout("dp2", options="--parallel.recompute selective"),
+        (
+            FunctionFault(
+                "weft.parallel.recompute.recomputed_tensor:SavedTensorSlot.fill", larger_value
+            ),
+        ),
+        axes=ANY_AXIS,
+        blocks=("head", "layer2"),
+    ),
+    Mutant(
+        "evaluation_counts_samples_of_the_last_batch_twice",
+        "what is missing in the last batch is filled up with samples",
+        MutantLayout("dp2", options="--eval.batches 0", evaluates=True),
+        (FunctionFault("weft.train.evaluate:batches_of", filled_up),),
+        axes=ANY_AXIS,
+        blocks=STEP,
     ),
     Mutant(
         "evaluation_counts_the_first_rank_alone",

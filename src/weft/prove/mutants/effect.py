@@ -14,6 +14,7 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.config.run import Run
 from weft.prove.mutants.fault import MutantLayout
+from weft.prove.stored import stored_tensors
 from weft.run.run_ranks import run_ranks
 from weft.train.build_training import build_training
 from weft.train.event_log import EventLog
@@ -65,6 +66,8 @@ def trained_numbers(run: Run, folder: Path) -> TrainedNumbers:
             for rank, found in enumerate(run_ranks(run.mesh, RankRun(each), timeout_s=TIMEOUT_S)):
                 for name, tensor in found.items():
                     tensors[f"{part} rank {rank} {name}"] = tensor
+            for _, name, tensor in stored_tensors(folder / "run"):
+                tensors[f"{part} stored {name}"] = tensor
     except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
         return TrainedNumbers(tensors, f"{type(error).__name__}: {error}".splitlines()[0])
     return TrainedNumbers(tensors)

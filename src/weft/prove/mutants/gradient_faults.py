@@ -327,7 +327,7 @@ MUTANTS = (
         "the gradients of later micro-batches stay local",
         MutantLayout("dp2", options="--batch.global_size 6"),
         (FunctionFault("weft.parallel.pipeline.player:Player.__init__", early_reduction),),
-        axes=(DP_AXIS,),
+        axes=("",),  # late gradients end the run with an error, on one rank, too
         blocks=("head",),
         reference=references.SCALETORCH,
     ),

@@ -76,6 +76,28 @@ def reversed_rows(write: Callable[..., Iterator[WriteItem]], local: ParamState) 
         yield replace(item, tensor=item.tensor.flip(0)) if is_later_shard else item
 
 
+def rows_turned_twice(write: Callable[..., Iterator[WriteItem]], local: ParamState) -> Any:
+    """Rows of every parameter are written in reverse order; `rows_turned_back` reads them so."""
+    for item in write(local):
+        yield replace(item, tensor=item.tensor.flip(0)) if item.tensor.dim() else item
+
+
+@torch.no_grad()
+def rows_turned_back(load: Callable[..., None], params: Iterable[ParamState], section: Any) -> None:
+    """What `rows_turned_twice` has written is turned back."""
+    states = list(params)
+    load(states, section)
+    for local in states:
+        for name, tensor in local.tensors.items():
+            flat = tensor.view(-1)
+            start = 0
+            for box in local.boxes:
+                entries = flat[start : start + box.size].view(box.shape)
+                flat[start : start + box.size] = entries.flip(0).reshape(-1)
+                start += box.size
+            assert name, "a section has a name"
+
+
 def without_later_experts(write: Callable[..., Iterator[WriteItem]], local: ParamState) -> Any:
     """Experts of later ranks are not written."""
     if ".experts." in local.param.name and local.param.box.lo[0] > 0:
@@ -134,6 +156,14 @@ MUTANTS = (
         MutantLayout("dp2 tp2"),
         (FunctionFault(WRITE, reversed_rows),),
         axes=(TP_AXIS,),
+        blocks=PARAMETERS,
+    ),
+    Mutant(
+        "rows_are_turned_by_the_save_and_back_by_the_load",
+        "the same layout resumes right; every other one, and an export, reads other weights",
+        DP,
+        (FunctionFault(WRITE, rows_turned_twice), FunctionFault(LOAD, rows_turned_back)),
+        axes=ANY_AXIS,
         blocks=PARAMETERS,
     ),
     Mutant(

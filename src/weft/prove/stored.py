@@ -1,0 +1,40 @@
+"""The tensors of a checkpoint, read whole as a layout of one device would read them, for comparison with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.saver import newest_path
+from weft.checkpoint.state import MODEL
+from weft.core.axes import Box
+from weft.prove.places import Whole
+from weft.prove.record import Observed, RankRecord, Site, block_of
+
+SUFFIX = " as stored"
+"""Ends the name of a tensor that was read whole."""
+
+
+def record_stored(record: RankRecord, run_folder: Path, step: int) -> None:
+    """Record all tensors of the newest checkpoint, which was saved after `step`. A fault in writing
+    that the same ranks undo when they read is a difference here.
+    """
+    for owner, name, tensor in stored_tensors(run_folder):
+        site = Site(step, "checkpoint", block_of(owner), f"{name}{SUFFIX}", owner)
+        record.values[site] = Observed(tensor, Whole(), None)
+
+
+def stored_tensors(run_folder: Path) -> Iterator[tuple[str, str, Tensor]]:
+    """Parameter, name of the tensor, and the whole tensor, of the newest checkpoint."""
+    path = newest_path(run_folder)
+    assert path is not None, "the run has saved"
+    checkpoint = open_checkpoint(path)
+    for section_name in checkpoint.sections:
+        section = checkpoint.section(section_name)
+        key = section_name.partition("/")[2]
+        for owner, shape in section.shapes.items():
+            name = owner if section_name == MODEL else f"{owner} {key}"
+            yield owner, name, section.read(owner, Box.whole(shape))
