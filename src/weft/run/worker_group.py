@@ -79,11 +79,15 @@ def fork_workers(
 
 
 def _modules_of_dimensions(mesh: Mesh | None) -> Iterator[str]:
+    """The modules that every rank of the mesh would import when it builds its model."""
     if mesh is None:
         return
-    for name, degree in mesh.axes:
-        if degree > 1:
-            yield from dimensions()[name].preload
+    degrees = dict(mesh.axes)
+    for dimension in dimensions().values():
+        if degrees.get(dimension.name, 1) > 1:
+            yield from dimension.preload
+        if dimension.transform:
+            yield dimension.transform.partition(":")[0]
 
 
 class WorkerGroup:
