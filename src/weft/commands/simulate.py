@@ -30,7 +30,7 @@ def simulate_run(words: Sequence[str]) -> int:
         hardware = find_hardware(run.hardware).for_matmul(run.precision.matmul)
         return _simulate_on(run, hardware, columns)
     speed = f"a rank at {SIMULATED_FLOPS / 1e12:g} TFLOP/s, a backward twice its forward"
-    assumptions = f"{plan.schedule}; {speed}; communication takes no time"
+    assumptions = f"{plan.schedule_name}; {speed}; communication takes no time"
     print_result("\n".join(wrapped(assumptions, columns)))
     show(simulate(plan.table, lambda act: action_s(plan, act), unit="s"), columns=columns)
     return EXIT_OK

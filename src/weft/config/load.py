@@ -28,11 +28,11 @@ from weft.config.keys import (
 )
 from weft.config.optimizers import is_user_class, optimizer_faults
 from weft.config.run import Run
+from weft.config.schedule_keys import schedule_keys
 from weft.config.schema import ConfigSection, ModelSection
 from weft.config.user_code import canonical_reference, is_file_reference, is_reference
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
-from weft.schedule.catalog import SCHEDULES
 
 DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits"}
 """Kind of model -> data source where none is named."""
@@ -112,12 +112,15 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         elif is_table(key):
             asked[key] = value
     contradicting = contradictions(sources.folder, asked)
+    schedule = schedule_keys(asked, given.values)
     values: Flat = {
-        **_defaults(sources.model, asked, families),
+        **_defaults(sources.model, families),
+        **schedule.defaults,
         **sources.folder.defaults,
         **finetuning_defaults(asked, sources.folder.defaults),
         **asked,
         **sources.folder.decided,
+        **schedule.decided,
         "model.name": sources.model.name,
         "model.preset": sources.model.preset,
         **_source_digest(families[sources.model.name], asked),
@@ -137,6 +140,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *unknown,
         *given.faults,
         *contradicting,
+        *schedule.faults,
         *invalid,
         *too_large,
         *optimizer,
@@ -240,14 +244,10 @@ def _choose_model(
 
 def _defaults(
     model: ModelChoice,
-    asked: Flat,
     families: Families,
 ) -> Flat:
-    """Defaults that follow from the model or from other keys."""
+    """Defaults that follow from the model."""
     values: Flat = {"data.source": DEFAULT_SOURCE[families[model.name].Config.kind]}
-    schedule = SCHEDULES.get(str(asked.get("pipeline.schedule")))
-    if schedule is not None:
-        values["pipeline.chunks"] = schedule.default_chunks
     values.update(preset_fields(model, families))
     return values
 

@@ -173,6 +173,7 @@ def plan_of(run: Run) -> Plan:
         architecture=canonical_json(run.model.architecture),
         stages=make_stages(blocks, run.num_stages, split=run.pipeline.split),
         schedule=run.pipeline.schedule,
+        schedule_lines=run.pipeline.table,
         chunks=run.pipeline.chunks,
         microbatches=run.num_micro,
         micro_size=run.batch.micro_size,

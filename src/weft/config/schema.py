@@ -311,6 +311,9 @@ class PipelineConfig(ConfigSection):
     schedule: str = Field(
         "1f1b", description=f"order of the actions: {', '.join(SCHEDULES)}, or a file with a table"
     )
+    table: tuple[str, ...] = Field(
+        (), description="lines of that file, which a run records; empty: they are read from it"
+    )
     chunks: int = Field(
         1,
         ge=1,

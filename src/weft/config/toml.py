@@ -17,6 +17,8 @@ from weft.small_files import MIB, UnreadableFile, parse_toml, read_bytes
 HEADER = "# The whole run: every key that decides it. Repeat it with `weft train` and this file.\n"
 MAX_BYTES = MIB
 """Size of the largest file that is read as a config."""
+LONG_LIST = 120
+"""Columns of a list of texts that is written on one line."""
 MAX_KEYS = 1000
 """Keys of a config file: more are no config."""
 
@@ -114,8 +116,12 @@ def value(item: Any) -> str:
     if isinstance(item, str):
         return json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(item, tuple | list):
-        items = ", ".join(map(value, item))
-        return f"[{items}]"
+        items = list(map(value, item))
+        text = f"[{', '.join(items)}]"
+        if len(text) <= LONG_LIST or not all(isinstance(part, str) for part in item):
+            return text
+        rows = "".join(f"  {part},\n" for part in items)
+        return f"[\n{rows}]"
     if isinstance(item, BaseModel):
         return value(item.model_dump(exclude_none=True))
     if isinstance(item, Mapping):

@@ -320,7 +320,7 @@ def schedule_takes_sizes(
     """The schedule exists, and has a table for this many ranks, chunks and micro-batches."""
     name = pipeline.schedule
     try:
-        schedule = find(name)
+        schedule = find(name, pipeline.table)
     except UserError as error:
         yield from error.faults
         return

@@ -49,7 +49,7 @@ def _stage_lines(plan: Plan) -> list[str]:
         return ["pipeline: none"]
     total = sum(stage.flops for stage in plan.stages) or 1.0
     lines = [
-        f"pipeline: {plan.schedule}, {counted(len(plan.stages), 'stage')}, bubble {100 * plan.bubble:.1f}% (predicted)",
+        f"pipeline: {plan.schedule_name}, {counted(len(plan.stages), 'stage')}, bubble {100 * plan.bubble:.1f}% (predicted)",
         "  balanced by FLOPs (minimises the slowest stage)",
     ]
     for index, stage in enumerate(plan.stages):

@@ -28,9 +28,10 @@ from weft.core.sequence import Context, length_unit
 from weft.errors import Fault, PlanError, counted
 from weft.layout.stages import split_by_cost, split_by_counts
 from weft.schedule.actions import Table
-from weft.schedule.catalog import find
+from weft.schedule.catalog import find, short_name
 from weft.schedule.lower import Program, lower
 from weft.schedule.simulate import simulate
+from weft.schedule.table_file import TableLines
 from weft.schedule.timeline import bubble
 
 Recompute = Literal["none", "selective", "full"]
@@ -62,6 +63,8 @@ class Plan(BaseModel):
     Attributes:
         family: name of the model family.
         architecture: the family's config as canonical JSON.
+        schedule: public name, or the path of a schedule file.
+        schedule_lines: content of that file; empty for a public name.
         microbatches: micro-batches of one data-parallel rank in a step, each of `micro_size`
             sequences.
         rule: pairs (logical axis of a parameter, mesh axis that shards it), also for axes that this
@@ -77,6 +80,7 @@ class Plan(BaseModel):
     architecture: str
     stages: tuple[Stage, ...]
     schedule: str = "1f1b"
+    schedule_lines: TableLines = ()
     chunks: int = 1
     microbatches: int = 1
     micro_size: int = 1
@@ -121,10 +125,15 @@ class Plan(BaseModel):
         """Sequences in one optimizer step, over all ranks."""
         return self.micro_size * self.microbatches * self.num_data_ranks
 
+    @property
+    def schedule_name(self) -> str:
+        """Name of the schedule for readers; of a file the last part of its path."""
+        return short_name(self.schedule)
+
     @cached_property
     def table(self) -> Table:
         """The schedule's table: what each pipeline rank computes, in order."""
-        schedule = find(self.schedule)
+        schedule = find(self.schedule, self.schedule_lines)
         return schedule.table(self.pipeline_size, self.chunks, self.microbatches)
 
     @cached_property
@@ -215,7 +224,8 @@ def canonical_json(architecture: Mapping[str, Any]) -> str:
 
 def _faults(plan: Plan) -> Iterator[Fault]:
     ranks = plan.pipeline_size
-    yield from find(plan.schedule).faults(
+    schedule = find(plan.schedule, plan.schedule_lines)
+    yield from schedule.faults(
         ranks=ranks,
         chunks=plan.chunks,
         microbatches=plan.microbatches,

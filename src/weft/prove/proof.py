@@ -277,7 +277,8 @@ def layout_text(run: Run) -> str:
         default = type(values)()
         for key in type(values).model_fields:
             value = getattr(values, key)
-            if value != getattr(default, key):
+            is_content = key == "table"  # of the schedule file, which is named
+            if value != getattr(default, key) and not is_content:
                 words.append(f"{section}.{key} {value}")
     return ", ".join(words)
 

@@ -74,6 +74,7 @@ class _Search:
         values = {key: value}
         if key == "pipeline.schedule":
             values["pipeline.chunks"] = 1
+            values["pipeline.table"] = ()
         self._keeps_failing(self.run.with_values(values), self.report.steps)
 
     def _sizes(self) -> Iterator[Run]:

@@ -189,6 +189,8 @@ class Table:
             row_match = re.fullmatch(r"rank\s+(\d{1,9})\s*:(.*)", content)
             if header_match:
                 key = header_match[1].replace("home", "stage_to_rank")
+                if key in header:
+                    raise ScheduleError(Fault(KEY, f"line {number} repeats {key}", got=repr(line)))
                 numbers = header_match[2].split()
                 header[key] = tuple(map(int, numbers))
             elif row_match and int(row_match[1]) == len(rows):

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import os
 import pkgutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +18,15 @@ from types import MappingProxyType, ModuleType
 
 from weft.errors import Fault, ScheduleError, counted, did_you_mean
 from weft.schedule.actions import KEY, Table
-from weft.schedule.validate_table import validate
-from weft.small_files import MIB, UnreadableFile, parse_json, read_text
+from weft.schedule.table_file import TableLines, read_table, table_lines, table_of
 
 MAX_ACTIONS = 2**18
 """Forwards and backwards of a table: planning takes about 20 us for each."""
-MAX_TABLE_BYTES = 4 * MIB
-"""Size of the largest file of a table."""
+
+
+DEFAULT_RANKS = 4
+DEFAULT_MICROBATCHES = 8
+"""Sizes of a picture where none are asked for."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Schedule:
         chunks: numbers of chunks (stages on one rank) that it accepts, the default first.
         table: `table(ranks, chunks, microbatches)`; sizes must have passed `faults`.
         check: `check(ranks, chunks, microbatches)`: why these positive sizes do not work, or None.
+        file_table: the one table of a schedule file; None: `table` makes tables of many sizes.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Schedule:
     chunks: range
     table: Callable[[int, int, int], Table]
     check: Callable[[int, int, int], Fault | None]
+    file_table: Table | None = None
 
     @property
     def default_chunks(self) -> int:
@@ -131,47 +133,38 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
 """Every schedule by its public name."""
 
 
-def find(name: str) -> Schedule:
-    """The schedule of this public name, or the table in the file of this path.
+def find(name: str, lines: TableLines = ()) -> Schedule:
+    """The schedule of this public name, or that of a table.
+
+    Args:
+        name: public name, or the path of a schedule file.
+        lines: content of that file; it is not read again.
 
     Raises:
-        ScheduleError: when there is neither, or the file holds no valid table.
+        ScheduleError: there is no such name or file, or it holds no valid table.
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
+    if lines:
+        return _of_table(table_of(lines), name)
     if not os.path.exists(name):
         raise ScheduleError(
             Fault(KEY, f"no schedule or table file {name!r}", fix=did_you_mean(name, SCHEDULES))
         )
-    return _from_file(Path(name))
+    return _of_table(read_table(Path(name)), name)
 
 
-def _read_table(path: Path) -> Table:
-    """The table of a text file, or of a JSON file of `weft schedule --json`."""
-    try:
-        text = read_text(path, max_bytes=MAX_TABLE_BYTES)
-    except UnreadableFile as error:
-        raise ScheduleError(error.fault(KEY)) from None
-    if not text.lstrip().startswith("{"):
-        return Table.parse(text)
-    try:
-        fields = parse_json(text)
-        return Table.from_json(json.dumps(fields.get("table", fields)))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        need = "a file of weft schedule --json, or a table as text"
-        raise ScheduleError(Fault(KEY, f"the JSON in {path} is not a table", need=need)) from None
+def lines_of(name: str) -> TableLines:
+    """Content of the schedule file of this path; empty for a public name.
+
+    Raises:
+        ScheduleError: as `find`.
+    """
+    table = find(name).file_table
+    return () if table is None else table_lines(table)
 
 
-def _from_file(path: Path) -> Schedule:
-    table = _read_table(path)
-    num_actions = sum(map(len, table.rows))
-    if table.microbatches > num_actions or table.num_stages > num_actions:
-        got = (
-            f"{table.microbatches} micro-batches, {table.num_stages} stages, {num_actions} actions"
-        )
-        raise ScheduleError(Fault(KEY, f"the table in {path} lacks actions", got=got))
-    validate(table)
-
+def _of_table(table: Table, path: str) -> Schedule:
     def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
         if (ranks, microbatches) == (table.num_ranks, table.microbatches):
             return None
@@ -182,39 +175,48 @@ def _from_file(path: Path) -> Schedule:
             need=_sizes_text(table.num_ranks, table.microbatches),
         )
 
-    num_chunks = max(Counter(table.stage_to_rank).values())
+    num_chunks = table.num_stages // table.num_ranks
     return Schedule(
-        name=path.name,
+        name=short_name(path),
         doc=f"The table in {path}.",
         chunks=range(num_chunks, num_chunks + 1),
         table=lambda *_sizes: table,
         check=check,
+        file_table=table,
     )
+
+
+def short_name(name: str) -> str:
+    """A public name as it is; of a path its last part."""
+    return name if name in SCHEDULES else Path(name).name
 
 
 def make_table(
     name: str,
     *,
-    ranks: int,
-    microbatches: int,
+    ranks: int | None = None,
+    microbatches: int | None = None,
     chunks: int | None = None,
 ) -> Table:
     """The table of schedule `name` (or of a file) for these sizes.
+
+    Args:
+        ranks, microbatches: default: those of the file, or 4 and 8.
 
     Raises:
         ScheduleError: for an unknown name, or with every fault of the sizes.
     """
     schedule = find(name)
-    if chunks is None:
-        chunks = schedule.default_chunks
-    faults = schedule.faults(
-        ranks=ranks,
-        chunks=chunks,
-        microbatches=microbatches,
-    )
+    table = schedule.file_table
+    default_ranks = DEFAULT_RANKS if table is None else table.num_ranks
+    default_microbatches = DEFAULT_MICROBATCHES if table is None else table.microbatches
+    p = default_ranks if ranks is None else ranks
+    m = default_microbatches if microbatches is None else microbatches
+    v = schedule.default_chunks if chunks is None else chunks
+    faults = schedule.faults(ranks=p, chunks=v, microbatches=m)
     if faults:
         raise ScheduleError(*faults)
-    return schedule.table(ranks, chunks, microbatches)
+    return schedule.table(p, v, m)
 
 
 def _sizes_text(ranks: int, microbatches: int) -> str:

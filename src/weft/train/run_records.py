@@ -144,7 +144,7 @@ def _schedule_text(plan: Plan) -> str:
     if plan.pipeline_size == 1:
         return ""
     stages = counted(len(plan.stages), "stage")
-    return f"{plan.schedule}, {stages}, bubble {100 * plan.bubble:.0f}% (predicted)"
+    return f"{plan.schedule_name}, {stages}, bubble {100 * plan.bubble:.0f}% (predicted)"
 
 
 def opening_notes(set_aside_paths: Sequence[Path], step_range: StepRange) -> Iterator[Event]:

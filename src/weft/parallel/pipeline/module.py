@@ -18,7 +18,7 @@ from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.player import Player
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.zero.grouping import bucket_reducer
-from weft.schedule.catalog import find
+from weft.schedule.catalog import find, lines_of
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
 
@@ -73,6 +73,7 @@ class PipelineParallel(nn.Module):
             architecture="{}",
             stages=stages,
             schedule=schedule,
+            schedule_lines=lines_of(schedule),
             chunks=chunks,
             microbatches=microbatches,
             params=dtype,

@@ -1,0 +1,105 @@
+"""Schedule files: reading a table from a text or JSON file, checked and limited in size; writing one as text.
+
+microbatches 2                     micro-batches of a step
+stage_to_rank 0 1                  stage s runs on the s-th of these ranks
+rank 0: F0.0 F0.1 B0.0 B0.1        one line a rank: its actions in order, F, B, I or W, stage.micro-batch
+rank 1: F1.0 I1.0 W1.0 F1.1 B1.1   each backward is whole (B), or split into I and W
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.errors import Fault, ScheduleError, counted
+from weft.schedule.actions import KEY, Table
+from weft.schedule.validate_table import validate
+from weft.small_files import MIB, UnreadableFile, parse_json, read_text
+
+MAX_FILE_BYTES = 4 * MIB
+"""Size of the largest file: JSON files of `weft schedule --json` also hold a timeline."""
+MAX_TEXT_BYTES = 2**18
+"""Size of the largest table as text, about 30,000 actions: it is stored in the config of a run."""
+
+TableLines = tuple[str, ...]
+"""The lines of a table's text, as a config and a plan store them."""
+
+
+def read_table(path: Path) -> Table:
+    """The valid table of a text file, or of a JSON file of `weft schedule --json`.
+
+    Raises:
+        ScheduleError: the file cannot be read, or `check_table` rejects its table.
+    """
+    try:
+        text = read_text(path, max_bytes=MAX_FILE_BYTES)
+    except UnreadableFile as error:
+        raise ScheduleError(error.fault(KEY)) from None
+    table = _from_json(text, path) if text.lstrip().startswith("{") else Table.parse(text)
+    check_table(table)
+    return table
+
+
+def table_of(lines: Sequence[str]) -> Table:
+    """The valid table of these lines.
+
+    Raises:
+        ScheduleError: a line cannot be read, or `check_table` rejects the table.
+    """
+    table = Table.parse("\n".join(lines))
+    check_table(table)
+    return table
+
+
+def table_lines(table: Table) -> TableLines:
+    """The lines that `table_of` reads back."""
+    return tuple(table.text.splitlines())
+
+
+def check_table(table: Table) -> None:
+    """Check a table of unknown origin: its size first, so that the other checks end soon.
+
+    Raises:
+        ScheduleError: it is too large, incomplete, deadlocks, or ranks own unequal numbers of
+            stages.
+    """
+    fault = _size_fault(table)
+    if fault is not None:
+        raise ScheduleError(fault)
+    validate(table)
+    counts = Counter(table.stage_to_rank)
+    if len(set(counts.values())) > 1:
+        owned = [str(counts[rank]) for rank in range(table.num_ranks)]
+        got = f"{', '.join(owned[:8])} stages on ranks 0, 1, ..."
+        what = "ranks own different numbers of stages"
+        raise ScheduleError(Fault(KEY, what, got=got, need="the same number on each"))
+
+
+def _size_fault(table: Table) -> Fault | None:
+    num_actions = sum(map(len, table.rows))
+    least = 2 * table.num_stages * table.microbatches
+    if num_actions < least:
+        stages = counted(table.num_stages, "stage")
+        micro_batches = counted(table.microbatches, "micro-batch", "micro-batches")
+        return Fault(
+            KEY,
+            "the table lacks actions",
+            got=f"{counted(num_actions, 'action')}, {stages}, {micro_batches}",
+            need=f"at least {least}: a forward and a backward of each",
+        )
+    num_bytes = len(table.text)
+    if num_bytes > MAX_TEXT_BYTES:
+        got = f"{num_actions} actions, {num_bytes} bytes as text"
+        return Fault(KEY, "the table is too large", got=got, need=f"at most {MAX_TEXT_BYTES} bytes")
+    return None
+
+
+def _from_json(text: str, path: Path) -> Table:
+    try:
+        fields = parse_json(text)
+        return Table.from_json(json.dumps(fields.get("table", fields)))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        need = "a file of weft schedule --json, or a table as text"
+        raise ScheduleError(Fault(KEY, f"the JSON in {path} is not a table", need=need)) from None
