@@ -68,7 +68,10 @@ def test_schedule_reads_the_table_of_its_json_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["1f1b", "extra"], "schedule: takes one name (got 1f1b extra). Fix: weft schedule 1f1b"),
+        (
+            ["1f1b", "extra"],
+            "schedule: takes one name, or --compare (got 1f1b extra). Fix: weft schedule 1f1b extra --compare",
+        ),
         (
             ["zbv", "--json"],
             "json: has no value (got nothing after the flag; need a file name). Fix: --json x.json",

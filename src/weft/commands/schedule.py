@@ -1,99 +1,252 @@
-"""`weft schedule`: pictures of pipeline schedules as text, SVG or JSON."""
+"""`weft schedule`: pictures, comparisons and searches of pipeline schedules as text, SVG, JSON or schedule files."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
-import warnings
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
-from pydantic import Field
 from rich.console import Console
 
-from weft.commands.console import print_result, show_help
-from weft.config import flags
-from weft.config.schema import ConfigSection
-from weft.errors import EXIT_OK, ConfigError, Fault
+from weft.commands.console import load_checked_run, print_result, show_help
+from weft.commands.schedule_options import ScheduleOptions, ScheduleWords, read_words
+from weft.commands.schedule_report import (
+    FOUND,
+    ScheduleBytes,
+    comparison_fields,
+    comparison_lines,
+    file_comment,
+    search_fields,
+    search_lines,
+    timeline_fields,
+)
+from weft.config.checks import run_checks
+from weft.config.run import Run
+from weft.config.validate import config_checks
+from weft.core.dimension import pipeline_axis
+from weft.errors import EXIT_OK, ConfigError, Fault, UserError
 from weft.schedule.actions import Table
-from weft.schedule.catalog import SCHEDULES, find, make_table
+from weft.schedule.catalog import DEFAULT_MICROBATCHES, DEFAULT_RANKS, find, lines_of, make_table
+from weft.schedule.costs import Costs
+from weft.schedule.search.compare import ScheduleFigures, accepting, compare
+from weft.schedule.search.table_search import PLACEMENTS, SearchRequest, search
 from weft.schedule.simulate import peak_live, simulate
 from weft.schedule.timeline import Timeline, bubble, makespan
 from weft.view.colour import paint
-from weft.view.svg import svg
+from weft.view.svg import TitledTimeline, stacked_svg, svg
 from weft.view.text import draw, wrapped
 
-USAGE = "[NAME] [--ranks 4 ...]"
-LINE = "draw a pipeline schedule"
+USAGE = "[NAME ...] [--compare | --search] [--ranks 4 ...]"
+LINE = "draw, compare or search pipeline schedules"
 MAX_DRAWN_ACTIONS = 50_000
 UNCLIPPED = 100_000
 """Columns of a picture before it is clipped to the screen."""
-
-
-with warnings.catch_warnings():
-    warnings.filterwarnings(
-        "ignore", "Field name .json."
-    )  # pydantic's deprecated method; the option is `--json`
-
-    class ScheduleOptions(ConfigSection):
-        """What `weft schedule` draws, and as what."""
-
-        schedule: str = Field("1f1b", description=f"{', '.join(SCHEDULES)}, or a file with a table")
-        ranks: int = Field(4, ge=1, description="pipeline ranks")
-        chunks: int | None = Field(
-            None, ge=1, description="model chunks a rank; None: the schedule's default"
-        )
-        microbatches: int = Field(8, ge=1, description="micro-batches a step")
-        width: int | None = Field(
-            None, ge=40, description="columns of the text picture; None: the screen's"
-        )
-        svg: str | None = Field(
-            None,
-            title="a file name",
-            examples=["x.svg"],
-            description="write the picture to this SVG file",
-        )
-        json: str | None = Field(  # type: ignore[assignment]
-            None,
-            title="a file name",
-            examples=["x.json"],
-            description="write table and timeline to this JSON file",
-        )
+SEARCHED_FILE = "searched.schedule"
+"""Where a found table is written by default."""
 
 
 def schedule(words: Sequence[str]) -> int:
-    """Draw a schedule at unit costs: a forward takes 1 unit, a backward 2."""
-    names = list(itertools.takewhile(lambda word: not word.startswith("--"), words))
-    if len(names) > 1:
-        raise ConfigError(
-            Fault("schedule", "takes one name", " ".join(names), fix=f"weft schedule {names[0]}")
-        )
-    named = ["--schedule", *words] if names else words
-    options = flags.read_config(named, ScheduleOptions)
+    """Draw a schedule, compare several, or search the shortest table."""
+    asked = read_words(words)
+    if asked.mode == "compare":
+        return _compare(asked)
+    if asked.mode == "search":
+        return _search(asked.options)
+    return _draw(asked.names[0], asked.options)
+
+
+def help_of_schedule() -> int:
+    """Print the options of `weft schedule`."""
+    return show_help(ScheduleOptions(), f"weft schedule {USAGE}", LINE)
+
+
+def _draw(name: str, options: ScheduleOptions) -> int:
+    """Draw one schedule; without costs a forward of a stage takes 1 unit, a backward 2."""
     table = make_table(
-        options.schedule,
+        name,
         ranks=options.ranks,
         microbatches=options.microbatches,
         chunks=options.chunks,
     )
     check_picture(table)
-    timeline = simulate(table)
-    summary = find(options.schedule).doc.strip().splitlines()[0]
+    found = find(name)
+    if options.costs or options.message != "0":
+        timeline = ScheduleFigures(name, table, _costs(options)).timeline
+    else:
+        timeline = simulate(table)
+    summary = found.doc.strip().splitlines()[0]
     if options.svg is not None:
         write_picture("svg", options.svg, svg(timeline, title=summary))
     if options.json is not None:
         write_picture("json", options.json, schedule_json(table, timeline))
-    if options.svg is None and options.json is None:
+    if options.text is not None:
+        write_picture("text", options.text, table.text)
+    if options.svg is None and options.json is None and options.text is None:
         columns = options.width or screen_columns()
         print_result("\n".join(wrapped(summary, columns)))
         show(timeline, columns=columns)
     return EXIT_OK
 
 
-def help_of_schedule() -> int:
-    """Print the options of `weft schedule`."""
-    return show_help(ScheduleOptions(), f"weft schedule {USAGE}", LINE)
+def _compare(asked: ScheduleWords) -> int:
+    """Compare schedules on one scale: the same work on every device."""
+    options = asked.options
+    run = None if options.config is None else _pipeline_run(options.config)
+    ranks = options.ranks if run is None else run.pipeline_size
+    microbatches = options.microbatches if run is None else run.num_micro
+    sizes_of_all = {
+        "ranks": ranks or DEFAULT_RANKS,
+        "microbatches": microbatches or DEFAULT_MICROBATCHES,
+    }
+    compared = compare(
+        asked.names or accepting(**sizes_of_all),
+        _costs(options),
+        ranks=ranks,
+        microbatches=microbatches,
+        chunks=options.chunks,
+    )
+    for figures in compared:
+        check_picture(figures.table)
+    sizes = () if run is None else _bytes_of_schedules(run, compared)
+    if options.svg is not None:
+        titled = [TitledTimeline(_title(figures), figures.timeline) for figures in compared]
+        write_picture("svg", options.svg, stacked_svg(titled))
+    if options.json is not None:
+        write_picture("json", options.json, _json_text(comparison_fields(compared, sizes)))
+    if options.svg is None and options.json is None:
+        print_result("\n".join(comparison_lines(compared, sizes)))
+    return EXIT_OK
+
+
+def _search(options: ScheduleOptions) -> int:
+    """Search the shortest table under a memory limit, and write it to a schedule file."""
+    request = _search_request(options)
+    path = options.text or SEARCHED_FILE
+    if options.text is None:
+        _check_replaceable(Path(path))
+    result = search(request)
+    print_result("\n".join(search_lines(result)))
+    write_picture("text", path, file_comment(result) + result.best.table.text)
+    if options.svg is not None:
+        write_picture("svg", options.svg, svg(result.best.timeline, title=_title(result.best)))
+    if options.json is not None:
+        write_picture("json", options.json, _json_text(search_fields(result)))
+    return EXIT_OK
+
+
+def _search_request(options: ScheduleOptions) -> SearchRequest:
+    """What the options ask for, checked."""
+    ranks = options.ranks or DEFAULT_RANKS
+    limits = tuple(Fraction(str(limit)) for limit in _finite(options.memory_limit or (ranks,)))
+    if len(limits) == 1:
+        limits *= ranks
+    if options.chunks is not None and options.chunks not in PLACEMENTS:
+        need = ", or ".join(f"{chunks}: {text}" for chunks, text in PLACEMENTS.items())
+        raise ConfigError(
+            Fault("chunks", "is not searched", got=str(options.chunks), need=need, fix="--chunks 1")
+        )
+    request = SearchRequest(
+        ranks=ranks,
+        microbatches=options.microbatches or DEFAULT_MICROBATCHES,
+        limits=limits,
+        costs=_costs(options),
+        chunks=tuple(PLACEMENTS) if options.chunks is None else (options.chunks,),
+        seconds=options.seconds,
+    )
+    request.check()
+    return request
+
+
+def _finite(limits: Sequence[float]) -> Sequence[float]:
+    for limit in limits:
+        if not abs(limit) < MAX_LIMIT:
+            need = f"at least 1 and below {MAX_LIMIT:g}"
+            raise ConfigError(Fault("memory_limit", "out of range", got=f"{limit:g}", need=need))
+    return limits
+
+
+MAX_LIMIT = 1e9
+"""Micro-batches of a memory limit."""
+
+
+def _check_replaceable(path: Path) -> None:
+    """Check that no file of the user's is at the default path of a found table.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if not path.exists():
+        return
+    try:
+        with path.open(encoding="utf-8") as file:
+            is_found_table = file.read(len(FOUND)) == FOUND
+    except (OSError, UnicodeDecodeError):
+        is_found_table = False
+    if not is_found_table:
+        what = f"{path} exists and is no found table"
+        raise ConfigError(Fault("text", what, fix="choose another file: --text best.schedule"))
+
+
+def _pipeline_run(path: str) -> Run:
+    """The checked run of a config with a pipeline.
+
+    Raises:
+        UserError: with every fault.
+    """
+    run = load_checked_run([path])
+    if run.pipeline_size == 1:
+        need = f"an axis {pipeline_axis()} of at least 2"
+        raise ConfigError(Fault("config", "its mesh has no pipeline", got=run.mesh, need=need))
+    return run
+
+
+def _bytes_of_schedules(run: Run, compared: Sequence[ScheduleFigures]) -> tuple[ScheduleBytes, ...]:
+    """Bytes of the run with each schedule, from its own code on the meta device.
+
+    Raises:
+        UserError: the run does not accept one of the schedules.
+    """
+    runs: list[Run] = []
+    for figures in compared:
+        values = {
+            "pipeline.schedule": figures.name,
+            "pipeline.chunks": figures.chunks,
+            "pipeline.table": lines_of(figures.name),
+            "pipeline.split": (),
+        }
+        changed = run.with_values(values)
+        faults = run_checks(changed, config_checks)
+        if faults:
+            raise UserError(*faults)
+        runs.append(changed)
+    return tuple(map(_bytes_of_run, runs))
+
+
+def _bytes_of_run(run: Run) -> ScheduleBytes:
+    from weft.planner.measure import measure  # late: it imports torch
+
+    roles = measure(run)
+    fullest = max(roles, key=lambda role: role.memory.peak)
+    sent = 0
+    for role in roles:
+        messages = role.traffic.get((pipeline_axis(), "send"))
+        sent += messages.sent_bytes if messages is not None else 0
+    return ScheduleBytes(
+        in_flight=fullest.memory.in_flight + fullest.memory.workspace,
+        peak=fullest.memory.peak,
+        messages=sent,
+    )
+
+
+def _costs(options: ScheduleOptions) -> Costs:
+    return Costs.parse(options.costs, message=options.message)
+
+
+def _title(figures: ScheduleFigures) -> str:
+    chunks = f", {figures.chunks} chunks a rank" if figures.chunks > 1 else ""
+    return f"{figures.label}{chunks}"
 
 
 def check_picture(table: Table) -> None:
@@ -127,16 +280,18 @@ def show(timeline: Timeline, *, columns: int) -> None:
 
 
 def schedule_json(table: Table, timeline: Timeline) -> str:
-    """The table, its timeline at unit costs, its bubble and the activations that each rank holds at
-    once.
-    """
+    """The table, its timeline, its bubble and the activations that each rank holds at once."""
     fields = {
         "table": json.loads(table.to_json()),
-        "timeline": json.loads(timeline.to_json()),
+        "timeline": timeline_fields(timeline),
         "makespan": float(makespan(timeline)),
         "bubble": float(bubble(timeline)),
         "peak_activations": peak_live(table),
     }
+    return _json_text(fields)
+
+
+def _json_text(fields: object) -> str:
     return json.dumps(fields, indent=1) + "\n"
 
 

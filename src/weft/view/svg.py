@@ -1,8 +1,10 @@
-"""SVG picture of a timeline: one row a rank, a box for each action, a time axis with its unit."""
+"""SVG picture of a timeline, or of several on one time scale: a row for each rank, a box for each action, a time axis."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from weft.schedule.timeline import COMPUTE, Span, Timeline, makespan
@@ -22,38 +24,69 @@ SMALL_FONT = 9
 SMALL_CHARACTER_WIDTH = CHARACTER_WIDTH * SMALL_FONT / 12
 
 
+@dataclass(frozen=True)
+class TitledTimeline:
+    """A timeline and the line above its picture."""
+
+    title: str
+    timeline: Timeline
+
+
 def svg(timeline: Timeline, *, title: str, width: int = 960) -> str:
     """The actions of all ranks as an SVG document of this width in px; other spans are left out."""
-    computed = timeline.only(kinds=COMPUTE)
-    rows = [computed.actions(rank) for rank in range(timeline.num_ranks)]
+    return stacked_svg([TitledTimeline(title, timeline)], width=width)
+
+
+def stacked_svg(titled: Sequence[TitledTimeline], *, width: int = 960) -> str:
+    """Timelines below each other on one time scale, as an SVG document."""
+    longest = max((float(makespan(_computed(each.timeline))) for each in titled), default=0.0)
+    plot_width = width - 2 * MARGIN - TITLE_WIDTH
+    scale = plot_width / longest if longest else 0.0
+    parts: list[str] = []
+    height = 0
+    for each in titled:
+        drawn, height = _timeline_parts(each, top=height, width=width, scale=scale)
+        parts.extend(drawn)
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="monospace" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    document = "\n".join([*head, *parts, "</svg>"])
+    return f"{document}\n"
+
+
+def _computed(timeline: Timeline) -> Timeline:
+    return timeline.only(kinds=COMPUTE)
+
+
+def _timeline_parts(
+    titled: TitledTimeline, *, top: int, width: int, scale: float
+) -> tuple[list[str], int]:
+    """One picture whose upper end is at `top`, and its lower end."""
+    computed = _computed(titled.timeline)
+    rows = [computed.actions(rank) for rank in range(computed.num_ranks)]
     labels = action_labels(rows)
     starts = [float(span.start) for span in computed.spans]
     first_start = min(starts, default=0.0)
     length = float(makespan(computed))
     inner_width = width - 2 * MARGIN
     plot_width = inner_width - TITLE_WIDTH
-    scale = plot_width / length if length else 0.0
     columns = int(inner_width / CHARACTER_WIDTH)
-    heading = wrapped(title, columns)
+    heading = wrapped(titled.title, columns)
     footer = wrapped(legend(rows), columns)
     footer += wrapped(figures(computed), columns)
-    rows_top = MARGIN + LINE_HEIGHT * len(heading) + 4
-    axis_top = rows_top + ROW_HEIGHT * timeline.num_ranks
+    rows_top = top + MARGIN + LINE_HEIGHT * len(heading) + 4
+    axis_top = rows_top + ROW_HEIGHT * computed.num_ranks
     footer_top = axis_top + AXIS_HEIGHT
-    height = footer_top + LINE_HEIGHT * len(footer) + MARGIN
     plot_left = MARGIN + TITLE_WIDTH
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="monospace" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    parts.extend(_lines(heading, top=MARGIN, weight="bold"))
+    parts = _lines(heading, top=top + MARGIN, weight="bold")
     for rank, spans in enumerate(computed.by_rank):
-        top = rows_top + ROW_HEIGHT * rank
-        parts.append(f'<text x="{MARGIN}" y="{top + 14}">rank {rank}</text>')
+        row_top = rows_top + ROW_HEIGHT * rank
+        parts.append(f'<text x="{MARGIN}" y="{row_top + 14}">rank {rank}</text>')
         parts.append(
-            f'<rect x="{plot_left}" y="{top}" width="{plot_width}" height="{BOX_HEIGHT}" fill="#f1f3f4"/>'
+            f'<rect x="{plot_left}" y="{row_top}" width="{plot_width}" height="{BOX_HEIGHT}" fill="#f1f3f4"/>'
         )
         for span in spans:
             since_start = float(span.start) - first_start
@@ -61,15 +94,13 @@ def svg(timeline: Timeline, *, title: str, width: int = 960) -> str:
                 span,
                 labels[span.name],
                 left=plot_left + since_start * scale,
-                top=top,
+                top=row_top,
                 width=float(span.duration) * scale,
             )
             parts.append(box)
-    parts.extend(_axis(length, unit=timeline.unit, top=axis_top, scale=scale))
+    parts.extend(_axis(length, unit=computed.unit, top=axis_top, scale=scale))
     parts.extend(_lines(footer, top=footer_top))
-    parts.append("</svg>")
-    document = "\n".join(parts)
-    return f"{document}\n"
+    return parts, footer_top + LINE_HEIGHT * len(footer) + MARGIN
 
 
 def _box(

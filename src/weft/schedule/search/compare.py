@@ -6,12 +6,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import cast
 
 from weft.errors import Fault, ScheduleError
 from weft.schedule.actions import Table
-from weft.schedule.catalog import DEFAULT_MICROBATCHES, DEFAULT_RANKS, SCHEDULES, Schedule, find
+from weft.schedule.catalog import (
+    DEFAULT_MICROBATCHES,
+    DEFAULT_RANKS,
+    SCHEDULES,
+    Schedule,
+    find,
+    short_name,
+)
 from weft.schedule.costs import Costs
-from weft.schedule.simulate import peak_microbatches, simulate
+from weft.schedule.simulate import Cost, peak_microbatches, simulate
 from weft.schedule.timeline import Timeline, bubble, makespan
 
 
@@ -20,14 +28,17 @@ class ScheduleFigures:
     """A table at costs that give every device the same work, whatever its number of chunks.
 
     Attributes:
-        name: of the schedule.
-        label: name in tables and titles.
+        name: public name, or the path of a schedule file.
     """
 
     name: str
-    label: str
     table: Table
     costs: Costs
+
+    @property
+    def label(self) -> str:
+        """Name for readers."""
+        return short_name(self.name)
 
     @property
     def chunks(self) -> int:
@@ -38,7 +49,8 @@ class ScheduleFigures:
     def timeline(self) -> Timeline:
         """The simulated step; exact."""
         times = self.costs.of_stages(num_stages=self.table.num_stages, chunks=self.chunks)
-        return simulate(self.table, times.cost, hop=times.message)
+        cost = cast(Cost, times.cost)  # fractions behave as floats here, and stay exact
+        return simulate(self.table, cost, hop=cast(float, times.message))
 
     @cached_property
     def makespan(self) -> Fraction:
@@ -101,7 +113,7 @@ def compare(
         faults.extend(schedule.faults(ranks=p, chunks=number, microbatches=m))
         if not faults:
             table = schedule.table(p, number, m)
-            figures.append(ScheduleFigures(name, schedule.name, table, costs))
+            figures.append(ScheduleFigures(name, table, costs))
     if faults:
         raise ScheduleError(*dict.fromkeys(faults))
     return tuple(figures)

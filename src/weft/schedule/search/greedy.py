@@ -29,14 +29,12 @@ class Rule(NamedTuple):
     deep_first: bool
 
 
+WAITS: tuple[frozenset[Kind], ...] = (frozenset(), frozenset({"W"}), frozenset({"F", "W"}))
+ORDERS: tuple[tuple[Kind, ...], ...] = (("I", "F", "W"), ("F", "I", "W"))
+CAPS = ("limit", "falling", "double")
 RULES: tuple[Rule, ...] = tuple(
-    Rule(frozenset(waits), tuple(order), cap, deep_first)
-    for waits, order, cap, deep_first in itertools.product(
-        ((), ("W",), ("F", "W")),
-        (("I", "F", "W"), ("F", "I", "W")),
-        ("limit", "falling", "double"),
-        (True, False),
-    )
+    Rule(waits, order, cap, deep_first)
+    for waits, order, cap, deep_first in itertools.product(WAITS, ORDERS, CAPS, (True, False))
 )
 
 

@@ -269,7 +269,7 @@ def _greedy(
 
 
 def _figures(table: Table, costs: Costs) -> ScheduleFigures:
-    return ScheduleFigures("searched", "searched", table, costs)
+    return ScheduleFigures("searched", table, costs)
 
 
 def _solve(
