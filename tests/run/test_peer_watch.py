@@ -16,6 +16,7 @@ from weft.core.mesh import Mesh
 from weft.run import peer_watch
 from weft.run.folder_lock import LockHolder
 from weft.run.peer_watch import PeerFailure, PeerWatch
+from weft.run.process_state import ProcessState
 from weft.run.rank_status import StatusBoard
 
 MESH = Mesh.parse("pp2 dp2")
@@ -92,6 +93,22 @@ def test_a_rank_that_does_not_answer_is_stopped(ranks):
     assert "missing in all_reduce(sum) float32[4] over dp, ranks 0 1; found by rank 0" in (
         verdict.text
     )
+
+
+def test_a_stopped_process_is_found_in_a_phase_with_a_long_limit(ranks, monkeypatch):
+    """While rank 0 saves, rank 1 of the same machine is stopped."""
+    monkeypatch.setattr(peer_watch, "MIN_TIMEOUT_S", 0.2)
+    states = {os.getpid(): ProcessState("T")}
+    monkeypatch.setattr(peer_watch, "process_state", states.__getitem__)
+    process = json.dumps(asdict(LockHolder.this_process()))
+    ranks[0].status.on_phase(3, "save")
+    position = ranks[0].status.started(call(0, 1))
+    ranks[0].status.waiting(call(0, 1), position)
+    ranks[0].watch._timeout_s = 0.0  # automatic limits: an hour in this phase
+    ranks[0].watch._store.set("process/1", process)
+    verdict = verdict_of(ranks[0], ranks[0])
+    assert verdict.rank == 1
+    assert verdict.text.startswith("rank 1 (pp0 dp1): stopped for 0.2 s; missing in all_reduce")
 
 
 def test_a_rank_that_computes_without_end_is_named_with_its_place(ranks):

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 from weft.core.mesh import Mesh
 from weft.run.folder_lock import LockHolder
-from weft.run.hang import phase_limit_s, step_limit_s
+from weft.run.hang import MIN_TIMEOUT_S, phase_limit_s, step_limit_s
+from weft.run.process_state import STOPPED, process_state
 from weft.run.rank_status import Phase, RankSnapshot, StatusBoard, WaitingCall
 
 # Note [Who is hung]
@@ -31,6 +32,9 @@ from weft.run.rank_status import Phase, RankSnapshot, StatusBoard, WaitingCall
 #     waits for another call       followed; a rank met twice closes a deadlock, and is the culprit
 #     makes progress               nothing is wrong, it is slow
 #     all members have joined      the data does not arrive: after the limit a link is cut, although the store is reached
+#
+# Phases outside of steps have limits of minutes (saving may take long). A member on the same machine whose process is stopped
+# needs no such patience: its state says so.
 #
 # A rank whose store does not answer, and which makes no progress for as long, is cut off from the machine of the store. A
 # second thread ends it, without a question to the others. The agent starts all ranks again in both cases.
@@ -194,6 +198,7 @@ class PeerWatch:
         progress = -1
         checked_at_s = time.monotonic()
         asks_at_s = 0.0
+        looks_at_s = 0.0
         while not self._closing.wait(self._interval_s):
             now_s = time.monotonic()
             interval_s = min(now_s - checked_at_s, 2 * self._interval_s)
@@ -202,6 +207,7 @@ class PeerWatch:
                 progress = self._board.progress(0)
                 self._stalled_s = 0.0
                 asks_at_s = 0.0
+                looks_at_s = 0.0
             else:
                 self._stalled_s += interval_s
             with suppress(RuntimeError):  # the store is lost: see `_watch_store`
@@ -212,9 +218,14 @@ class PeerWatch:
                 snapshot = self._board.read(0)
                 limit_s = min(self._limit_s(snapshot, snapshot.phase), self._max_silence_s)
                 is_due = self._stalled_s >= max(limit_s - ANSWER_S, asks_at_s)
-                if snapshot.waiting is not None and is_due:
+                if snapshot.waiting is None:
+                    continue
+                if is_due:
                     self._diagnose(snapshot.waiting, snapshot)
                     asks_at_s = self._stalled_s + ANSWER_S
+                elif self._stalled_s >= max(self._timeout_s, MIN_TIMEOUT_S, looks_at_s):
+                    self._find_stopped(snapshot.waiting)
+                    looks_at_s = self._stalled_s + ANSWER_S
 
     def _watch_store(self) -> None:
         """End this rank if it makes no progress and the store does not answer for as long."""
@@ -323,6 +334,19 @@ class PeerWatch:
                 return
             path.append(rank)
             call = answer.waiting
+
+    def _find_stopped(self, call: WaitingCall) -> None:
+        """Publish a verdict on a member of `call` on this machine whose process is stopped."""
+        for member in call.members:
+            if member == self._rank:
+                continue
+            process = self._process_of(member)
+            if process is None or not process.is_on_this_machine() or not process.is_running():
+                continue
+            if process_state(process.pid).state == STOPPED:
+                text = f"stopped for {self._stalled_s:.1f} s"
+                self._publish(self._verdict(member, text), call)
+                return
 
     def _check_arrival(
         self,
