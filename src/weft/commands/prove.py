@@ -25,6 +25,7 @@ from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.run import Run
 from weft.config.schema import ConfigSection
+from weft.core.axes import local_update_axis
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
 from weft.prove.html import page
@@ -192,6 +193,10 @@ def prove_folder(
     run = load([str(first_config_path(folder))], FAMILIES)
     _check_loss(run)
     steps = recorded_steps(folder)
+    if local_update_axis(run.device_mesh) is not None:
+        what = "sites train apart, so the recorded steps are not those of one device"
+        fix = f"weft prove {first_config_path(folder)}, which compares the algorithm"
+        raise UserError(Fault("mesh", what, got=run.mesh, fix=fix))
     faults = run_checks(run, data_checks)
     if faults:
         raise UserError(*faults)

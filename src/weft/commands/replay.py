@@ -22,6 +22,8 @@ from weft.commands.console import (
 from weft.config import flags
 from weft.config.run import Run
 from weft.config.schema import ConfigSection, ParallelConfig, PipelineConfig
+from weft.core.axes import local_update_axis
+from weft.core.mesh import Mesh
 from weft.data.order import batch_of_step
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, DataError, Fault, UserError
 from weft.small_files import UnreadableFile
@@ -77,6 +79,7 @@ def replay(words: Sequence[str]) -> int:
 def run_to_repeat(folder: Path, layout: str) -> Run:
     """The config of the run, on another layout: one device, or a mesh with the run's options."""
     words = [str(folder / RUN_FILE), "--mesh", layout]
+    _check_sites(load_checked_run([str(folder / RUN_FILE)]).device_mesh, layout)
     if layout:
         run = load_checked_run(words)
     else:
@@ -84,6 +87,22 @@ def run_to_repeat(folder: Path, layout: str) -> Run:
         one_device = {"mesh": "", "parallel": ParallelConfig(), "pipeline": PipelineConfig()}
         run = run.model_copy(update=one_device)
     return run.model_copy(update={"nproc": None, "sample": 0, "out": None, "resume": None})
+
+
+def _check_sites(mesh: Mesh, layout: str) -> None:
+    """Sites that train apart are repeated on as many sites.
+
+    Raises:
+        UserError: the layout has another number of them.
+    """
+    axis = local_update_axis(mesh)
+    if axis is None or Mesh.parse(layout).degree(axis) == mesh.degree(axis):
+        return
+    what = "sites train apart: one device does not compute their steps"
+    fix = f'--layout "{mesh.text}"'
+    raise UserError(
+        Fault("layout", what, layout or "one device", f"{axis}{mesh.degree(axis)}", fix)
+    )
 
 
 def step_to_repeat(folder: Path, number: int) -> StepToRepeat:

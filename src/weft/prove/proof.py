@@ -12,6 +12,7 @@ import torch
 
 from weft.comm.comm import Comm
 from weft.config.run import Run
+from weft.core.axes import local_update_axis
 from weft.data.dataset import open_data
 from weft.data.samples import Samples
 from weft.models import Family
@@ -30,6 +31,7 @@ from weft.prove.reference import (
     takes_signs,
 )
 from weft.prove.report import Difference, Pass, ProofReport
+from weft.prove.sites import SiteProof, inside_site, sites_note
 from weft.prove.stored import record_stored
 from weft.run.run_ranks import arithmetic_of_ranks, run_ranks
 from weft.train.build import family_of, initial_source
@@ -86,7 +88,28 @@ def prove(subject: Subject) -> ProofReport:
         UserError: what the run asks for is not possible.
     """
     with arithmetic_of_ranks():
-        return _prove(subject)
+        if local_update_axis(subject.run.device_mesh) is None:
+            return _prove(subject)
+        return _prove_sites(subject)
+
+
+def _prove_sites(subject: Subject) -> ProofReport:
+    """The layout inside a site, then the steps that join the sites. See `weft.prove.sites`."""
+    start = time.perf_counter()
+    run = subject.run
+    inside = _prove(replace(subject, run=inside_site(run)))
+    passes = inside.passes
+    if inside.holds:
+        outer = SiteProof.of(run, subject.family, subject.samples).compare()
+        passes = (*passes, outer)
+    return replace(
+        inside,
+        layout=layout_text(run),
+        ranks=run.device_mesh.size,
+        passes=passes,
+        seconds=time.perf_counter() - start,
+        notes=(*inside.notes, sites_note(run)),
+    )
 
 
 def _prove(subject: Subject) -> ProofReport:

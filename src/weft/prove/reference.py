@@ -211,15 +211,20 @@ class Reference:
                 x = self.perturbed(x) if x.dim() else x
         return float(x.double())
 
-    def _step(self, step: int) -> None:
-        run, trace = self.run, self.trace
-        batch = global_batch(
+    def batch_of_step(self, step: int) -> Batch:
+        """The whole batch of step `step` (the first is 1)."""
+        run = self.run
+        return global_batch(
             self.samples,
             step - 1,
             global_size=run.batch.global_size,
             seed=run.seed,
             later=run.model.reads_later_targets,
         )
+
+    def _step(self, step: int) -> None:
+        run, trace = self.run, self.trace
+        batch = self.batch_of_step(step)
         for name, tensor in vars(batch).items():
             if tensor is not None:
                 self._keep(step, "batch", name, tensor)

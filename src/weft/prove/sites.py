@@ -1,0 +1,287 @@
+"""Proof of local updates: the layout inside a site like any layout, the outer steps against sites simulated on one device.
+
+A mesh with an axis of local updates does not compute what one device computes, by design. So two
+things are compared: the layout without that axis, on the batch of one site, with one device; and in
+float64 the outer parameters and those of every site, after a few outer steps and a resume, with
+the algorithm on one device: plain models, one for each site, trained one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.read import open_checkpoint
+from weft.comm.comm import Comm
+from weft.config.run import Run
+from weft.config.schema import SiteConfig
+from weft.core.axes import Box, local_update_axis, without_local_updates
+from weft.data.samples import Samples
+from weft.models import Family
+from weft.models.common.batch import Batch
+from weft.prove.bounds import TOLERANCE
+from weft.prove.raw_batch import global_batch
+from weft.prove.reference import Reference, in_float64
+from weft.prove.report import Difference, Pass, PhaseBound
+from weft.run.run_ranks import run_ranks
+from weft.train.build import initial_source
+from weft.train.build_training import build_training
+from weft.train.event_log import EventLog
+from weft.train.loop import run_training
+
+EVERY, STEPS, STEPS_BEFORE_RESUME = 2, 5, 3
+"""Inner steps between outer ones; all steps; those before the resume, which is inside a period."""
+TIMEOUT_S = 3600.0
+MOST = 127.0
+
+Tensors = dict[str, Tensor]
+
+
+def inside_site(run: Run) -> Run:
+    """The run of one site: its layout and its part of the batch, without local updates."""
+    mesh = run.device_mesh
+    axis = local_update_axis(mesh)
+    assert axis is not None, "the run has sites"
+    num_sites = mesh.degree(axis)
+    return run.with_values(
+        {
+            "mesh": without_local_updates(mesh).text,
+            "batch.global_size": run.batch.global_size // num_sites,
+            "site": SiteConfig(),
+        }
+    )
+
+
+def sites_note(run: Run) -> str:
+    """What was compared, for the report."""
+    inner = str(without_local_updates(run.device_mesh))
+    return (
+        f"sites train apart: compared are the layout inside a site ({inner}) with one device,"
+        f" and {STEPS} steps of all sites, joined every {EVERY}, with local updates on one device"
+    )
+
+
+@dataclass(frozen=True)
+class SiteProof:
+    """The comparison of outer steps.
+
+    Attributes:
+        run: the run over sites, with the sizes that are compared.
+    """
+
+    run: Run
+    family: Family
+    samples: Samples
+
+    @staticmethod
+    def of(run: Run, family: Family, samples: Samples) -> SiteProof:
+        """The proof of a run, in float64 and with short periods."""
+        values = {
+            "site.every": EVERY,
+            "site.overlap": min(run.site.overlap, EVERY - 1),
+            "steps": max(run.steps, STEPS),
+            "resume": None,
+        }
+        if "balance_rate" in run.model.architecture:
+            values["model.balance_rate"] = 0.0  # proved inside the site
+        return SiteProof(in_float64(run).with_values(values), family, samples)
+
+    @property
+    def num_sites(self) -> int:
+        """Number of sites."""
+        mesh = self.run.device_mesh
+        return mesh.degree(local_update_axis(mesh) or ())
+
+    def compare(self) -> Pass:
+        """Train on the layout and on one device, and compare all parameters."""
+        found = self._train_layout()
+        expected = self._train_plain()
+        differences: list[Difference] = []
+        largest = 0.0
+        for name, right in expected.items():
+            measured = _relative_difference(found.get(name), right)
+            largest = max(largest, measured)
+            if measured > TOLERANCE:
+                differences.append(self._difference(name, measured))
+        bound = PhaseBound("update", len(expected), largest, TOLERANCE, largest / TOLERANCE)
+        return Pass(
+            "float64, local updates",
+            f"{TOLERANCE:.0e}",
+            (bound,),
+            tuple(differences),
+        )
+
+    def _difference(self, name: str, measured: float) -> Difference:
+        parameter = name.rpartition("/")[2]
+        mesh = self.run.device_mesh
+        return Difference(
+            tensor=name,
+            block=parameter.partition(".")[0],
+            parameter=parameter,
+            phase="update",
+            step=STEPS,
+            micro_batch=None,
+            axis=local_update_axis(mesh) or "",
+            ranks=tuple(range(mesh.size)),
+            collective="",
+            relation="not what local updates on one device give",
+            measured=measured,
+            bound=TOLERANCE,
+        )
+
+    # on the layout
+
+    def _train_layout(self) -> Tensors:
+        """Parameters by section and name, from the last checkpoint of the layout's run."""
+        with tempfile.TemporaryDirectory(prefix="weft-proof-") as folder:
+            out = Path(folder) / "run"
+
+            def rank(comm: Comm) -> None:
+                self._train_rank(comm, out, resume=None, total=STEPS_BEFORE_RESUME)
+                self._train_rank(comm, out, resume="auto", total=STEPS)
+
+            run_ranks(self.run.device_mesh, rank, timeout_s=TIMEOUT_S)
+            _, path = next(iter(checkpoints(out)))
+            return self._stored(path)
+
+    def _train_rank(self, comm: Comm, out: Path, *, resume: str | None, total: int) -> None:
+        run = self.run.with_values({"out": str(out), "resume": resume})
+        training = build_training(run, comm, stop_requested=lambda: False, samples=self.samples)
+        training = replace(
+            training,
+            step_range=replace(training.step_range, total=total),
+            save_at_end=True,
+            stragglers=None,
+            evaluator=None,
+            files={},
+        )
+        run_training(training, EventLog(None, []))
+
+    def _stored(self, path: Path) -> Tensors:
+        axis = local_update_axis(self.run.device_mesh)
+        sections = ["model", *(f"{axis}/{index}/model" for index in range(self.num_sites))]
+        checkpoint = open_checkpoint(path)
+        found = {}
+        for section in sections:
+            source = checkpoint.section(section)
+            for name, shape in source.shapes.items():
+                found[f"{section}/{name}"] = source.read(name, Box.whole(tuple(shape)))
+        return found
+
+    # on one device
+
+    def _train_plain(self) -> Tensors:
+        axis = local_update_axis(self.run.device_mesh)
+        sites = [self._plain_site(index) for index in range(self.num_sites)]
+        plain = PlainOuterStep(self.run.site, sites)
+        steps = zip(*(site.steps(STEPS) for site in sites), strict=True)
+        for number, *_ in steps:
+            plain.after_step(number)
+        found = {f"model/{name}": value for name, value in plain.outer.items()}
+        for index, site in enumerate(sites):
+            for name, value in site.trained.items():
+                found[f"{axis}/{index}/model/{name}"] = value
+        return found
+
+    def _plain_site(self, index: int) -> PlainSite:
+        run = self.run
+        return PlainSite(
+            inside_site(run),
+            self.family,
+            self.samples,
+            source=initial_source(run.model, base=run.lora.base),
+            records=False,
+            index=index,
+            num_sites=self.num_sites,
+        )
+
+
+class PlainSite(Reference):
+    """One site on one device: it trains on its part of every batch."""
+
+    def __init__(self, *args: object, index: int, num_sites: int, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.index = index
+        self.num_sites = num_sites
+
+    def batch_of_step(self, step: int) -> Batch:
+        """Of each round of micro-batches over all data ranks the part of this site."""
+        batch = self.run.batch
+        whole = global_batch(
+            self.samples,
+            step - 1,
+            global_size=batch.global_size * self.num_sites,
+            seed=self.run.seed,
+            later=self.run.model.reads_later_targets,
+        )
+        unit = self.run.num_data_ranks * batch.micro_size
+        rows = torch.arange(len(whole.inputs)).view(-1, self.num_sites, unit)
+        return whole.rows(rows[:, self.index].flatten())
+
+
+class PlainOuterStep:
+    """The outer optimizer over whole tensors of all sites."""
+
+    def __init__(self, settings: SiteConfig, sites: list[PlainSite]) -> None:
+        self.settings = settings
+        self.sites = sites
+        self.outer = {name: value.clone() for name, value in sites[0].trained.items()}
+        self.momentum = {name: torch.zeros_like(value) for name, value in self.outer.items()}
+        self.exchanged: Tensors = {}
+
+    def after_step(self, number: int) -> None:
+        """Exchange and apply outer gradients where step `number` does."""
+        place = number % self.settings.every
+        if place == 0:
+            self.exchanged = {name: self._mean_gradient(name) for name in self.outer}
+        if place == self.settings.overlap and self.exchanged:
+            self._apply(self.exchanged)
+            self.exchanged = {}
+
+    def _mean_gradient(self, name: str) -> Tensor:
+        on_wire = WIRES[self.settings.wire]
+        gradients = [on_wire(self.outer[name] - site.trained[name]) for site in self.sites]
+        return torch.stack(gradients).mean(0)
+
+    def _apply(self, gradients: Mapping[str, Tensor]) -> None:
+        settings = self.settings
+        kept = settings.mix if settings.overlap else 0.0
+        for name, gradient in gradients.items():
+            velocity = settings.momentum * self.momentum[name] + gradient
+            self.momentum[name] = velocity
+            self.outer[name] -= settings.lr * (gradient + settings.momentum * velocity)
+            for site in self.sites:
+                value = site.trained[name]
+                value.copy_(kept * value + (1 - kept) * self.outer[name])
+                site.params[name].data.copy_(value)
+
+
+def _int8(x: Tensor) -> Tensor:
+    """One scale for each row of the last dim."""
+    rows = x.reshape(-1, x.shape[-1])
+    scales = (rows.abs().amax(1, keepdim=True) / MOST).float().to(x.dtype)
+    steps = torch.where(scales > 0, rows / scales, torch.zeros_like(rows))
+    return (steps.round().clamp(-MOST, MOST) * scales).view(x.shape)
+
+
+WIRES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "float32": lambda x: x.to(torch.float32).to(x.dtype),
+    "bfloat16": lambda x: x.to(torch.bfloat16).to(x.dtype),
+    "int8": _int8,
+}
+
+
+def _relative_difference(found: Tensor | None, right: Tensor) -> float:
+    if found is None or found.shape != right.shape:
+        return float("inf")
+    difference = (found - right).abs().max()
+    largest = right.abs().max().clamp(min=torch.finfo(right.dtype).tiny)
+    ratio = float(difference / largest)
+    return float("inf") if math.isnan(ratio) else ratio
