@@ -31,6 +31,7 @@ PAGES = [
     "docs/plan.md",
     "docs/proofs.md",
     "docs/schedules.md",
+    "docs/sites.md",
 ]
 SLOW_PAGES = {
     "docs/checkpoints.md",
@@ -41,6 +42,7 @@ SLOW_PAGES = {
     "docs/lora.md",
     "docs/optimizers.md",
     "docs/proofs.md",
+    "docs/sites.md",
 }
 """Other tests run the same commands with other flags; `make slow` runs these pages."""
 NOT_RUN = ("make", "pip", "python")

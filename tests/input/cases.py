@@ -1110,6 +1110,49 @@ def optimizers() -> Iterator[Case]:
             ("--optim.groups", "*: lr_scale=1", "*: lr_scale=2"),
             "the same pattern",
         ),
+        "an outer period of no steps": (
+            ("--mesh", "site2", "--site.every", "0"),
+            "site.every: out of range (got 0",
+        ),
+        "an outer momentum of one": (
+            ("--mesh", "site2", "--site.momentum", "1.0"),
+            "site.momentum: out of range (got 1.0",
+        ),
+        "an unknown type on the wire": (
+            ("--mesh", "site2", "--site.wire", "fp4"),
+            "site.wire: unknown value (got 'fp4'",
+        ),
+        "an exchange that is longer than its period": (
+            ("--mesh", "site2", "--site.every", "5", "--site.overlap", "5"),
+            "site.overlap: an exchange would not end before the next one begins (got 5",
+        ),
+        "a share that nothing keeps": (
+            ("--mesh", "site2", "--site.mix", "0.25"),
+            "site.mix: is set, and site.overlap is 0",
+        ),
+        "keys of sites without sites": (
+            ("--mesh", "dp2", "--site.every", "5"),
+            "site.every: is set, and the mesh has no axis site (got 5)",
+        ),
+        "sites inside of data ranks": (
+            ("--mesh", "dp2 site2"),
+            "mesh: the ranks of a site are not next to each other (got 'dp2 site2'",
+        ),
+        "deterministic sites": (
+            ("--mesh", "site2", "--deterministic", "True"),
+            "deterministic: fixes the bits for every number of data ranks",
+        ),
+        "outer parameters in 16 bits": (
+            (
+                "--mesh",
+                "site2",
+                "--precision.params",
+                "bfloat16",
+                "--precision.compute",
+                "bfloat16",
+            ),
+            "precision.params: outer steps are smaller than its digits",
+        ),
         "deterministic on three data ranks": (
             ("--deterministic", "True", "--mesh", "dp3", "--batch.global_size", "24"),
             "binary tree over the data ranks",

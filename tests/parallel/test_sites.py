@@ -95,10 +95,6 @@ def assert_equals_plain(run: Run, path: Path, reports: Sequence[StepReport]) -> 
 
 
 LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "one site": ("site1", ()),
-    "two sites": ("site2", ()),
-    "data ranks": ("site2 dp2", ()),
-    "zero1": ("site2 dp2", ("--parallel.zero", "1")),
     "int8 over sharded rows": ("site2 dp2 tp2", ("--site.wire", "int8", "--parallel.zero", "2")),
     "bfloat16 delayed": ("site3 dp2", ("--site.wire", "bfloat16", "--site.overlap", "2")),
 }
@@ -107,6 +103,10 @@ EXPERTS = (
     *("--model.balance_loss", "0", "--model.balance_rate", "0"),
 )
 SLOW_LAYOUTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "one site": ("site1", ()),
+    "two sites": ("site2", ()),
+    "data ranks": ("site2 dp2", ()),
+    "zero1": ("site2 dp2", ("--parallel.zero", "1")),
     "pipeline and tensor": ("site2 pp2 tp2", ()),
     "three sites zero3": ("site3 dp2", ("--parallel.zero", "3")),
     "context": ("site2 cp2", ("--site.wire", "int8")),
@@ -154,7 +154,13 @@ def state_of(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("words", [(), ("--site.wire", "int8", "--site.overlap", "2")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("--site.wire", "int8", "--site.overlap", "2"),
+    ],
+)
 def test_a_resumed_run_has_the_same_bits_also_with_an_exchange_under_way(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -187,6 +193,7 @@ def test_sites_leave_and_return(tmp_path: Path) -> None:
         assert torch.equal(returned[f"site/momentum/{name}"], before[f"site/momentum/{name}"])
 
 
+@pytest.mark.slow
 def test_a_run_without_sites_takes_the_outer_parameters_and_the_other_way_round(
     tmp_path: Path,
 ) -> None:

@@ -28,15 +28,26 @@ def explain(words: Sequence[str]) -> int:
         print_result(explain_plan(plan))
     from weft.planner.measure import measure, size_problem  # late: they import torch
     from weft.planner.report import costs_json, costs_text
+    from weft.planner.site_costs import site_costs, site_json, site_text
+    from weft.planner.speeds import Speeds
+    from weft.planner.step_time import step_time
 
     problem = size_problem(plan)
     if problem and JSON_FLAG not in words:
         print_result(f"memory and traffic are not measured: {problem}")
         return EXIT_OK
     roles = measure(run)
+    step_s = None
+    if hardware is not None:
+        step_s = step_time(roles, Speeds(hardware, hardware.efficiency)).total_s
+    sites = site_costs(roles, run.site, step_s=step_s)
     if JSON_FLAG in words:
         fields = {"plan": json.loads(plan.to_json()), **costs_json(roles, hardware)}
+        if sites is not None:
+            fields["sites"] = site_json(sites)
         print_result(json.dumps(fields, indent=1))
     else:
         print_result(costs_text(roles, hardware))
+        if sites is not None:
+            print_result(site_text(sites))
     return EXIT_OK

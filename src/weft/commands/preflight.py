@@ -20,8 +20,9 @@ from weft.config.run import Run
 from weft.config.schema import LoraConfig, ModelSection, OptimConfig
 from weft.config.unused_keys import full_mesh_is_elastic, switched_off
 from weft.config.validate import config_checks
+from weft.core.axes import local_update_axis
 from weft.core.mesh import Mesh
-from weft.errors import ConfigError, Fault, LaunchError
+from weft.errors import ConfigError, Fault, LaunchError, counted
 from weft.run.agent import restart_number
 from weft.run.world import detect
 
@@ -217,6 +218,12 @@ def training_notes(run: Run) -> tuple[str, ...]:
     found += map(str, unused)
     if run.hardware is not None:
         found.append("hardware: training does not read it; weft explain and weft simulate do")
+    if run.site.gbit_s:
+        found.append("site.gbit_s: training does not read it; weft explain does")
+    num_inner = run.steps % run.site.every
+    if local_update_axis(run.device_mesh) is not None and num_inner:
+        steps = counted(num_inner, "step")
+        found.append(f"site.every: the last {steps} of steps {run.steps} are in no outer step")
     if restart_number(os.environ) and not run.resume:
         found.append("started again by the agent without a checkpoint in --out: from step 0")
     if not starts_new(run.resume, run.out):

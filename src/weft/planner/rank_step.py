@@ -20,6 +20,7 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.config.run import Run, plan_of
+from weft.config.schema import MAX_COUNT
 from weft.core.dimension import pipeline_axis, position_axes
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, image_example, token_example
@@ -98,6 +99,8 @@ class RankStep:
         played: the table whose actions were recorded.
         regions: all that were recorded, in order, those between actions too.
         num_dispatches: layers of the rank that send tokens to experts of other ranks.
+        outer_bytes: message of the rank to each other site in an outer step, which is no part of
+            the recorded step; 0 without sites.
     """
 
     plan: Plan
@@ -109,6 +112,7 @@ class RankStep:
     played: Table
     regions: tuple[RecordedRegion, ...]
     num_dispatches: int
+    outer_bytes: int = 0
 
 
 def played_microbatches(table: Table) -> tuple[int, ...]:
@@ -191,7 +195,8 @@ def _play_on_meta(
 ) -> RankStep:
     plan = plan_of(run)
     comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank))
-    step = build_step(run, comm)
+    inner_steps = {"site.every": MAX_COUNT}  # the recorded one is followed by no outer step
+    step = build_step(run.with_values(inner_steps), comm)
     for dispatch in dispatches(step):
         dispatch.meta_load = load
     played = thinned(plan.table, played_microbatches(plan.table))
@@ -256,6 +261,7 @@ def record_step(
         played=table,
         regions=tuple(recorder.regions),
         num_dispatches=sum(1 for _ in dispatches(step)),
+        outer_bytes=step.local_updates.wire.num_bytes if step.local_updates else 0,
     )
 
 
@@ -320,9 +326,17 @@ def _kept_tensors(step: TrainStep) -> dict[str, list[Tensor]]:
     return {
         "params": held,
         "gradients": gradients,
-        "optimizer": [tensor for state in states for tensor in state.values()],
+        "optimizer": [tensor for state in states for tensor in state.values()] + _outer(step),
         "buffers": _buffers(model),
     }
+
+
+def _outer(step: TrainStep) -> list[Tensor]:
+    """Outer parameters and their momentum, of a run over sites."""
+    if step.local_updates is None:
+        return []
+    outer = step.local_updates.outer
+    return [outer.params, outer.momentum]
 
 
 def _gradients(group: ParamGroup) -> list[Tensor]:

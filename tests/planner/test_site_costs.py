@@ -1,0 +1,75 @@
+"""The account of training across sites: bytes equal those of a real run, seconds follow from the link."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.tiny_run import TINY
+from weft.comm.comm import Comm
+from weft.comm.observe import Operation
+from weft.config.load import load
+from weft.config.run import Run
+from weft.data.dataset import open_data
+from weft.models import FAMILIES
+from weft.planner.measure import measure
+from weft.planner.site_costs import SiteCosts, site_costs, site_text
+from weft.testing import run_ranks
+from weft.train.build import build_data_loader, build_step
+
+
+def run_of(*words: str) -> Run:
+    return load([*TINY, "--site.every", "1", *words], FAMILIES)
+
+
+class SiteMessages:
+    """Sums the bytes that a rank passes to collectives between sites."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def started(self, operation: Operation) -> None:
+        if operation.axis == "site":
+            self.num_bytes += operation.payload_bytes
+
+    def finished(self, operation: Operation) -> None:
+        pass
+
+
+def counted_bytes(run: Run) -> list[int]:
+    """Bytes of one outer step by rank, of a real run."""
+    samples = open_data(run.data, run.model)
+
+    def rank(comm: Comm) -> int:
+        step = build_step(run, comm)
+        loader = build_data_loader(samples, comm, run.batch, seed=1, later=False)
+        messages = SiteMessages()
+        comm.observers = (messages,)
+        step(loader.batches(0), lr=1e-3)
+        return messages.num_bytes
+
+    return run_ranks(run.device_mesh, rank)
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_bytes_equal_those_of_a_real_run(wire: str) -> None:
+    run = run_of("--mesh", "site2 tp2", "--site.wire", wire)
+    costs = site_costs(measure(run), run.site)
+    assert costs is not None
+    counted = counted_bytes(run)
+    assert costs.site_bytes == sum(counted) // 2
+    assert costs.rank_bytes == max(counted)
+    assert costs.link_bytes == costs.site_bytes
+
+
+def test_seconds_follow_from_the_link_the_period_and_the_overlap() -> None:
+    settings = run_of("--mesh", "site3").site.model_copy(update={"every": 10, "gbit_s": 0.1})
+    costs = SiteCosts(settings, num_sites=3, rank_bytes=0, site_bytes=12_500_000)
+    assert costs.exchange_s == costs.exposed_s == pytest.approx(2.0)
+    assert costs.step_bytes == 2_500_000
+    delayed = settings.model_copy(update={"overlap": 4})
+    assert replace(costs, settings=delayed).exposed_s is None
+    assert replace(costs, settings=delayed, step_s=0.2).exposed_s == pytest.approx(1.2)
+    assert replace(costs, settings=delayed, step_s=1.0).exposed_s == 0
+    assert max(map(len, site_text(costs).splitlines())) <= 80

@@ -1,0 +1,50 @@
+"""The proof of local updates: right ones are equal to sites on one device, wrong ones are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.commands.prove import prove_config
+from weft.config.load import load
+from weft.config.run import Run
+from weft.data.dataset import open_data
+from weft.models import FAMILIES
+from weft.parallel.local_updates.outer_step import LocalUpdates
+from weft.prove.reduce import reduced
+from weft.prove.sites import SiteProof, inside_site
+from weft.train.build import family_of
+
+
+def run_of(*words: str) -> Run:
+    return load(["--mesh", "site2 dp2", *words], FAMILIES)
+
+
+def site_proof(run: Run) -> SiteProof:
+    run = reduced(run)
+    return SiteProof.of(run, family_of(run.model, run.lora), open_data(run.data, run.model))
+
+
+def test_one_site_is_the_layout_without_the_axis_on_its_part_of_the_batch() -> None:
+    inside = inside_site(run_of("--site.every", "7"))
+    assert (inside.mesh, inside.batch.global_size, inside.site.every) == ("dp2", 8, 20)
+
+
+def test_an_outer_step_without_momentum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LocalUpdates._apply
+
+    def forget_momentum(self: LocalUpdates, on_exchange: object) -> float:
+        self.outer.momentum.zero_()
+        return right(self, on_exchange)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LocalUpdates, "_apply", forget_momentum)
+    found = site_proof(run_of("--site.wire", "int8", "--site.overlap", "1")).compare()
+    assert {difference.axis for difference in found.differences} == {"site"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+def test_local_updates_hold(wire: str) -> None:
+    report = prove_config(run_of("--site.wire", wire, "--site.overlap", "1"), steps=2)
+    assert report.holds
+    assert [each.dtype for each in report.passes] == ["float32", "float64, local updates"]
+    assert "sites train apart" in report.notes[-1]
