@@ -52,6 +52,8 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "H=1 float32": ("--mesh", "site2", "--site.every", "1"),
 }
 ELASTIC = ("--mesh", "site2", "--site.every", "20", "--site.wire", "int8", "--run.elastic", "True")
+PATIENT = ("--run.timeout_s", "120")
+"""Hangs are not what is measured, and the cores may be busy."""
 WAIT_S = 400.0
 
 Event = dict[str, Any]
@@ -149,7 +151,9 @@ def train(flags: Sequence[str], *, steps: int, folder: Path, held_out: str) -> R
     shutil.rmtree(out, ignore_errors=True)
     evaluation = ("--eval.every", str(steps), "--eval.source", held_out)
     words = agent_words(
-        [*flags, *evaluation, "--steps", str(steps), "--out", str(out)], nodes="2", restarts=0
+        [*flags, *evaluation, *PATIENT, "--steps", str(steps), "--out", str(out)],
+        nodes="2",
+        restarts=0,
     )
     logs = [folder / f"{index}.log" for index in range(NUM_SITES)]
     with Hosts(NUM_SITES, rate=RATE) as hosts:
@@ -160,9 +164,13 @@ def train(flags: Sequence[str], *, steps: int, folder: Path, held_out: str) -> R
             wait_until(lambda: bool(steps_of(out)), "the first step", logs)
             before = sent_bytes(hosts, 1)
             first = len(steps_of(out))
-            wait_until(lambda: len(steps_of(out)) >= steps, "the last step", logs)
+
+            def is_over() -> bool:
+                return all(agent.poll() is not None for agent in agents)
+
+            wait_until(lambda: len(steps_of(out)) >= steps or is_over(), "the last step", logs)
             num_bytes = sent_bytes(hosts, 1) - before
-            wait_until(lambda: all(a.poll() is not None for a in agents), "the end", logs)
+            wait_until(is_over, "the end", logs)
     done = steps_of(out)
     timed = done[NUM_WARM_UP:]
     seconds = sum(event["step_s"] for event in timed)
