@@ -207,9 +207,7 @@ def train(words: Sequence[str]) -> int:
 def explain(words: Sequence[str]) -> int:
     """Print the layout of a config, the reasons for it, and what it costs."""
     if wants_help(words):
-        return _help_of_run(
-            "explain", [word for word in words if word != commands_explain.JSON_FLAG]
-        )
+        return _help_of_run("explain", commands_explain.read_output(words).config_words)
     return commands_explain.explain(words)
 
 
@@ -254,8 +252,8 @@ COMMANDS = {
         CONFIG_USAGE, "train a model (default: a small LLaMA 3 on Python's sources)", train
     ),
     "explain": Command(
-        f"{CONFIG_USAGE} [--hardware h100] [{commands_explain.JSON_FLAG}]",
-        "print the layout of a run, its memory and its traffic",
+        f"{CONFIG_USAGE} {commands_explain.USAGE}",
+        "print the layout of a run, its memory, its traffic and the check of its collectives",
         explain,
     ),
     "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),
@@ -312,4 +310,4 @@ def _help_of_run(name: str, words: Sequence[str]) -> int:
     config_words = [word for word in words if word not in HELP]
     run = try_load(config_words, FAMILIES).run
     description = f"{COMMANDS[name].line}. Keys of the model {run.model.name}"
-    return show_help(run, f"weft {name} {CONFIG_USAGE}", description)
+    return show_help(run, f"weft {name} {COMMANDS[name].usage}", description)

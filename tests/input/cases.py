@@ -1035,6 +1035,9 @@ def schedules() -> Iterator[Case]:
     )
     layers = ("explain", "--model.layers", "10000")
     yield Case("5,000 stages", (*layers, "--mesh", "pp5000"), "too many stages", faults=3)
+    for name, path in (("is a folder", "prep"), ("in no folder", "none/x.html"), ("empty", "")):
+        yield Case(f"html {name}", ("explain", "--html", path), "html")
+    yield Case("html without a file", ("explain", "--html", "--json"), "html: needs a file")
     yield Case("svg in /proc", ("schedule", "--svg", "/proc/x.svg"), "svg")
     yield Case("json below a file", ("schedule", "--json", "text.txt/x"), "json")
 

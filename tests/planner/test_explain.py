@@ -1,8 +1,11 @@
-"""`weft explain` prints memory, traffic and FLOPs of every role of a run, as text and as JSON."""
+"""`weft explain` prints memory, traffic and FLOPs of every role of a run, as text, as JSON and as a page."""
 
 from __future__ import annotations
 
 import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -26,8 +29,25 @@ def test_the_text_fits_80_columns_and_says_whether_the_run_fits(
     assert "fits NVIDIA H100" in text
 
 
+ROLE_FIELDS = {
+    *("pp", "ranks", "params_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes"),
+    *("in_flight_bytes", "workspace_bytes", "workspace_parts", "peak_bytes", "peak_at", "levels"),
+    *("flops", "traffic"),
+}
+PLAN_PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+
+
 def test_json_holds_the_plan_and_the_costs(capsys: pytest.CaptureFixture[str]) -> None:
     fields = json.loads(explained(capsys, "--mesh", "pp2", "--json", "--hardware", "a100"))
+    assert set(fields) == {
+        *("plan", "roles", "worst_routing", "world_check", "hardware", "time"),
+    }
+    assert set(fields["roles"][0]) == ROLE_FIELDS
+    assert fields["world_check"]["holds"]
+    documented = set(re.findall(r"`(\w+)`", PLAN_PAGE.read_text(encoding="utf-8")))
+    for section in ("roles", "world_check", "hardware", "time"):
+        names = fields[section][0] if section == "roles" else fields[section]
+        assert set(names) <= documented, section
     assert fields["plan"]["mesh"] == "pp2"
     first, last = fields["roles"]
     assert (first["pp"], last["pp"]) == (0, 1)
@@ -39,6 +59,51 @@ def test_json_holds_the_plan_and_the_costs(capsys: pytest.CaptureFixture[str]) -
     )
 
 
+class Tags(HTMLParser):
+    """Tags of a page, and what it would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in ("meta", "rect", "line", "path", "circle"):
+            self.open.append(tag)
+        assert not {"src", "href"} & {name for name, _ in attrs}
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.open and tag == self.open[-1]:
+            self.open.pop()
+
+
+def test_a_page_with_charts_that_fetches_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "explain.html"
+    words = ("--mesh", "pp2", "--hardware", "h100", "--html", str(page))
+    assert f"wrote {page}" in explained(capsys, *words)
+    text = page.read_text(encoding="utf-8")
+    parser = Tags()
+    parser.feed(text)
+    assert parser.open == []
+    assert {"svg", "table", "details"} <= parser.tags
+    assert "script" not in parser.tags
+    for part in ("peak", "fits NVIDIA H100", "no deadlock", "all_gather", "Predicted time"):
+        assert part in text
+
+
+def test_without_a_device_the_largest_known_one_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Eight layers of LLaMA 3 405B in float32 are more than a device has."""
+    words = ["explain", "--model.preset", "llama3-405b", "--model.layers", "8", "--mesh", "dp2"]
+    assert main([*words, "--batch.global_size", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "does NOT fit any known device: the largest, " in text
+
+
 def test_a_model_that_is_too_large_misses_by_so_much(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["explain", "--model.preset", "llama3-8b", "--hardware", "h100"]
     words += ["--batch.global_size", "1", "--batch.micro_size", "1"]
@@ -46,7 +111,19 @@ def test_a_model_that_is_too_large_misses_by_so_much(capsys: pytest.CaptureFixtu
     assert "does NOT fit NVIDIA H100" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("family", ["mnist", "deepseek", "gpt2"])
+def test_both_routings_of_experts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", "--model.name", "deepseek", "--model.layers", "2", "--mesh", "ep2"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "floating-point operations" in text
+    expected = re.search(r"expected  peak .*, (\S+ \S+) sent to experts, (\S+) FLOPs", text)
+    worst = re.search(r"worst     peak .*, (\S+ \S+) sent to experts, (\S+) FLOPs", text)
+    assert expected is not None
+    assert worst is not None
+    assert float(worst[2]) > float(expected[2])
+
+
+@pytest.mark.parametrize("family", ["mnist", "gpt2"])
 def test_every_kind_of_model_is_measured(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--model.name", family]) == 0
     assert "floating-point operations" in capsys.readouterr().out

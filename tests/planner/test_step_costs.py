@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter as TrafficCounter
@@ -15,12 +16,15 @@ from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
+from weft.models.common.moe import Choice, Router
+from weft.parallel.expert.dispatch import even_load, first_rank_load
 from weft.planner import rank_step
 from weft.planner.rank_step import RankStep, measure_rank, record_step
 from weft.planner.step_memory import step_memory
 from weft.planner.step_traffic import step_traffic
 from weft.testing import run_ranks
 from weft.train.build import build_step
+from weft.train.step import TrainStep
 
 LAYOUTS = {
     "one rank": "",
@@ -30,6 +34,9 @@ LAYOUTS = {
     "dp2 zero3": "--mesh dp2 --parallel.zero 3",
     "tp2 sequence": "--mesh tp2 --parallel.sequence True",
     "cp2": "--mesh cp2",
+    "cp2 allgather": "--mesh cp2 --parallel.context allgather",
+    "cp2 ulysses": "--mesh cp2 --parallel.context ulysses",
+    "pp2 interleaved, 2 chunks": "--mesh pp2 --pipeline.schedule interleaved --pipeline.chunks 2 --batch.global_size 4",
     "pp2 1f1b": "--mesh pp2 --batch.global_size 6",
     "pp2 zbv": "--mesh pp2 --pipeline.schedule zbv --batch.global_size 4",
     "pp2 dp2 zero1": "--mesh pp2,dp2 --parallel.zero 1",
@@ -42,6 +49,13 @@ SMALL = (
 )
 
 
+MIXTURE = "--model.name deepseek --model.layers 2 --model.dim 32 --data.seq_len 16 --batch.micro_size 1 --device cpu"
+MIXTURES = {
+    "ep2": "--mesh ep2 --batch.global_size 4",
+    "pp2 ep2 tp2 zero2": "--mesh pp2,ep2,tp2 --parallel.zero 2 --batch.global_size 4",
+    "ep2 cp2 full recompute": "--mesh ep2,cp2 --parallel.recompute full --batch.global_size 4",
+}
+
 ACTIONS = slice(1, -1)
 """Levels of the actions and the reduction. Before them numbers of every micro-batch are stacked;
 after the update a few numbers of the report are freed now or later.
@@ -52,8 +66,17 @@ def run_of(flags: str) -> Run:
     words: list[str] = []
     for word in flags.split():
         words.append(word.replace(",", " "))
-    text = words if "--batch.global_size" in words else [*words, "--batch.global_size", "8"]
-    return load([*text, *SMALL.split()], FAMILIES)
+    sizes = MIXTURE if flags in MIXTURES.values() else SMALL
+    if "--batch.global_size" not in words:
+        words += ["--batch.global_size", "8"]
+    given = [word for word in words if word.startswith("--")]
+    defaults = [word for word in _pairs(sizes) if word[0] not in given]
+    return load([*words, *(word for pair in defaults for word in pair)], FAMILIES)
+
+
+def _pairs(flags: str) -> Iterator[tuple[str, str]]:
+    words = flags.split()
+    return zip(words[::2], words[1::2], strict=True)
 
 
 def real_batches(run: Run, comm: Comm) -> list[Batch]:
@@ -63,9 +86,31 @@ def real_batches(run: Run, comm: Comm) -> list[Batch]:
     return [batch] * plan.microbatches
 
 
-def real_steps(run: Run) -> Sequence[tuple[RankStep, TrafficCounter]]:
+@dataclass(frozen=True)
+class RoundRobin(Choice):
+    """Slot after slot goes to the next of the first `num_used` experts, whatever the scores are."""
+
+    num_used: int = 0
+
+    def experts(self, scores: Tensor) -> Tensor:
+        slots = torch.arange(scores[..., : self.top_k].numel(), device=scores.device)
+        return (slots % self.num_used).view(*scores.shape[:-1], self.top_k)
+
+
+def force_routing(step: TrainStep, *, num_used: int) -> None:
+    for block in step.model.blocks.values():
+        for module in block.modules():
+            if isinstance(module, Router):
+                fields = {**vars(module.choice), "num_used": num_used}
+                module.choice = RoundRobin(**fields)
+
+
+def real_steps(run: Run, *, num_used: int = 0) -> Sequence[tuple[RankStep, TrafficCounter]]:
+    """Steps of all ranks on the CPU, of which `num_used` experts are used, if there are any."""
+
     def rank(comm: Comm) -> tuple[RankStep, TrafficCounter]:
         step = build_step(run, comm)
+        force_routing(step, num_used=num_used)
         batches = real_batches(run, comm)
         recorded = record_step(step, batches, table=plan_of(run).table)
         counter = TrafficCounter()
@@ -87,25 +132,51 @@ def slow_but(*names: str) -> list[Any]:
     "name", slow_but("one rank", "pp2 zbv", "pp2 dp2 zero1", "dp2 zero3 selective bfloat16")
 )
 def test_the_meta_device_shows_what_a_real_step_does(name: str) -> None:
+    """Live bytes after and during every action, the number and bytes of all operations, and FLOPs.
+
+    Real bytes are those of the storages that operations of the step allocate, until they are freed.
+    """
     run = run_of(LAYOUTS[name])
     for rank, (real, counter) in enumerate(real_steps(run)):
-        predicted = measure_rank(run, rank)
-        row = real.row
-        assert predicted.kept == real.kept
-        levels = step_memory(predicted, row).levels[ACTIONS]
-        real_levels = step_memory(real, row).levels[ACTIONS]
-        if run.pipeline.schedule == "zbv":  # a split backward has a scalar on the host
-            assert [level.name for level in levels] == [level.name for level in real_levels]
-            for level, real_level in zip(levels, real_levels, strict=True):
-                assert level.held == pytest.approx(real_level.held, abs=64)
-                assert level.most == pytest.approx(real_level.most, abs=64)
-        else:
-            assert levels == real_levels
-        assert step_traffic(predicted, row) == counter.traffic
-        flops = Counter({key: region.flops for key, region in predicted.actions.items()})
-        for key, region in real.actions.items():
-            if key in flops:
-                assert flops[key] == region.flops, key
+        is_split = run.pipeline.schedule == "zbv"  # a split backward has a scalar on the host
+        assert_equal_steps(measure_rank(run, rank), real, counter, tolerance=64 if is_split else 0)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES])
+@pytest.mark.parametrize("routing", ["expected", "worst"])
+def test_both_routings_are_those_of_real_steps_with_forced_routers(name: str, routing: str) -> None:
+    assert_forced_routing(name, is_worst=routing == "worst")
+
+
+def test_the_worst_routing_is_that_of_a_real_step_with_forced_routers() -> None:
+    assert_forced_routing("ep2", is_worst=True)
+
+
+def assert_forced_routing(name: str, *, is_worst: bool) -> None:
+    run = run_of(MIXTURES[name])
+    num_ranks = run.device_mesh.degree("ep")
+    num_experts = run.model.model_dump()["experts"]
+    used = num_experts // num_ranks if is_worst else num_experts
+    load = first_rank_load(num_ranks) if is_worst else even_load
+    for rank, (real, counter) in enumerate(real_steps(run, num_used=used)):
+        assert_equal_steps(measure_rank(run, rank, load=load), real, counter)
+
+
+def assert_equal_steps(
+    predicted: RankStep, real: RankStep, counter: TrafficCounter, *, tolerance: int = 0
+) -> None:
+    row = real.row
+    assert predicted.kept == real.kept
+    levels = step_memory(predicted, row).levels[ACTIONS]
+    real_levels = step_memory(real, row).levels[ACTIONS]
+    assert [level.name for level in levels] == [level.name for level in real_levels]
+    for level, real_level in zip(levels, real_levels, strict=True):
+        assert level.held == pytest.approx(real_level.held, abs=tolerance), level.name
+        assert level.most == pytest.approx(real_level.most, abs=tolerance), level.name
+    assert step_traffic(predicted, row) == counter.traffic
+    for key, region in real.actions.items():
+        if key in predicted.actions:
+            assert predicted.actions[key].flops == region.flops, key
 
 
 @pytest.mark.parametrize("name", ["pp2 1f1b", pytest.param("dp2 zero3", marks=pytest.mark.slow)])

@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -21,7 +22,7 @@ from weft.config.load import try_load
 from weft.config.run import Run, plan_of
 from weft.config.schema import ModelSection, OptimGroup
 from weft.config.validate import config_checks
-from weft.errors import EXIT_OK, UserError
+from weft.errors import EXIT_OK, Fault, UserError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
 
@@ -158,6 +159,23 @@ def take_flag(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     flag = others[start:end]
     del others[start:end]
     return flag, others
+
+
+def check_page_path(path: str) -> None:
+    """The file can be written: its folder exists, and it is no folder.
+
+    Raises:
+        UserError: else, before anything runs.
+    """
+    file = Path(path)
+    if "\0" in path or not path:
+        raise UserError(Fault("html", "is no name of a file", got=repr(path)))
+    if file.is_dir():
+        raise UserError(Fault("html", "is a folder", got=repr(path), need="a file"))
+    if not file.parent.is_dir():
+        raise UserError(Fault("html", "its folder does not exist", got=repr(str(file.parent))))
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(Fault("html", "cannot be written", got=repr(path)))
 
 
 def set_openmp_policy() -> None:

@@ -1,53 +1,106 @@
-"""`weft explain`: the layout of a run and the reasons for it, and the memory, traffic and FLOPs of its ranks."""
+"""`weft explain`: the layout of a run and the reasons for it; memory, traffic and FLOPs of its ranks; the check of its world."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from weft.commands.console import load_checked_run, print_result
-from weft.config.hardware import find_hardware
-from weft.config.run import plan_of
-from weft.errors import EXIT_OK
+from weft.commands.console import check_page_path, load_checked_run, print_result, take_flag
+from weft.config.hardware import Hardware, find_hardware
+from weft.config.run import Run, plan_of
+from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
 from weft.layout.explain import explain as explain_plan
+from weft.layout.plan import Plan
+from weft.view.explain_page import explain_page
 
 JSON_FLAG = "--json"
+HTML_FLAG = "--html"
+USAGE = f"[--hardware h100] [{JSON_FLAG}] [{HTML_FLAG} FILE]"
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is printed and written.
+
+    Attributes:
+        config_words: all words but the command's own options.
+        html: file for a page; None: none.
+    """
+
+    config_words: tuple[str, ...]
+    is_json: bool
+    html: str | None
+
+
+def read_output(words: Sequence[str]) -> Output:
+    """The command's own options, and the other words.
+
+    Raises:
+        ConfigError: --html without a file.
+    """
+    flag, rest = take_flag(HTML_FLAG, words)
+    if flag and (len(flag) < 2 or flag[1].startswith("--")):
+        raise ConfigError(Fault("html", "needs a file", fix=f"{HTML_FLAG} explain.html"))
+    return Output(
+        config_words=tuple(word for word in rest if word != JSON_FLAG),
+        is_json=JSON_FLAG in rest,
+        html=flag[1] if flag else None,
+    )
 
 
 def explain(words: Sequence[str]) -> int:
     """Print the layout at once, then its costs, for which torch is imported and one step of each
-    role is played on the meta device.
+    role is played on the meta device. The exit code is 1 where the check of the world fails.
     """
-    config_words = [word for word in words if word != JSON_FLAG]
-    run = load_checked_run(config_words)
+    output = read_output(words)
+    if output.html is not None:
+        check_page_path(output.html)
+    run = load_checked_run(output.config_words)
     hardware = None
     if run.hardware:
         hardware = find_hardware(run.hardware).for_matmul(run.precision.matmul)
     plan = plan_of(run)
-    if JSON_FLAG not in words:
+    if not output.is_json:
         print_result(explain_plan(plan))
-    from weft.planner.measure import measure, size_problem  # late: they import torch
-    from weft.planner.report import costs_json, costs_text
-    from weft.planner.site_costs import site_costs, site_json, site_text
-    from weft.planner.speeds import Speeds
-    from weft.planner.step_time import step_time
+    from weft.planner.measure import size_problem  # late: it imports torch
 
     problem = size_problem(plan)
-    if problem and JSON_FLAG not in words:
+    if problem and not output.is_json and output.html is None:
         print_result(f"memory and traffic are not measured: {problem}")
         return EXIT_OK
-    roles = measure(run)
-    step_s = None
-    if hardware is not None:
-        step_s = step_time(roles, Speeds(hardware, hardware.efficiency)).total_s
-    sites = site_costs(roles, run.site, step_s=step_s)
-    if JSON_FLAG in words:
-        fields = {"plan": json.loads(plan.to_json()), **costs_json(roles, hardware)}
-        if sites is not None:
-            fields["sites"] = site_json(sites)
+    return _explain_costs(run, plan, hardware, output)
+
+
+def _explain_costs(
+    run: Run,
+    plan: Plan,
+    hardware: Hardware | None,
+    output: Output,
+) -> int:
+    from weft.planner.costs_json import costs_json  # late: they import torch
+    from weft.planner.report import costs_text
+    from weft.planner.run_costs import run_costs
+    from weft.planner.site_costs import site_costs, site_json, site_text
+
+    costs = run_costs(run, hardware)
+    fields: dict[str, Any] = {"plan": json.loads(plan.to_json()), **costs_json(costs)}
+    step_s = None if costs.prediction is None else costs.prediction.step.total_s
+    sites = site_costs(costs.roles, run.site, step_s=step_s)
+    if sites is not None:
+        fields["sites"] = site_json(sites)
+    if output.html is not None:
+        title = f"{run.model.label} on {plan.mesh}"
+        page = explain_page(fields, title=title, layout=explain_plan(plan))
+        Path(output.html).write_text(page, encoding="utf-8")
+    if output.is_json:
         print_result(json.dumps(fields, indent=1))
     else:
-        print_result(costs_text(roles, hardware))
+        print_result(costs_text(costs))
         if sites is not None:
             print_result(site_text(sites))
-    return EXIT_OK
+        if output.html is not None:
+            print_result(f"wrote {output.html}")
+    return EXIT_FAILED if costs.check.problems else EXIT_OK

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import Field
 
 from weft.commands.console import (
+    check_page_path,
     load_checked_run,
     print_result,
     set_openmp_policy,
@@ -77,7 +78,7 @@ def prove(words: Sequence[str]) -> int:
     is_json = json_flag[1:] == ["True"]
     folder = Path(rest[0]) if rest and os.path.isdir(rest[0]) else None
     if options.html is not None:
-        _check_page_path(options.html)
+        check_page_path(options.html)
     if folder is not None:
         if len(rest) > 1:
             what = "a run folder takes no keys: it has its own config"
@@ -115,23 +116,6 @@ def _take_switch(name: str, words: list[str]) -> tuple[list[str], list[str]]:
     end = start + 2 if has_value else start + 1
     value = words[start + 1] if has_value else "True"
     return [name, value], [*words[:start], *words[end:]]
-
-
-def _check_page_path(path: str) -> None:
-    """The file can be written: its folder exists, and it is no folder.
-
-    Raises:
-        UserError: else, before anything runs.
-    """
-    file = Path(path)
-    if "\0" in path or not path:
-        raise UserError(Fault("html", "is no name of a file", got=repr(path)))
-    if file.is_dir():
-        raise UserError(Fault("html", "is a folder", got=repr(path), need="a file"))
-    if not file.parent.is_dir():
-        raise UserError(Fault("html", "its folder does not exist", got=repr(str(file.parent))))
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UserError(Fault("html", "cannot be written", got=repr(path)))
 
 
 def _check_loss(run: Run) -> None:

@@ -10,6 +10,7 @@ Note [A step in regions]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -266,10 +267,15 @@ def record_step(
 
 
 class _RecordedPlayer(Player):
-    """A player whose receives before the first action are a region of their own."""
+    """A player whose receives before the first action are a region of their own.
+
+    Its sends are waited for at the end, so that no region depends on how many sends there were
+    before; `step_memory` replays when they are waited for in the whole step.
+    """
 
     def __init__(self, model: ParallelModel, recorder: StepRecorder, **options: Any) -> None:
         super().__init__(model, **options)
+        self.max_sends = sys.maxsize
         self.recorder = recorder
 
     def play(self, batches: Sequence[Batch], seed: Tensor, **options: Any) -> PlayResult:

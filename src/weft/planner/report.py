@@ -1,18 +1,22 @@
-"""The measured costs of a run as text in 80 columns and as JSON: memory by role, traffic by axis, FLOPs."""
+"""The measured costs of a run as text in 80 columns: memory by role, routing, traffic by axis, FLOPs, time, world check."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 
-from weft.config.hardware import Hardware
+from weft.config.hardware import Hardware, hardware_table
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import WIDTH
+from weft.errors import counted
 from weft.layout.plan import Plan
+from weft.parallel.ep import AXIS as EP
 from weft.planner.measure import RoleCosts
+from weft.planner.overlap import Share
+from weft.planner.predict import Prediction, predict_measured
+from weft.planner.run_costs import RunCosts
 from weft.planner.speeds import TERA, Speeds
-from weft.planner.step_time import step_time
+from weft.planner.world_check import WorldCheck
 from weft.view.quantity import count, short_time
 from weft.view.quantity import memory as memory_text
 
@@ -20,40 +24,56 @@ MOST_ROWS = 8
 """Roles that the text lists; of more, the first and last ones and the fullest."""
 
 
-def costs_text(roles: Sequence[RoleCosts], hardware: Hardware | None) -> str:
+def costs_text(costs: RunCosts) -> str:
     """The costs for a reader."""
-    lines = [*_memory_lines(roles), *_fit_lines(roles, hardware), *_traffic_lines(roles)]
-    lines.append(_flops_line(roles))
-    if hardware is not None:
-        lines.extend(time_lines(roles, Speeds(hardware, hardware.efficiency)))
-    return "\n".join(line[:WIDTH] for line in lines)
+    lines = [*_memory_lines(costs.roles), *_fit_lines(costs), *_routing_lines(costs)]
+    lines.extend(_traffic_lines(costs.roles))
+    lines.append(_flops_line(costs.roles))
+    if costs.prediction is not None:
+        lines.extend(prediction_lines(costs.prediction))
+    lines.extend(check_lines(costs.check))
+    return "\n".join(lines)
 
 
 def time_lines(roles: Sequence[RoleCosts], speeds: Speeds) -> list[str]:
+    """The predicted step of a measured run."""
+    return prediction_lines(predict_measured(roles, speeds))
+
+
+def prediction_lines(prediction: Prediction) -> list[str]:
     """The predicted step: seconds and their parts, tokens a second, use of the devices."""
-    plan = roles[0].step.plan
-    time = step_time(roles, speeds)
-    num_ranks = plan.mesh.size
-    tokens = plan.global_size * plan.seq_len
-    tokens_a_second = count(tokens / time.total_s / num_ranks)
+    time = prediction.step
+    speeds = prediction.speeds
+    num_ranks = prediction.roles[0].step.plan.mesh.size
+    tokens_a_second = count(prediction.tokens_per_s / num_ranks)
     peak = speeds.hardware.bf16_tflops
-    hardware_tflops = time.flops / time.total_s / num_ranks / TERA
-    model_tflops = model_flops(plan) / time.total_s / num_ranks / TERA
+    used = time.flops / time.total_s / num_ranks / TERA / peak
+    interval = prediction.step_s
     lines = [
         f"predicted step on {speeds.hardware.label}: {short_time(time.total_s)}",
+        f"  expected between {short_time(interval.low)} and {short_time(interval.high)}",
         f"  pipeline {short_time(time.pipeline_s)} (idle {100 * time.bubble:.0f}%), then reduce"
         f" {short_time(time.reduce_s)}, update {short_time(time.update_s)}",
     ]
     waits = [f"{axis} {short_time(seconds)}" for axis, seconds in time.exposed_s.items()]
     if waits:
         lines.append(f"  waits for collectives, of the rank that waits most: {', '.join(waits)}")
-    return [
-        *lines,
+    lines += [
         f"  {tokens_a_second} tokens/s a device",
-        f"  MFU {100 * model_tflops / peak:.0f}% (3 forwards of model FLOPs, of {peak:g} TFLOP/s);"
-        f" with recomputation {100 * hardware_tflops / peak:.0f}%",
+        f"  MFU {100 * prediction.mfu:.0f}% (3 forwards of model FLOPs, of {peak:g} TFLOP/s);"
+        f" with recomputation {100 * used:.0f}%",
         f"  shares of the published speeds that work reaches: {speeds.efficiency.source}",
     ]
+    return _wrapped(lines)
+
+
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    """Lines of at most 80 columns; continued ones are indented."""
+    wrapped: list[str] = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        wrapped.extend(textwrap.wrap(line, WIDTH, subsequent_indent=indent) or [""])
+    return wrapped
 
 
 def model_flops(plan: Plan) -> float:
@@ -66,8 +86,13 @@ def fullest(roles: Sequence[RoleCosts]) -> RoleCosts:
     return max(roles, key=lambda role: role.memory.peak)
 
 
+def role_name(role: RoleCosts) -> str:
+    """`pp3`."""
+    return f"{pipeline_axis()}{role.row}"
+
+
 def _memory_lines(roles: Sequence[RoleCosts]) -> list[str]:
-    header = ("rank", "params", "gradients", "optimizer", "in flight", "workspace", "peak", "at")
+    header = ("rank", "params", "grads", "optim", "in flight", "workspace", "peak", "at")
     rows = [header, *map(_memory_row, _shown(roles))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
     lines = ["memory of a rank during a step (tensors; the real code on the meta device):"]
@@ -78,8 +103,7 @@ def _memory_lines(roles: Sequence[RoleCosts]) -> list[str]:
         lines.append(line.rstrip())
     if len(roles) > MOST_ROWS:
         lines.append(f"  (the fullest and others of {len(roles)} roles)")
-    lines.extend(_workspace_lines(fullest(roles)))
-    return lines
+    return [*lines, *_wrapped([_peak_line(fullest(roles))])]
 
 
 def _memory_row(role: RoleCosts) -> tuple[str, ...]:
@@ -93,7 +117,8 @@ def _memory_row(role: RoleCosts) -> tuple[str, ...]:
         memory.workspace,
         memory.peak,
     )
-    return (f"{pipeline_axis()}{role.row}", *map(memory_text, sizes), memory.cause)
+    action, _, _ = memory.cause.partition(" ")
+    return (role_name(role), *map(memory_text, sizes), action)
 
 
 def _shown(roles: Sequence[RoleCosts]) -> list[RoleCosts]:
@@ -104,37 +129,99 @@ def _shown(roles: Sequence[RoleCosts]) -> list[RoleCosts]:
     return [roles[index] for index in sorted(chosen)]
 
 
-def _workspace_lines(role: RoleCosts) -> list[str]:
-    parts = [(name, size) for name, size in role.memory.parts.items() if size]
-    if not parts:
-        return []
-    text = ", ".join(f"{memory_text(size)} of {name}" for name, size in parts)
-    return [f"  the peak of {pipeline_axis()}{role.row} includes {text}"]
+def _peak_line(role: RoleCosts) -> str:
+    """The largest peak, its cause, and the known buffers in it."""
+    memory = role.memory
+    line = f"  largest: {memory_text(memory.peak)} of {role_name(role)}, at {memory.cause}"
+    parts = [f"{memory_text(size)} of {name}" for name, size in memory.parts.items() if size]
+    return f"{line}; includes {', '.join(parts)}" if parts else line
 
 
-def _fit_lines(roles: Sequence[RoleCosts], hardware: Hardware | None) -> list[str]:
-    if hardware is None:
-        return []
-    free = hardware.memory_bytes - fullest(roles).memory.peak
+def _fit_lines(costs: RunCosts) -> list[str]:
+    peak = fullest(costs.roles).memory.peak
+    if costs.prediction is None:
+        return _wrapped([_known_devices_line(peak)])
+    hardware = costs.prediction.speeds.hardware
+    free = hardware.memory_bytes - peak
     size = f"{hardware.label}, {memory_text(hardware.memory_bytes)} a device"
     if free >= 0:
         return [f"  fits {size}: {memory_text(free)} are left"]
     return [f"  does NOT fit {size}: {memory_text(-free)} too much"]
 
 
+def _known_devices_line(peak: int) -> str:
+    """Which devices of the table have so much memory."""
+    by_memory: list[Hardware] = sorted(
+        hardware_table().values(), key=lambda device: device.memory_bytes
+    )
+    large = [device.name for device in by_memory if device.memory_bytes >= peak]
+    largest = by_memory[-1]
+    if not large:
+        size = memory_text(largest.memory_bytes)
+        return f"  does NOT fit any known device: the largest, {largest.name}, has {size}"
+    return f"  less than the memory of {', '.join(large)} (--hardware says what is left)"
+
+
+def _routing_lines(costs: RunCosts) -> list[str]:
+    """Memory, traffic and FLOPs of the worst routing beside those of the expected one."""
+    if not costs.worst:
+        return []
+    lines = [
+        "routing of tokens to experts: expected is an even load; in the worst case all",
+        "  tokens go to the experts of one rank of each ep group (figures of that rank):",
+    ]
+    for name, roles in (("expected", costs.roles), ("worst", costs.worst)):
+        memory = memory_text(fullest(roles).memory.peak)
+        sent = memory_text(max(map(routed_bytes, roles)))
+        flops = max(role.flops for role in roles)
+        lines.append(f"  {name:<8}  peak {memory}, {sent} sent to experts, {flops:.4g} FLOPs")
+    if costs.prediction is not None:
+        worst = predict_measured(costs.worst, costs.prediction.speeds).step.total_s
+        expected = costs.prediction.step.total_s
+        lines.append(f"  a step takes {short_time(worst)} instead of {short_time(expected)}")
+    return lines
+
+
+def routed_bytes(role: RoleCosts) -> int:
+    """What a rank sends in a step to the experts of other ranks, and back."""
+    return sum(
+        total.sent_bytes
+        for (axis, op), total in role.traffic.items()
+        if op == "all_to_all" and axis == EP
+    )
+
+
 def _traffic_lines(roles: Sequence[RoleCosts]) -> list[str]:
-    """The traffic of the rank that sends most."""
+    """The traffic of the rank that sends most, and what it is overlapped with."""
     busiest = max(roles, key=_sent_bytes)
     if not busiest.traffic:
         return []
-    lines = [f"traffic of a rank in a step (of {pipeline_axis()}{busiest.row}, which sends most):"]
-    for (axis, op), total in sorted(busiest.traffic.items()):
-        times = count(total.operations)
-        lines.append(
-            f"  {axis:<10} {op:<15} {times:>7} x, {memory_text(total.sent_bytes):>9} sent"
-            f" of {memory_text(total.payload_bytes):>9}"
+    lines = [
+        f"traffic of a rank in a step (of {role_name(busiest)}, which sends most):",
+        f"  {'axis':<9} {'operation':<14} {'times':>6} {'sent':>8} {'payload':>8}  hidden behind",
+    ]
+    for key, total in sorted(busiest.traffic.items()):
+        axis, op = key
+        columns = (
+            f"  {_short_axis(axis):<9} {op:<14} {count(total.operations):>6}"
+            f" {memory_text(total.sent_bytes):>8} {memory_text(total.payload_bytes):>8}  "
         )
+        hidden = overlap_text(busiest.overlap[key])
+        lines.extend(textwrap.wrap(columns + hidden, WIDTH, subsequent_indent=" " * 53))
     return lines
+
+
+def overlap_text(shares: Mapping[str, Share]) -> str:
+    """`backward`, or `backward 63, exposed 2`."""
+    if len(shares) == 1:
+        return next(iter(shares))
+    by_number = sorted(shares.items(), key=lambda item: -item[1].operations)
+    return ", ".join(f"{name} {count(share.operations)}" for name, share in by_number)
+
+
+def _short_axis(axis: str) -> str:
+    """`world, stage 1 of 4` -> `world 1/4`."""
+    return axis.replace(", stage ", " ").replace(" of ", "/")
 
 
 def _sent_bytes(role: RoleCosts) -> int:
@@ -147,63 +234,14 @@ def _flops_line(roles: Sequence[RoleCosts]) -> str:
     return f"floating-point operations of a step: {total:.4g}, at most {most:.4g} a rank"
 
 
-def costs_json(roles: Sequence[RoleCosts], hardware: Hardware | None) -> dict[str, Any]:
-    """The costs as JSON: bytes, counts and FLOPs."""
-    fields: dict[str, Any] = {"roles": [_role_json(role) for role in roles]}
-    if hardware is not None:
-        peak = fullest(roles).memory.peak
-        fields["hardware"] = {
-            "name": hardware.name,
-            "memory_bytes": hardware.memory_bytes,
-            "left_bytes": hardware.memory_bytes - peak,
-        }
-        fields["time"] = _time_json(roles, Speeds(hardware, hardware.efficiency))
-    return fields
-
-
-def _time_json(roles: Sequence[RoleCosts], speeds: Speeds) -> dict[str, Any]:
-    plan = roles[0].step.plan
-    time = step_time(roles, speeds)
-    return {
-        "step_s": time.total_s,
-        "pipeline_s": time.pipeline_s,
-        "reduce_s": time.reduce_s,
-        "update_s": time.update_s,
-        "exposed_s": dict(time.exposed_s),
-        "bubble": time.bubble,
-        "tokens_per_s": plan.global_size * plan.seq_len / time.total_s,
-        "model_flops": model_flops(plan),
-        "efficiency": asdict(speeds.efficiency),
-    }
-
-
-def _role_json(role: RoleCosts) -> dict[str, Any]:
-    memory = role.memory
-    traffic = []
-    for (axis, op), total in sorted(role.traffic.items()):
-        traffic.append(
-            {
-                "axis": axis,
-                "op": op,
-                "operations": total.operations,
-                "payload_bytes": total.payload_bytes,
-                "sent_bytes": total.sent_bytes,
-            }
-        )
-    kept = memory.kept
-    return {
-        pipeline_axis(): role.row,
-        "ranks": role.num_ranks,
-        "params_bytes": kept.params,
-        "gradients_bytes": kept.gradients,
-        "optimizer_bytes": kept.optimizer,
-        "buffers_bytes": kept.buffers,
-        "in_flight_bytes": memory.in_flight,
-        "workspace_bytes": memory.workspace,
-        "workspace_parts": dict(memory.parts),
-        "peak_bytes": memory.peak,
-        "peak_at": memory.cause,
-        "levels": [[level.name, level.held, level.most] for level in memory.levels],
-        "flops": role.flops,
-        "traffic": traffic,
-    }
+def check_lines(check: WorldCheck) -> list[str]:
+    """The result of the check of all ranks."""
+    played = f"{count(check.num_ranks)} ranks by {count(check.num_recorded)} that were played"
+    if check.problems:
+        problems = [f"  {line}" for problem in check.problems for line in problem.lines]
+        return [f"world check FAILED ({played}):", *_wrapped(problems)]
+    return [
+        f"world check: {played}",
+        f"  {counted(check.num_calls, 'collective call')} agree in operation, dtype, shape, group and order;",
+        f"  {counted(check.num_messages, 'message')} between pipeline ranks pair up; no deadlock",
+    ]

@@ -120,55 +120,73 @@ class WorldCheck:
     problems: tuple[Problem, ...]
 
 
+@dataclass(frozen=True)
+class RecordedWorld:
+    """The calls of the ranks that stand for all.
+
+    Attributes:
+        ranks: that were played.
+        measured_rows: for each pipeline coordinate the one that was played in its place.
+        program: the schedule with its messages.
+    """
+
+    plan: Plan
+    ranks: tuple[RankCalls, ...]
+    measured_rows: tuple[int, ...]
+    program: Program
+
+
 def check_world(run: Run, roles: Sequence[RoleCosts]) -> WorldCheck:
-    """Record the ranks that stand for all, and check them; see Note [A world by its roles].
+    """Play the ranks that stand for all, and check them; see Note [A world by its roles].
 
     Args:
         roles: of the run, measured; their ranks are not played again.
     """
+    return check_recorded(record_world(run, roles))
+
+
+def record_world(run: Run, roles: Sequence[RoleCosts]) -> RecordedWorld:
+    """Play the ranks that stand for all."""
     plan = roles[0].step.plan
+    mesh = plan.mesh
     recorded: dict[int, RankCalls] = {}
+    measured_rows = []
     for role in roles:
-        if role.step.rank not in recorded:
-            recorded[role.step.rank] = RankCalls.of(role.step)
-            row = recorded[role.step.rank].row
-            for coordinates in recorded_coordinates(plan.mesh):
-                rank = plan.mesh.rank(**coordinates, **{pipeline_axis(): row})
-                if rank not in recorded:
-                    recorded[rank] = RankCalls.of(record_calls(run, rank))
-    measured_rows = [plan.mesh.index(role.step.rank, pipeline_axis()) for role in roles]
-    return check_calls(plan, tuple(recorded.values()), measured_rows, program=plan.program)
+        row = mesh.index(role.step.rank, pipeline_axis())
+        measured_rows.append(row)
+        if role.step.rank in recorded:
+            continue
+        recorded[role.step.rank] = RankCalls.of(role.step)
+        for coordinates in recorded_coordinates(mesh):
+            rank = mesh.rank(**coordinates, **{pipeline_axis(): row})
+            if rank not in recorded:
+                recorded[rank] = RankCalls.of(record_calls(run, rank))
+    return RecordedWorld(
+        plan=plan,
+        ranks=tuple(recorded.values()),
+        measured_rows=tuple(measured_rows),
+        program=plan.program,
+    )
 
 
-def check_calls(
-    plan: Plan,
-    recorded: Sequence[RankCalls],
-    measured_rows: Sequence[int],
-    *,
-    program: Program,
-) -> WorldCheck:
-    """Check recorded ranks.
-
-    Args:
-        measured_rows: for each pipeline coordinate the one that was recorded in its place.
-        program: the schedule with its messages.
-    """
+def check_recorded(world: RecordedWorld) -> WorldCheck:
+    """Compare the calls of recorded ranks."""
     problems: list[Problem] = []
-    for row in sorted(set(measured_rows)):
-        members = [calls for calls in recorded if calls.row == row]
-        problems.extend(_action_problems(plan, members))
-    problems.extend(_phase_problems(plan, recorded, measured_rows))
-    problems.extend(_message_problems(plan, recorded, measured_rows, program))
+    for row in sorted(set(world.measured_rows)):
+        members = [calls for calls in world.ranks if calls.row == row]
+        problems.extend(_action_problems(world.plan, members))
+    problems.extend(_phase_problems(world))
+    problems.extend(_message_problems(world))
     num_calls = 0
-    for calls in recorded:
+    for calls in world.ranks:
         for events in (*calls.actions.values(), *calls.phases.values()):
             num_calls += sum(isinstance(event, Started) for event in events)
-    num_messages = sum(isinstance(each, Send) for row in program.rows for each in row)
+    rows = world.program.rows
     return WorldCheck(
-        num_ranks=plan.mesh.size,
-        num_recorded=len(recorded),
+        num_ranks=world.plan.mesh.size,
+        num_recorded=len(world.ranks),
         num_calls=num_calls,
-        num_messages=num_messages,
+        num_messages=sum(isinstance(each, Send) for row in rows for each in row),
         problems=tuple(problems[:MOST_PROBLEMS]),
     )
 
@@ -184,20 +202,19 @@ def _action_problems(plan: Plan, members: Sequence[RankCalls]) -> Iterator[Probl
         yield from _region_problems(plan.mesh, name, calls)
 
 
-def _phase_problems(
-    plan: Plan, recorded: Sequence[RankCalls], measured_rows: Sequence[int]
-) -> Iterator[Problem]:
+def _phase_problems(world: RecordedWorld) -> Iterator[Problem]:
     """Problems of the phases, in which groups span pipeline coordinates."""
-    copies: list[tuple[int, RankCalls]] = []
-    for row, measured_row in enumerate(measured_rows):
-        copies.extend((row, calls) for calls in recorded if calls.row == measured_row)
-    for phase in recorded[0].phases:
+    mesh = world.plan.mesh
+    copies: list[tuple[RankCalls, int]] = []
+    for row, measured_row in enumerate(world.measured_rows):
+        shift = _row_rank(mesh, row) - _row_rank(mesh, measured_row)
+        copies.extend((calls, shift) for calls in world.ranks if calls.row == measured_row)
+    for phase in world.ranks[0].phases:
         calls_of_rank: dict[int, Sequence[CallEvent]] = {}
-        for row, calls in copies:
-            shift = _row_rank(plan.mesh, row) - _row_rank(plan.mesh, calls.row)
+        for calls, shift in copies:
             events = calls.phases.get(phase, ())
-            calls_of_rank[calls.rank + shift] = moved(events, plan.mesh, shift) if shift else events
-        yield from _region_problems(plan.mesh, phase, calls_of_rank)
+            calls_of_rank[calls.rank + shift] = moved(events, mesh, shift) if shift else events
+        yield from _region_problems(mesh, phase, calls_of_rank)
 
 
 def _row_rank(mesh: Mesh, row: int) -> int:
@@ -326,42 +343,61 @@ def _first_difference(
     )
 
 
-def _message_problems(
-    plan: Plan,
-    recorded: Sequence[RankCalls],
-    measured_rows: Sequence[int],
-    program: Program,
-) -> Iterator[Problem]:
+def _message_problems(world: RecordedWorld) -> Iterator[Problem]:
     """A program of sends and receives that stops, or tensors that differ from their buffers."""
     try:
-        check_rendezvous(program)
+        check_rendezvous(world.program)
     except ScheduleError as error:
         yield Deadlock("the schedule", tuple(str(fault) for fault in error.faults))
         return
-    first_of_row = {calls.row: calls for calls in reversed(recorded)}
-    keys = [action_keys(plan.table, row) for row in range(plan.pipeline_size)]
-    sources = {plan.table.source(act): act for act in plan.table.actions}
-    for rank, row in enumerate(program.rows):
-        received = first_of_row[measured_rows[rank]].received
-        compared: set[tuple[ActionKey, ActionKey]] = set()
-        for instruction in row:
+    ends: dict[tuple[str, str], Mismatch] = {}
+    for message in _messages(world):
+        texts = (message.sent.signature.text, message.received.signature.text)
+        sender = MemberCall(0, message.sent.signature)
+        receiver = MemberCall(1, message.received.signature)
+        if texts not in ends and not calls_agree(sender, receiver):
+            ends[texts] = message.mismatch(world.plan.mesh)
+    yield from ends.values()
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A send and its receive, between two pipeline coordinates."""
+
+    instruction: Recv
+    rows: tuple[int, int]
+    sent: Operation
+    received: Operation
+
+    def mismatch(self, mesh: Mesh) -> Mismatch:
+        sender, receiver = (_row_rank(mesh, row) for row in self.rows)
+        return Mismatch(
+            axis=pipeline_axis(),
+            region=str(self.instruction),
+            position=1,
+            ranks=(sender, receiver),
+            coordinates=(mesh.coord_text(sender), mesh.coord_text(receiver)),
+            calls=(self.sent.signature.text, self.received.signature.text),
+        )
+
+
+def _messages(world: RecordedWorld) -> Iterator[_Message]:
+    """Messages of the program, one for each pair of kinds of actions."""
+    table = world.plan.table
+    of_row = {calls.row: calls for calls in reversed(world.ranks)}
+    calls_of = [of_row[measured_row] for measured_row in world.measured_rows]
+    keys = [action_keys(table, row) for row in range(table.num_ranks)]
+    consumers = {table.source(act): act for act in table.actions}
+    for row, instructions in enumerate(world.program.rows):
+        known: set[tuple[ActionKey, ActionKey]] = set()
+        for instruction in instructions:
             if not isinstance(instruction, Recv):
                 continue
             peer = instruction.peer
-            sender_key = keys[peer][instruction.act]
-            receiver_key = keys[rank][sources[instruction.act]]
-            if (sender_key, receiver_key) in compared:
-                continue
-            compared.add((sender_key, receiver_key))
-            sent = first_of_row[measured_rows[peer]].sent[sender_key]
-            got = received[receiver_key]
-            if not calls_agree(MemberCall(0, sent.signature), MemberCall(1, got.signature)):
-                ranks = (_row_rank(plan.mesh, peer), _row_rank(plan.mesh, rank))
-                yield Mismatch(
-                    axis=pipeline_axis(),
-                    region=str(instruction),
-                    position=1,
-                    ranks=ranks,
-                    coordinates=(plan.mesh.coord_text(ranks[0]), plan.mesh.coord_text(ranks[1])),
-                    calls=(sent.signature.text, got.signature.text),
-                )
+            produced = keys[peer][instruction.act]
+            used = keys[row][consumers[instruction.act]]
+            if (produced, used) not in known:
+                known.add((produced, used))
+                sent = calls_of[peer].sent[produced]
+                received = calls_of[row].received[used]
+                yield _Message(instruction, (peer, row), sent, received)

@@ -99,7 +99,8 @@ class ExpertParallelDispatch(nn.Module):
         lo, hi = span(self.num_experts, degree, comm.index(axis))
         local_counts_RE = counts_RE[:, lo:hi]
         if counts_RE.is_meta:
-            load = self.meta_load(*experts_NK.shape, self.num_experts)
+            num_tokens, top_k = experts_NK.shape
+            load = self.meta_load(num_tokens, top_k, self.num_experts)
             host_counts = [list(load)] * degree
         else:
             host_counts = counts_RE.tolist()  # the one wait for the device

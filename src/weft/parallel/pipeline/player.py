@@ -133,6 +133,9 @@ class Player:
             gradients.
         on_action: called after every action, for profiles.
         table: the schedule; default: the plan's.
+
+    Attributes:
+        max_sends: sends under way at once; of more, the oldest is waited for.
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class Player:
         self.row = lower(self.table).rows[model.comm.index(PP)]
         self.before_last_backward = before_last_backward
         self.on_action = on_action
+        self.max_sends = MAX_SENDS
         self.last_backward: dict[int, Act] = {}
         for instruction in self.row:
             if isinstance(instruction, Act) and ACTIVATION_CHANGE[instruction.kind] < 0:
@@ -262,7 +266,7 @@ class Player:
         tensor = output.contiguous()
         work = self.model.comm.start_send(tensor, PP, to=send.peer)
         state.sends.append(_SendUnderWay(work, tensor))
-        if len(state.sends) > MAX_SENDS:
+        if len(state.sends) > self.max_sends:
             oldest = state.sends.popleft()
             oldest.work.wait()
 
