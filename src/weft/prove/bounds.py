@@ -10,6 +10,9 @@ Note [Bounds]
     optimizers of signs and ratios (Lion, Adafactor) make of rounding noise: a gradient that is zero
     in exact arithmetic. So there, too, perturbed runs are made for these.
 
+    The sign of an update is that of its gradient, however small: an entry whose gradient is smaller
+    than its own bound may be updated either way, by a few learning rates.
+
     A gradient norm adds the squares of all entries in an order of its own, which no perturbation of
     the gradients changes: the rounding of a sum of n terms grows like the root of n. NORM_SHARE
     times that, in units of rounding, is added to its bound.
@@ -39,6 +42,8 @@ sample, and the largest of many entries is compared."""
 FLOOR = 4.0
 NORM_SHARE = 0.25
 """Kernels add in several lanes, each a part of the terms."""
+MOST_RATES = 4.0
+"""Learning rates by which AdamW may move two runs apart in a step."""
 MIN_SCALE = 1e-30
 KIND_SHARE = 1e-6
 """Least scale of a gradient or moment, as a share of the largest of its kind in the step."""
@@ -82,6 +87,31 @@ class Bounds:
         if key.phase in ("update", "checkpoint"):
             bound += self.update_eps * self._largest_lr / self.scale(key)
         return bound
+
+    def undetermined(self, parameter: str, step: int) -> Tensor | None:
+        """The entries of a parameter whose gradients were smaller than their own bound in a step so
+        far: rounding decides the sign of their updates. None where there are none.
+        """
+        if self.types.is_exact or step < 1:
+            return None
+        place = (parameter, step)
+        if place not in self._undetermined:
+            mask = self.undetermined(parameter, step - 1)
+            key = TensorKey(step, "clip", f"{parameter} clipped gradient")
+            gradient = self.plain.values.get(key)
+            if gradient is not None:
+                small = gradient.abs() <= self.bound(key) * self.scale(key)
+                mask = small if mask is None else mask | small
+            self._undetermined[place] = mask
+        return self._undetermined[place]
+
+    def largest_updates(self, step: int) -> float:
+        """Of one entry, summed over the steps so far."""
+        return MOST_RATES * sum(lr for number, lr in self.plain.lrs.items() if number <= step)
+
+    @cached_property
+    def _undetermined(self) -> dict[tuple[str, int], Tensor | None]:
+        return {}
 
     @cached_property
     def _most_entries(self) -> int:

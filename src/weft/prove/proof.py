@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from weft.train.build import family_of, initial_source
 from weft.train.build_training import build_training
 from weft.train.evaluate import Evaluation, eval_event
 from weft.train.event_log import EventLog
-from weft.train.loop import run_training
+from weft.train.loop import Event, run_training
 
 MUON_EPS = 2.0**-8
 """Unit of bfloat16, in which Muon orthogonalises."""
@@ -173,7 +173,7 @@ def _prove_once(subject: Subject) -> _Outcome | _Failed:
         blocks = tuple(subject.family.blocks(subject.run.model))
         difference = difference_of_error(error, records, mesh=mesh, blocks=blocks)
         return _Failed(error_text(error), difference)
-    bounds = reference_bounds(subject)
+    bounds = reference_bounds(subject, skipped=skipped_steps(records[0].events))
     judge = Judge(mesh, records, bounds, has_sharded_activations=subject.run.parallel.sequence)
     differences = judge.compare()
     source = bounds_text(bounds.types, is_perturbed=bool(bounds.perturbed))
@@ -185,11 +185,11 @@ def _prove_once(subject: Subject) -> _Outcome | _Failed:
 
 def _notes(judge: Judge) -> tuple[str, ...]:
     if not judge.uncompared:
-        return ()
+        return tuple(judge.notes)
     names = sorted(judge.uncompared)
     shown = ", ".join(names[:MAX_NOTES])
     more = f" and {len(names) - MAX_NOTES} more" if len(names) > MAX_NOTES else ""
-    return (f"not compared, of no known shape on a rank: {shown}{more}",)
+    return (*judge.notes, f"not compared, of no known shape on a rank: {shown}{more}")
 
 
 def run_layout(subject: Subject, records: Sequence[RankRecord]) -> None:
@@ -261,13 +261,26 @@ def _train_part(
     comm.observers = observers
 
 
-def reference_bounds(subject: Subject) -> Bounds:
-    """The one-device reference, and its perturbed versions for the bounds."""
+def skipped_steps(events: Iterable[Event]) -> frozenset[int]:
+    """The steps of a layout whose gradients overflowed."""
+    found = set()
+    for event in events:
+        if event["event"] == "step" and event.get("skipped"):
+            found.add(int(event["step"]))
+    return frozenset(found)
+
+
+def reference_bounds(subject: Subject, *, skipped: frozenset[int]) -> Bounds:
+    """The one-device reference, and its perturbed versions for the bounds.
+
+    Args:
+        skipped: see `Reference`.
+    """
     perturbed = []
     for perturbation in perturbations(subject.run):
-        each = reference(subject, perturbation=perturbation)
+        each = reference(subject, perturbation=perturbation, skipped=skipped)
         perturbed.append(each.run_all(subject.steps))
-    plain = reference(subject).run_all(subject.steps)
+    plain = reference(subject, skipped=skipped).run_all(subject.steps)
     return Bounds(
         plain,
         tuple(perturbed),
@@ -277,7 +290,11 @@ def reference_bounds(subject: Subject) -> Bounds:
 
 
 def reference(
-    subject: Subject, *, perturbation: Perturbation = PLAIN, records: bool = True
+    subject: Subject,
+    *,
+    perturbation: Perturbation = PLAIN,
+    records: bool = True,
+    skipped: frozenset[int] | None = None,
 ) -> Reference:
     """The one-device reference of a subject."""
     run = subject.run
@@ -289,6 +306,7 @@ def reference(
         source=source,
         perturbation=perturbation,
         records=records,
+        skipped=skipped,
     )
 
 
