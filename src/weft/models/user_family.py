@@ -8,32 +8,27 @@ buffers keep their values.
 from __future__ import annotations
 
 import functools
-import inspect
 import json
-import math
 import random
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from weft.config.hf.mapping import HFMapping
-from weft.core.dimension import default_sharding_rule
 from weft.core.model_config import AxisTable, BlockSpec, InitTable, LinearShapes, ModelConfig
-from weft.core.shard import Stacked
-from weft.errors import Fault, PlanError, counted
+from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
-from weft.models.common.batch import Batch, Extra, drop_batch, image_example, token_example
+from weft.models.common.batch import Batch, image_example, token_example
 from weft.models.common.init import named_parameters, tie
 from weft.models.common.layers import Loss
+from weft.models.user_chain import META, chain_of, move_to_meta
+from weft.models.user_facts import ModelFacts, facts_of, is_numbered, rows_of, units_of_axes
 from weft.models.user_model import (
     KEY,
     Model,
@@ -42,12 +37,12 @@ from weft.models.user_model import (
     no_axes,
     table_of,
 )
+from weft.models.user_specs import measure_blocks, output_dims
 
 LOSS = "loss"
 BUFFER_SEED = 0
 WHOLE = "whole"
 """Logical axis of a dim that no mesh axis shards."""
-META = torch.device("meta")
 
 _build_lock = threading.Lock()
 """Held while a model is built: its constructors draw from torch's generator, which rank threads share."""
@@ -101,8 +96,8 @@ class UserFamily:
             table[pattern] = tuple(WHOLE if word is None else word for word in words)
         facts = self._facts(cfg)
         for alias, owner in facts.ties.items():
-            if not _rows_of(alias, table):
-                rows = _rows_of(owner, table)
+            if not rows_of(alias, table):
+                rows = rows_of(owner, table)
                 if len(rows) == 1:
                     table[alias] = table[rows[0]]
         return table
@@ -168,7 +163,7 @@ class UserFamily:
         facts = self._facts(cfg)
         sizes: dict[str, int] = {}
         if self.model.AXES is not None:
-            sizes = _axis_sizes(facts.shapes, self.axes(cfg), self.user_config(cfg))
+            sizes = units_of_axes(facts.shapes, self.axes(cfg), self.user_config(cfg))
         if self.model.kind == "tokens":
             sizes.setdefault("vocab", self._vocab(cfg))
         return sizes
@@ -231,111 +226,6 @@ def _seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(torch_state)
 
 
-def chain_of(made: Any, *, name: str) -> dict[str, nn.Module]:
-    """Blocks by name, from what a user's `blocks` returns.
-
-    Raises:
-        PlanError: it is no chain of modules, or a module takes other arguments than (x) or (x,
-            batch).
-    """
-    blocks = _named_modules_of(made, name=name)
-    faults: list[Fault] = []
-    hooked: set[int] = set()
-    for block_name, block in blocks.items():
-        if not isinstance(block, nn.Module):
-            what = f"{name}: block {block_name!r} is no nn.Module"
-            faults.append(Fault(KEY, what, got=type(block).__name__))
-        elif not block_name or "." in block_name:
-            faults.append(Fault(KEY, f"{name}: block {block_name!r} has a dot in its name"))
-        elif id(block) not in hooked:
-            hooked.add(id(block))
-            faults.extend(_adapt_call(block_name, block))
-    if not blocks:
-        faults.append(Fault(KEY, f"{name}: blocks(config) returns no block"))
-    if faults:
-        raise PlanError(*faults)
-    return blocks
-
-
-def _named_modules_of(made: Any, *, name: str) -> dict[str, Any]:
-    if isinstance(made, (nn.Sequential, nn.ModuleDict, nn.ModuleList)):
-        return dict(made._modules.items())  # named_children() leaves repeated modules out
-    if isinstance(made, Mapping):
-        return {str(block_name): block for block_name, block in made.items()}
-    if isinstance(made, (list, tuple)):
-        pairs = all(isinstance(item, tuple) and len(item) == 2 for item in made)
-        return dict(made) if pairs else {str(place): block for place, block in enumerate(made)}
-    need = "modules by name, an nn.Sequential, or any module with a blocks_of(module)"
-    what = f"{name}: blocks(config) returns no chain"
-    raise PlanError(Fault(KEY, what, got=type(made).__name__, need=need))
-
-
-def _adapt_call(name: str, block: nn.Module) -> Iterator[Fault]:
-    """Let a block whose forward takes x alone be called with (x, batch)."""
-    parameters = [
-        parameter
-        for parameter in inspect.signature(block.forward).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
-    required = [parameter for parameter in parameters if parameter.default is parameter.empty]
-    takes_any = any(
-        parameter.kind is parameter.VAR_POSITIONAL
-        for parameter in inspect.signature(block.forward).parameters.values()
-    )
-    if len(required) > 2 or (not parameters and not takes_any):
-        names = ", ".join(parameter.name for parameter in parameters)
-        what = f"block {name!r} is called with (x) or (x, batch)"
-        fix = "wrap it in a module whose forward takes x"
-        yield Fault(KEY, what, got=f"{type(block).__name__}.forward({names})", fix=fix)
-        return
-    second = parameters[1] if len(parameters) > 1 else None
-    takes_batch = len(required) == 2 or (second is not None and second.name == "batch")
-    if not takes_batch and not takes_any:
-        block.register_forward_pre_hook(drop_batch)
-
-
-def move_to_meta(blocks: Mapping[str, nn.Module], *, parameters_only: bool) -> None:
-    """Replace parameters (and buffers, and tensors that are attributes) by ones without memory;
-    what is one object stays one.
-    """
-    moved: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def on_meta(tensor: Tensor) -> Tensor:
-        if id(tensor) not in moved:
-            empty = torch.empty_like(tensor, device=META)
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            moved[id(tensor)] = (tensor, empty)
-        return moved[id(tensor)][1]
-
-    for block in blocks.values():
-        for module in block.modules():
-            holders: list[dict[str, Any]] = [module._parameters]
-            if not parameters_only:
-                holders += [module._buffers, module.__dict__]
-            for holder in holders:
-                for name, value in holder.items():
-                    if isinstance(value, Tensor) and not value.is_meta:
-                        holder[name] = on_meta(value)
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What is known of a model's parameters without values.
-
-    Attributes:
-        shapes: global name -> shape, tied ones under each name.
-        ties: alias -> owner.
-        linears: name of a linear -> features out, in.
-        embedding_rows: of the first embedding; 0 without one.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    ties: Mapping[str, str]
-    linears: LinearShapes
-    embedding_rows: int
-
-
 def _config_text(cfg: Any) -> str:
     values = {name: getattr(cfg, name) for name in cfg.field_names}
     return json.dumps(values)
@@ -344,27 +234,8 @@ def _config_text(cfg: Any) -> str:
 @functools.lru_cache(maxsize=32)
 def _facts_of(family: UserFamily, text: str) -> ModelFacts:
     cfg = family.section(text)
-    blocks = meta_blocks(family, cfg)
-    shapes = {name: tuple(param.shape) for name, param in named_parameters(blocks).items()}
     ties = table_of(family.model.TIES, family.user_config(cfg))
-    unknown = [name for pair in ties.items() for name in pair if name not in shapes]
-    if unknown:
-        what = f"{family.model.label}: TIES names no parameter: {', '.join(unknown)}"
-        raise PlanError(Fault(KEY, what))
-    owners: dict[int, str] = {}
-    for name, param in named_parameters(blocks).items():
-        owner = owners.setdefault(id(param), name)
-        if owner != name:
-            ties.setdefault(name, owner)
-    linears: LinearShapes = {}
-    embedding_rows = 0
-    for block_name, block in blocks.items():
-        for path, module in block.named_modules():
-            if type(module) is nn.Linear and path and _is_numbered(block_name):
-                linears[f"{block_name}.{path}"] = (module.out_features, module.in_features)
-            if isinstance(module, nn.Embedding) and not embedding_rows:
-                embedding_rows = module.num_embeddings
-    return ModelFacts(shapes, ties, linears, embedding_rows)
+    return facts_of(meta_blocks(family, cfg), ties, label=family.model.label)
 
 
 def meta_blocks(family: UserFamily, cfg: Any) -> dict[str, nn.Module]:
@@ -375,92 +246,28 @@ def meta_blocks(family: UserFamily, cfg: Any) -> dict[str, nn.Module]:
     return blocks
 
 
-def _rows_of(name: str, table: Mapping[str, Any]) -> list[str]:
-    return [pattern for pattern in table if fnmatchcase(name, pattern)]
-
-
-def axes_faults(family: UserFamily, cfg: Any) -> Iterator[Fault]:
-    """Parameters that AXES misses or names twice, rows of another length, rows that match nothing."""
-    shapes = family.facts(cfg).shapes
-    table = family.axes(cfg)
-    used: set[str] = set()
-    missing: list[str] = []
-    for name, shape in shapes.items():
-        rows = _rows_of(name, table)
-        used.update(rows)
-        if not rows:
-            missing.append(name)
-        elif len(rows) > 1:
-            got = " and ".join(repr(row) for row in rows)
-            yield Fault("AXES", f"names parameter {name} twice", got=got, fix="narrow one pattern")
-        elif len(table[rows[0]]) != len(shape):
-            got = f"{len(table[rows[0]])} axes for shape {list(shape)}"
-            yield Fault("AXES", f"row {rows[0]!r} does not fit parameter {name}", got=got)
-    if missing:
-        fix = f"add rows, such as {missing[0]!r}: {(None,) * len(shapes[missing[0]])}"
-        others = counted(len(missing) - 1, "other")
-        what = f"misses parameter {missing[0]}" + (f" and {others}" if missing[1:] else "")
-        yield Fault("AXES", what, fix=fix)
-    for pattern in table:
-        if pattern not in used:
-            names = ", ".join(list(shapes)[:3])
-            yield Fault("AXES", f"row {pattern!r} matches no parameter", got=f"{names}, ...")
-
-
-def _axis_sizes(
-    shapes: Mapping[str, tuple[int, ...]], table: AxisTable, config: Any
-) -> dict[str, int]:
-    """Units of the axes that some mesh axis may shard: a field of the config of that name, else the
-    greatest common divisor of the lengths of all dims with this axis.
-    """
-    lengths: dict[str, list[int]] = {}
-    for name, shape in shapes.items():
-        rows = _rows_of(name, table)
-        if len(rows) != 1 or len(table[rows[0]]) != len(shape):
-            continue
-        for axis, length in zip(table[rows[0]], shape, strict=True):
-            if isinstance(axis, Stacked):
-                for part, units in axis.parts:
-                    lengths.setdefault(part, []).append(units)
-            else:
-                lengths.setdefault(axis, []).append(length)
-    sizes: dict[str, int] = {}
-    for axis, found in lengths.items():
-        if axis not in default_sharding_rule():
-            continue
-        divisor = math.gcd(*found)
-        field = getattr(config, axis, None)
-        is_unit = isinstance(field, int) and field > 0 and divisor % field == 0
-        sizes[axis] = field if is_unit else divisor  # type: ignore[assignment]
-    return sizes
-
-
 @functools.lru_cache(maxsize=64)
 def _specs_of(family: UserFamily, text: str, seq_len: int) -> tuple[BlockSpec, ...]:
     cfg = family.section(text)
+    label = family.model.label
     blocks = meta_blocks(family, cfg)
     tie(blocks, family.ties(cfg))
-    first = _measure(blocks, example(family, cfg, rows=2, seq_len=seq_len), name=family.model.label)
+    first = measure_blocks(blocks, example(family, cfg, rows=2, seq_len=seq_len), name=label)
     second_len = seq_len // 2 if seq_len % 2 == 0 else seq_len
     try:
         batch = example(family, cfg, rows=3, seq_len=second_len)
-        second = _measure(blocks, batch, name=family.model.label)
+        second = measure_blocks(blocks, batch, name=label)
     except PlanError:  # a model of one length
         second_len = seq_len
         batch = example(family, cfg, rows=3, seq_len=seq_len)
-        second = _measure(blocks, batch, name=family.model.label)
-    layers = [name for name in blocks if _is_numbered(name)]
+        second = measure_blocks(blocks, batch, name=label)
+    layers = [name for name in blocks if is_numbered(name)]
     layers = layers or [name for name in blocks if name != LOSS]
     specs = []
     for name in blocks:
-        out = _dims(first[name].shape, second[name].shape, lengths=(seq_len, second_len))
+        out = output_dims(first[name].shape, second[name].shape, lengths=(seq_len, second_len))
         specs.append(BlockSpec(name, first[name].flops / 2, out, is_layer=name in layers))
     return tuple(specs)
-
-
-def _is_numbered(name: str) -> bool:
-    """Whether a block is one of several: layer0, h1, 2."""
-    return name[-1].isdigit()
 
 
 def example(family: UserFamily, cfg: Any, *, rows: int, seq_len: int) -> Batch:
@@ -468,73 +275,3 @@ def example(family: UserFamily, cfg: Any, *, rows: int, seq_len: int) -> Batch:
     if family.model.kind == "images":
         return image_example(rows, cfg.image_size)
     return token_example(rows, seq_len)
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """Output shape of a block, () for several tensors, and FLOPs."""
-
-    shape: tuple[int, ...]
-    flops: float
-
-
-class FlopCount(TorchDispatchMode):
-    """Adds the FLOPs of matrix products and convolutions."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.total = 0.0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Called by torch for every operation."""
-        out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            self.total += float(count(*args, **(kwargs or {}), out_val=out))
-        return out
-
-
-def _measure(blocks: Mapping[str, nn.Module], batch: Batch, *, name: str) -> dict[str, _Measured]:
-    """Run the chain on the meta device.
-
-    Raises:
-        PlanError: a block's forward fails.
-    """
-    found: dict[str, _Measured] = {}
-    x: Any = batch.inputs
-    for block_name, block in blocks.items():
-        counter = FlopCount()
-        try:
-            with torch.no_grad(), counter:
-                out = block(x, batch)
-        except Exception as error:
-            first_line = str(error).partition("\n")[0]
-            what = f"its forward fails on the meta device: {type(error).__name__}: {first_line}"
-            fix = "shapes must not depend on values; create tensors on x.device"
-            raise PlanError(Fault(f"{name}: block {block_name!r}", what, fix=fix)) from error
-        x = out.x if isinstance(out, Extra) else out
-        shape = tuple(x.shape) if isinstance(x, Tensor) else ()
-        found[block_name] = _Measured(shape, counter.total)
-    return found
-
-
-def _dims(
-    first: Sequence[int], second: Sequence[int], *, lengths: tuple[int, int]
-) -> tuple[str | int, ...]:
-    """The shape that a block hands on: dims that change with the batch and its length are named."""
-    dims: list[str | int] = []
-    for place, (size, other) in enumerate(zip(first, second, strict=False)):
-        is_seq = (size, other) == lengths and (lengths[0] != lengths[1] or place == 1)
-        if place == 0 and (size, other) == (2, 3):
-            dims.append("batch")
-        elif is_seq:
-            dims.append("seq")
-        else:
-            dims.append(int(size))
-    return tuple(dims)

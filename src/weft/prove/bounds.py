@@ -88,6 +88,10 @@ class Bounds:
             bound += self.update_eps * self._largest_lr / self.scale(key)
         return bound
 
+    def relative(self, value: Tensor, expected: Tensor, key: TensorKey) -> float:
+        """Largest difference of two tensors of this kind, relative to its scale."""
+        return largest_difference(value, expected) / self.scale(key)
+
     def undetermined(self, parameter: str, step: int) -> Tensor | None:
         """The entries of a parameter whose gradients were smaller than their own bound in a step so
         far: rounding decides the sign of their updates. None where there are none.

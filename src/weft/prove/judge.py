@@ -1,35 +1,32 @@
-"""Compare the records of all ranks with the one-device reference; name the first difference in the order of execution."""
+"""Compare the records of all ranks with the one-device reference, tensor by tensor, within bounds."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from weft.comm.observe import Operation
 from weft.core.dimension import activation_axes, pipeline_axis, replicated_axes, token_axes
 from weft.core.mesh import Mesh
 from weft.parallel.model.parallelize import ParamShard
 from weft.prove.bounds import Bounds, largest_difference
+from weft.prove.gradient_sums import GradientSums
+from weft.prove.localise import Failure, Localisation, key_of
 from weft.prove.places import FlatPlace, ShardPlace, Whole
 from weft.prove.record import Observed, PartialGradient, RankRecord, Site
 from weft.prove.reference import TensorKey
-from weft.prove.relations import dtype_text, relation, rounded_to
+from weft.prove.relations import dtype_text, rounded_to
 from weft.prove.report import PHASES, Difference, Phase, PhaseBound
-from weft.prove.stored import SUFFIX
 from weft.train.loop import Event
 
 EXTRA_LOSS = "extra loss"
 MOST_REROUTED = 0.05
 """Share of the tokens of a step that rounding may route otherwise, and the number below."""
 MIN_REROUTED = 2.0
-MAX_RELATIONS = 8
-"""Differences whose numeric relation is looked for."""
 PHASE_OF_GRADIENTS: frozenset[Phase] = frozenset(
     ("backward", "reduce", "norm", "clip", "moments", "update")
 )
@@ -37,22 +34,6 @@ Coordinates = tuple[tuple[str, int], ...]
 """Mesh axes with the index of a rank along each."""
 STEP_NUMBERS: frozenset[Phase] = frozenset(("loss", "norm", "clip"))
 """Phases of numbers that every rank gets from one collective."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A tensor of one rank beyond its bound, or of another number type than it must have.
-
-    Attributes:
-        text: what is wrong; "": its numbers say it.
-    """
-
-    rank: int
-    observed: Observed
-    expected: Tensor
-    measured: float
-    bound: float
-    text: str = ""
 
 
 @dataclass
@@ -107,11 +88,16 @@ class Judge:
         self._compare_coverage()
         self._compare_own_state()
         self._drop_after_rerouting()
-        sites = sorted(self.failures, key=self._order)
-        found = []
-        for place, site in enumerate(sites):
-            found.append(self._difference(site, has_relation=place < MAX_RELATIONS))
-        return tuple(found)
+        return self._localisation.differences()
+
+    @property
+    def _localisation(self) -> Localisation:
+        return Localisation(self.mesh, self.records, self.bounds, self.failures, self.sums)
+
+    @cached_property
+    def sums(self) -> GradientSums:
+        """The gradients of all ranks before their reduction."""
+        return GradientSums(self.mesh, self.records, self.bounds)
 
     def phase_bounds(self) -> tuple[PhaseBound, ...]:
         """How close each phase came to its bounds."""
@@ -129,7 +115,7 @@ class Judge:
         for site, observed in record.values.items():
             if self._is_skipped(site):
                 continue
-            key = self._key(site)
+            key = key_of(site)
             whole = self.bounds.plain.values.get(key)
             if whole is None:
                 self.uncompared.add(f"{site.phase} {site.tensor}")
@@ -142,15 +128,6 @@ class Judge:
                 self._compare_restored(record, site, observed)
             expected = expected.reshape(observed.value.shape)
             self._check(site, record.rank, observed, expected, key)
-
-    def _key(self, site: Site) -> TensorKey:
-        """The reference's name of a tensor; restored state is that after the step."""
-        phase = site.phase
-        tensor = "documents" if site.tensor == "whole_documents" else site.tensor
-        if phase == "checkpoint":
-            tensor = tensor.removesuffix(SUFFIX)
-            phase = "update" if tensor == site.parameter else "moments"
-        return TensorKey(site.step, phase, tensor)
 
     def _is_skipped(self, site: Site) -> bool:
         """Whether the gradients of a step overflowed: they have no values to compare."""
@@ -215,7 +192,7 @@ class Judge:
         if saved is None or torch.equal(saved.value, observed.value):
             return
         difference = largest_difference(observed.value, saved.value)
-        scale = self.bounds.scale(self._key(site))
+        scale = self.bounds.scale(key_of(site))
         failure = Failure(record.rank, observed, saved.value, difference / scale, 0.0)
         self.failures.setdefault(site, {})[record.rank] = failure
 
@@ -229,7 +206,7 @@ class Judge:
             right = self._right_dtype(site)
             if right is None or observed.dtype is None or self._is_skipped(site):
                 continue
-            expected = observed.place.read(self.bounds.plain.values[self._key(site)])
+            expected = observed.place.read(self.bounds.plain.values[key_of(site)])
             if expected is None or expected.numel() != observed.value.numel():
                 continue
             text = ""
@@ -253,7 +230,7 @@ class Judge:
             return types.reduce
         if site.phase == "clip" or (site.phase == "update" and site.tensor == site.parameter):
             return types.params
-        whole = self.bounds.plain.values.get(self._key(site))
+        whole = self.bounds.plain.values.get(key_of(site))
         if site.phase == "moments" and whole is not None and whole.dim():
             return whole.dtype
         return None
@@ -310,11 +287,14 @@ class Judge:
         for (step, owner, _), members in groups.items():
             self._compare_partial_group(step, owner, members)
 
-    def _coordinates(self, rank: int, summed: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    def _coordinates(self, rank: int, summed: Sequence[str]) -> Coordinates:
         """Coordinates along the axes that are not summed; stages that share a parameter are."""
         left_out = (*summed, pipeline_axis())
-        coord = self.mesh.coord(rank)
-        return tuple((axis, index) for axis, index in coord.items() if axis not in left_out)
+        found = []
+        for axis, index in self.mesh.coord(rank).items():
+            if axis not in left_out:
+                found.append((axis, index))
+        return tuple(found)
 
     def _compare_partial_group(
         self, step: int, owner: str, members: Sequence[tuple[int, PartialGradient]]
@@ -330,7 +310,7 @@ class Judge:
             place = ShardPlace(partial.param.shard)
             expected = place.read(whole)
             assert expected is not None, "a shard lies in its parameter"
-            is_wrong = self._relative(total, expected, key) > self.bounds.bound(key)
+            is_wrong = self.bounds.relative(total, expected, key) > self.bounds.bound(key)
             if is_wrong and self._has_right_terms(step, partial.param, rank):
                 continue  # their reduction is compared after it
             observed = Observed(total, place, partial.operation)
@@ -340,36 +320,11 @@ class Judge:
         """Whether the ranks' own gradients add up to the right one over axes over which gradients
         of this parameter may be summed. Over others every rank must have all of it.
         """
-        right = self._right_axes(step, param.name, rank)
+        right = self.sums.right_axes(step, param.name, rank)
         summed = {*token_axes(), *param.reduce_axes}
         if self.has_sharded_activations:
             summed.update(activation_axes())
         return right is not None and summed.issuperset(right)
-
-    def _relative(self, value: Tensor, expected: Tensor, key: TensorKey) -> float:
-        return largest_difference(value, expected) / self.bounds.scale(key)
-
-    def _right_axes(self, step: int, name: str, rank: int) -> tuple[str, ...] | None:
-        """The axes over which the ranks' own gradients add up to the right one; None: there are none."""
-        param = self.records[rank].shards[name]
-        key = TensorKey(step, "backward", f"{param.owner} gradient")
-        expected = ShardPlace(param.shard).read(self.bounds.plain.values[key])
-        assert expected is not None, "a shard lies in its parameter"
-        for axes in (param.reduce_axes, *self._axis_sets()):
-            total = self._sum_over(step, name, rank, axes)
-            if total is None or total.shape != expected.shape:
-                continue
-            if self._relative(total, expected, key) <= self.bounds.bound(key):
-                return axes
-        return None
-
-    def _axis_sets(self) -> list[tuple[str, ...]]:
-        """All sets of axes along which gradients may be summed, small ones first."""
-        candidates = [axis for axis in self.mesh.wide_axes if axis != pipeline_axis()]
-        found: list[tuple[str, ...]] = []
-        for number in range(len(candidates) + 1):
-            found.extend(itertools.combinations(candidates, number))
-        return found
 
     def _compare_sums(self) -> None:
         """Losses of each block, summed over the ranks with different tokens."""
@@ -441,7 +396,7 @@ class Judge:
         """
         if self.bounds.types.eps <= torch.finfo(torch.float32).eps:
             return
-        for site in sorted(self.failures, key=self._order):
+        for site in sorted(self.failures, key=self._localisation.order):
             if not site.tensor.endswith(".expert load"):
                 continue
             failure = next(iter(self.failures[site].values()))
@@ -500,7 +455,7 @@ class Judge:
     ) -> None:
         """Write the entries of a rank into the logical tensor; those of a replica must be there."""
         assert isinstance(observed.place, FlatPlace), "updated values are recorded flat"
-        shape = self.bounds.plain.values[self._key(site)].shape
+        shape = self.bounds.plain.values[key_of(site)].shape
         key = (site.step, site.parameter)
         if key not in states:
             states[key] = torch.full(shape, torch.nan, dtype=observed.value.dtype)
@@ -514,8 +469,8 @@ class Judge:
             differs = ~torch.isnan(before) & (before != entries)
             if bool(differs.any()):
                 relative = largest_difference(entries[differs], before[differs])
-                relative /= self.bounds.scale(self._key(site))
-                expected = observed.place.read(self.bounds.plain.values[self._key(site)])
+                relative /= self.bounds.scale(key_of(site))
+                expected = observed.place.read(self.bounds.plain.values[key_of(site)])
                 assert expected is not None, "the boxes lie in the parameter"
                 self._fail(site, Failure(rank, observed, expected, relative, 0.0))
 
@@ -532,269 +487,8 @@ class Judge:
         if torch.equal(expected, observed.value):
             return
         relative = largest_difference(observed.value, expected)
-        relative /= self.bounds.scale(self._key(site))
+        relative /= self.bounds.scale(key_of(site))
         self._fail(site, Failure(rank, observed, expected, relative, 0.0))
-
-    # the order of execution
-
-    def _order(self, site: Site) -> tuple[float, ...]:
-        blocks = self.bounds.plain.blocks
-        position = blocks.index(site.block) if site.block in blocks else len(blocks)
-        phase = PHASES.index(site.phase)
-        micro_batch = -1 if site.micro_batch is None else site.micro_batch
-        if site.phase == "batch" and site.micro_batch is None:
-            return site.step, phase, len(blocks) + 1, 0, 0  # numbers that follow from the fields
-        if site.phase == "evaluation":
-            phase = len(PHASES) + 1
-        if site.phase == "checkpoint":
-            phase = len(PHASES)
-        if site.phase in ("backward", "reduce", "clip", "moments", "update"):
-            if site.phase == "backward" and site.micro_batch is not None:
-                position += 1  # the gradient of an output is computed by the block after it
-                return site.step, phase, -position, 1, micro_batch
-            is_number = site.block == ""
-            return site.step, phase, -len(blocks) - 1 if is_number else -position, 0, micro_batch
-        if site.phase == "loss":
-            return site.step, phase, position, 0, micro_batch
-        if site.phase == "forward" and site.tensor.endswith(".expert load"):
-            micro_batch = self._num_micro_batches  # a sum over all of them
-        return site.step, phase, micro_batch, position, 0
-
-    @cached_property
-    def _num_micro_batches(self) -> int:
-        numbers = [site.micro_batch or 0 for site in self.failures]
-        return 1 + max(numbers, default=0)
-
-    # what a difference is
-
-    def _difference(self, site: Site, *, has_relation: bool) -> Difference:
-        failures = self.failures[site]
-        worst = max(failures.values(), key=lambda failure: failure.measured)
-        first = failures[min(failures)]
-        axis, text = "", "other values"
-        if has_relation:
-            axis, text = self._explain(site, first)
-        operation = first.observed.operation
-        name, block = self._names(site)
-        return Difference(
-            tensor=name,
-            block=block,
-            parameter=site.parameter,
-            phase=site.phase,
-            step=site.step,
-            micro_batch=site.micro_batch,
-            axis=axis,
-            ranks=tuple(sorted(failures)),
-            collective="" if operation is None else _operation_text(operation),
-            relation=text,
-            measured=worst.measured,
-            bound=worst.bound,
-        )
-
-    def _names(self, site: Site) -> tuple[str, str]:
-        """Tensor and block; the gradient of an output is the input gradient of the next block."""
-        blocks = self.bounds.plain.blocks
-        if site.phase != "backward" or site.micro_batch is None or site.block not in blocks:
-            return site.tensor, site.block
-        following = blocks.index(site.block) + 1
-        if following == len(blocks):
-            return site.tensor, site.block
-        block = blocks[following]
-        return f"{block}.input gradient", block
-
-    def _explain(self, site: Site, failure: Failure) -> tuple[str, str]:
-        """Mesh axis and numeric relation."""
-        if failure.text:
-            return self._axis(site, failure), failure.text
-        measured, expected = failure.observed.value, failure.expected
-        if failure.measured == math.inf and measured.numel() == 0:
-            return "", "held by no rank in full"
-        if site.phase in ("reduce", "clip"):
-            for axes, phrase in self._partial_sums(site, failure):
-                if largest_difference(measured, phrase.value) <= _close(phrase.value, expected):
-                    return axes, phrase.text
-        text = relation(
-            measured,
-            expected,
-            candidates=self._candidates(site, failure),
-            before=self._before(site, failure),
-        )
-        return self._axis(site, failure), text
-
-    def _axis(self, site: Site, failure: Failure) -> str:
-        """The mesh axis that the difference follows; "" where none does."""
-        failed = self.failures[site]
-        holders = [record.rank for record in self.records if self._holds(record, site)]
-        followed = self._separating_axis(sorted(failed), holders)
-        if followed:
-            return followed
-        disagreeing = self._disagreeing_axis(site, holders)
-        if disagreeing:
-            return disagreeing
-        operation = failure.observed.operation
-        wide = self.mesh.wide_axes
-        if len(wide) == 1:
-            return wide[0]
-        if operation is not None and all(name in wide for name in operation.axis.split("+")):
-            return operation.axis
-        return ""
-
-    def _holds(self, record: RankRecord, site: Site) -> bool:
-        if site in record.values or not site.block:
-            return True
-        if site.phase == "backward":
-            found = record.partial_gradients
-            return any(
-                step == site.step and partial.param.owner == site.parameter
-                for (step, _), partial in found.items()
-            )
-        return (site.step, site.block) in record.loads or any(
-            (step, block) == (site.step, site.block) for step, block, _ in record.sums
-        )
-
-    def _separating_axis(self, failed: Sequence[int], holders: Sequence[int]) -> str:
-        """The axis whose coordinate alone tells wrong ranks from right ones."""
-        if len(failed) == len(holders):
-            return ""
-        for axis in self.mesh.wide_axes:
-            wrong = {self.mesh.coord(rank)[axis] for rank in failed}
-            right = {self.mesh.coord(rank)[axis] for rank in holders if rank not in failed}
-            if wrong.isdisjoint(right):
-                return axis
-        return ""
-
-    def _disagreeing_axis(self, site: Site, holders: Sequence[int]) -> str:
-        """The axis along which ranks that should hold the same entries hold different ones."""
-        for axis in reversed(self.mesh.wide_axes):
-            for rank in holders:
-                own = self.records[rank].values.get(site)
-                if own is None:
-                    continue
-                for other_rank in self.mesh.group(rank, axis):
-                    other = self.records[other_rank].values.get(site)
-                    if other is None or other.place != own.place:
-                        continue
-                    if own.value.shape != other.value.shape:
-                        return axis
-                    key = self._key(site)
-                    difference = largest_difference(own.value, other.value)
-                    if difference > self.bounds.bound(key) * self.bounds.scale(key):
-                        return axis
-        return ""
-
-    def _partial_sums(self, site: Site, failure: Failure) -> Iterator[tuple[str, _Phrase]]:
-        """Sums of the ranks' own gradients over other axes than the right ones."""
-        record = self.records[failure.rank]
-        name = next(
-            (name for name, param in record.shards.items() if param.owner == site.parameter), None
-        )
-        if name is None or (site.step, name) not in record.partial_gradients:
-            return
-        right = self._right_axes(site.step, name, failure.rank)
-        if right is None:
-            return
-        for axes in self._axis_sets():
-            total = self._sum_over(site.step, name, failure.rank, axes)
-            if total is None or set(axes) == set(right):
-                continue
-            local = _local_entries(total, failure.observed, record, name)
-            if local is not None:
-                yield self._wrong_sum(right, axes, local)
-
-    def _wrong_sum(
-        self, right: tuple[str, ...], axes: tuple[str, ...], value: Tensor
-    ) -> tuple[str, _Phrase]:
-        """Axis and words of a sum over `axes` in place of `right`."""
-        missing = [axis for axis in self.mesh.wide_axes if axis in right and axis not in axes]
-        extra = [axis for axis in self.mesh.wide_axes if axis in axes and axis not in right]
-        words = []
-        if missing:
-            words.append(
-                f"not summed over {' and '.join(missing)} (terms of other ranks are missing)"
-            )
-        if extra:
-            words.append(f"summed over {' and '.join(extra)} by mistake")
-        return "+".join(missing or extra), _Phrase(", ".join(words), value)
-
-    def _sum_over(self, step: int, name: str, rank: int, axes: tuple[str, ...]) -> Tensor | None:
-        parts = []
-        for member in self.mesh.group(rank, axes):
-            partial = self.records[member].partial_gradients.get((step, name))
-            if partial is None:
-                return None
-            parts.append(partial.value)
-        if len({part.shape for part in parts}) > 1:
-            return None
-        return torch.stack(parts).sum(0)
-
-    def _candidates(self, site: Site, failure: Failure) -> dict[str, Tensor]:
-        """Tensors that the measured one may be by mistake."""
-        found: dict[str, Tensor] = {}
-        values = self.bounds.plain.values
-        key = self._key(site)
-        whole = values.get(key)
-        earlier = values.get(key._replace(step=site.step - 1))
-        place = failure.observed.place
-        if earlier is not None and earlier.dim():
-            stale = place.read(earlier)
-            if stale is not None:
-                text = f"the value of step {site.step - 1} (stale)"
-                found[text] = stale.reshape(failure.expected.shape)
-        if whole is None:
-            return found
-        if site.phase == "clip":
-            unclipped = values.get(TensorKey(site.step, "reduce", f"{site.parameter} gradient"))
-            if unclipped is not None:
-                local = place.read(unclipped)
-                if local is not None:
-                    found["not clipped"] = local
-        for record in self.records:
-            other = record.values.get(site)
-            if other is None or other.place == place or record.rank == failure.rank:
-                continue
-            shard = other.place.read(whole)
-            if shard is not None and shard.shape == failure.expected.shape:
-                where = self.mesh.coord_text(record.rank)
-                found[f"the shard of rank {record.rank} ({where}), repeated"] = shard
-        return found
-
-    def _before(self, site: Site, failure: Failure) -> Tensor | None:
-        if site.phase != "update" or not site.parameter:
-            return None
-        used = self.bounds.plain.values.get(
-            TensorKey(site.step, "forward", f"{site.parameter} as used")
-        )
-        return None if used is None else failure.observed.place.read(used)
-
-
-@dataclass(frozen=True)
-class _Phrase:
-    text: str
-    value: Tensor
-
-
-def _close(value: Tensor, expected: Tensor) -> float:
-    """Difference within which a value counts as a wrong sum."""
-    size = max(float(value.abs().max()), float(expected.abs().max())) if value.numel() else 0.0
-    return 1e-3 * size
-
-
-def _local_entries(
-    total: Tensor, observed: Observed, record: RankRecord, name: str
-) -> Tensor | None:
-    """The entries of a local gradient that an observed tensor holds."""
-    shard = record.shards[name].shard
-    whole = torch.zeros(record.shards[name].shape, dtype=total.dtype)
-    offset = 0
-    for box in shard.boxes:
-        part = total
-        if len(shard.boxes) > 1:
-            length = box.shape[shard.dim]
-            part = total.narrow(shard.dim, offset, length)
-            offset += length
-        whole[box.slices] = part
-    entries = observed.place.read(whole)
-    return None if entries is None else entries.reshape(observed.value.shape)
 
 
 def _clip_factor(record: RankRecord, step: int) -> float | None:
@@ -811,8 +505,3 @@ def _clip_factor(record: RankRecord, step: int) -> float | None:
             product += float((before.value * after.value).sum())
             square += float(before.value.square().sum())
     return product / square if square else None
-
-
-def _operation_text(operation: Operation) -> str:
-    ranks = " ".join(map(str, operation.group))
-    return f"{operation.op} over {operation.axis}, ranks {ranks}"

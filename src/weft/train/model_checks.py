@@ -26,7 +26,8 @@ from weft.layout.plan import Plan
 from weft.models import Family
 from weft.models.common.batch import IGNORE, Batch, Extra, chain, image_batch, token_batch
 from weft.models.common.init import named_parameters, tie
-from weft.models.user_family import LOSS, UserFamily, axes_faults
+from weft.models.user_facts import axes_faults
+from weft.models.user_family import LOSS, UserFamily
 from weft.parallel.model.fingerprint import Fingerprint, fingerprint
 from weft.parallel.model.parallelize import parallelize
 from weft.train.init_from import lazy_blocks
@@ -46,7 +47,7 @@ def check_user_model(family: Family, config: ModelConfig, plan: Plan) -> None:
         PlanError: what is wrong, and where.
     """
     assert isinstance(family, UserFamily), "the model of a user"
-    faults = tuple(axes_faults(family, config))
+    faults = tuple(axes_faults(family.facts(config).shapes, family.axes(config)))
     if faults:
         raise PlanError(*faults)
     with _one_thread():

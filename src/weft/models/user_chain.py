@@ -1,0 +1,120 @@
+"""The chain of a user's model: modules by name from what `blocks(config)` returns, called with (x, batch), on any device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import Fault, PlanError
+from weft.models.common.batch import drop_batch
+from weft.models.user_model import KEY
+
+META = torch.device("meta")
+
+
+def chain_of(made: Any, *, name: str) -> dict[str, nn.Module]:
+    """Blocks by name, from what a user's `blocks` returns.
+
+    Raises:
+        PlanError: it is no chain of modules, or a module takes other arguments than (x) or (x,
+            batch).
+    """
+    blocks = _named_modules_of(made, name=name)
+    faults: list[Fault] = []
+    hooked: set[int] = set()
+    for block_name, block in blocks.items():
+        if not isinstance(block, nn.Module):
+            what = f"{name}: block {block_name!r} is no nn.Module"
+            faults.append(Fault(KEY, what, got=type(block).__name__))
+        elif not block_name or "." in block_name:
+            faults.append(Fault(KEY, f"{name}: block {block_name!r} has a dot in its name"))
+        elif id(block) not in hooked:
+            hooked.add(id(block))
+            faults.extend(_adapt_call(block_name, block))
+    if not blocks:
+        faults.append(Fault(KEY, f"{name}: blocks(config) returns no block"))
+    if faults:
+        raise PlanError(*faults)
+    return blocks
+
+
+def _named_modules_of(made: Any, *, name: str) -> dict[str, Any]:
+    if isinstance(made, (nn.Sequential, nn.ModuleDict, nn.ModuleList)):
+        return dict(made._modules.items())  # named_children() leaves repeated modules out
+    if isinstance(made, Mapping):
+        return {str(block_name): block for block_name, block in made.items()}
+    if isinstance(made, (list, tuple)):
+        are_pairs = all(isinstance(item, tuple) and len(item) == 2 for item in made)
+        if are_pairs:
+            return dict(made)
+        return {str(place): block for place, block in enumerate(made)}
+    need = "modules by name, an nn.Sequential, or any module with a blocks_of(module)"
+    what = f"{name}: blocks(config) returns no chain"
+    raise PlanError(Fault(KEY, what, got=type(made).__name__, need=need))
+
+
+def _adapt_call(name: str, block: nn.Module) -> Iterator[Fault]:
+    """Let a block whose forward takes x alone be called with (x, batch)."""
+    positional: list[inspect.Parameter] = []
+    required = 0
+    takes_any = False
+    for parameter in inspect.signature(block.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            takes_any = True
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            positional.append(parameter)
+            required += parameter.default is parameter.empty
+    takes_nothing = not positional and not takes_any
+    if required > 2 or takes_nothing:
+        names = ", ".join(parameter.name for parameter in positional)
+        what = f"block {name!r} is called with (x) or (x, batch)"
+        fix = "wrap it in a module whose forward takes x"
+        yield Fault(KEY, what, got=f"{type(block).__name__}.forward({names})", fix=fix)
+        return
+    takes_batch = required == 2
+    if len(positional) > 1 and positional[1].name == "batch":
+        takes_batch = True
+    if not takes_batch and not takes_any:
+        block.register_forward_pre_hook(drop_batch)
+
+
+class _MetaCopies:
+    """Tensors without memory in place of others; what is one object stays one."""
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []  # so that no other tensor gets the identity of one
+        self._empty: dict[int, Tensor] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The one in place of this tensor."""
+        if id(tensor) not in self._empty:
+            empty = torch.empty_like(tensor, device=META)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            self._kept.append(tensor)
+            self._empty[id(tensor)] = empty
+        return self._empty[id(tensor)]
+
+
+def move_to_meta(blocks: Mapping[str, nn.Module], *, parameters_only: bool) -> None:
+    """Replace parameters (and buffers, and tensors that are attributes) by ones without memory;
+    what is one object stays one.
+    """
+    copies = _MetaCopies()
+    for block in blocks.values():
+        for module in block.modules():
+            holders: list[dict[str, Any]] = [module._parameters]
+            if not parameters_only:
+                holders += [module._buffers, module.__dict__]
+            for holder in holders:
+                _move_values(holder, copies)
+
+
+def _move_values(holder: dict[str, Any], copies: _MetaCopies) -> None:
+    for name, value in holder.items():
+        if isinstance(value, Tensor) and not value.is_meta:
+            holder[name] = copies.of(value)

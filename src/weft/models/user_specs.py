@@ -1,0 +1,87 @@
+"""FLOPs and output shapes of the blocks of a user's model, measured on the meta device with two batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from weft.errors import Fault, PlanError
+from weft.models.common.batch import Batch, Extra
+
+
+@dataclass(frozen=True)
+class MeasuredBlock:
+    """Output shape of a block, () for several tensors, and FLOPs."""
+
+    shape: tuple[int, ...]
+    flops: float
+
+
+class FlopCount(TorchDispatchMode):
+    """Adds the FLOPs of matrix products and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0.0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch for every operation."""
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.total += float(count(*args, **(kwargs or {}), out_val=out))
+        return out
+
+
+def measure_blocks(
+    blocks: Mapping[str, nn.Module], batch: Batch, *, name: str
+) -> dict[str, MeasuredBlock]:
+    """Run the chain on the meta device; output shape and FLOPs of each block.
+
+    Raises:
+        PlanError: a block's forward fails.
+    """
+    found: dict[str, MeasuredBlock] = {}
+    x: Any = batch.inputs
+    for block_name, block in blocks.items():
+        counter = FlopCount()
+        try:
+            with torch.no_grad(), counter:
+                out = block(x, batch)
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            what = f"its forward fails on the meta device: {type(error).__name__}: {first_line}"
+            fix = "shapes must not depend on values; create tensors on x.device"
+            raise PlanError(Fault(f"{name}: block {block_name!r}", what, fix=fix)) from error
+        x = out.x if isinstance(out, Extra) else out
+        shape = tuple(x.shape) if isinstance(x, Tensor) else ()
+        found[block_name] = MeasuredBlock(shape, counter.total)
+    return found
+
+
+def output_dims(
+    first: Sequence[int], second: Sequence[int], *, lengths: tuple[int, int]
+) -> tuple[str | int, ...]:
+    """The shape that a block hands on: dims that change with the batch and its length are named."""
+    dims: list[str | int] = []
+    for place, (size, other) in enumerate(zip(first, second, strict=False)):
+        is_seq = (size, other) == lengths and (lengths[0] != lengths[1] or place == 1)
+        if place == 0 and (size, other) == (2, 3):
+            dims.append("batch")
+        elif is_seq:
+            dims.append("seq")
+        else:
+            dims.append(int(size))
+    return tuple(dims)
