@@ -10,8 +10,8 @@ from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.parallel.local_updates.outer_step import LocalUpdates
+from weft.prove.local_updates import SiteProof, inside_site
 from weft.prove.reduce import reduced
-from weft.prove.sites import SiteProof, inside_site
 from weft.train.build import family_of
 
 

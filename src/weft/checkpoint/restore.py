@@ -16,7 +16,7 @@ from weft.checkpoint.format import Manifest
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.read import Checkpoint, Source, open_checkpoint
 from weft.checkpoint.resume import find_checkpoint, run_folder_of
-from weft.checkpoint.sites import inner_section, is_of_sites, stored_section
+from weft.checkpoint.site_sections import inner_section, is_of_sites, stored_section
 from weft.checkpoint.state import (
     MODEL,
     OPTIMIZER,

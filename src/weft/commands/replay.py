@@ -96,7 +96,10 @@ def _check_sites(mesh: Mesh, layout: str) -> None:
         UserError: the layout has another number of them.
     """
     axis = local_update_axis(mesh)
-    if axis is None or Mesh.parse(layout).degree(axis) == mesh.degree(axis):
+    wanted = Mesh.parse(layout)
+    if axis is None:
+        return
+    if local_update_axis(wanted) == axis and wanted.degree(axis) == mesh.degree(axis):
         return
     what = "sites train apart: one device does not compute their steps"
     fix = f'--layout "{mesh.text}"'

@@ -19,6 +19,7 @@ from weft.models import Family
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
 from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_layout
 from weft.prove.judge import Judge
+from weft.prove.local_updates import SiteProof, inside_site, sites_note
 from weft.prove.raw_batch import FirstSamples, MaskedSamples
 from weft.prove.record import RankRecord, Recorder
 from weft.prove.reference import (
@@ -31,7 +32,6 @@ from weft.prove.reference import (
     takes_signs,
 )
 from weft.prove.report import Difference, Pass, ProofReport
-from weft.prove.sites import SiteProof, inside_site, sites_note
 from weft.prove.stored import record_stored
 from weft.run.run_ranks import arithmetic_of_ranks, run_ranks
 from weft.train.build import family_of, initial_source
@@ -94,7 +94,7 @@ def prove(subject: Subject) -> ProofReport:
 
 
 def _prove_sites(subject: Subject) -> ProofReport:
-    """The layout inside a site, then the steps that join the sites. See `weft.prove.sites`."""
+    """The layout inside a site, then the steps that join the sites. See `weft.prove.local_updates`."""
     start = time.perf_counter()
     run = subject.run
     inside = _prove(replace(subject, run=inside_site(run)))

@@ -73,27 +73,36 @@ class OuterShard:
         self.names = tuple(self._params)
         self.dtype = _dtype_of(self._params)
         self._groups = self._replica_groups(reducer)
-        self.length = sum(group.layout.shard_length for group in self._groups)
-        self.pieces = tuple(self._pieces(reducer))
+        lengths = [group.layout.shard_length for group in self._groups]
+        self.length = sum(lengths)
+        pieces = self._pieces(reducer)
+        self.pieces = tuple(pieces)
 
     def _replica_groups(self, reducer: GradientReducer) -> tuple[_ReplicaGroup, ...]:
         members: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
         for name, tensor in self._params.items():
             axes = self._replica_axes(name, reducer)
-            members.setdefault(axes, {})[name] = (tensor.numel(),)
+            shapes = members.setdefault(axes, {})
+            shapes[name] = (tensor.numel(),)
         groups: list[_ReplicaGroup] = []
         start = 0
         for axes in sorted(members):  # the same order on all ranks
-            layout = FlatLayout.of(members[axes], self.comm.degree(axes))
-            groups.append(_ReplicaGroup(axes, layout, self.comm.index(axes), start))
+            num_replicas = self.comm.degree(axes)
+            layout = FlatLayout.of(members[axes], num_replicas)
+            index = self.comm.index(axes)
+            group = _ReplicaGroup(axes, layout, index, start)
+            groups.append(group)
             start += layout.shard_length
         return tuple(groups)
 
     def _replica_axes(self, name: str, reducer: GradientReducer) -> tuple[str, ...]:
         """Axes inside a site along which ranks hold the same entries of a parameter."""
-        sharded = (*self.model.shards[name].shard_axes, *reducer.shard_axes[name])
-        distinct = (PP, *sharded, *local_update_axes())
-        return tuple(axis for axis in self.comm.mesh.wide_axes if axis not in distinct)
+        distinct = {PP}
+        distinct.update(self.model.shards[name].shard_axes)
+        distinct.update(reducer.shard_axes[name])
+        distinct.update(local_update_axes())
+        wide_axes = self.comm.mesh.wide_axes
+        return tuple(axis for axis in wide_axes if axis not in distinct)
 
     def _pieces(self, reducer: GradientReducer) -> Iterator[OuterPiece]:
         for group in self._groups:
@@ -103,13 +112,16 @@ class OuterShard:
                 if entries.start == entries.stop:
                     continue
                 first, _ = reducer.shard_ranges[span.name]
-                start, stop = first + entries.start, first + entries.stop
+                start = first + entries.start
+                stop = first + entries.stop
                 shard = self.model.shards[span.name].shard
+                flat_start = group.start + place.start
+                flat_stop = group.start + place.stop
                 yield OuterPiece(
                     name=span.name,
                     start=start,
                     stop=stop,
-                    in_flat=slice(group.start + place.start, group.start + place.stop),
+                    in_flat=slice(flat_start, flat_stop),
                     boxes=shard.boxes_of_range(start, stop),
                 )
 
@@ -136,17 +148,17 @@ class OuterShard:
         the entries that the ranks of its site hold in `flat`; every rank of the site must call it.
         """
         for group in self._groups:
-            whole = torch.zeros(group.layout.length, dtype=self.dtype, device=self.comm.device)
-            own = group.layout.shard_slice(group.index)
+            layout = group.layout
+            whole = flat.new_zeros(layout.length)
+            own = layout.shard_slice(group.index)
             whole[own] = flat[group.in_flat]
             self.comm.all_gather_(whole, group.axes)
-            for name, values in group.layout.views(whole).items():
+            for name, values in layout.views(whole).items():
                 param = self._params[name]
                 if local_share:
-                    mixed = local_share * param + (1 - local_share) * values
-                    param.copy_(mixed)
-                else:
-                    param.copy_(values)
+                    kept = local_share * param
+                    values = kept + (1 - local_share) * values
+                param.copy_(values)
 
 
 def _trained(model: ParallelModel, reducer: GradientReducer) -> dict[str, Tensor]:

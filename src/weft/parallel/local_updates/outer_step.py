@@ -151,7 +151,10 @@ class LocalUpdates:
         if self._exchange is not None:
             tensors["exchange"] = self._mean(self._exchange)
         for piece in self.shard.pieces:
-            yield piece, {name: tensor[piece.in_flat] for name, tensor in tensors.items()}
+            parts = {}
+            for name, tensor in tensors.items():
+                parts[name] = tensor[piece.in_flat]
+            yield piece, parts
 
     # a step
 
@@ -211,10 +214,10 @@ class LocalUpdates:
             assert exchange.work is not None, "an exchange without a mean is under way"
             gathered = exchange.work.wait()
             message_length = gathered.numel() // self.num_sites
-            messages = gathered.view(self.num_sites, message_length).unbind()
-            total = self.wire.decode(messages[0])
-            for message in messages[1:]:
-                total = total + self.wire.decode(message)
+            messages = gathered.view(self.num_sites, message_length)
+            total = self.shard.zeros()
+            for message in messages.unbind():
+                total += self.wire.decode(message)
             exchange.mean = total / self.num_sites
             exchange.work = None
         return exchange.mean

@@ -107,27 +107,31 @@ class Int8Wire:
         self.shard = shard
         self.comm = shard.comm
         apart = (PP, *local_update_axes())
-        self._axes = tuple(axis for axis in self.comm.mesh.wide_axes if axis not in apart)
-        self._in_rows, self._num_rows = _rows_of_stage(shard, reducer)
-        self._boxes = tuple(self._rows_of_boxes())
-        self._num_scales = sum(_length(each.in_message) for each in self._boxes)
+        wide_axes = self.comm.mesh.wide_axes
+        self._axes = tuple(axis for axis in wide_axes if axis not in apart)
+        self._in_rows = _rows_of_stage(shard, reducer)
+        self._num_rows = max([0, *(rows.stop for rows in self._in_rows.values())])
+        boxes = self._rows_of_boxes()
+        self._boxes = tuple(boxes)
+        self._num_scales = self._boxes[-1].in_message.stop if self._boxes else 0
 
     def _rows_of_boxes(self) -> Iterator[_RowsOfBox]:
-        num_scales = 0
+        first_scale = 0
         for piece in self.shard.pieces:
+            shape = self.shard.model.shards[piece.name].shape
             start = piece.in_flat.start
             for box in piece.boxes:
                 stop = start + box.size
-                num_rows = math.prod(box.shape[:-1])
+                last_scale = first_scale + math.prod(box.shape[:-1])
                 yield _RowsOfBox(
                     in_flat=slice(start, stop),
                     box=box,
-                    rows_shape=self.shard.model.shards[piece.name].shape[:-1],
+                    rows_shape=shape[:-1],
                     in_rows=self._in_rows[piece.name],
-                    in_message=slice(num_scales, num_scales + num_rows),
+                    in_message=slice(first_scale, last_scale),
                 )
                 start = stop
-                num_scales += num_rows
+                first_scale = last_scale
 
     @property
     def num_bytes(self) -> int:
@@ -136,23 +140,32 @@ class Int8Wire:
 
     def encode(self, gradient: Tensor) -> Tensor:
         """Scales as bytes, then entries; every rank of the site must call it."""
+        scales_of_stage = self._scales(gradient)
+        device = self.comm.device
+        scales = torch.empty(self._num_scales, dtype=torch.float32, device=device)
+        entries_int8 = torch.zeros(self.shard.length, dtype=torch.int8, device=device)
+        for each in self._boxes:
+            rows = each.rows(scales_of_stage).reshape(-1)
+            scales[each.in_message] = rows
+            steps = torch.where(rows > 0, rows, torch.inf)  # a row of zeros stays zero
+            divisor = steps.to(gradient.dtype).unsqueeze(1)
+            entries = gradient[each.in_flat].view(-1, each.num_columns)
+            rounded = (entries / divisor).round()
+            limited = rounded.clamp(-MOST, MOST).view(-1)
+            entries_int8[each.in_flat] = limited.to(torch.int8)
+        scale_bytes = scales.view(torch.int8)
+        return torch.cat((scale_bytes, entries_int8))
+
+    def _scales(self, gradient: Tensor) -> Tensor:
+        """Scales of all rows of this rank's stages: the largest entry of each over the site."""
         largest = gradient.new_zeros(self._num_rows)
         for each in self._boxes:
             entries = gradient[each.in_flat].view(-1, each.num_columns)
             rows = each.rows(largest)
-            rows.copy_(torch.maximum(rows, entries.abs().amax(1).view(rows.shape)))
+            largest_here = entries.abs().amax(1).view(rows.shape)
+            rows.copy_(torch.maximum(rows, largest_here))
         self.comm.all_reduce_(largest, self._axes, op="max")
-        scales_of_stage = (largest / MOST).float()
-        scales = torch.empty(self._num_scales, dtype=torch.float32, device=self.comm.device)
-        entries_int8 = torch.zeros(self.shard.length, dtype=torch.int8, device=self.comm.device)
-        for each in self._boxes:
-            rows = each.rows(scales_of_stage).reshape(-1)
-            scales[each.in_message] = rows
-            divisor = torch.where(rows > 0, rows, torch.inf).to(gradient.dtype).unsqueeze(1)
-            entries = gradient[each.in_flat].view(-1, each.num_columns)
-            rounded = (entries / divisor).round().clamp(-MOST, MOST)
-            entries_int8[each.in_flat] = rounded.view(-1).to(torch.int8)
-        return torch.cat((scales.view(torch.int8), entries_int8))
+        return (largest / MOST).float()
 
     def decode(self, message: Tensor) -> Tensor:
         """Entries times the scales of their rows."""
@@ -161,9 +174,11 @@ class Int8Wire:
         entries_int8 = message[scale_bytes:]
         gradient = self.shard.zeros()
         for each in self._boxes:
-            rows = scales[each.in_message].to(gradient.dtype).unsqueeze(1)
-            entries = entries_int8[each.in_flat].view(-1, each.num_columns)
-            gradient[each.in_flat] = (entries.to(gradient.dtype) * rows).view(-1)
+            rows = scales[each.in_message].to(gradient.dtype)
+            entries = entries_int8[each.in_flat].to(gradient.dtype)
+            table = entries.view(-1, each.num_columns)
+            scaled = table * rows.unsqueeze(1)
+            gradient[each.in_flat] = scaled.view(-1)
         return gradient
 
 
@@ -175,20 +190,16 @@ def wire_format(name: WireName, shard: OuterShard, reducer: GradientReducer) -> 
     return RoundedWire(shard, dtype)
 
 
-def _rows_of_stage(shard: OuterShard, reducer: GradientReducer) -> tuple[dict[str, slice], int]:
-    """Place of each trained parameter's rows among those of this rank's stages, and their number;
-    also of parameters that only other ranks of the site hold entries of.
+def _rows_of_stage(shard: OuterShard, reducer: GradientReducer) -> dict[str, slice]:
+    """Place of each trained parameter's rows among those of this rank's stages; also of parameters
+    that only other ranks of the site hold entries of.
     """
     places: dict[str, slice] = {}
     start = 0
     for group in reducer.trained_groups:
         for name in group.params:
-            num_rows = math.prod(shard.model.shards[name].shape[:-1])
-            places[name] = slice(start, start + num_rows)
-            start += num_rows
-    return places, start
-
-
-def _length(part: slice) -> int:
-    length: int = part.stop - part.start
-    return length
+            shape = shard.model.shards[name].shape
+            stop = start + math.prod(shape[:-1])
+            places[name] = slice(start, stop)
+            start = stop
+    return places
