@@ -253,7 +253,7 @@ COMMANDS = {
     ),
     "explain": Command(
         f"{CONFIG_USAGE} {commands_explain.USAGE}",
-        "print the layout of a run, its memory, its traffic and the check of its collectives",
+        "print the layout of a run, its memory and its traffic",
         explain,
     ),
     "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),
