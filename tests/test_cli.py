@@ -138,10 +138,11 @@ def test_schedule_reports_faults_in_one_line(words, line, capsys):
     assert line in reported
 
 
-def test_simulate_uses_the_flops_of_the_models_blocks(capsys):
+def test_simulate_uses_the_flops_of_the_models_blocks(capsys, monkeypatch):
     """Stages of 1, 1, 1 and 9 layers: the last rank is busy nearly all the time, the others are
     not.
     """
+    monkeypatch.setenv("COLUMNS", "200")
     words = ["--mesh", "pp4", "--model.layers", "12", "--pipeline.split"]
     bubbles = {}
     for split in ("3 3 3 3", "1 1 1 9"):

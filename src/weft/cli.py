@@ -212,9 +212,14 @@ def explain(words: Sequence[str]) -> int:
 
 
 def simulate_run(words: Sequence[str]) -> int:
-    """Draw the pipeline of a config as the simulator runs it."""
+    """Predict the step of a config and draw it."""
     if wants_help(words):
-        return _help_of_run("simulate", words)
+        own_words, config_words = commands_simulate.split_words(
+            [word for word in words if word != commands_simulate.JSON_FLAG]
+        )
+        usage = f"weft simulate {commands_simulate.USAGE}"
+        show_help(commands_simulate.SimulateOptions(), usage, commands_simulate.LINE)
+        return _help_of_run("simulate", [*config_words, *(set(own_words) & set(HELP))])
     return commands_simulate.simulate_run(words)
 
 
@@ -256,7 +261,7 @@ COMMANDS = {
         "print the layout of a run, its memory and its traffic",
         explain,
     ),
-    "simulate": Command(CONFIG_USAGE, "draw the pipeline of a run as simulated", simulate_run),
+    "simulate": Command(commands_simulate.USAGE, commands_simulate.LINE, simulate_run),
     "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
     "bench": Command(commands_bench.USAGE, commands_bench.LINE, commands_bench.bench),
     "prove": Command(commands_prove.USAGE, commands_prove.LINE, commands_prove.prove),

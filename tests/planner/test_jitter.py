@@ -105,7 +105,7 @@ def test_a_slow_rank_slows_every_draw(roles: tuple[RoleCosts, ...]) -> None:
     ("flags", "axes", "coupled"),
     [
         ("--mesh pp2,dp2,tp2 --parallel.zero 1", ("tp",), 2),
-        ("--mesh dp2,tp2 --parallel.zero 3", ("dp", "tp"), 4),
+        pytest.param("--mesh dp2,tp2 --parallel.zero 3", ("dp", "tp"), 4, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_wait_within_actions_are_coupled(

@@ -136,7 +136,7 @@ def test_the_step_is_as_long_as_its_timeline_of_all_lanes(flags: str) -> None:
     assert makespan(whole) == pytest.approx(time.total_s)
     assert makespan(time.timeline) == pytest.approx(time.pipeline_s)
     assert time.bubble == pytest.approx(bubble(time.timeline))
-    assert {span.lane for span in whole.spans} >= {"kernels", "dp", "pp to rank 1", "pp to rank 0"}
+    assert {span.lane for span in whole.spans} >= {"kernels", "dp", "pp to 1", "pp to 0"}
     for rank in range(2):
         by_lane: dict[str, float] = {}
         for span in whole.by_rank[rank]:

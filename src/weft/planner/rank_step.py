@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from weft.checkpoint.state import param_states
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.config.run import Run, plan_of
@@ -102,6 +103,7 @@ class RankStep:
         num_dispatches: layers of the rank that send tokens to experts of other ranks.
         outer_bytes: message of the rank to each other site in an outer step, which is no part of
             the recorded step; 0 without sites.
+        checkpoint_bytes: this rank's part of a checkpoint; replicas divide what they all hold.
     """
 
     plan: Plan
@@ -114,6 +116,7 @@ class RankStep:
     regions: tuple[RecordedRegion, ...]
     num_dispatches: int
     outer_bytes: int = 0
+    checkpoint_bytes: float
 
 
 def played_microbatches(table: Table) -> tuple[int, ...]:
@@ -263,6 +266,7 @@ def record_step(
         regions=tuple(recorder.regions),
         num_dispatches=sum(1 for _ in dispatches(step)),
         outer_bytes=step.local_updates.wire.num_bytes if step.local_updates else 0,
+        checkpoint_bytes=_checkpoint_bytes(step),
     )
 
 
@@ -343,6 +347,15 @@ def _outer(step: TrainStep) -> list[Tensor]:
         return []
     outer = step.local_updates.outer
     return [outer.params, outer.momentum]
+
+
+def _checkpoint_bytes(step: TrainStep) -> float:
+    held = 0.0
+    for state in param_states(step.state()):
+        if not state.is_alias:
+            num_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+            held += num_bytes / state.num_replicas
+    return held
 
 
 def _gradients(group: ParamGroup) -> list[Tensor]:

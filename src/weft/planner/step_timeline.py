@@ -70,7 +70,7 @@ def _message_spans(played: PlayedActions) -> Iterable[Span]:
             kind="send",
             start=played.message_starts[place],
             end=played.arrivals[place],
-            lane=f"{pipeline_axis()} to rank {action_class.peer}",
+            lane=f"{pipeline_axis()} to {action_class.peer}",
         )
 
 

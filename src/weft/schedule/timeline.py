@@ -124,6 +124,12 @@ class Timeline:
         )
 
 
+def lanes_of(timeline: Timeline, rank: int) -> list[str]:
+    """The lanes of a rank, kernels first."""
+    found = {span.lane for span in timeline.by_rank[rank]}
+    return [KERNELS, *sorted(found - {KERNELS})]
+
+
 def makespan(timeline: Timeline) -> float:
     """Time from the first start to the last end; 0 for an empty timeline."""
     if not timeline.spans:

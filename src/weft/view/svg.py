@@ -7,12 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from weft.schedule.timeline import COMPUTE, Span, Timeline, makespan
+from weft.schedule.timeline import COMPUTE, KERNELS, Span, Timeline, lanes_of, makespan
 from weft.view.text import action_labels, figures, legend, wrapped
 
 COLOURS = {"F": "#8ab4f8", "B": "#81c995", "I": "#78d9ec", "W": "#fdd663"}
+OTHER_COLOUR = "#dadce0"
+"""Of phases before and after the actions."""
+LANE_COLOUR = "#c58af9"
+"""Of collectives and messages."""
 ROW_HEIGHT = 24
 BOX_HEIGHT = 20
+LANE_HEIGHT = 9
 TITLE_WIDTH = 64
 MARGIN = 8
 AXIS_HEIGHT = 26
@@ -32,21 +37,26 @@ class TitledTimeline:
     timeline: Timeline
 
 
-def svg(timeline: Timeline, *, title: str, width: int = 960) -> str:
-    """The actions of all ranks as an SVG document of this width in px; other spans are left out."""
-    return stacked_svg([TitledTimeline(title, timeline)], width=width)
+def svg(timeline: Timeline, *, title: str, width: int = 960, lanes: bool = False) -> str:
+    """The actions of all ranks as an SVG document of this width in px.
+
+    Args:
+        lanes: also draw what is no action: phases, and the other lanes of each rank as thin rows.
+    """
+    return stacked_svg([TitledTimeline(title, timeline)], width=width, lanes=lanes)
 
 
-def stacked_svg(titled: Sequence[TitledTimeline], *, width: int = 960) -> str:
-    """Timelines below each other on one time scale, as an SVG document."""
-    longest = max((float(makespan(_computed(each.timeline))) for each in titled), default=0.0)
+def stacked_svg(titled: Sequence[TitledTimeline], *, width: int = 960, lanes: bool = False) -> str:
+    """Timelines below each other on one time scale, as an SVG document; see `svg`."""
+    longest = max((float(makespan(_drawn(each.timeline, lanes))) for each in titled), default=0.0)
     plot_width = width - 2 * MARGIN - TITLE_WIDTH
     scale = plot_width / longest if longest else 0.0
     parts: list[str] = []
     height = 0
     for each in titled:
-        drawn, height = _timeline_parts(each, top=height, width=width, scale=scale)
-        parts.extend(drawn)
+        drawn = _drawn(each.timeline, lanes)
+        picture, height = _timeline_parts(each, drawn, top=height, width=width, scale=scale)
+        parts.extend(picture)
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="monospace" font-size="12">',
@@ -56,51 +66,94 @@ def stacked_svg(titled: Sequence[TitledTimeline], *, width: int = 960) -> str:
     return f"{document}\n"
 
 
-def _computed(timeline: Timeline) -> Timeline:
-    return timeline.only(kinds=COMPUTE)
+def _drawn(timeline: Timeline, lanes: bool) -> Timeline:
+    return timeline if lanes else timeline.only(kinds=COMPUTE)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of boxes: the kernels of a rank, or one of its other lanes.
+
+    Attributes:
+        title: at its left.
+        top, height: px.
+        spans: on it.
+    """
+
+    title: str
+    top: int
+    height: int
+    spans: tuple[Span, ...]
+
+    @property
+    def is_thin(self) -> bool:
+        return self.height < BOX_HEIGHT
 
 
 def _timeline_parts(
-    titled: TitledTimeline, *, top: int, width: int, scale: float
+    titled: TitledTimeline, drawn: Timeline, *, top: int, width: int, scale: float
 ) -> tuple[list[str], int]:
     """One picture whose upper end is at `top`, and its lower end."""
-    computed = _computed(titled.timeline)
-    rows = [computed.actions(rank) for rank in range(computed.num_ranks)]
-    labels = action_labels(rows)
-    starts = [float(span.start) for span in computed.spans]
-    first_start = min(starts, default=0.0)
-    length = float(makespan(computed))
+    computed = titled.timeline.only(kinds=COMPUTE)
+    actions = [computed.actions(rank) for rank in range(computed.num_ranks)]
+    labels = action_labels(actions)
+    first_start = min((float(span.start) for span in drawn.spans), default=0.0)
     inner_width = width - 2 * MARGIN
     plot_width = inner_width - TITLE_WIDTH
     columns = int(inner_width / CHARACTER_WIDTH)
     heading = wrapped(titled.title, columns)
-    footer = wrapped(legend(rows), columns)
+    footer = wrapped(legend(actions), columns)
     footer += wrapped(figures(computed), columns)
-    rows_top = top + MARGIN + LINE_HEIGHT * len(heading) + 4
-    axis_top = rows_top + ROW_HEIGHT * computed.num_ranks
+    rows, axis_top = _rows(drawn, top + MARGIN + LINE_HEIGHT * len(heading) + 4)
     footer_top = axis_top + AXIS_HEIGHT
     plot_left = MARGIN + TITLE_WIDTH
 
     parts = _lines(heading, top=top + MARGIN, weight="bold")
-    for rank, spans in enumerate(computed.by_rank):
-        row_top = rows_top + ROW_HEIGHT * rank
-        parts.append(f'<text x="{MARGIN}" y="{row_top + 14}">rank {rank}</text>')
+    for row in rows:
+        parts.append(_row_title(row))
         parts.append(
-            f'<rect x="{plot_left}" y="{row_top}" width="{plot_width}" height="{BOX_HEIGHT}" fill="#f1f3f4"/>'
+            f'<rect x="{plot_left}" y="{row.top}" width="{plot_width}" height="{row.height}" fill="#f1f3f4"/>'
         )
-        for span in spans:
+        for span in row.spans:
             since_start = float(span.start) - first_start
             box = _box(
                 span,
-                labels[span.name],
+                "" if row.is_thin else labels.get(span.name, span.name),
                 left=plot_left + since_start * scale,
-                top=row_top,
+                top=row.top,
                 width=float(span.duration) * scale,
+                height=row.height,
             )
             parts.append(box)
-    parts.extend(_axis(length, unit=computed.unit, top=axis_top, scale=scale))
+    length = float(makespan(drawn))
+    parts.extend(_axis(length, unit=drawn.unit, top=axis_top, scale=scale))
     parts.extend(_lines(footer, top=footer_top))
     return parts, footer_top + LINE_HEIGHT * len(footer) + MARGIN
+
+
+def _rows(timeline: Timeline, top: int) -> tuple[list[_Row], int]:
+    """The rows of all ranks, and where they end."""
+    rows: list[_Row] = []
+    for rank, spans in enumerate(timeline.by_rank):
+        for lane in lanes_of(timeline, rank):
+            on_lane = tuple(span for span in spans if span.lane == lane)
+            if lane == KERNELS:
+                rows.append(_Row(f"rank {rank}", top, BOX_HEIGHT, on_lane))
+                top += BOX_HEIGHT + 1
+            else:
+                rows.append(_Row(lane, top, LANE_HEIGHT, on_lane))
+                top += LANE_HEIGHT + 1
+        top += ROW_HEIGHT - BOX_HEIGHT - 1
+    return rows, top
+
+
+def _row_title(row: _Row) -> str:
+    if not row.is_thin:
+        return f'<text x="{MARGIN}" y="{row.top + 14}">{row.title}</text>'
+    baseline = row.top + LANE_HEIGHT - 1
+    return (
+        f'<text x="{MARGIN + 6}" y="{baseline}" font-size="{SMALL_FONT}">{escape(row.title)}</text>'
+    )
 
 
 def _box(
@@ -110,20 +163,23 @@ def _box(
     left: float,
     top: int,
     width: float,
+    height: int,
 ) -> str:
     """A box with a tooltip, and its label where it fits."""
     start = float(span.start)
     end = float(span.end)
     tooltip = escape(f"{span.name}: {start:g} to {end:g}")
-    colour = COLOURS[span.kind]
+    colour = COLOURS.get(span.kind, OTHER_COLOUR if span.lane == KERNELS else LANE_COLOUR)
     box = (
-        f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{BOX_HEIGHT}" fill="{colour}" '
+        f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{colour}" '
         'stroke="white" stroke-width="0.8"/>'
     )
     text = ""
     shown = escape(label)
     middle = left + width / 2
-    if len(label) * CHARACTER_WIDTH <= width:
+    if not label:
+        pass
+    elif len(label) * CHARACTER_WIDTH <= width:
         text = f'<text x="{middle:.2f}" y="{top + 14}" text-anchor="middle">{shown}</text>'
     elif len(label) * SMALL_CHARACTER_WIDTH <= width:
         size = f'font-size="{SMALL_FONT}"'

@@ -1,0 +1,265 @@
+"""Simulation of a run on a device: its step, the step's distribution under jitter, and goodput with failures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from weft.config.run import Run
+from weft.planner.failures import HOUR_S, FailureModel, Goodput, best_goodput, goodput_at
+from weft.planner.jitter import Replicas, StepDistribution, replicas_of, step_distribution
+from weft.planner.measure import RoleCosts, measure
+from weft.planner.report import time_lines
+from weft.planner.speeds import Speeds
+from weft.planner.step_time import StepTime, step_time
+from weft.view.quantity import clock, memory, short_time
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """Random variation of actions, see Note [Jitter].
+
+    Attributes:
+        spread: standard deviation of an action's kernels, as a share of their time.
+        draws: steps that are drawn.
+    """
+
+    spread: float
+    draws: int
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Failures of devices, and what a checkpoint and a restart cost.
+
+    Attributes:
+        mtbf_hours: mean time between failures of one device.
+        checkpoint_s: in which no step runs for a checkpoint; None: its bytes at `storage_gb_s`.
+        storage_gb_s: bandwidth of the storage for all ranks together, 10^9 bytes/s.
+        restart_s: from a failure to the first step.
+    """
+
+    mtbf_hours: float
+    restart_s: float
+    checkpoint_s: float | None = None
+    storage_gb_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a run on a device is expected to do.
+
+    Attributes:
+        step: without jitter and slow ranks.
+        slow: factor of the kernels of a world rank.
+        slowed: the step of the replica of the pipeline that slow ranks delay most; None: no rank is
+            slow.
+        distribution: of the step under jitter, slow ranks included.
+        goodput: at the best interval between checkpoints.
+        goodput_of_run: at the interval of the run; None: it saves at its end only.
+        checkpoint_bytes: of one checkpoint.
+    """
+
+    run: Run
+    roles: Sequence[RoleCosts]
+    speeds: Speeds
+    step: StepTime
+    slow: Mapping[int, float]
+    slowed: StepTime | None
+    jitter: Jitter | None
+    distribution: StepDistribution | None
+    goodput: Goodput | None
+    goodput_of_run: Goodput | None
+    checkpoint_bytes: float
+
+    @property
+    def shown(self) -> StepTime:
+        """The step whose timeline is drawn."""
+        return self.slowed or self.step
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: the mean of the draws, or the prediction."""
+        if self.distribution is not None:
+            return self.distribution.mean
+        return self.shown.total_s
+
+
+def simulate_on(
+    run: Run,
+    speeds: Speeds,
+    *,
+    jitter: Jitter | None = None,
+    slow: Mapping[int, float] | None = None,
+    failures: Failures | None = None,
+) -> Simulation:
+    """Measure a run on the meta device and simulate it.
+
+    Args:
+        slow: factor of the kernels of a world rank.
+
+    Raises:
+        PlanError: the run is too large to be measured.
+    """
+    roles = measure(run)
+    step = step_time(roles, speeds)
+    replicas = replicas_of(roles)
+    slow = slow or {}
+    slowed = _slowest_replica(roles, speeds, replicas, slow) if slow else None
+    distribution = None
+    step_s = (slowed or step).total_s
+    if jitter is not None:
+        distribution = step_distribution(
+            step,
+            replicas,
+            jitter=jitter.spread,
+            draws=jitter.draws,
+            seed=run.seed,
+            slow=slow,
+            slowed=slowed,
+        )
+        step_s = distribution.mean
+    checkpoint_bytes = sum(role.step.checkpoint_bytes * role.num_ranks for role in roles)
+    best = of_run = None
+    if failures is not None:
+        model = _failure_model(failures, run.device_mesh.size, checkpoint_bytes)
+        best = best_goodput(model, step_s=step_s)
+        if run.save.every:
+            of_run = goodput_at(model, step_s=step_s, interval_steps=run.save.every)
+    return Simulation(
+        run=run,
+        roles=roles,
+        speeds=speeds,
+        step=step,
+        slow=slow,
+        slowed=slowed,
+        jitter=jitter,
+        distribution=distribution,
+        goodput=best,
+        goodput_of_run=of_run,
+        checkpoint_bytes=checkpoint_bytes,
+    )
+
+
+def _slowest_replica(
+    roles: Sequence[RoleCosts], speeds: Speeds, replicas: Replicas, slow: Mapping[int, float]
+) -> StepTime:
+    """The step of the replica of the pipeline that its slow ranks delay most."""
+    rows_by_replica: dict[int, dict[int, float]] = {}
+    for rank, factor in slow.items():
+        place = replicas.of_rank(rank)
+        rows = rows_by_replica.setdefault(place.number, {})
+        rows[place.row] = max(factor, rows.get(place.row, 1.0))
+    steps = [step_time(roles, speeds, slow=rows) for rows in rows_by_replica.values()]
+    return max(steps, key=lambda step: step.total_s)
+
+
+def _failure_model(failures: Failures, num_devices: int, checkpoint_bytes: float) -> FailureModel:
+    checkpoint_s = failures.checkpoint_s
+    if checkpoint_s is None:
+        assert failures.storage_gb_s is not None, "a checkpoint has a time or a bandwidth"
+        checkpoint_s = checkpoint_bytes / (failures.storage_gb_s * GB)
+    return FailureModel.of_devices(
+        num_devices,
+        mtbf_hours=failures.mtbf_hours,
+        checkpoint_s=checkpoint_s,
+        restart_s=failures.restart_s,
+    )
+
+
+def simulation_lines(simulation: Simulation) -> Iterator[str]:
+    """The simulation for a reader, in 80 columns, without the picture."""
+    yield from time_lines(simulation.roles, simulation.speeds)
+    if simulation.slowed is not None:
+        yield from _slow_lines(simulation, simulation.slowed)
+    if simulation.distribution is not None and simulation.jitter is not None:
+        yield from _jitter_lines(simulation.jitter, simulation.distribution)
+    if simulation.goodput is not None:
+        yield from _failure_lines(simulation, simulation.goodput)
+
+
+def _slow_lines(simulation: Simulation, slowed: StepTime) -> Iterator[str]:
+    more = slowed.total_s / simulation.step.total_s - 1
+    ranks = ", ".join(f"{rank} x {factor:g}" for rank, factor in simulation.slow.items())
+    yield f"with slow ranks ({ranks}): {short_time(slowed.total_s)}, {100 * more:.1f}% more"
+
+
+def _jitter_lines(jitter: Jitter, drawn: StepDistribution) -> Iterator[str]:
+    low, middle, high = (short_time(drawn.percentile(percent)) for percent in (5, 50, 95))
+    yield f"jitter of {100 * jitter.spread:g}% (standard deviation of an action's kernels):"
+    yield f"  median {middle}, 5% below {low}, 5% above {high} ({jitter.draws} steps drawn)"
+
+
+def _failure_lines(simulation: Simulation, best: Goodput) -> Iterator[str]:
+    model = best.model
+    num_devices = simulation.run.device_mesh.size
+    hours = model.mean_s * num_devices / HOUR_S
+    yield f"failures: a device every {hours:,.0f} h, so one of {num_devices:,} every" + (
+        f" {clock(model.mean_s)} ({best.failures_a_day:.2g} a day)"
+    )
+    size = memory(simulation.checkpoint_bytes)
+    yield f"  a checkpoint ({size}) stops training for {short_time(model.checkpoint_s)}," + (
+        f" a restart for {short_time(model.restart_s)}"
+    )
+    yield f"  best: every {_interval(best)}: goodput {_account(best)}"
+    if simulation.goodput_of_run is not None:
+        of_run = simulation.goodput_of_run
+        yield f"  this run: every {_interval(of_run)}: goodput {_account(of_run)}"
+    account = simulation.goodput_of_run or best
+    without = simulation.run.steps * simulation.step_s
+    if account.goodput > 0:
+        days = clock(without / account.goodput)
+        yield f"  {simulation.run.steps:,} steps take {days} instead of {clock(without)}"
+    else:
+        yield "  the run never ends: it fails before it can start again"
+
+
+def _interval(account: Goodput) -> str:
+    return f"{account.interval_steps:,} steps ({clock(account.interval_s)})"
+
+
+def _account(account: Goodput) -> str:
+    return (
+        f"{100 * account.goodput:.1f}%\n    checkpoints {100 * account.checkpoints:.1f}%,"
+        f" lost work {100 * account.lost:.1f}%, restarts {100 * account.restarts:.1f}%"
+    )
+
+
+def simulation_json(simulation: Simulation) -> dict[str, object]:
+    """The simulation as JSON; times in seconds."""
+    fields: dict[str, object] = {
+        "hardware": simulation.speeds.hardware.name,
+        "efficiency": asdict(simulation.speeds.efficiency),
+        "step": _step_json(simulation.step),
+        "timeline": json.loads(simulation.shown.timeline.to_json()),
+        "checkpoint_bytes": simulation.checkpoint_bytes,
+    }
+    if simulation.slowed is not None:
+        fields["slow"] = {
+            "ranks": {str(rank): factor for rank, factor in simulation.slow.items()},
+            "step": _step_json(simulation.slowed),
+        }
+    drawn = simulation.distribution
+    if drawn is not None and simulation.jitter is not None:
+        percentiles = {f"p{percent}_s": drawn.percentile(percent) for percent in (5, 50, 95)}
+        fields["jitter"] = {**asdict(simulation.jitter), "mean_s": drawn.mean, **percentiles}
+    if simulation.goodput is not None:
+        fields["goodput"] = asdict(simulation.goodput)
+    if simulation.goodput_of_run is not None:
+        fields["goodput_of_run"] = asdict(simulation.goodput_of_run)
+    return fields
+
+
+def _step_json(step: StepTime) -> dict[str, object]:
+    return {
+        "step_s": step.total_s,
+        "targets_s": step.targets_s,
+        "pipeline_s": step.pipeline_s,
+        "reduce_s": step.reduce_s,
+        "update_s": step.update_s,
+        "exposed_s": dict(step.exposed_s),
+        "bubble": step.bubble,
+    }
