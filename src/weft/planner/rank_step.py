@@ -116,7 +116,7 @@ class RankStep:
     regions: tuple[RecordedRegion, ...]
     num_dispatches: int
     outer_bytes: int = 0
-    checkpoint_bytes: float
+    checkpoint_bytes: float = 0.0
 
 
 def played_microbatches(table: Table) -> tuple[int, ...]:
