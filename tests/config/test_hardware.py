@@ -88,3 +88,26 @@ def test_the_efficiency_table_has_every_field_of_efficiency(tmp_path: Path) -> N
         efficiency = find_hardware(laptop(tmp_path, text)).efficiency
         assert getattr(efficiency, name) in ("x", 0.25)
     assert "efficiency" in HardwareTable.model_fields
+
+
+# ----------------------------------------------------------------------------- the page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "hardware.md").read_text(encoding="utf-8")
+COLUMNS = ("memory_gb", "bf16_tflops", "hbm_tb_s", "link_gb_s", "network_gb_s", "node")
+
+
+def test_the_page_has_the_published_figures_of_every_device() -> None:
+    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
+    printed = {row[0]: row[1:] for row in rows if row[0] in hardware_table()}
+    assert printed.keys() == hardware_table().keys()
+    for name, device in hardware_table().items():
+        assert printed[name] == [f"{getattr(device, column):g}" for column in COLUMNS]
+
+
+def test_the_hardware_file_of_the_page_is_valid(tmp_path: Path) -> None:
+    text = PAGE.partition("```toml\n")[2].partition("```")[0]
+    device = find_hardware(laptop(tmp_path, text))
+    assert device.price_usd_h == 2.1
+    assert device.efficiency == Efficiency(gemm=0.8, source="measured by hand")
+    for name in HardwareTable.model_fields:
+        assert f"`{name}`" in PAGE or f"`[{name}]`" in PAGE or name == "label"

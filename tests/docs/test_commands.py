@@ -25,6 +25,7 @@ PAGES = [
     "docs/faults.md",
     "docs/finetuning.md",
     "docs/generate.md",
+    "docs/hardware.md",
     "docs/huggingface.md",
     "docs/lora.md",
     "docs/optimizers.md",

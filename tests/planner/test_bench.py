@@ -18,11 +18,11 @@ from weft.config.hardware import find_hardware
 from weft.config.hardware_file import fields_to_extend, file_text, write_fields
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError
+from weft.planner.bench import communication
 from weft.planner.bench.bandwidth import OPERATIONS
 from weft.planner.bench.clock import Times, num_iterations, timed
 from weft.planner.bench.communication import (
-    NODES,
-    RANKS_OF_A_NODE,
+    CommReport,
     Workload,
     measure_communication,
     measured_axes,
@@ -37,7 +37,7 @@ from weft.planner.bench.computation import (
 )
 from weft.planner.bench.figures import MeasuredFigures, ReachedShare, comm_figures, compute_figures
 from weft.planner.bench.record import extended
-from weft.planner.bench.tables import comm_lines, compute_lines
+from weft.planner.bench.tables import CommTable, comm_footer, comm_panels, compute_lines
 from weft.testing import run_ranks
 from weft.view.log_plot import Panel, Series, log_plot
 
@@ -56,13 +56,34 @@ def axis_names(mesh: str, nodes: list[str]) -> list[str]:
 
 def test_placements_are_measured_where_no_axis_has_their_groups() -> None:
     assert axis_names("dp4", ["a"] * 4) == ["dp"]
-    assert axis_names("dp4", ["a", "a", "b", "b"]) == ["dp", NODES, RANKS_OF_A_NODE]
+    assert axis_names("dp4", ["a", "a", "b", "b"]) == ["dp", "nodes", "ranks of a node"]
     assert axis_names("dp2 tp2", ["a", "a", "b", "b"]) == ["dp", "tp"]
     assert axis_names("dp2", ["a", "b"]) == ["dp"]
 
 
+def test_ranks_of_two_nodes_are_timed_by_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = ("a", "a", "b", "b")
+    monkeypatch.setattr(communication, "all_gather_text", lambda comm, text: nodes)
+    workload = Workload(("all_gather",), (1024,), budget_s=1e-4)
+    report = run_ranks("dp4", lambda comm: measure_communication(comm, workload))[0]
+    found = {(row.axis, row.ranks): row.placement for row in report.rows}
+    assert found == {
+        ("dp", (0, 1, 2, 3)): "between",
+        ("nodes", (0, 2)): "between",
+        ("nodes", (1, 3)): "between",
+        ("ranks of a node", (0, 1)): "inside",
+        ("ranks of a node", (2, 3)): "inside",
+    }
+    titles = [panel.title for panel in comm_panels(report)]
+    assert titles == [
+        "dp: 1 group of 4 ranks, each on 2 nodes",
+        "nodes: 2 groups of 2 ranks, each on 2 nodes",
+        "ranks of a node: 2 groups of 2 ranks, inside a node",
+    ]
+
+
 def test_nodes_are_a_mesh_where_they_are_alike() -> None:
-    assert node_mesh(["a", "a", "b", "b"]) == Mesh(((NODES, 2), (RANKS_OF_A_NODE, 2)))
+    assert node_mesh(["a", "a", "b", "b"]) == Mesh.parse("dp2 tp2")
     assert node_mesh(["a", "b", "a", "b"]) is None
     assert node_mesh(["a", "a", "b"]) is None
     assert node_mesh(["a", "a"]) is None
@@ -76,14 +97,22 @@ def test_nodes_are_told_apart_by_host_and_by_the_number_of_the_launcher() -> Non
 
 def test_every_group_of_every_axis_has_times() -> None:
     workload = Workload(OPERATIONS, (1024, 4096), budget_s=1e-4)
-    reports = run_ranks("dp2 tp2", lambda comm: measure_communication(comm, workload))
+    lines: list[str] = []
+
+    def measure(comm: Comm) -> CommReport:
+        table = CommTable(lines.append if comm.rank == 0 else str)
+        return measure_communication(comm, workload, on_rows=table.add)
+
+    reports = run_ranks("dp2 tp2", measure)
     assert len(set(map(str, reports))) == 1
     rows = reports[0].rows
     assert len(rows) == 2 * 2 * len(OPERATIONS) * 2
     assert {row.ranks for row in rows if row.axis == "dp"} == {(0, 2), (1, 3)}
     assert all(0 < row.min_s <= row.median_s for row in rows)
     assert all(row.iterations >= 3 for row in rows)
-    assert all(len(line) <= 80 for line in comm_lines(reports[0]))
+    assert lines[0] == "dp: 2 groups of 2 ranks, inside a node"
+    assert len(lines) == 2 * (2 + 2 * len(OPERATIONS)) + 1
+    assert all(len(line) <= 80 for line in [*lines, comm_footer(reports[0])])
 
 
 def test_iterations_fill_the_time_within_bounds() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,12 @@ from weft.config.hardware_file import write_fields
 from weft.core.mesh import Mesh
 from weft.errors import counted
 from weft.planner.bench.bandwidth import OperationName, byte_sizes
-from weft.planner.bench.communication import CommReport, Workload, measure_communication
+from weft.planner.bench.communication import (
+    CommReport,
+    Workload,
+    ignore_rows,
+    measure_communication,
+)
 from weft.planner.bench.computation import SUITES, ComputeTimes, measure_computation
 from weft.planner.bench.figures import (
     MeasuredFigures,
@@ -32,8 +38,9 @@ from weft.planner.bench.figures import (
 )
 from weft.planner.bench.record import extended, versions_of
 from weft.planner.bench.tables import (
+    CommTable,
+    comm_footer,
     comm_json,
-    comm_lines,
     comm_panels,
     compute_json,
     compute_lines,
@@ -80,7 +87,9 @@ def run_comm(
     def measure(comm: Comm, own: World) -> None:
         largest = sizes.largest or DEFAULT_LARGEST[comm.device.type]
         steps = tuple(byte_sizes(sizes.smallest, largest, factor=sizes.factor))
-        report = measure_communication(comm, Workload(names, steps, options.seconds))
+        workload = Workload(names, steps, options.seconds)
+        on_rows = CommTable(print_at_once).add if comm.rank == 0 else ignore_rows
+        report = measure_communication(comm, workload, on_rows=on_rows)
         if comm.rank == 0:
             _report_comm(options, report, comm.device, own.local_size, fields)
 
@@ -126,7 +135,7 @@ def _report_comm(
     figures = comm_figures(report.rows, label=device_label(device), node=local_size)
     _publish(
         options,
-        Results(tuple(comm_lines(report)), comm_json(report), figures),
+        Results(("", comm_footer(report)), comm_json(report), figures),
         device=device,
         transport=options.transport,
         fields=fields,
@@ -206,6 +215,12 @@ def _publish(
     if options.write is not None and fields is not None:
         write_fields(options.write, extended(fields, results.figures, day=day, versions=versions))
         print_result(f"wrote {options.write}: weft explain --hardware {options.write}")
+
+
+def print_at_once(line: str) -> None:
+    """Print a line of a long measurement when it is known, also into a pipe."""
+    print_result(line)
+    sys.stdout.flush()
 
 
 def _write(path: str, text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,9 @@ from weft.planner.bench.bandwidth import GroupTimes, OperationName
 from weft.planner.bench.clock import Times, num_iterations, timed
 from weft.planner.bench.operations import KnownOperation, known_operation
 
-NODES, RANKS_OF_A_NODE = "nodes", "ranks of a node"
+OUTER, INNER = "dp", "tp"
+"""Axes that stand for the nodes, and for the ranks of a node."""
+PLACEMENTS = {OUTER: "nodes", INNER: "ranks of a node"}
 NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID")
 """Number of the node in the variables of torchrun and of Slurm."""
 
@@ -56,14 +58,21 @@ class CommReport:
 
 @dataclass(frozen=True)
 class MeasuredAxis:
-    """An axis whose groups communicate at the same time, as in training."""
+    """An axis whose groups communicate at the same time, as in training.
+
+    Attributes:
+        name: what it is called in reports.
+        axis: of the mesh of `comm`.
+    """
 
     name: str
     comm: Comm
+    axis: str
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        return self.comm.mesh.groups(self.name)
+        """World ranks of every group."""
+        return self.comm.mesh.groups(self.axis)
 
 
 def node_name(env: Mapping[str, str]) -> str:
@@ -72,8 +81,21 @@ def node_name(env: Mapping[str, str]) -> str:
     return " ".join([socket.gethostname(), *numbers[:1]])
 
 
-def measure_communication(comm: Comm, workload: Workload) -> CommReport:
+def ignore_rows(axis: MeasuredAxis, rows: Sequence[GroupTimes]) -> None:
+    """Do nothing."""
+
+
+def measure_communication(
+    comm: Comm,
+    workload: Workload,
+    *,
+    on_rows: Callable[[MeasuredAxis, Sequence[GroupTimes]], None] = ignore_rows,
+) -> CommReport:
     """Time all operations over all axes; every rank must call it.
+
+    Args:
+        on_rows: called on every rank with the times of all groups, once for each axis, operation
+            and size.
 
     Raises:
         CommError: a result is wrong.
@@ -84,11 +106,12 @@ def measure_communication(comm: Comm, workload: Workload) -> CommReport:
     for axis in measured_axes(comm, nodes):
         for name in workload.operations:
             for size in workload.sizes:
-                operation = known_operation(name, axis.comm, axis.name, size)
-                num_checked += operation.check(axis.comm, axis.name)
-                times = _times_of_all_ranks(axis.comm, operation, workload.budget_s)
-                num_checked += operation.check(axis.comm, axis.name)
-                rows.extend(_rows(axis, operation, times, nodes))
+                operation = known_operation(name, axis.comm, axis.axis, size)
+                timing = _time_operation(axis, operation, workload.budget_s)
+                num_checked += timing.num_checked
+                found = tuple(_rows(axis, operation, timing.seconds, nodes))
+                on_rows(axis, found)
+                rows.extend(found)
     total = comm.sum_world(torch.tensor([float(num_checked)], device=comm.device))
     return CommReport(nodes, tuple(rows), int(total))
 
@@ -100,14 +123,14 @@ def measured_axes(comm: Comm, nodes: Sequence[str]) -> Iterator[MeasuredAxis]:
     seen = set()
     for axis in comm.mesh.wide_axes:
         seen.add(comm.mesh.groups(axis))
-        yield MeasuredAxis(axis, comm)
+        yield MeasuredAxis(axis, comm, axis)
     grid = node_mesh(nodes)
     if grid is None:
         return
     by_node = Comm(grid, comm.rank, comm.transport)
     for axis in grid.wide_axes:
         if grid.groups(axis) not in seen:
-            yield MeasuredAxis(axis, by_node)
+            yield MeasuredAxis(PLACEMENTS[axis], by_node, axis)
 
 
 def node_mesh(nodes: Sequence[str]) -> Mesh | None:
@@ -119,20 +142,38 @@ def node_mesh(nodes: Sequence[str]) -> Mesh | None:
     expected = [name for name in names for _ in range(num_local)]
     if len(names) == 1 or rest or expected != list(nodes):
         return None
-    return Mesh(((NODES, len(names)), (RANKS_OF_A_NODE, num_local)))
+    return Mesh(((OUTER, len(names)), (INNER, num_local)))
 
 
-def _times_of_all_ranks(comm: Comm, operation: KnownOperation, budget_s: float) -> Tensor:
-    """Seconds [world, iterations]; barriers before the iterations, and none between them."""
+@dataclass(frozen=True)
+class _Timing:
+    """Seconds [world, iterations], and how many elements of this rank's results were compared."""
+
+    seconds: Tensor
+    num_checked: int
+
+
+def _time_operation(axis: MeasuredAxis, operation: KnownOperation, budget_s: float) -> _Timing:
+    """Barriers stand before the iterations, and none between them; the first and the last result are
+    checked.
+    """
+    comm = axis.comm
+    num_checked = operation.check(operation.run(), comm, axis.axis)
+    results: list[Tensor | None] = [None]
+
+    def run() -> None:
+        results[0] = operation.run()
+
     with comm.unchecked():
         comm.barrier_world()
-        warm = timed(operation.run, 2, comm.device)
-        second_s = _row(comm, Times(warm.seconds[1:]))
-        slowest_s = comm.combine_world(second_s, lambda rows: rows.amax(0))
+        own_s = _row(comm, timed(run, 1, comm.device))
+        slowest_s = comm.combine_world(own_s, lambda rows: rows.amax(0))
         iterations = num_iterations(float(slowest_s), budget_s)
         comm.barrier_world()
-        times = timed(operation.run, iterations, comm.device)
-        return comm.all_gather_world(_row(comm, times).unsqueeze(0)).cpu()
+        times = timed(run, iterations, comm.device)
+        seconds = comm.all_gather_world(_row(comm, times).unsqueeze(0)).cpu()
+    num_checked += operation.check(results[0], comm, axis.axis)
+    return _Timing(seconds, num_checked)
 
 
 def _row(comm: Comm, times: Times) -> Tensor:

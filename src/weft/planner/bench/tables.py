@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from weft.errors import counted
 from weft.planner.bench.bandwidth import GroupTimes
-from weft.planner.bench.communication import CommReport
+from weft.planner.bench.communication import CommReport, MeasuredAxis
 from weft.planner.bench.computation import ComputeTimes, WorkKind
 from weft.planner.bench.figures import MeasuredFigures, slowest_groups
 from weft.view.log_plot import Panel, Series
@@ -29,15 +29,37 @@ UNITS = {
 }
 
 
-def comm_lines(report: CommReport) -> Iterator[str]:
-    """A table for each axis: the slowest group's times."""
-    for axis, rows in _by_axis(report.rows):
-        yield axis_title(axis, rows, report.num_nodes)
-        yield f"{'operation':<15}{'size':>9}{'times':>7}{'shortest':>11}{'median':>10}{'algbw':>10}{'busbw':>10}"
+COMM_COLUMNS = (
+    f"{'operation':<15}{'size':>9}{'times':>7}{'shortest':>11}{'median':>10}"
+    f"{'algbw':>10}{'busbw':>10}"
+)
+
+
+class CommTable:
+    """Lines of a table that is printed while it is measured: a heading for each axis, then the slowest
+    group of each operation and size.
+    """
+
+    def __init__(self, print_line: Callable[[str], object]) -> None:
+        self._print = print_line
+        self._axis = ""
+
+    def add(self, axis: MeasuredAxis, rows: Sequence[GroupTimes]) -> None:
+        """Print the lines of one operation and size."""
+        if axis.name != self._axis:
+            if self._axis:
+                self._print("")
+            self._print(axis_title(axis.name, rows))
+            self._print(COMM_COLUMNS)
+            self._axis = axis.name
         for row in slowest_groups(rows):
-            yield _comm_line(row)
-        yield ""
-    yield f"algbw and busbw in GB/s, of the median; {report.num_checked:,} elements checked, all right"
+            self._print(_comm_line(row))
+
+
+def comm_footer(report: CommReport) -> str:
+    """Units, and what was checked."""
+    checked = f"{report.num_checked:,} elements checked, all right"
+    return f"algbw and busbw in GB/s, of the median; {checked}"
 
 
 def _comm_line(row: GroupTimes) -> str:
@@ -53,17 +75,17 @@ def _by_axis(rows: Sequence[GroupTimes]) -> list[tuple[str, list[GroupTimes]]]:
     return [(axis, list(rows_of_axis)) for axis, rows_of_axis in grouped]
 
 
-def axis_title(axis: str, rows: Sequence[GroupTimes], num_nodes: int) -> str:
+def axis_title(axis: str, rows: Sequence[GroupTimes]) -> str:
     """`dp: 2 groups of 2 ranks, inside a node`."""
     groups = {row.ranks for row in rows}
     members = len(rows[0].ranks)
     text = f"{axis}: {counted(len(groups), 'group')} of {counted(members, 'rank')}"
-    placements = {row.placement for row in rows}
-    if placements == {"inside"}:
+    nodes = sorted({row.num_nodes for row in rows})
+    if nodes == [1]:
         return f"{text}, inside a node"
-    if placements == {"between"}:
-        return f"{text}, between {counted(num_nodes, 'node')}"
-    return f"{text}, some inside a node and some between nodes"
+    if len(nodes) == 1:
+        return f"{text}, each on {nodes[0]} nodes"
+    return f"{text}, on {nodes[0]} to {nodes[-1]} nodes"
 
 
 def comm_panels(report: CommReport) -> list[Panel]:
@@ -75,7 +97,7 @@ def comm_panels(report: CommReport) -> list[Panel]:
         for name in dict.fromkeys(row.operation for row in slowest):
             points = [(row.size_bytes, row.bus_gb_s) for row in slowest if row.operation == name]
             series.append(Series(name, tuple(points)))
-        panels.append(Panel(axis_title(axis, rows, report.num_nodes), tuple(series)))
+        panels.append(Panel(axis_title(axis, rows), tuple(series)))
     return panels
 
 

@@ -1,0 +1,81 @@
+"""`weft bench comm` over links of a known rate: hosts are network namespaces, shaped to 100 Mbit/s."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clusters import hosts as hosts_module
+from tests.clusters.hosts import Hosts
+from tests.clusters.training import ENVIRONMENT, cluster_marks
+from weft.config.hardware import find_hardware
+
+pytestmark = cluster_marks(hosts_module.unavailable())
+RATE_GB_S = 0.0125
+"""100 Mbit/s."""
+TOLERANCE = 0.1
+"""Headers of Ethernet, IP and TCP take 5% (1,448 of 1,514 bytes of a frame are payload); the bucket
+of the shaper lets 256 KiB pass at once, 3% of the largest size."""
+TIMEOUT_S = 240
+
+
+def measure(hosts: Hosts, folder: Path, *, ranks_a_host: int, mesh: str) -> dict[str, Any]:
+    """The JSON report of a benchmark under torchrun."""
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "weft0:29400", "--rdzv-id", "links")
+    words = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
+    words += ["--nnodes", str(hosts.size), "--nproc-per-node", str(ranks_a_host)]
+    words += ["-m", "weft", "bench", "comm", "--mesh", mesh, "--device", "cpu"]
+    words += ["--smallest", "8KB", "--largest", "2MB", "--factor", "16", "--seconds", "1"]
+    words += ["--operations", "all_reduce,all_gather,reduce_scatter,all_to_all,send_recv"]
+    words += ["--json", str(folder / "x.json"), "--write", str(folder / "x.toml")]
+    logs = [folder / f"{name}.log" for name in hosts.names]
+    agents = [hosts.start(index, words, env=ENVIRONMENT, log=log) for index, log in enumerate(logs)]
+    try:
+        codes = [agent.wait(TIMEOUT_S) for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+    text = "\n".join(log.read_text(errors="replace") for log in logs)
+    assert codes == [0] * hosts.size, text[-6000:]
+    report: dict[str, Any] = json.loads((folder / "x.json").read_text(encoding="utf-8"))
+    return report
+
+
+def test_the_rate_of_a_shaped_link_is_measured(tmp_path: Path, record_property: Any) -> None:
+    with Hosts(2, rate="100mbit") as hosts:
+        report = measure(hosts, tmp_path, ranks_a_host=1, mesh="dp2")
+    assert len(set(report["nodes"])) == 2
+    assert {row["placement"] for row in report["rows"]} == {"between"}
+    largest = max(row["size_bytes"] for row in report["rows"])
+    bandwidths = {
+        row["operation"]: row["bus_gb_s"] for row in report["rows"] if row["size_bytes"] == largest
+    }
+    record_property("bandwidths", dict(bandwidths))
+    fields = (tmp_path / "x.toml").read_text(encoding="utf-8")
+    record_property("file", fields)
+    for operation, bandwidth in bandwidths.items():
+        assert bandwidth == pytest.approx(RATE_GB_S, rel=TOLERANCE), operation
+
+
+def test_ranks_of_a_host_share_its_link(tmp_path: Path, record_property: Any) -> None:
+    """The file has the network of one device: half of the link for each of two."""
+    with Hosts(2, rate="100mbit") as hosts:
+        report = measure(hosts, tmp_path, ranks_a_host=2, mesh="dp4")
+    assert {row["axis"] for row in report["rows"]} == {"dp", "nodes", "ranks of a node"}
+    figures = (tmp_path / "x.toml").read_text(encoding="utf-8")
+    base = "memory_gb = {value = 1, published = 'x'}\n"
+    base += "bf16_tflops = {value = 1, published = 'x'}\nhbm_tb_s = {value = 1, published = 'x'}\n"
+    (tmp_path / "all.toml").write_text(base + figures, encoding="utf-8")
+    device = find_hardware(str(tmp_path / "all.toml"))
+    record_property("network_gb_s", device.network_gb_s)
+    assert device.node == 2
+    assert device.network_gb_s == pytest.approx(RATE_GB_S / 2, rel=TOLERANCE)
+    assert device.link_gb_s > 10 * device.network_gb_s
