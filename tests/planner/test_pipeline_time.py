@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.parallel.pipeline.player import MAX_SENDS
-from weft.planner.pipeline_time import ClassCosts, Message, PipelineOrder, pipeline_order, play
+from weft.planner.pipeline_time import ClassCosts, PipelineOrder, StageMessage, pipeline_order, play
 from weft.planner.region_time import CommOp, Compute, RegionCosts, Start, WaitForCarried, WaitForOwn
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
@@ -29,7 +29,7 @@ def costs_of(
     for action_class in order.classes:
         region = computing(kernels * UNIT_COSTS[action_class.key.kind])  # type: ignore[index]
         has_peer = action_class.peer is not None
-        costs.append(ClassCosts(region, Message("network", message) if has_peer else None))
+        costs.append(ClassCosts(region, StageMessage("network", message) if has_peer else None))
     return costs
 
 
@@ -105,7 +105,7 @@ def test_a_message_delays_a_collective_on_its_link_and_not_one_on_another() -> N
         region = RegionCosts((Start(0), WaitForOwn(0)), (op,), 0.0, frozenset(["node"]), 0.0)
         costs = []
         for action_class in order.classes:
-            message = Message(link, 0.5) if action_class.peer is not None else None  # type: ignore[arg-type]
+            message = StageMessage(link, 0.5) if action_class.peer is not None else None  # type: ignore[arg-type]
             costs.append(ClassCosts(region, message))
         played = play(order, costs)
         ends = dict(zip(order.acts, played.ends, strict=True))

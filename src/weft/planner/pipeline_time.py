@@ -88,16 +88,16 @@ def pipeline_order(table: Table) -> PipelineOrder:
 
 
 @dataclass(frozen=True)
-class Message:
+class StageMessage:
     """A message to the next or the last stage: the sender's link, and seconds alone on it."""
 
     link: Link
     seconds: float
 
     @staticmethod
-    def of(link: Link, seconds: float) -> Message:
+    def of(link: Link, seconds: float) -> StageMessage:
         """A message of the nearest whole tick, see TICKS_A_SECOND."""
-        return Message(link, whole_ticks(seconds))
+        return StageMessage(link, whole_ticks(seconds))
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ClassCosts:
     """
 
     region: RegionCosts
-    message: Message | None = None
+    message: StageMessage | None = None
 
 
 @dataclass(frozen=True)

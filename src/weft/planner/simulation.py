@@ -1,4 +1,4 @@
-"""Simulation of a run on a device: its step, the step's distribution under jitter, and goodput with failures."""
+"""RunSimulation of a run on a device: its step, the step's distribution under jitter, and goodput with failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class RunSimulation:
     """What a run on a device is expected to do.
 
     Attributes:
@@ -95,7 +95,7 @@ def simulate_on(
     jitter: Jitter | None = None,
     slow: Mapping[int, float] | None = None,
     failures: Failures | None = None,
-) -> Simulation:
+) -> RunSimulation:
     """Measure a run on the meta device and simulate it.
 
     Args:
@@ -129,7 +129,7 @@ def simulate_on(
         best = best_goodput(model, step_s=step_s)
         if run.save.every:
             of_run = goodput_at(model, step_s=step_s, interval_steps=run.save.every)
-    return Simulation(
+    return RunSimulation(
         run=run,
         roles=roles,
         speeds=speeds,
@@ -170,7 +170,7 @@ def _failure_model(failures: Failures, num_devices: int, checkpoint_bytes: float
     )
 
 
-def simulation_lines(simulation: Simulation) -> Iterator[str]:
+def simulation_lines(simulation: RunSimulation) -> Iterator[str]:
     """The simulation for a reader, in 80 columns, without the picture."""
     yield from time_lines(simulation.roles, simulation.speeds)
     if simulation.slowed is not None:
@@ -181,7 +181,7 @@ def simulation_lines(simulation: Simulation) -> Iterator[str]:
         yield from _failure_lines(simulation, simulation.goodput)
 
 
-def _slow_lines(simulation: Simulation, slowed: StepTime) -> Iterator[str]:
+def _slow_lines(simulation: RunSimulation, slowed: StepTime) -> Iterator[str]:
     more = slowed.total_s / simulation.step.total_s - 1
     ranks = ", ".join(f"{rank} x {factor:g}" for rank, factor in simulation.slow.items())
     yield f"with slow ranks ({ranks}): {short_time(slowed.total_s)}, {100 * more:.1f}% more"
@@ -193,7 +193,7 @@ def _jitter_lines(jitter: Jitter, drawn: StepDistribution) -> Iterator[str]:
     yield f"  median {middle}, 5% below {low}, 5% above {high} ({jitter.draws} steps drawn)"
 
 
-def _failure_lines(simulation: Simulation, best: Goodput) -> Iterator[str]:
+def _failure_lines(simulation: RunSimulation, best: Goodput) -> Iterator[str]:
     model = best.model
     num_devices = simulation.run.device_mesh.size
     hours = model.mean_s * num_devices / HOUR_S
@@ -228,7 +228,7 @@ def _account(account: Goodput) -> str:
     )
 
 
-def simulation_json(simulation: Simulation) -> dict[str, object]:
+def simulation_json(simulation: RunSimulation) -> dict[str, object]:
     """The simulation as JSON; times in seconds."""
     fields: dict[str, object] = {
         "hardware": simulation.speeds.hardware.name,

@@ -18,9 +18,9 @@ from weft.planner.measure import RoleCosts
 from weft.planner.pipeline_time import (
     ActionClass,
     ClassCosts,
-    Message,
     PipelineOrder,
     PlayedActions,
+    StageMessage,
     pipeline_order,
     play,
 )
@@ -160,7 +160,7 @@ class _StepCosts:
         return PhaseSpan(row, "update", begin, begin + time.total, time)
 
 
-def _message(plan: Plan, action_class: ActionClass, speeds: Speeds) -> Message:
+def _message(plan: Plan, action_class: ActionClass, speeds: Speeds) -> StageMessage:
     """The message of an action's tensor to another pipeline coordinate."""
     assert action_class.peer is not None
     sender = plan.mesh.rank(**{pipeline_axis(): action_class.rank})
@@ -168,7 +168,7 @@ def _message(plan: Plan, action_class: ActionClass, speeds: Speeds) -> Message:
     kind = "F" if action_class.key.kind == "F" else "B"
     size = boundary_bytes(plan, Transfer(Act(kind, action_class.stage, 0), action_class.peer))
     link = link_of((sender, receiver), node=speeds.hardware.node)
-    return Message.of(link, speeds.message_s(size, sender, receiver))
+    return StageMessage.of(link, speeds.message_s(size, sender, receiver))
 
 
 def _most_exposed(played: PlayedActions) -> dict[str, float]:
