@@ -60,8 +60,16 @@ def test_updates_that_are_made_of_rounding_noise_are_no_difference(name):
     assert report.holds, "\n".join(report.lines())
 
 
-def test_lion_in_float32_is_compared_in_float64():
-    report = report_of("--mesh dp2 --optim.name lion", steps=1)
+def test_a_tied_parameter_is_updated_as_its_owner_is_on_every_stage():
+    """Multi-token prediction has the embedding under a name of its own on the last stage."""
+    words = f"{DEEPSEEK} --mesh pp2 --optim.name muon {FLOAT64}"
+    report = report_of(words, steps=2)
+    assert report.holds, "\n".join(report.lines())
+
+
+@pytest.mark.parametrize("name", ["lion", pytest.param("muon", marks=pytest.mark.slow)])
+def test_updates_with_jumps_are_compared_in_float64(name):
+    report = report_of(f"--mesh dp2 --optim.name {name}", steps=1)
     assert report.holds, "\n".join(report.lines())
     (only,) = report.passes
     assert only.dtype == "float64"

@@ -27,9 +27,9 @@ from weft.prove.reference import (
     NumberTypes,
     Perturbation,
     Reference,
+    has_jumps,
     in_float64,
     perturbations,
-    takes_signs,
 )
 from weft.prove.report import Difference, Pass, ProofReport
 from weft.prove.stored import record_stored
@@ -42,9 +42,7 @@ from weft.train.loop import Event, run_training
 
 MUON_EPS = 2.0**-8
 """Unit of bfloat16, in which Muon orthogonalises."""
-SIGNS_NOTE = (
-    "compared in float64 alone: {} may turn one rounding error of float32 into a whole update"
-)
+JUMPS_NOTE = "compared in float64 alone: updates of {} magnify rounding errors of float32"
 TIMEOUT_S = 3600.0
 STEPS_AFTER_RESUME = 1
 MAX_NOTES = 4
@@ -123,9 +121,9 @@ def _prove(subject: Subject) -> ProofReport:
     unit = torch.finfo(torch.float32).eps
     if types.eps > unit:
         subjects.insert(0, subject.in_float64())
-    elif not types.is_exact and takes_signs(run.optim):
+    elif not types.is_exact and has_jumps(run.optim):
         subjects = [subject.in_float64()]
-        notes.append(SIGNS_NOTE.format(run.optim.name))
+        notes.append(JUMPS_NOTE.format(run.optim.name))
     for each in subjects:
         outcome = _prove_once(each)
         if isinstance(outcome, _Failed):

@@ -460,11 +460,12 @@ def magnifies_noise(optim: OptimConfig) -> bool:
     return any(name in ("lion", "adafactor") or is_user_class(name) for name in rule_names(optim))
 
 
-def takes_signs(optim: OptimConfig) -> bool:
-    """Whether an entry whose gradient is small beside the others may have another update of full
-    size after a rounding error of float32; of a user's class that is not known.
+def has_jumps(optim: OptimConfig) -> bool:
+    """Whether a rounding error of float32 may change an update by far more than itself: by the sign
+    of an entry that is small beside the others, or by rounding a matrix to bfloat16; of a user's
+    class that is not known.
     """
-    return any(name == "lion" or is_user_class(name) for name in rule_names(optim))
+    return any(name in ("lion", "muon") or is_user_class(name) for name in rule_names(optim))
 
 
 def perturbations(run: Run) -> Sequence[Perturbation]:

@@ -89,6 +89,7 @@ class NamedOptimizer:
         self.decay_names = decay_names
         self.comm: Comm | None = None
         self.fixed_order = False
+        self.owners: dict[str, str] = {}
         self.entries: dict[str, ParamEntries] = {}
         for name, param in params.items():
             axes = (logical_axes or {}).get(name, ())
@@ -99,16 +100,20 @@ class NamedOptimizer:
         entries: Mapping[str, ParamEntries],
         comm: Comm,
         *,
+        owners: Mapping[str, str],
         fixed_order: bool = False,
     ) -> None:
         """Say which entries of which parameters are where, before the first use.
 
         Args:
             entries: of all trained parameters of this rank's stages, in the order of the model.
+            owners: name of the owner of each of them: a tied parameter is updated as its owner is,
+                on every stage that has it.
             fixed_order: whether bits may not depend on how parameters are sharded.
         """
         assert "groups" not in self.__dict__, "state exists already"
         self.entries = dict(entries)
+        self.owners = dict(owners)
         self.comm = comm
         self.fixed_order = fixed_order
 
@@ -120,7 +125,13 @@ class NamedOptimizer:
         if decay_names is None:
             decay_names = [name for name, shape in shapes.items() if len(shape) >= 2]
         found = []
-        for settings, names in group_names(self.optim, shapes, decay_names=decay_names).items():
+        groups = group_names(
+            self.optim,
+            shapes,
+            decay_names=decay_names,
+            owners=self.owners,
+        )
+        for settings, names in groups.items():
             rule = make_rule(self.optim, settings, fixed_order=self.fixed_order)
             exchanges = self._exchanges_of(names) if rule.kind == "whole_matrix" else ()
             found.append(RuleGroup(settings, names, rule, exchanges))

@@ -172,7 +172,13 @@ class TrainStep:
         self.optimizer = make_optimizer(self.grads.sharded_params)
         if isinstance(self.optimizer, NamedOptimizer):
             entries = param_entries(model, self.grads)
-            self.optimizer.attach(entries, model.comm, fixed_order=fixed_order)
+            owners = {name: model.shards[name].owner for name in entries}
+            self.optimizer.attach(
+                entries,
+                model.comm,
+                owners=owners,
+                fixed_order=fixed_order,
+            )
         self.local_updates = _local_updates(model, self.grads, outer)
         self.loss_scale = LossScale.of(model.plan)
         self.player = Player(

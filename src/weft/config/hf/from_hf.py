@@ -12,7 +12,8 @@ from pathlib import Path
 from weft.config.hf.mapping import Families
 from weft.config.hf.read_config import DescribedModel, describe_folder
 from weft.config.keys import Flat
-from weft.errors import CheckpointError, Fault
+from weft.config.user_code import canonical_reference, is_reference
+from weft.errors import CheckpointError, ConfigError, Fault
 
 KEY = "model.from_hf"
 TOKENIZER = "tokenizer.json"
@@ -53,10 +54,10 @@ def select_folder(
     folder = flags.get(KEY, file.get(KEY))
     if not isinstance(folder, str):
         return NO_FOLDER, ()
+    asked = {**file, **flags}
     try:
-        found = describe_folder(Path(folder), families)
+        found = describe_folder(Path(folder), _candidates(asked, families))
     except CheckpointError as error:
-        asked = {**file, **flags}
         if _sets_all_fields(asked, families):
             return FolderModel(folder, str(asked["model.name"]), decided={"model.preset": None}), ()
         faults = [
@@ -67,10 +68,26 @@ def select_folder(
     return _folder_model(folder, found, keeps_file=keeps_file), ()
 
 
+def _candidates(asked: Flat, families: Families) -> Families:
+    """The families that a folder may be of: weft's own, and before them the user's model that the
+    config names.
+    """
+    name = asked.get("model.name")
+    if not isinstance(name, str) or name in list(families) or name not in families:
+        return families
+    try:
+        named = families[name]
+    except ConfigError:
+        return families  # reported where the model is chosen
+    return {name: named, **families}
+
+
 def contradictions(model: FolderModel, asked: Mapping[str, object]) -> Iterator[Fault]:
     """Keys that the user set to another value than the folder."""
     for key, value in model.decided.items():
         given = asked.get(key, value)
+        if key == "model.name" and is_reference(given):
+            given = canonical_reference(str(given))
         if given != value:
             yield Fault(
                 key,

@@ -53,19 +53,25 @@ class GroupSettings:
 
 
 def group_names(
-    optim: OptimConfig, shapes: Shapes, *, decay_names: Collection[str]
+    optim: OptimConfig,
+    shapes: Shapes,
+    *,
+    decay_names: Collection[str],
+    owners: Mapping[str, str] | None = None,
 ) -> dict[GroupSettings, tuple[str, ...]]:
     """The groups of these parameters, with their names, in the order of their first parameter.
 
     Args:
         decay_names: parameters with weight decay where no group says otherwise.
+        owners: tied parameter -> its owner, by whose name patterns and optimizers choose.
 
     Raises:
         ConfigError: an optimizer of matrices is asked to update a parameter of other dims.
     """
     found: dict[GroupSettings, list[str]] = {}
     for name, shape in shapes.items():
-        settings = _settings(optim, name, shape, decays=name in decay_names)
+        owner = name if owners is None else owners.get(name, name)
+        settings = _settings(optim, owner, shape, decays=name in decay_names)
         found.setdefault(settings, []).append(name)
     return {settings: tuple(names) for settings, names in found.items()}
 
