@@ -22,7 +22,7 @@ from weft.config.hardware import Hardware
 from weft.errors import Fault, PlanError, WeftError
 from weft.planner.measure import RoleCosts
 from weft.planner.speeds import Speeds
-from weft.planner.step_time import step_time
+from weft.planner.step_time import step_seconds
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "gemm": (1e-4, 1.0),
@@ -39,6 +39,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 """Constants that are fitted, with their bounds. Those that start at 0 are left there."""
 
+SCALE_BOUNDS = (0.2, 5.0)
 OUTLIER = 0.05
 """Residual (logarithm of a ratio) above which a step counts less."""
 PULL = 0.01
@@ -60,11 +61,13 @@ class MeasuredStep:
         name: of the run, for the reader.
         roles: one a pipeline coordinate, from `measure`.
         seconds: of a step.
+        group: steps of one group have a free scale in common; "": none.
     """
 
     name: str
     roles: tuple[RoleCosts, ...]
     seconds: float
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,18 @@ class Calibration:
         uncertainty: standard error of each fitted constant as a share of it; infinite where the
             runs do not determine it.
         residuals: of the steps that were fitted.
+        scales: of each group: measured times of its steps are so many times longer.
     """
 
     efficiency: Efficiency
     uncertainty: Mapping[str, float]
     residuals: tuple[Residual, ...]
+    scales: Mapping[str, float]
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The range of measured over predicted times."""
+        return self.efficiency.low, self.efficiency.high
 
     @property
     def median_error(self) -> float:
@@ -128,20 +138,23 @@ def fit(
     _check_steps(steps)
     least_squares = _least_squares()
     names = _constants_that_matter(steps, hardware, start)
-    if len(steps) <= len(names):
-        need = f"more than the {len(names)} constants that are fitted"
+    groups = sorted({step.group for step in steps if step.group})
+    if len(steps) <= len(names) + len(groups):
+        need = f"more than the {len(names) + len(groups)} constants that are fitted"
         raise PlanError(Fault("calibrate", "too few runs", f"{len(steps)}", need))
-    origin = [math.log(getattr(start, name)) for name in names]
+    bounds = [BOUNDS[name] for name in names] + [SCALE_BOUNDS] * len(groups)
+    low = [math.log(lowest) for lowest, _ in bounds]
+    high = [math.log(highest) for _, highest in bounds]
+    origin = [math.log(getattr(start, name)) for name in names] + [0.0] * len(groups)
+    inside = [min(max(at, a), b) for at, a, b in zip(origin, low, high, strict=True)]
 
     def residuals(logs: Sequence[float]) -> list[float]:
-        constants = _with_logs(start, names, logs)
-        predicted = predict_all(steps, hardware, constants)
+        constants = _with_logs(start, names, logs[: len(names)])
+        scales = dict(zip(groups, map(math.exp, logs[len(names) :]), strict=True))
+        predicted = predict_all(steps, hardware, constants, scales)
         pulls = [PULL * (log - at) for log, at in zip(logs, origin, strict=True)]
         return [*_log_ratios(steps, predicted), *pulls]
 
-    low = [math.log(BOUNDS[name][0]) for name in names]
-    high = [math.log(BOUNDS[name][1]) for name in names]
-    inside = [min(max(at, a), b) for at, a, b in zip(origin, low, high, strict=True)]
     found = least_squares(
         residuals,
         inside,
@@ -152,21 +165,27 @@ def fit(
         xtol=SETTLED,
         max_nfev=MOST_EVALUATIONS,
     )
-    constants = _with_logs(start, names, found.x)
-    compared = compare(steps, hardware, constants)
-    lowest, highest = ratio_range(compared, num_constants=len(names))
+    constants = _with_logs(start, names, found.x[: len(names)])
+    scales = dict(zip(groups, map(math.exp, found.x[len(names) :]), strict=True))
+    compared = compare(steps, hardware, constants, scales=scales)
+    lowest, highest = ratio_range(compared, num_constants=len(bounds))
     return Calibration(
         efficiency=replace(constants, source=source, low=lowest, high=highest),
         uncertainty=_uncertainty(names, found, len(steps)),
         residuals=compared,
+        scales=scales,
     )
 
 
 def compare(
-    steps: Sequence[MeasuredStep], hardware: Hardware, constants: Efficiency
+    steps: Sequence[MeasuredStep],
+    hardware: Hardware,
+    constants: Efficiency,
+    *,
+    scales: Mapping[str, float] | None = None,
 ) -> tuple[Residual, ...]:
     """Measured steps beside their predictions."""
-    predicted = predict_all(steps, hardware, constants)
+    predicted = predict_all(steps, hardware, constants, scales or {})
     return tuple(
         Residual(step.name, step.seconds, seconds)
         for step, seconds in zip(steps, predicted, strict=True)
@@ -174,11 +193,14 @@ def compare(
 
 
 def predict_all(
-    steps: Sequence[MeasuredStep], hardware: Hardware, constants: Efficiency
+    steps: Sequence[MeasuredStep],
+    hardware: Hardware,
+    constants: Efficiency,
+    scales: Mapping[str, float],
 ) -> list[float]:
     """The predicted seconds of each step."""
     speeds = Speeds(hardware, constants)
-    return [step_time(step.roles, speeds).total_s for step in steps]
+    return [step_seconds(step.roles, speeds) * scales.get(step.group, 1.0) for step in steps]
 
 
 def ratio_range(residuals: Sequence[Residual], *, num_constants: int = 0) -> tuple[float, float]:
@@ -224,14 +246,14 @@ def _constants_that_matter(
     steps: Sequence[MeasuredStep], hardware: Hardware, start: Efficiency
 ) -> list[str]:
     """Constants on which the time of a step depends."""
-    before = predict_all(steps, hardware, start)
+    before = predict_all(steps, hardware, start, {})
     names = []
     for name in BOUNDS:
         value = getattr(start, name)
         if not value:
             continue
         changed = replace(start, **{name: 0.8 * value})
-        if predict_all(steps, hardware, changed) != before:
+        if predict_all(steps, hardware, changed, {}) != before:
             names.append(name)
     return names
 
