@@ -29,7 +29,7 @@ from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.config.load import load
 from weft.config.run import Run, plan_of
-from weft.errors import ConfigError, WeftError
+from weft.errors import WeftError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.planner.calibrate import (
@@ -46,8 +46,8 @@ from weft.planner.recorder import Ended, Event, RecordedRegion, Started
 VOCAB = 50257
 SHORT, LONG = 2, 3
 """Layers a stage that are measured of more."""
-MOST_FITTED = 90
-"""Rows of a set that are fitted: more change little."""
+MOST_FITTED = 40
+"""Rows of a source that are fitted: more change little."""
 MOST_ACTIONS = 12_000
 """Actions of the schedule of a row that is fitted."""
 SCHEDULES = {
@@ -111,6 +111,23 @@ class Published(NamedTuple):
     layers: tuple[int, ...]
     seconds: float
     group: str = ""
+
+    @property
+    def total(self) -> int:
+        """Sequences a step."""
+        return int(self.words[self.words.index("--batch.global_size") + 1])
+
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches of a data rank."""
+        words = self.words
+        micro = int(words[words.index("--batch.micro_size") + 1])
+        mesh = words[words.index("--mesh") + 1].split()
+        data = [int(axis[2:]) for axis in mesh if axis.startswith("dp")]
+        num_micro, rest = divmod(self.total, micro * (data or [1])[0])
+        if rest or not num_micro:
+            raise InexpressibleError(f"a batch of {self.total} in micro-batches of {micro}")
+        return num_micro
 
     @property
     def is_fitted(self) -> bool:
@@ -277,14 +294,21 @@ class Shallow:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
+        self.runs: dict[tuple[str, ...], Run] = {}
         self.known: dict[tuple[str, ...], tuple[RoleCosts, ...]] = {}
         if path is not None and path.exists():
             self.known = pickle.loads(path.read_bytes())  # noqa: S301  # written by this program
 
+    def run(self, words: Sequence[str]) -> Run:
+        key = tuple(words)
+        if key not in self.runs:
+            self.runs[key] = load(list(words), FAMILIES)
+        return self.runs[key]
+
     def roles(self, words: Sequence[str]) -> tuple[RoleCosts, ...]:
         key = tuple(words)
         if key not in self.known:
-            self.known[key] = measure(load(list(words), FAMILIES))
+            self.known[key] = measure(self.run(words))
         return self.known[key]
 
     def save(self) -> None:
@@ -296,11 +320,9 @@ def with_layers(row: Published, most: int) -> list[str]:
     """The words of a run with at most so many layers a stage, and few micro-batches."""
     layers = [min(count, most) for count in row.layers]
     words = with_value(row.words, "--model.layers", str(sum(layers)))
-    run = load([*words, *split_words(layers)], FAMILIES)
-    needed = max(4, run.pipeline_size)
-    if run.num_micro > needed:
-        total = needed * run.batch.micro_size * run.num_data_ranks
-        words = with_value(words, "--batch.global_size", str(total))
+    num_micro = min(row.num_micro, max(4, len(layers)))
+    total = num_micro * row.total // row.num_micro
+    words = with_value(words, "--batch.global_size", str(total))
     return [*words, *split_words(layers)]
 
 
@@ -316,8 +338,13 @@ def split_words(layers: Sequence[int]) -> list[str]:
 
 def roles_of(row: Published, shallow: Shallow) -> tuple[RoleCosts, ...]:
     """The work of a row: of its whole schedule, with the third layer of a stage repeated."""
-    run: Run = load([*row.words, *split_words(row.layers)], FAMILIES)
-    plan = plan_of(run)
+    shallow_run = shallow.run(with_layers(row, SHORT))
+    values: dict[str, Any] = {
+        "model.layers": sum(row.layers),
+        "batch.global_size": row.total,
+        "pipeline.split": row.layers if len(row.layers) > 1 else (),
+    }
+    plan = plan_of(shallow_run.with_values(values))
     short = shallow.roles(with_layers(row, SHORT))
     long = shallow.roles(with_layers(row, LONG))
     return tuple(deepened(a, b, plan, row.layers) for a, b in zip(short, long, strict=True))
@@ -349,10 +376,34 @@ def repeated(short: RecordedRegion, long: RecordedRegion, times: int) -> Recorde
     while start < len(a) and a[start] == b[start]:
         start += 1
     if b[start + extra :] != a[start:]:
-        raise InexpressibleError(f"layers of {long.name} differ")
+        return with_more_work(short, long, times)
     chunk = long.events[start : start + extra]
     events = [*long.events[: start + extra], *(chunk * times), *long.events[start + extra :]]
     return replace(long, events=repaired(events))
+
+
+def with_more_work(short: RecordedRegion, long: RecordedRegion, times: int) -> RecordedRegion:
+    """The region with the kernels and bytes of its additional layer, where the layers do not follow
+    one another (buckets of gradients hold several).
+    """
+    kernels = long.kernels - short.kernels
+    sent: dict[str, int] = defaultdict(int)
+    for region, sign in ((long, times), (short, -times)):
+        for op in region.operations:
+            sent[op.axis] += sign * op.sent_bytes
+    events: list[Event] = [*(list(kernels.elements()) * times), *long.events]
+    grown_ops: dict[int, Operation] = {}
+    for event in reversed(long.events):
+        if isinstance(event, Started) and sent.get(event.op.axis, 0) > 0:
+            more = sent.pop(event.op.axis)
+            grown_ops[id(event.op)] = replace(event.op, sent_bytes=event.op.sent_bytes + more)
+    changed: list[Event] = []
+    for event in events:
+        if isinstance(event, Started | Ended):
+            changed.append(type(event)(grown_ops.get(id(event.op), event.op)))
+        else:
+            changed.append(event)
+    return replace(long, events=changed)
 
 
 def shape(event: Event) -> object:
@@ -415,17 +466,16 @@ def account_of(row: Published, shallow: Shallow, *, first_source: str) -> Accoun
 
 
 def fitted_rows(accounts: Sequence[Account]) -> list[Account]:
-    """Rows of the fitted half: as many of each source, the first ones by their hash."""
+    """Rows of the fitted half: of each source the first ones by their hash."""
     by_source: dict[str, list[Account]] = defaultdict(list)
     for account in accounts:
         plan = account.step.roles[0].step.plan
         if account.row.is_fitted and sum(map(len, plan.table.rows)) <= MOST_ACTIONS:
             by_source[account.row.source].append(account)
-    share = MOST_FITTED // max(1, len(by_source))
     found = []
     for members in by_source.values():
         members.sort(key=lambda account: hashlib.sha256(account.row.key.encode()).hexdigest())
-        found += members[: max(share, MOST_FITTED - share * (len(by_source) - 1) - 1)]
+        found += members[:MOST_FITTED]
     return found
 
 
@@ -525,12 +575,14 @@ def main() -> None:
     begin = time.process_time()
     for row in rows:
         counts[row.source] += 1
+        if sum(counts.values()) % 50 == 0:
+            print(f"  row {sum(counts.values())} of {len(rows)}", flush=True)
         if args.most and counts[row.source] > args.most:
             continue
         first = first_of[row.stack] or row.source
         try:
             stacks[row.stack].append(account_of(row, shallow, first_source=first))
-        except (InexpressibleError, ConfigError, WeftError) as reason:
+        except (InexpressibleError, WeftError) as reason:
             text = str(reason).splitlines()[0][:90]
             reasons[f"{row.source}: {text}"] += 1
     shallow.save()

@@ -217,7 +217,9 @@ def training_notes(run: Run) -> tuple[str, ...]:
     )
     found += map(str, unused)
     if run.hardware is not None:
-        found.append("hardware: training does not read it; weft explain and weft simulate do")
+        found.append(
+            f"hardware: the first steps are compared with the prediction for {run.hardware}"
+        )
     if run.site.gbit_s:
         found.append("site.gbit_s: training does not read it; weft explain does")
     num_inner = run.steps % run.site.every

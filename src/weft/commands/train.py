@@ -15,6 +15,12 @@ import torch
 
 from weft.checkpoint.folder import next_command
 from weft.checkpoint.resume import starts_new
+from weft.commands.comparison import (
+    RunningPrediction,
+    StepComparison,
+    comparison_of,
+    start_prediction,
+)
 from weft.commands.joined import Watch, run_joined
 from weft.commands.proof_before import RunningProof, start_proof
 from weft.config.run import Run
@@ -38,6 +44,7 @@ from weft.train.event_log import (
     end_run_of_dead_writer,
 )
 from weft.train.loop import Event, Training, run_training
+from weft.train.step_stats import memory_bytes
 from weft.view.live import open_view
 
 PROMPT = "def "
@@ -75,9 +82,13 @@ def train(
         proof = proof.wait()
     out = Path(run.out) if run.out else None
     stop_request = StopRequest()
+    has_rank_0 = world is None or world.rank == 0
+    prediction = start_prediction(run) if has_rank_0 else None
     job = RankJob(
         device=run.device,
         mesh=run.device_mesh,
+        hardware=run.hardware,
+        prediction=prediction,
         deterministic=run.deterministic,
         out=run.out,
         build=partial(build_training, run, proof=proof, makes_copies=True),
@@ -87,7 +98,7 @@ def train(
     main = partial(train_rank, job, stop_request)
     run_numerics = numerics(deterministic=run.deterministic, matmul=run.precision.matmul)
     if world is not None:
-        with run_numerics:
+        with run_numerics, _ended(prediction):
             return run_joined(
                 lambda watch, joined: main(joined, watch=watch),
                 world,
@@ -98,6 +109,7 @@ def train(
             )
     with (
         run_numerics,
+        _ended(prediction),
         _end_event(out),
         stop_request if run.transport == "threads" else nullcontext(),
     ):  # for the main thread only
@@ -117,6 +129,16 @@ def train(
                 adapt_attempt=adapt_attempt,
             ),
         )
+
+
+@contextmanager
+def _ended(prediction: RunningPrediction | None) -> Iterator[None]:
+    """End the process of a prediction when the ranks have ended."""
+    try:
+        yield
+    finally:
+        if prediction is not None:
+            prediction.end()
 
 
 @contextmanager
@@ -167,6 +189,8 @@ class RankJob:
     """What every rank of a run does, equal on all ranks.
 
     Attributes:
+        hardware: name or file of a device, for MFU.
+        prediction: of the run, read by rank 0.
         out: the run folder.
         build: the training run of this rank, from its communication.
         generate_text: called after the last step; None: not.
@@ -174,6 +198,8 @@ class RankJob:
 
     device: DeviceChoice
     mesh: Mesh
+    hardware: str | None
+    prediction: RunningPrediction | None
     deterministic: bool
     out: str | None
     build: Callable[..., Training]
@@ -223,6 +249,7 @@ def train_rank(
         nullcontext() if watch is None else watch(comm, log),
         _reported_error(world),
     ):
+        base_bytes = memory_bytes(device)
         training = job.build(
             comm,
             stop_requested=lambda: stop_request.requested,
@@ -233,9 +260,27 @@ def train_rank(
             sample = partial(_sample_event, training.step.model, job.generate_text)
         if job.on_event is not None:
             log.views = (*log.views, EventObserver(job.on_event))
-        outcome = run_training(training, log, at_end=sample)
+        with_more = None
+        if world.rank == 0:
+            with_more = _comparison(job, training, device, base_bytes).events
+        outcome = run_training(training, log, at_end=sample, with_more=with_more)
     if outcome == "stopped":
         raise SystemExit(EXIT_PREEMPTED)
+
+
+def _comparison(
+    job: RankJob, training: Training, device: torch.device, base_bytes: int
+) -> StepComparison:
+    """What rank 0 adds to the events of its run."""
+    is_cuda = device.type == "cuda"
+    return comparison_of(
+        training.step.model.plan,
+        job.hardware,
+        cuda_name=torch.cuda.get_device_name(device) if is_cuda else None,
+        prediction=job.prediction,
+        base_bytes=base_bytes,
+        last_step=training.step_range.total,
+    )
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from weft.core.dimension import pipeline_axis
+from weft.layout.utilization import model_flops
 from weft.planner.measure import RoleCosts
 from weft.planner.overlap import Share
 from weft.planner.predict import Prediction
-from weft.planner.report import model_flops
 from weft.planner.run_costs import RunCosts
 from weft.planner.world_check import Mismatch, Problem, WorldCheck
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from weft.config.run import Run
 from weft.core.interval import Interval
+from weft.layout.utilization import Utilization
 from weft.planner.measure import RoleCosts, measure
-from weft.planner.speeds import TERA, Speeds
+from weft.planner.speeds import Speeds
 from weft.planner.step_time import StepTime, step_time
 
 
@@ -45,9 +46,8 @@ class Prediction:
     def mfu(self) -> float:
         """Model FLOPs (three forwards, no recomputation) as a share of the devices' bf16 peak."""
         plan = self.roles[0].step.plan
-        model_flops = 3 * plan.global_size * sum(stage.flops for stage in plan.stages)
-        peak = self.speeds.hardware.bf16_tflops * TERA
-        return model_flops / self.step.total_s / plan.mesh.size / peak
+        peak = self.speeds.hardware.bf16_tflops
+        return Utilization.of(plan, peak_tflops=peak).mfu(self.step.total_s)
 
 
 def predict(run: Run, speeds: Speeds) -> Prediction:

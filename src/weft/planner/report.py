@@ -9,7 +9,6 @@ from weft.config.hardware import Hardware, hardware_table
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import WIDTH
 from weft.errors import counted
-from weft.layout.plan import Plan
 from weft.parallel.ep import AXIS as EP
 from weft.planner.measure import RoleCosts
 from weft.planner.overlap import Share
@@ -74,11 +73,6 @@ def _wrapped(lines: Iterable[str]) -> list[str]:
         indent = " " * (len(line) - len(line.lstrip()) + 2)
         wrapped.extend(textwrap.wrap(line, WIDTH, subsequent_indent=indent) or [""])
     return wrapped
-
-
-def model_flops(plan: Plan) -> float:
-    """Of a step: a backward takes two forwards; recomputation does not count."""
-    return 3 * plan.global_size * sum(stage.flops for stage in plan.stages)
 
 
 def fullest(roles: Sequence[RoleCosts]) -> RoleCosts:

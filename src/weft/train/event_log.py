@@ -5,7 +5,10 @@ An event is a flat dict with an "event" key:
     run     first, and again at each resume: model, params, layout, why, plan, ranks, device, data, seed, steps, start_step,
             seq_len, batch_size, out
     step    step (the first is 1), loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes, stage_mem_bytes, loss_scale,
-            skipped (no update: float16 gradients overflowed at that scale, or a guard skipped it)
+            skipped (no update: float16 gradients overflowed at that scale, or a guard skipped it), mfu (model FLOPs as a
+            share of the devices' bfloat16 peak, 0 to 1; from the third step on where the peak is known)
+    prediction  once, after the first steps of a run with `hardware`: hardware, source (of its constants), step_s, low_s,
+            high_s, peak_bytes (predicted); measured_s, measured_bytes (more than before the model was built); text
     eval    step, loss (mean over all targets), perplexity, tokens (targets), seconds: on validation data
     sample  prompt, text: what the model generates
     note    text: a line for the reader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -109,11 +109,16 @@ class Training:
 
 
 def run_training(
-    training: Training, log: EventLog, *, at_end: Callable[[], Event] | None = None
+    training: Training,
+    log: EventLog,
+    *,
+    at_end: Callable[[], Event] | None = None,
+    with_more: Callable[[Event], Iterable[Event]] | None = None,
 ) -> Outcome:
     """Train; every rank calls it, and the event log of rank 0 writes.
 
     Args:
+        with_more: an event -> what is logged for it: the event, and what follows from it.
         at_end: called on all ranks after the last step of a finished run; its event is logged.
 
     Raises:
@@ -139,7 +144,8 @@ def run_training(
             on_phase=training.on_phase,
             snapshots=training.snapshots,
         ):
-            log.emit(event)
+            for logged in (event,) if with_more is None else with_more(event):
+                log.emit(logged)
             if event["event"] in STEP_COUNTING:
                 num_done = int(event["step"])
     except GuardError as error:

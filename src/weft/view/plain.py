@@ -82,6 +82,8 @@ def step_line(progress: Progress) -> str:
         f"{step['tokens_per_s']:,.0f} tokens/s",
         f"{short_time(step['step_s'])}/step",
     ]
+    if "mfu" in step:
+        parts.append(f"MFU {100 * step['mfu']:.3g}%")
     if progress.mem_bytes:
         parts.append(f"memory {stage_memory(progress.mem_bytes)}")
     parts.append(f"{clock(progress.left_s)} left")

@@ -189,7 +189,7 @@ def event_text(event: Event) -> str:
             return str(event.get("why", ""))
         case "eval":
             return _eval_text(event)
-        case "note" | "guard" | "proof" | "end":
+        case "note" | "guard" | "proof" | "prediction" | "end":
             return str(event.get("text", ""))
         case "save":
             return _save_text(event)

@@ -1,0 +1,233 @@
+"""`weft train`: a run's first steps beside their prediction, and its model FLOPs utilization.
+
+Note [Prediction beside the run]
+    A process forked from the launcher measures the run on meta tensors, at low priority, while the
+    ranks start. Rank 0 looks into its pipe after every step; once the prediction is there and some
+    steps are timed, one `prediction` event compares them. Only the last step of a run waits for it,
+    for a few seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.config.hardware import Hardware, find_hardware, hardware_table
+from weft.config.run import Run, plan_of
+from weft.errors import WeftError
+from weft.layout.plan import Plan
+from weft.layout.utilization import Utilization
+from weft.planner.measure import measure, size_problem
+from weft.planner.predict import predict_measured
+from weft.planner.speeds import Speeds
+from weft.train.loop import Event
+from weft.view.quantity import memory, short_time
+
+WARM_UP_STEPS = 2
+"""First steps of a run, which allocate and compare signatures: not timed."""
+TIMED_STEPS = 3
+"""Steps whose median is compared."""
+NICENESS = 5
+PATIENCE_S = 10.0
+"""Time that the last step of a run waits for its prediction."""
+PIPE_BYTES = 4096
+CUDA_NAMES = {
+    "GB200": "gb200",
+    "B200": "b200",
+    "H200": "h200",
+    "H800": "h800",
+    "H100 80GB HBM3": "h100",
+    "A100-SXM4-80GB": "a100",
+    "A100-SXM4-40GB": "a100-40gb",
+}
+"""Part of a CUDA device's name -> device of the hardware table; others have no peak there."""
+
+Answer = Mapping[str, Any]
+
+
+class RunningPrediction:
+    """A prediction in a forked process; see Note [Prediction beside the run]."""
+
+    def __init__(self, run: Run, hardware: Hardware) -> None:
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._reader)
+            _predict_in_child(run, hardware, writer)
+        os.close(writer)
+
+    def poll(self, patience_s: float = 0.0) -> Answer | None:
+        """The answer, if it is there in time: a prediction, or the reason why there is none."""
+        select.select([self._reader], [], [], patience_s)
+        try:
+            text = os.read(self._reader, PIPE_BYTES)
+        except BlockingIOError:
+            return None
+        if not text:
+            return {"failure": "its process has ended, or an earlier attempt has shown it"}
+        answer: Answer = json.loads(text)
+        return answer
+
+    def end(self) -> None:
+        """End the process, if it still runs; called by the process that started it."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        os.close(self._reader)
+
+
+def start_prediction(run: Run) -> RunningPrediction | None:
+    """Start the prediction of a run whose hardware is named; None where none is."""
+    if run.hardware is None:
+        return None
+    return RunningPrediction(run, find_hardware(run.hardware))
+
+
+def _predict_in_child(run: Run, hardware: Hardware, writer: int) -> None:
+    """Predict and write the answer as JSON, by one call; the process ends here."""
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+        os.nice(NICENESS)
+        try:
+            answer = predicted(run, hardware)
+        except Exception as error:  # noqa: BLE001 - reported by rank 0
+            answer = {"failure": f"{type(error).__name__}: {error}"}
+        os.write(writer, json.dumps(answer).encode()[:PIPE_BYTES])
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def predicted(run: Run, hardware: Hardware) -> Answer:
+    """The prediction of a run as JSON, or the reason why there is none."""
+    problem = size_problem(plan_of(run))
+    if problem:
+        return {"failure": f"too large to be measured: {problem}"}
+    prediction = predict_measured(measure(run), Speeds(hardware, hardware.efficiency))
+    return {
+        "hardware": hardware.label,
+        "source": hardware.efficiency.source,
+        "step_s": prediction.step_s.mid,
+        "low_s": prediction.step_s.low,
+        "high_s": prediction.step_s.high,
+        "peak_bytes": prediction.peak_bytes,
+    }
+
+
+@dataclass
+class StepComparison:
+    """What rank 0 adds to the events of a run: MFU to steps, one comparison with the prediction.
+
+    Attributes:
+        utilization: None where the peak of the device is not known.
+        prediction: None where nothing is predicted.
+        base_bytes: memory of the rank before it built the model.
+        last_step: of the run.
+    """
+
+    utilization: Utilization | None
+    prediction: RunningPrediction | None
+    base_bytes: int
+    last_step: int
+    step_times: list[float] = field(default_factory=list)
+    num_steps: int = 0
+
+    def events(self, event: Event) -> Iterator[Event]:
+        """The event, perhaps with more fields, and what follows it."""
+        if event["event"] != "step":
+            yield event
+            return
+        self.num_steps += 1
+        is_timed = self.num_steps > WARM_UP_STEPS
+        if is_timed and self.utilization is not None:
+            event = {**event, "mfu": self.utilization.mfu(event["step_s"])}
+        yield event
+        if is_timed:
+            self.step_times.append(event["step_s"])
+        if len(self.step_times) < TIMED_STEPS or self.prediction is None:
+            return
+        is_last = event["step"] >= self.last_step
+        answer = self.prediction.poll(PATIENCE_S if is_last else 0.0)
+        if answer is not None:
+            self.prediction = None
+            yield self._comparison(event, answer)
+
+    def _comparison(self, step: Event, answer: Answer) -> Event:
+        if "failure" in answer:
+            return {"event": "note", "text": f"no prediction of this run: {answer['failure']}"}
+        measured_s = statistics.median(self.step_times)
+        held_bytes = max(0, step["mem_bytes"] - self.base_bytes)
+        event = {
+            "event": "prediction",
+            "step": step["step"],
+            **answer,
+            "measured_s": measured_s,
+            "measured_bytes": held_bytes,
+        }
+        if self.utilization is not None:
+            event["peak_tflops"] = self.utilization.peak_tflops
+        return {**event, "text": comparison_text(event, self.utilization)}
+
+
+def comparison_text(event: Event, utilization: Utilization | None) -> str:
+    """A `prediction` event for the reader."""
+    low, high = short_time(event["low_s"]), short_time(event["high_s"])
+    is_inside = event["low_s"] <= event["measured_s"] <= event["high_s"]
+    lines = [
+        f"prediction for {event['hardware']} (constants: {event['source']}):",
+        f"  step   predicted {short_time(event['step_s'])} ({low} to {high}), measured "
+        f"{short_time(event['measured_s'])}: {'inside' if is_inside else 'OUTSIDE'} the range",
+        f"  memory predicted {memory(event['peak_bytes'])} of tensors, measured "
+        f"{memory(event['measured_bytes'])} more than before the model was built",
+    ]
+    if utilization is not None:
+        mfu = 100 * utilization.mfu(event["measured_s"])
+        lines.append(f"  MFU    {mfu:.2g}%: {utilization.text}")
+    return "\n".join(lines)
+
+
+def comparison_of(
+    plan: Plan,
+    hardware: str | None,
+    *,
+    cuda_name: str | None,
+    prediction: RunningPrediction | None,
+    base_bytes: int,
+    last_step: int,
+) -> StepComparison:
+    """The comparison of a run.
+
+    Args:
+        hardware: as in the config.
+        cuda_name: of the rank's CUDA device; None on the CPU, which has no peak in the table.
+        base_bytes, last_step: see `StepComparison`.
+    """
+    device = _device(hardware, cuda_name)
+    utilization = None
+    if device is not None:
+        utilization = Utilization.of(plan, peak_tflops=device.bf16_tflops)
+    return StepComparison(utilization, prediction, base_bytes, last_step)
+
+
+def _device(hardware: str | None, cuda_name: str | None) -> Hardware | None:
+    """The device of the config, or else the CUDA device if the table has it."""
+    if hardware is not None:
+        with suppress(WeftError):  # checked before the start
+            return find_hardware(hardware)
+    for part, name in CUDA_NAMES.items():
+        if cuda_name is not None and part in cuda_name:
+            return hardware_table()[name]
+    return None

@@ -1,0 +1,145 @@
+"""First steps of a run beside their prediction, and MFU: events, texts, and one real run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.planner.test_step_costs import run_of
+from weft.commands.comparison import (
+    StepComparison,
+    comparison_of,
+    predicted,
+    start_prediction,
+)
+from weft.config.hardware import find_hardware
+from weft.config.load import load
+from weft.config.run import plan_of
+from weft.layout.utilization import Utilization, model_flops
+from weft.models import FAMILIES
+from weft.planner.predict import predict
+from weft.planner.speeds import Speeds
+
+UTILIZATION = Utilization(flops=4e12, num_devices=2, peak_tflops=10.0)
+ANSWER = {
+    "hardware": "a device",
+    "source": "24 runs",
+    "step_s": 1.0,
+    "low_s": 0.9,
+    "high_s": 1.1,
+    "peak_bytes": 2**30,
+}
+
+
+class Answered:
+    """A prediction that is there after some polls."""
+
+    def __init__(self, answer: Any, after: int = 0) -> None:
+        self.answer = answer
+        self.left = after
+
+    def poll(self, patience_s: float = 0.0) -> Any:
+        self.left -= 1
+        return self.answer if self.left < 0 or patience_s else None
+
+
+def events_of(comparison: StepComparison, count: int, step_s: float = 1.0) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for number in range(1, count + 1):
+        event = {"event": "step", "step": number, "step_s": step_s, "mem_bytes": 3 * 2**30}
+        found.extend(map(dict, comparison.events(event)))
+    return found
+
+
+def comparison(prediction: Any, last_step: int = 100) -> StepComparison:
+    return StepComparison(UTILIZATION, prediction, base_bytes=2**30, last_step=last_step)
+
+
+def test_steps_have_mfu_after_the_warm_up() -> None:
+    steps = events_of(comparison(None), 4)
+    assert ["mfu" in step for step in steps] == [False, False, True, True]
+    assert steps[-1]["mfu"] == pytest.approx(4e12 / 1.0 / 2 / 10e12)
+
+
+def test_one_event_compares_the_first_steps_with_the_prediction() -> None:
+    found = events_of(comparison(Answered(ANSWER, after=2)), 12, step_s=1.05)
+    compared = [event for event in found if event["event"] == "prediction"]
+    assert len(compared) == 1
+    assert compared[0]["step"] == 7  # two to warm up, three timed, two polls in vain
+    assert compared[0]["measured_s"] == 1.05
+    assert compared[0]["measured_bytes"] == 2 * 2**30
+    assert "inside the range" in compared[0]["text"]
+    assert "3 forwards of model FLOPs, of 10 TFLOP/s a device" in compared[0]["text"]
+
+
+def test_a_step_outside_the_range_is_said_to_be() -> None:
+    text = events_of(comparison(Answered(ANSWER)), 5, step_s=1.5)[-1]["text"]
+    assert "OUTSIDE the range" in text
+
+
+def test_the_last_step_waits_for_the_prediction() -> None:
+    found = events_of(comparison(Answered(ANSWER, after=99), last_step=6), 6)
+    assert found[-1]["event"] == "prediction"
+
+
+def test_a_run_that_cannot_be_predicted_says_why() -> None:
+    found = events_of(comparison(Answered({"failure": "too large"})), 9)
+    assert found[5] == {"event": "note", "text": "no prediction of this run: too large"}
+    assert {event["event"] for event in found[6:]} == {"step"}
+
+
+def test_mfu_of_a_prediction_and_of_a_run_are_one_formula() -> None:
+    run = run_of("--mesh dp2")
+    device = find_hardware("h100")
+    prediction = predict(run, Speeds(device, device.efficiency))
+    plan = plan_of(run)
+    measured = Utilization.of(plan, peak_tflops=device.bf16_tflops)
+    assert measured.mfu(prediction.step.total_s) == prediction.mfu
+    assert model_flops(plan) == 3 * plan.global_size * sum(stage.flops for stage in plan.stages)
+
+
+def test_the_peak_is_that_of_the_named_hardware_or_of_the_cuda_device() -> None:
+    plan = plan_of(run_of("--mesh dp2"))
+
+    def peak(hardware: str | None, cuda_name: str | None) -> float | None:
+        found = comparison_of(
+            plan,
+            hardware,
+            cuda_name=cuda_name,
+            prediction=None,
+            base_bytes=0,
+            last_step=1,
+        ).utilization
+        return None if found is None else found.peak_tflops
+
+    assert peak("a100", "NVIDIA H100 80GB HBM3") == 312
+    assert peak(None, "NVIDIA H100 80GB HBM3") == 989.4
+    assert peak(None, "NVIDIA GB200") == find_hardware("gb200").bf16_tflops
+    assert peak(None, "NVIDIA H100 PCIe") is None
+    assert peak(None, None) is None
+
+
+def test_nothing_is_predicted_without_hardware() -> None:
+    assert start_prediction(run_of("--mesh dp2")) is None
+
+
+@pytest.mark.slow
+def test_a_real_run_prints_prediction_against_measurement(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = ["train", "--steps", "6", "--mesh", "dp2", "--hardware", "h100", "--out", str(out)]
+    command = [sys.executable, "-m", "weft", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "prediction for NVIDIA H100" in done.stdout
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    compared = [event for event in events if event["event"] == "prediction"]
+    assert len(compared) == 1
+    run = load(words[1:], FAMILIES)
+    answer = predicted(run, find_hardware("h100"))
+    assert {name: compared[0][name] for name in answer} == answer
+    steps = [event for event in events if event["event"] == "step"]
+    assert "mfu" in steps[-1]
