@@ -64,6 +64,12 @@ def test_the_mesh_needs_no_quotes_and_none_unsets():
     assert (run.mesh, run.nproc) == ("pp2 dp2", None)
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_bytes(b'\xef\xbb\xbfmesh = "dp2"\n')
+    assert load([str(file)], FAMILIES).mesh == "dp2"
+
+
 def test_the_config_file_may_stand_after_the_flags(tmp_path):
     assert read("--seed", "5", config_file(tmp_path, "steps = 3")).steps == 3
 

@@ -14,7 +14,7 @@ from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.config.schema import ConfigSection
-from weft.config.user_code import canonical_reference, is_reference
+from weft.config.user_code import canonical_reference, check_reference, is_reference
 from weft.config.validate import config_checks
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
@@ -44,12 +44,13 @@ def axes(words: Sequence[str]) -> int:
     if not rest or not is_reference(rest[0]):
         fix = "weft axes my_model.py"
         raise UserError(Fault(KEY, "names no model", got=" ".join(rest[:1]), fix=fix))
+    reference = canonical_reference(rest[0])
+    check_reference(reference, key="model.name")
     set_openmp_policy()
     from weft.models.user_family import UserFamily  # they import torch
     from weft.models.user_model import model_of_file
     from weft.train.propose_axes import propose
 
-    reference = canonical_reference(rest[0])
     model = replace(model_of_file(reference, needs_axes=False), name=reference)
     with FAMILIES.restored():
         whole = UserFamily(replace(model, AXES={"*": ()}))

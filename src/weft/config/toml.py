@@ -31,7 +31,7 @@ def read(path: str) -> Flat:
     """
     try:
         content = read_bytes(Path(path), max_bytes=MAX_BYTES)
-        keys = flatten(parse_toml(content.decode()))
+        keys = flatten(parse_toml(content.decode("utf-8-sig")))
         if len(keys) <= MAX_KEYS:
             return keys
         fault = Fault(

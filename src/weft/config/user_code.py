@@ -96,9 +96,7 @@ def _load_file(path: Path, *, key: str) -> ModuleType:
     name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
-    if not path.is_file():
-        what = "is no file" if path.exists() else "no such file"
-        raise ConfigError(Fault(key, what, got=repr(str(path)), fix="check the path"))
+    _check_file(path, key=key)
     loader = _UncachedLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, "a file that ends in .py has a spec"
@@ -114,6 +112,22 @@ def _load_file(path: Path, *, key: str) -> ModuleType:
         del sys.modules[name]
         raise _import_fault(str(path), error, key=key) from error
     return module
+
+
+def check_reference(reference: str, *, key: str) -> None:
+    """A reference to a file names one; nothing is imported.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if is_file_reference(reference):
+        _check_file(Path(canonical_reference(reference)), key=key)
+
+
+def _check_file(path: Path, *, key: str) -> None:
+    if not path.is_file():
+        what = "is no file" if path.exists() else "no such file"
+        raise ConfigError(Fault(key, what, got=repr(str(path)), fix="check the path"))
 
 
 def _module_name(path: Path) -> str:

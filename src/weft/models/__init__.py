@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.config.hf.mapping import ConfigFamily, HFMapping
-from weft.config.user_code import canonical_reference, is_reference
+from weft.config.user_code import canonical_reference, check_reference, is_reference
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
 
@@ -186,6 +186,7 @@ class FamilyRegistry(Mapping[str, Family]):
 
 def _load_user_family(reference: str, *, name: str) -> Family:
     """The family of a user's model; imports torch."""
+    check_reference(reference, key="model.name")
     from weft.models.user_family import UserFamily
     from weft.models.user_model import model_of_file
 
