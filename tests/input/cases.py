@@ -1254,6 +1254,30 @@ def hardware_files() -> Iterator[Case]:
     yield Case("bench: a bad file to extend", extend, "node is out of range", bad)
 
 
+# ------------------------------------------------------------------------------- options of weft simulate
+
+SIMULATE = {
+    "jitter without a device": ("--jitter 5%", "jitter: is about seconds, and no device is named"),
+    "jitter of 700%": ("--hardware h100 --jitter 7", "jitter: out of range"),
+    "no number of draws": ("--hardware h100 --draws 0", "draws: out of range"),
+    "no such rank": ("--hardware h100 --slow 2=1.5", "slow: there is no such rank"),
+    "a factor of 0": ("--hardware h100 --slow 0=0", "slow: cannot be read"),
+    "a rank alone": ("--hardware h100 --slow 0", "slow: cannot be read"),
+    "failures every 0 hours": ("--hardware h100 --mtbf_hours 0", "mtbf_hours: out of range"),
+    "failures without checkpoints": ("--hardware h100 --mtbf_hours 9", "the cost of a checkpoint"),
+    "a restart without failures": ("--hardware h100 --restart_s 9", "restart_s: is about failures"),
+    "no bandwidth": ("--hardware h100 --storage_gb_s 0", "storage_gb_s: out of range"),
+    "a file nowhere": ("--html nowhere/x.html", "html: cannot write the file"),
+    "a file and JSON": ("--svg x.svg --json", "svg: writes a file, and --json prints"),
+    "an unknown option": ("--jiter 5%", "jiter: unknown key"),
+}
+
+
+def simulate_options() -> Iterator[Case]:
+    for name, (flags, line) in SIMULATE.items():
+        yield Case(name, ("simulate", "--mesh", "dp2", *flags.split()), line, faults=2)
+
+
 # ------------------------------------------------------------------------------- keys of another way to start ranks
 
 TORCHRUN = (
@@ -1315,6 +1339,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "words": command_lines,
     "optimizers": optimizers,
     "hardware": hardware_files,
+    "simulate": simulate_options,
     "start": starts,
 }
 

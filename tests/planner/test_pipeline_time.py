@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.pipeline_time import ClassCosts, PipelineOrder, StageMessage, pipeline_order, play
+from weft.planner.rank_step import action_keys, played_microbatches, thinned
 from weft.planner.region_time import CommOp, Compute, RegionCosts, Start, WaitForCarried, WaitForOwn
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
@@ -134,3 +135,13 @@ def test_every_schedule_has_an_order_in_which_each_source_comes_first() -> None:
         sizes = next(iter(schedule.sizes(ranks=3, chunks=2, microbatches=6)))
         order = pipeline_order(schedule.table(*sizes))
         assert all(source < place for place, source in enumerate(order.source_of)), name
+
+
+def test_the_micro_batches_that_are_played_have_every_kind_of_action() -> None:
+    """dual_pipe_v runs whole backwards on some micro-batches of a stage and split ones on others."""
+    for name, microbatches in (("dual_pipe_v", 9), ("dual_pipe_v", 16), ("zbv", 9), ("1f1b", 9)):
+        table = make_table(name, ranks=4, microbatches=microbatches)
+        played = thinned(table, played_microbatches(table))
+        for row in range(table.num_ranks):
+            needed = set(action_keys(table, row).values())
+            assert needed <= set(action_keys(played, row).values()), name

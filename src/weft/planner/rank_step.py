@@ -121,12 +121,32 @@ class RankStep:
 
 def played_microbatches(table: Table) -> tuple[int, ...]:
     """Micro-batches that stand for all: all of a short step, else the first, the second and the
-    last.
+    last; and more of a table in which a stage runs both whole and split backwards, until every key
+    of its actions is there.
     """
     count = table.microbatches
     if count <= MOST_PLAYED:
         return tuple(range(count))
-    return (0, 1, count - 1)
+    chosen = {0, 1, count - 1}
+    has_whole = any(act.kind == "B" for act in table.actions)
+    if not (table.splits and has_whole):
+        return tuple(sorted(chosen))
+    while True:
+        missing = _missing_microbatch(table, tuple(sorted(chosen)))
+        if missing is None:
+            return tuple(sorted(chosen))
+        chosen.add(missing)
+
+
+def _missing_microbatch(table: Table, chosen: tuple[int, ...]) -> int | None:
+    """A micro-batch with an action whose key none of the chosen ones has; None if there is none."""
+    played = thinned(table, chosen)
+    for row in range(table.num_ranks):
+        known = set(action_keys(played, row).values())
+        for act, key in action_keys(table, row).items():
+            if key not in known and act.mb not in chosen:
+                return act.mb
+    return None
 
 
 def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
