@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from weft import cli
+from weft.commands.console import load_checked_run
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.schedule.actions import Table
 from weft.schedule.catalog import make_table
@@ -63,6 +65,89 @@ def test_schedule_reads_the_table_of_its_json_file(tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["schedule", str(file)]) == EXIT_USER
     assert f"the JSON in {file} is not a table" in capsys.readouterr().err
+
+
+COMPARED = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dual_pipe_v"]
+
+
+def test_a_comparison_is_one_line_a_schedule_in_80_columns(capsys):
+    words = ["schedule", *COMPARED, "--compare", "--ranks", "4", "--microbatches", "8"]
+    assert cli.main(words) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert [line.split()[0] for line in lines[3:9]] == COMPARED
+    assert lines[4].split() == ["1f1b", "1", "27.3%", "33", "4", "4", "3", "2", "1", "48"]
+
+
+def test_the_comparison_of_the_page_is_what_the_command_prints(capsys):
+    page = Path(__file__).parents[2] / "docs" / "schedules.md"
+    text = page.read_text(encoding="utf-8")
+    (command, shown) = re.search(r"```console\n\$ weft (.*?)\n(.*?)```", text, re.DOTALL).groups()
+    assert cli.main(command.split()) == EXIT_OK
+    assert capsys.readouterr().out == shown
+
+
+def test_a_comparison_as_svg_has_one_time_scale_and_as_json_all_figures(tmp_path, capsys):
+    picture, numbers = tmp_path / "x.svg", tmp_path / "x.json"
+    words = ["schedule", "--compare", "gpipe", "zbv", "--svg", str(picture), "--json", str(numbers)]
+    assert cli.main(words) == EXIT_OK
+    capsys.readouterr()
+    root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    space = "{http://www.w3.org/2000/svg}"
+    widths = {}
+    for group in root.findall(f"{space}g"):
+        name = group.find(f"{space}title").text.partition(":")[0]
+        widths.setdefault(name, []).append(float(group.find(f"{space}rect").get("width")))
+    of_gpipe, of_zbv = widths["F0.0"]
+    assert of_gpipe == pytest.approx(2 * of_zbv, abs=0.02), "a chunk is half a stage"
+    fields = json.loads(numbers.read_text(encoding="utf-8"))
+    assert [each["name"] for each in fields["schedules"]] == ["gpipe", "zbv"]
+    assert [each["makespan"] for each in fields["schedules"]] == [33, 25.5]
+    assert [each["messages"] for each in fields["schedules"]] == [48, 96]
+
+
+@pytest.mark.slow
+def test_a_comparison_with_a_config_has_the_bytes_of_the_run(tmp_path, capsys):
+    config, numbers = tmp_path / "run.toml", tmp_path / "x.json"
+    config.write_text('mesh = "pp2"\n[batch]\nglobal_size = 8\nmicro_size = 1\n', encoding="utf-8")
+    words = ["schedule", "gpipe", "1f1b", "--compare", "--config", str(config)]
+    assert cli.main([*words, "--json", str(numbers)]) == EXIT_OK
+    assert cli.main(words) == EXIT_OK
+    assert all(len(line) <= 80 for line in capsys.readouterr().out.splitlines())
+    gpipe, one = json.loads(numbers.read_text(encoding="utf-8"))["schedules"]
+    run = load_checked_run([str(config)])
+    boundary = 4 * run.data.seq_len * run.model.dim
+    assert gpipe["message_bytes"] == one["message_bytes"] == 2 * 8 * boundary
+    assert gpipe["activation_bytes"] > 3 * one["activation_bytes"]
+
+
+def test_a_table_written_as_text_is_drawn_with_its_own_sizes(tmp_path, capsys):
+    file = tmp_path / "mine.schedule"
+    words = ["schedule", "zbv", "--ranks", "2", "--microbatches", "3", "--text", str(file)]
+    assert cli.main(words) == EXIT_OK
+    table = make_table("zbv", ranks=2, microbatches=3)
+    assert file.read_text(encoding="utf-8") == table.text
+    assert cli.main(["schedule", str(file)]) == EXIT_OK
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rank")]
+    assert len(rows) == 2
+
+
+def test_a_search_writes_the_table_it_names(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["schedule", "--search", "--ranks", "2", "--microbatches", "3", "--memory-limit", "1"]
+    assert cli.main([*words, "--chunks", "1", "--json", "x.json"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert "proven: no table of these placements is shorter" in shown
+    fields = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
+    assert fields["is_optimal"]
+    assert fields["best"]["makespan"] == fields["bound"] == 15, "3 round trips of rank 0"
+    table = make_table("searched.schedule")
+    assert Table.from_json(json.dumps(fields["best"]["table"])) == table
+    assert cli.main([*words, "--chunks", "1"]) == EXIT_OK, "its own file is replaced"
+    (tmp_path / "searched.schedule").write_text("mine", encoding="utf-8")
+    assert cli.main(words) == EXIT_USER
+    assert (tmp_path / "searched.schedule").read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.parametrize(

@@ -1016,7 +1016,61 @@ def schedules() -> Iterator[Case]:
         "JSON nested": "{" + '"a":{' * DEEP,
         "not UTF-8": b"\xff\xfe",
         "5 MiB": "#" * 5 * MIB,
+        "a W without its I": head + "rank 0: F0.0 W0.0",
+        "unequal stages": "microbatches 1\nstage_to_rank 0 0 1\nrank 0: F0.0 F1.0 B1.0 B0.0\n"
+        "rank 1: F2.0 B2.0",
+        "20,000 stages": "microbatches 20000\nstage_to_rank"
+        + " 0" * 20_000
+        + "\nrank 0:"
+        + " F0.0" * 20_000,
+        "a header twice": head + head + "rank 0: F0.0 B0.0",
+        "zero bytes": b"\0" * 999,
+        "an ELF file": b"\x7fELF\x02\x01\x01" + b"\xff" * 64,
+        "too long for a config": "microbatches 20000\nstage_to_rank 0\nrank 0:"
+        + "".join(f" F0.{mb} B0.{mb}" for mb in range(20_000)),
     }
+    for name in ("a deadlock", "a missing backward", "an action twice", "an unknown action",
+                 "too long for a config", "zero bytes", "20,000 stages"):  # fmt: skip
+        change = write("t.txt", tables[name])
+        for command in ("train", "simulate"):
+            asked = (command, "--pipeline.schedule", "t.txt", "--batch.global_size", "2")
+            yield Case(f"{command}, table, {name}", asked, "pipeline.schedule", change, faults=4)
+    other = write("t.txt", head + "rank 0: F0.0 B0.0")
+    yield Case(
+        "train, a table of other sizes",
+        ("train", "--mesh", "pp2", "--pipeline.schedule", "t.txt"),
+        "has other sizes",
+        other,
+        faults=2,
+    )
+    yield Case(
+        "a table of other ranks", ("schedule", "t.txt", "--ranks", "2"), "has other sizes", other
+    )
+    cycle = "microbatches 1\nstage_to_rank 0 1\nrank 0: B0.0 F0.0\nrank 1: F1.0 B1.0"
+    waits = "rank 0 is at B0.0 and waits for F0.0"
+    yield Case("a cycle", ("schedule", "t.txt"), waits, write("t.txt", cycle))
+    for name, (given, line) in {
+        "one schedule unknown": ("gpipe 1fb1 --compare", "did you mean '1f1b'"),
+        "two names": ("gpipe 1f1b", "takes one name"),
+        "compare, ranks 0": ("--compare --ranks 0", "ranks: out of range"),
+        "compare, too large": ("--compare --ranks 3000 --microbatches 3000", "too many actions"),
+        "compare, chunks that none has": ("gpipe 1f1b --compare --chunks 3", "chunks"),
+        "compare, no such config": ("--compare --config nowhere.toml", "no such file"),
+        "compare and search": ("--compare --search", "compare: is set"),
+        "a limit without a search": ("--memory-limit 4", "memory_limit: is not used"),
+        "costs without a number": ("--compare --costs F=x B=1", "costs: cannot read"),
+        "costs of 0": ("--compare --costs F=0 B=1", "costs: a time of 0"),
+        "a negative message": ("--compare --message -1", "message: cannot read"),
+        "a limit of 0": ("--search --memory-limit 0", "at least 1: one micro-batch"),
+        "a limit of a half": ("--search --memory-limit 0.5", "Fix: --memory-limit 1"),
+        "a limit of NaN": ("--search --memory-limit nan", "memory_limit: out of range"),
+        "limits of other ranks": ("--search --memory-limit 4 4", "memory_limit: another number"),
+        "search, ranks 0": ("--search --ranks 0", "ranks: out of range"),
+        "search, no time": ("--search --seconds 0", "seconds: out of range"),
+        "search, too large": ("--search --microbatches 100000", "too large to be searched"),
+        "search, 3 chunks": ("--search --chunks 3", "chunks: is not searched"),
+    }.items():
+        yield Case(name, ("schedule", *given.split()), line, faults=8)
     words = ("schedule", "t.txt", "--ranks", "1", "--microbatches", "1")
     for name, content in tables.items():
         yield Case(f"table, {name}", words, "", write("t.txt", content), faults=4)

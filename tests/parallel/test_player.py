@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from weft.parallel.zero.grouping import bucket_reducer
 from weft.parallel.zero.param_group import ParamGroup
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
+from weft.schedule.search.table_search import SearchRequest, search
 from weft.schedule.validate_table import validate
 from weft.testing import run_ranks
 
@@ -78,6 +80,28 @@ def test_any_table_computes_what_one_device_computes(index: int, tmp_path: Path)
     schedule = saved(list(random_tables())[index], tmp_path / "table.txt")
     case = Case("pp2 dp2", family="gpt2", schedule=schedule, chunks=2, microbatches=3)
     check(shallow(case))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chunks"),
+    [("pp2", 1), pytest.param("pp2 dp2", 2, marks=pytest.mark.slow)],
+)
+def test_a_searched_table_computes_what_one_device_computes(
+    mesh: str, chunks: int, tmp_path: Path
+) -> None:
+    """Less memory than any built-in table: every row differs from theirs."""
+    limits = (Fraction(3, 2),) * 2 if chunks == 2 else (Fraction(1), Fraction(2))
+    request = SearchRequest(
+        ranks=2,
+        microbatches=4,
+        limits=limits,
+        chunks=(chunks,),
+        seconds=2,
+    )
+    table = search(request).best.table
+    assert all(act.kind != "B" for act in table.actions)
+    schedule = saved(table, tmp_path / "searched.schedule")
+    check(shallow(Case(mesh, family="gpt2", schedule=schedule, chunks=chunks, microbatches=4)))
 
 
 def with_late_last_stage() -> Table:

@@ -11,7 +11,12 @@ from pathlib import Path
 from rich.console import Console
 
 from weft.commands.console import load_checked_run, print_result, show_help
-from weft.commands.schedule_options import ScheduleOptions, ScheduleWords, read_words
+from weft.commands.schedule_options import (
+    DEFAULT_NAME,
+    ScheduleOptions,
+    ScheduleWords,
+    read_words,
+)
 from weft.commands.schedule_report import (
     FOUND,
     ScheduleBytes,
@@ -100,8 +105,9 @@ def _compare(asked: ScheduleWords) -> int:
         "ranks": ranks or DEFAULT_RANKS,
         "microbatches": microbatches or DEFAULT_MICROBATCHES,
     }
+    names = asked.names or tuple(accepting(**sizes_of_all))
     compared = compare(
-        asked.names or accepting(**sizes_of_all),
+        names or (DEFAULT_NAME,),
         _costs(options),
         ranks=ranks,
         microbatches=microbatches,

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from weft.core.mesh import WIDTH
 from weft.schedule.search.compare import ScheduleFigures
 from weft.schedule.search.table_search import PLACEMENTS, SearchResult, fits
 from weft.schedule.timeline import Timeline
 from weft.view.quantity import memory
+from weft.view.text import wrapped
 
 MAX_LABEL = 14
 MAX_BY_RANK = 19
@@ -43,10 +45,10 @@ def comparison_lines(
     lines = [
         f"{first.table.num_ranks} ranks, {first.table.microbatches} micro-batches; times of a rank's"
         " share of the model:",
-        f"  {first.costs.text}",
+        *wrapped(first.costs.text, WIDTH),
         HEADER,
         *map(_figures_line, compared),
-        "held: most micro-batches whose activations a rank holds; a chunk counts its share",
+        "held: most micro-batches in flight on a rank; a chunk counts its share",
     ]
     if sizes:
         lines += ["", BYTES_HEADER]

@@ -17,7 +17,8 @@ from weft.core.dimension import (
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.sequence import length_unit
-from weft.schedule.catalog import SCHEDULES
+from weft.errors import UserError
+from weft.schedule.catalog import SCHEDULES, find
 
 MAX_STEPS = 8
 """Multiples tried on either side of a value."""
@@ -189,7 +190,8 @@ def schedules(
 ) -> Iterator[Suggestion]:
     """Numbers of chunks and micro-batches that the schedule takes, then another schedule."""
     schedule = SCHEDULES.get(pipeline.schedule)
-    if schedule is None:  # a misspelt name or a table in a file: no values can be derived
+    if schedule is None:
+        yield from _sizes_of_file(mesh, batch, pipeline)
         return
     now = pipeline.chunks
     for chunks in sorted(schedule.chunks[:MAX_STEPS], key=lambda chunks: abs(chunks - now)):
@@ -198,6 +200,27 @@ def schedules(
     num_ranks = mesh.degree(pipeline_axis())
     yield from _global_sizes(mesh, batch, range(1, num_ranks + 1))
     yield from default_schedule(pipeline)
+
+
+def _sizes_of_file(
+    mesh: Mesh,
+    batch: BatchConfig,
+    pipeline: PipelineConfig,
+) -> Iterator[Suggestion]:
+    """The sizes for which a schedule file holds a table; none for a misspelt name."""
+    if not pipeline.table:
+        return
+    try:
+        table = find(pipeline.schedule, pipeline.table).file_table
+    except UserError:
+        return
+    assert table is not None, f"{pipeline.schedule} is no public name"
+    size = mesh.degree(sequence_axes()) * batch.micro_size * table.microbatches
+    batch_size = {"batch.global_size": size}
+    yield batch_size
+    for new_mesh in degrees_of_axis(mesh, pipeline_axis(), [table.num_ranks]):
+        yield new_mesh
+        yield {**new_mesh, **batch_size}
 
 
 def lengths(

@@ -62,23 +62,28 @@ class _Choice:
     def __init__(self, problem: Problem, rule: Rule) -> None:
         self.problem = problem
         self.rule = rule
-        stages = range(problem.num_stages)
-        self.owned = [problem.stages(rank) for rank in range(problem.num_ranks)]
-        self.free_at = [0] * problem.num_ranks
-        self.held = [0] * problem.num_ranks
-        self.caps = [self._cap(rank) for rank in range(problem.num_ranks)]
-        self.arrivals: dict[Kind, list[list[int]]] = {kind: [[] for _ in stages] for kind in KINDS}
+        ranks = range(problem.num_ranks)
+        self.owned = tuple(map(problem.stages, ranks))
+        self.caps = tuple(map(self._cap, ranks))
+        self.free_at = [0 for _ in ranks]
+        self.held = [0 for _ in ranks]
+        self.rows: list[list[Act]] = [[] for _ in ranks]
+        self.arrivals: dict[Kind, list[list[int]]] = {}
+        self.started: dict[Kind, list[int]] = {}
+        for kind in KINDS:
+            self.arrivals[kind] = [[] for _ in range(problem.num_stages)]
+            self.started[kind] = [0] * problem.num_stages
         self.arrivals["F"][0] = [0] * problem.microbatches
-        self.started: dict[Kind, list[int]] = {kind: [0] * len(stages) for kind in KINDS}
-        self.rows: list[list[Act]] = [[] for _ in range(problem.num_ranks)]
 
     def table(self) -> Table:
         """Place all actions."""
-        for _ in range(len(KINDS) * self.problem.num_stages * self.problem.microbatches):
+        num_actions = len(KINDS) * self.problem.num_stages * self.problem.microbatches
+        for _ in range(num_actions):
             choices = map(self._best_of_rank, range(self.problem.num_ranks))
             possible = [choice for choice in choices if choice is not None]
             assert possible, "a rank may always run its oldest micro-batch"
-            self._place(min(possible, key=lambda choice: choice.start))
+            earliest = min(possible, key=lambda choice: choice.start)
+            self._place(earliest)
         return Table.of_rows(
             self.rows,
             stage_to_rank=self.problem.stage_to_rank,
@@ -104,8 +109,11 @@ class _Choice:
         if best.act.kind not in self.rule.waits:
             return best
         end = best.start + self._duration(best.act)
-        sooner = [candidate for candidate in candidates if first_start < candidate.start < end]
-        urgent = [other for other in sooner if self._urgency(other) < self._urgency(best)]
+        urgent: list[_Candidate] = []
+        for other in candidates:
+            arrives_before_end = first_start < other.start < end
+            if arrives_before_end and self._urgency(other) < self._urgency(best):
+                urgent.append(other)
         return min(urgent, key=lambda other: other.start, default=best)
 
     def _candidates(self, rank: int) -> Iterator[_Candidate]:
@@ -114,7 +122,10 @@ class _Choice:
             for stage in self.owned[rank]:
                 mb = self.started[kind][stage]
                 arrivals = self.arrivals[kind][stage]
-                if mb >= len(arrivals) or (kind == "F" and not self._has_room(rank, stage)):
+                has_arrived = mb < len(arrivals)
+                if not has_arrived:
+                    continue
+                if kind == "F" and not self._has_room(rank, stage):
                     continue
                 start = max(self.free_at[rank], arrivals[mb])
                 yield _Candidate(Act(kind, stage, mb), start)
@@ -127,9 +138,12 @@ class _Choice:
         return self.held[rank] + 1 + num_later <= self.caps[rank]
 
     def _urgency(self, candidate: _Candidate) -> tuple[int, int]:
-        kind, stage, _ = candidate.act
-        depth = -stage if self.rule.deep_first else stage
-        return self.rule.order.index(kind), depth if kind == "F" else stage
+        kind = candidate.act.kind
+        stage = candidate.act.stage
+        place = self.rule.order.index(kind)
+        if kind == "F" and self.rule.deep_first:
+            return place, -stage
+        return place, stage
 
     def _duration(self, act: Act) -> int:
         return self.problem.durations[act.kind][act.stage]
@@ -157,4 +171,5 @@ class _Choice:
         if other == self.problem.num_stages:
             self.arrivals["I"][stage].append(end)
         elif other >= 0:
-            self.arrivals[kind][other].append(end + self.problem.hop(stage, other))
+            hop = self.problem.hop(stage, other)
+            self.arrivals[kind][other].append(end + hop)

@@ -20,10 +20,11 @@ Note [Counts instead of orders]
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from weft.errors import Fault, ScheduleError
 from weft.schedule.actions import Act, Kind, Table
@@ -115,18 +116,23 @@ class Problem:
         heads = self.heads("F")
         ends = self.heads("W")
         tails = self.tails("W")
-        least = max(head + tail for head, tail in zip(heads, self.tails("F"), strict=True))
+        least = self.tails("F")[0]
         for rank in range(self.num_ranks):
             stages = self.stages(rank)
-            work = sum(self.durations[kind][stage] for kind in KINDS for stage in stages)
             first = min(heads[stage] for stage in stages)
-            least = max(least, first + self.microbatches * work)
+            work = self.microbatches * sum(map(self._work, stages))
+            least = max(least, first + work)
             if len(stages) == 1:  # several stages share a limit: none of them is bounded by it
                 stage = stages[0]
-                round_trip = ends[stage] + tails[stage] - heads[stage]
-                rounds = (self.microbatches - 1) // self.limits[rank] + 1
-                least = max(least, first + rounds * round_trip)
+                round_trip = ends[stage] + tails[stage] - first
+                num_rounds = math.ceil(self.microbatches / self.limits[rank])
+                least = max(least, first + num_rounds * round_trip)
         return least
+
+    def _work(self, stage: int) -> int:
+        """Time of one micro-batch on a stage."""
+        times = [self.durations[kind][stage] for kind in KINDS]
+        return sum(times)
 
 
 def solve(problem: Problem, makespan: int, *, seconds: float) -> Table | Answer:
@@ -167,6 +173,15 @@ def import_scipy(name: str) -> ModuleType:
         what = "the search needs scipy, which is not installed"
         fix = "pip install 'weft-train[plan]'"
         raise ScheduleError(Fault("search", what, fix=fix)) from None
+
+
+class _Term(NamedTuple):
+    """factor x n[kind, stage, time] in a row of the program."""
+
+    factor: int
+    kind: Kind
+    stage: int
+    time: int
 
 
 @dataclass
@@ -221,14 +236,15 @@ class _Program:
 
     def table(self, values: Sequence[float]) -> Table:
         """The table of a solution."""
-        starts: list[tuple[int, Act]] = []
+        starts: dict[Act, int] = {}
         for kind in KINDS:
             for stage in range(self.problem.num_stages):
-                times = self._start_times(values, kind, stage)
-                starts.extend((time, Act(kind, stage, mb)) for mb, time in enumerate(times))
+                for mb, time in enumerate(self._start_times(values, kind, stage)):
+                    starts[Act(kind, stage, mb)] = time
         rows: list[list[Act]] = [[] for _ in self.problem.limits]
-        for _, act in sorted(starts):
-            rows[self.problem.stage_to_rank[act.stage]].append(act)
+        for act in sorted(starts, key=starts.__getitem__):
+            rank = self.problem.stage_to_rank[act.stage]
+            rows[rank].append(act)
         return Table.of_rows(
             rows,
             stage_to_rank=self.problem.stage_to_rank,
@@ -253,52 +269,70 @@ class _Program:
         """
         total = self.problem.microbatches
         for time in range(self.makespan):
-            possible = (time - first) // duration + 1
-            later = (last - time - 1) // duration + 1
-            self.lows.append(min(max(total - max(later, 0), 0), total))
-            self.highs.append(min(max(possible, 0), total))
+            num_possible = (time - first) // duration + 1
+            num_later = (last - time - 1) // duration + 1
+            num_needed = total - max(num_later, 0)
+            low = min(max(num_needed, 0), total)
+            high = min(max(num_possible, 0), total)
+            self.lows.append(low)
+            self.highs.append(high)
 
-    def _add_row(self, terms: Sequence[tuple[int, Kind, int, int]], most: int) -> None:
-        """sum of factor x n[kind, stage, time] <= most; n before time 0 is 0."""
+    def _add_row(self, terms: Sequence[_Term], most: int) -> None:
+        """The sum of the terms is at most `most`; n before time 0 is 0."""
         row = len(self.most)
-        for factor, kind, stage, time in terms:
-            if time >= 0:
-                self.rows.append(row)
-                self.columns.append(self._column(kind, stage, time))
-                self.values.append(factor)
+        for term in terms:
+            if term.time < 0:
+                continue
+            column = self._column(term.kind, term.stage, term.time)
+            self.rows.append(row)
+            self.columns.append(column)
+            self.values.append(term.factor)
         self.most.append(most)
 
+    def _add_at_most(self, number: _Term, other: _Term) -> None:
+        """The number is at most the other."""
+        self._add_row([number, other._replace(factor=-other.factor)], 0)
+
     def _add_dependencies(self, stage: int, time: int) -> None:
-        durations = self.problem.durations
-        last = self.problem.num_stages - 1
-        for kind in KINDS:
-            if time > 0:
-                self._add_row([(1, kind, stage, time - 1), (-1, kind, stage, time)], 0)
+        """Numbers never fall, and an action starts after those that it needs have ended."""
+        forward = _Term(1, "F", stage, time)
+        input_grad = _Term(1, "I", stage, time)
+        weight_grad = _Term(1, "W", stage, time)
+        if time > 0:
+            for number in (forward, input_grad, weight_grad):
+                before = number._replace(time=time - 1)
+                self._add_at_most(before, number)
         if stage > 0:
-            before = stage - 1
-            since = time - durations["F"][before] - self.problem.hop(before, stage)
-            self._add_row([(1, "F", stage, time), (-1, "F", before, since)], 0)
-        if stage < last:
-            behind = stage + 1
-            since = time - durations["I"][behind] - self.problem.hop(behind, stage)
-            self._add_row([(1, "I", stage, time), (-1, "I", behind, since)], 0)
+            self._add_at_most(forward, self._ended("F", stage - 1, time, receiver=stage))
+        is_last = stage + 1 == self.problem.num_stages
+        if is_last:
+            self._add_at_most(input_grad, self._ended("F", stage, time, receiver=stage))
         else:
-            since = time - durations["F"][stage]
-            self._add_row([(1, "I", stage, time), (-1, "F", stage, since)], 0)
-        since = time - durations["I"][stage]
-        self._add_row([(1, "W", stage, time), (-1, "I", stage, since)], 0)
+            self._add_at_most(input_grad, self._ended("I", stage + 1, time, receiver=stage))
+        self._add_at_most(weight_grad, self._ended("I", stage, time, receiver=stage))
+
+    def _ended(self, kind: Kind, stage: int, time: int, *, receiver: int) -> _Term:
+        """Number of actions whose output has arrived at another stage."""
+        duration = self.problem.durations[kind][stage]
+        hop = self.problem.hop(stage, receiver)
+        return _Term(1, kind, stage, time - duration - hop)
 
     def _add_capacity(self, rank: int, time: int) -> None:
-        terms: list[tuple[int, Kind, int, int]] = []
+        """A rank runs one action at a time."""
+        terms: list[_Term] = []
         for stage in self.problem.stages(rank):
             for kind in KINDS:
-                ended = time - self.problem.durations[kind][stage]
-                terms += [(1, kind, stage, time), (-1, kind, stage, ended)]
+                ended = self._ended(kind, stage, time, receiver=stage)
+                terms.append(_Term(1, kind, stage, time))
+                terms.append(ended._replace(factor=-1))
         self._add_row(terms, 1)
 
     def _add_memory(self, rank: int, time: int) -> None:
-        terms: list[tuple[int, Kind, int, int]] = []
+        """A rank holds at most its limit: a forward takes, the end of a W frees."""
+        terms: list[_Term] = []
         for stage in self.problem.stages(rank):
-            ended = time - self.problem.durations["W"][stage]
-            terms += [(1, "F", stage, time), (-1, "W", stage, ended)]
-        self._add_row(terms, self.problem.limits[rank])
+            ended = self._ended("W", stage, time, receiver=stage)
+            terms.append(_Term(1, "F", stage, time))
+            terms.append(ended._replace(factor=-1))
+        limit = self.problem.limits[rank]
+        self._add_row(terms, limit)
