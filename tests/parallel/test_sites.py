@@ -14,15 +14,20 @@ from tests.checkpoint.saving import save
 from tests.parallel.plain_sites import PlainRun, train_plain
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
+from weft.comm.meta import MetaTransport
 from weft.config.checks import run_checks
 from weft.config.load import try_load
 from weft.config.run import Run
 from weft.config.validate import config_checks
 from weft.core.axes import Box
+from weft.core.mesh import Mesh
 from weft.data.dataset import open_data
+from weft.errors import PlanError
 from weft.models import FAMILIES
+from weft.parallel.pipeline.module import PipelineParallel
 from weft.testing import run_ranks
 from weft.train.build import build_data_loader, build_step
+from weft.train.digest import StateDigests, StateFault
 from weft.train.step import StepReport
 
 TOLERANCE = 1e-9
@@ -207,3 +212,59 @@ def test_a_run_without_sites_takes_the_outer_parameters_and_the_other_way_round(
     for name, values in stored(plain, "model").items():
         assert torch.equal(stored(again, "model")[name], values)
         assert not stored(again, "site/momentum")[name].any()
+
+
+@pytest.mark.slow
+def test_digests_compare_replicas_inside_sites_and_outer_parameters_between_them() -> None:
+    run = run_of("site2 dp2", "--site.overlap", "1", "--site.wire", "int8")
+    samples = open_data(run.data, run.model)
+
+    def rank(comm: Comm) -> tuple[list[object], object]:
+        step = build_step(run, comm)
+        digests = StateDigests(step.state(), every=1)
+        loader = build_data_loader(samples, comm, run.batch, seed=run.seed, later=False)
+        found: list[object] = []
+        for index in range(5):
+            step(loader.batches(index), lr=1e-3, status=lambda: int(digests.has_changed()))
+            found.append(digests.compare(index + 1))
+        if comm.rank == 3:
+            assert step.local_updates is not None
+            step.local_updates.outer.params[0] += 1
+        return found, digests.compare(5)
+
+    for found, fault in run_ranks(run.device_mesh, rank):
+        assert found == [None] * 5
+        assert isinstance(fault, StateFault)
+        assert 3 in fault.ranks
+
+
+@pytest.mark.slow
+def test_every_site_skips_a_step_that_is_not_finite_on_one() -> None:
+    run = run_of("site2")
+    samples = open_data(run.data, run.model)
+
+    def rank(comm: Comm) -> list[bool]:
+        step = build_step(run, comm)
+        loader = build_data_loader(samples, comm, run.batch, seed=run.seed, later=False)
+        skipped = []
+        for index in range(4):
+            if comm.rank == 1:
+                norm = step.model.params["head.norm.weight"]
+                kept = norm.detach().clone()
+                if index == 1:
+                    norm.data.fill_(torch.nan)
+            report = step(loader.batches(index), lr=1e-3, on_nonfinite="skip")
+            if comm.rank == 1 and index == 1:
+                norm.data.copy_(kept)
+            skipped.append(report.skipped)
+        return skipped
+
+    assert run_ranks(run.device_mesh, rank) == [[False, True, False, False]] * 2
+
+
+def test_a_pipeline_of_a_script_rejects_replicas_that_nothing_joins() -> None:
+    comm = Comm(Mesh.parse("site2"), 0, MetaTransport(2, 0))
+    with pytest.raises(PlanError, match="replicas along site train apart"):
+        PipelineParallel(
+            [], comm, loss=torch.nn.functional.mse_loss, example=torch.zeros(1), microbatches=1
+        )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.core.axes import data_axes, span
+from weft.core.axes import data_axes, local_update_axis, span
+from weft.core.mesh import Mesh
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch
@@ -47,7 +48,7 @@ class PipelineParallel(nn.Module):
 
     Raises:
         PlanError: the output of a stage is not floating point, or stages differ in the dtype of
-            their outputs.
+            their outputs, or the mesh has an axis along which replicas train apart.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class PipelineParallel(nn.Module):
         chunks: int | None = None,
     ) -> None:
         super().__init__()
+        _check_one_replica(comm.mesh)
         if chunks is None:
             chunks = find(schedule).default_chunks
         outputs = _block_outputs(blocks, example)
@@ -161,6 +163,14 @@ class _Output:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def _check_one_replica(mesh: Mesh) -> None:
+    """Raise PlanError for a mesh with replicas that train apart: nothing here joins them."""
+    axis = local_update_axis(mesh)
+    if axis is not None:
+        what = f"replicas along {axis} train apart, and this module has no outer optimizer"
+        raise PlanError(Fault("mesh", what, got=str(mesh), fix="weft train, which has one"))
 
 
 def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output]:
