@@ -29,6 +29,8 @@ from tests.clusters.hosts import Hosts, unavailable
 
 RATE = "100mbit"
 NUM_SITES = 2
+PREFIX, NETWORK = "sites", 83
+"""Of the namespaces: others than those of tests, which may run at the same time."""
 NUM_LAST = 20
 """Last steps whose losses are averaged."""
 NUM_WARM_UP = 5
@@ -36,6 +38,7 @@ NUM_WARM_UP = 5
 MODEL = ("--data.seq_len", "128", "--batch.global_size", "16", "--batch.micro_size", "4")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "eth0",
     "WEFT_PROVE_BEFORE": "never",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
@@ -78,7 +81,14 @@ class Result:
 
 def agent_words(flags: Sequence[str], *, nodes: str, restarts: int) -> list[str]:
     """The command of one site."""
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "weft0:29400", "--rdzv-id", "sites")
+    rendezvous = (
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{PREFIX}0:29400",
+        "--rdzv-id",
+        "sites",
+    )
     conf = "last_call_timeout=2,join_timeout=90,keep_alive_interval=2,keep_alive_max_attempt=5"
     words = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--rdzv-conf", conf]
     words += ["--nnodes", nodes]
@@ -156,7 +166,7 @@ def train(flags: Sequence[str], *, steps: int, folder: Path, held_out: str) -> R
         restarts=0,
     )
     logs = [folder / f"{index}.log" for index in range(NUM_SITES)]
-    with Hosts(NUM_SITES, rate=RATE) as hosts:
+    with Hosts(NUM_SITES, rate=RATE, prefix=PREFIX, network=NETWORK) as hosts:
         agents = [
             hosts.start(index, words, env=ENVIRONMENT, log=log) for index, log in enumerate(logs)
         ]
@@ -202,7 +212,10 @@ def compare(steps: int, names: Sequence[str], held_out: str) -> None:
 
 def outage(steps: int) -> None:
     """Site 1 is killed, the other goes on alone, site 1 returns."""
-    with tempfile.TemporaryDirectory(prefix="weft-sites-") as name, Hosts(2, rate=RATE) as hosts:
+    with (
+        tempfile.TemporaryDirectory(prefix="weft-sites-") as name,
+        Hosts(NUM_SITES, rate=RATE, prefix=PREFIX, network=NETWORK) as hosts,
+    ):
         folder = Path(name)
         out = folder / "run"
         flags = [*ELASTIC, "--steps", str(steps), "--save.every", "10", "--out", str(out)]
