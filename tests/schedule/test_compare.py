@@ -8,7 +8,7 @@ import pytest
 
 from weft.errors import ScheduleError
 from weft.schedule.catalog import SCHEDULES, make_table
-from weft.schedule.costs import Costs
+from weft.schedule.costs import ScheduleCosts
 from weft.schedule.lower import Send, lower
 from weft.schedule.search.compare import ScheduleFigures, accepting, compare
 
@@ -16,7 +16,7 @@ SIZES = [(2, 4), (4, 8), (4, 12), (3, 9)]
 
 
 def figures(name: str, p: int, m: int, *words: str, chunks: int | None = None) -> ScheduleFigures:
-    (found,) = compare([name], Costs.parse(words), ranks=p, microbatches=m, chunks=chunks)
+    (found,) = compare([name], ScheduleCosts.parse(words), ranks=p, microbatches=m, chunks=chunks)
     return found
 
 
@@ -76,7 +76,7 @@ def test_messages_of_one_chunk_cross_every_boundary_twice_and_a_v_turns_on_its_r
 
 
 def test_a_message_takes_time_on_the_way_out_and_back() -> None:
-    costs = Costs.parse(["F=1", "B=2"], message="0.25")
+    costs = ScheduleCosts.parse(["F=1", "B=2"], message="0.25")
     (found,) = compare(["gpipe"], costs, ranks=4, microbatches=1)
     assert found.makespan == 12 + Fraction(6, 4)
 
@@ -91,7 +91,7 @@ def test_a_message_takes_time_on_the_way_out_and_back() -> None:
     ],
 )
 def test_costs_are_read_exactly(words: tuple[str, ...], times: tuple[float, ...]) -> None:
-    costs = Costs.parse(words)
+    costs = ScheduleCosts.parse(words)
     assert (costs.forward[0], costs.input_grad[0], costs.weight_grad[0]) == times
 
 
@@ -114,11 +114,11 @@ def test_costs_are_read_exactly(words: tuple[str, ...], times: tuple[float, ...]
 )
 def test_costs_that_cannot_be_read_are_rejected(words: tuple[str, ...]) -> None:
     with pytest.raises(ScheduleError, match=r"^costs: "):
-        Costs.parse(words)
+        ScheduleCosts.parse(words)
 
 
 def test_one_time_a_stage_needs_as_many_as_there_are_stages() -> None:
-    costs = Costs.parse(["F=1,2,1,1", "B=2"])
+    costs = ScheduleCosts.parse(["F=1,2,1,1", "B=2"])
     table = make_table("1f1b", ranks=4, microbatches=4)
     assert ScheduleFigures("1f1b", table, costs).makespan > figures("1f1b", 4, 4).makespan
     with pytest.raises(ScheduleError, match="4 times; need 1, or 8"):
@@ -126,14 +126,14 @@ def test_one_time_a_stage_needs_as_many_as_there_are_stages() -> None:
 
 
 def test_chunks_are_for_the_schedules_that_accept_them() -> None:
-    found = compare(["1f1b", "interleaved"], Costs(), ranks=2, microbatches=4, chunks=3)
+    found = compare(["1f1b", "interleaved"], ScheduleCosts(), ranks=2, microbatches=4, chunks=3)
     assert [each.chunks for each in found] == [1, 3]
     with pytest.raises(ScheduleError, match="no schedule of the comparison"):
-        compare(["1f1b", "zbv"], Costs(), ranks=2, microbatches=4, chunks=3)
+        compare(["1f1b", "zbv"], ScheduleCosts(), ranks=2, microbatches=4, chunks=3)
 
 
 def test_a_schedule_that_does_not_accept_the_sizes_is_named() -> None:
     with pytest.raises(ScheduleError, match="interleaved needs"):
-        compare(["1f1b", "interleaved"], Costs(), ranks=4, microbatches=6)
+        compare(["1f1b", "interleaved"], ScheduleCosts(), ranks=4, microbatches=6)
     assert "interleaved" not in set(accepting(ranks=4, microbatches=6))
     assert "1f1b" in set(accepting(ranks=4, microbatches=6))

@@ -11,7 +11,7 @@ import pytest
 from weft.errors import ScheduleError
 from weft.schedule.actions import Act, Table, needs
 from weft.schedule.catalog import make_table
-from weft.schedule.costs import Costs
+from weft.schedule.costs import ScheduleCosts
 from weft.schedule.search import program, table_search
 from weft.schedule.search.compare import ScheduleFigures
 from weft.schedule.search.table_search import SearchRequest, SearchResult, fits, search
@@ -41,14 +41,14 @@ def searched(
         ranks=p,
         microbatches=m,
         limits=(Fraction(str(limit)),) * p,
-        costs=Costs.parse(words, message=message),
+        costs=ScheduleCosts.parse(words, message=message),
         chunks=chunks,
         seconds=seconds,
     )
     return search(request)
 
 
-def shortest(tables: Iterator[Table], limit: int, costs: Costs) -> Fraction:
+def shortest(tables: Iterator[Table], limit: int, costs: ScheduleCosts) -> Fraction:
     """Makespan of the shortest table within the limit; tables that deadlock are left out."""
     found: list[Fraction] = []
     for table in tables:
@@ -147,7 +147,7 @@ def reaching(act: Act, splits) -> set[Act]:
 
 
 def test_a_v_of_one_micro_batch_equals_every_order() -> None:
-    costs = Costs.parse(["F=2", "I=4", "W=2"])
+    costs = ScheduleCosts.parse(["F=2", "I=4", "W=2"])
     owners = (0, 1, 1, 0)
     splits = set(itertools.product(range(4), range(1)))
     every = [Act(kind, stage, 0) for kind in "FIW" for stage in range(4)]
@@ -173,7 +173,9 @@ def test_a_found_table_is_valid_within_the_limit_and_no_longer_than_built_in_one
 
 def test_zb_h1_is_the_shortest_table_of_one_stage_a_rank_where_all_times_are_equal() -> None:
     result = searched(4, 8, 4)
-    zero_bubble = ScheduleFigures("zb", make_table("zero_bubble", ranks=4, microbatches=8), Costs())
+    zero_bubble = ScheduleFigures(
+        "zb", make_table("zero_bubble", ranks=4, microbatches=8), ScheduleCosts()
+    )
     assert result.is_optimal
     assert result.best.makespan == zero_bubble.makespan == 27
 

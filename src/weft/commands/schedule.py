@@ -34,7 +34,7 @@ from weft.core.dimension import pipeline_axis
 from weft.errors import EXIT_OK, ConfigError, Fault, UserError
 from weft.schedule.actions import Table
 from weft.schedule.catalog import DEFAULT_MICROBATCHES, DEFAULT_RANKS, find, lines_of, make_table
-from weft.schedule.costs import Costs
+from weft.schedule.costs import ScheduleCosts
 from weft.schedule.search.compare import ScheduleFigures, accepting, compare
 from weft.schedule.search.table_search import PLACEMENTS, SearchRequest, search
 from weft.schedule.simulate import peak_live, simulate
@@ -246,8 +246,8 @@ def _bytes_of_run(run: Run) -> ScheduleBytes:
     )
 
 
-def _costs(options: ScheduleOptions) -> Costs:
-    return Costs.parse(options.costs, message=options.message)
+def _costs(options: ScheduleOptions) -> ScheduleCosts:
+    return ScheduleCosts.parse(options.costs, message=options.message)
 
 
 def _title(figures: ScheduleFigures) -> str:

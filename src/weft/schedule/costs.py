@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"\d{1,6}(\.\d{1,6})?|\.\d{1,6}")
 
 
 @dataclass(frozen=True)
-class Costs:
+class ScheduleCosts:
     """Times of a micro-batch. Each is one number, the time of a rank's whole share of the model, or
     one number for each stage.
 
@@ -35,7 +35,7 @@ class Costs:
     message: Fraction = Fraction(0)
 
     @staticmethod
-    def parse(words: Sequence[str], *, message: str = "0") -> Costs:
+    def parse(words: Sequence[str], *, message: str = "0") -> ScheduleCosts:
         """Read `F=1 B=2` (a whole backward, halved into I and W), `F=1 I=1 W=1`, or `F=1 B=1 W=1`
         (the letters of the Zero Bubble paper, whose B is I). `F=1,1,2,1` has one number a stage.
 
@@ -51,13 +51,13 @@ class Costs:
             times[match[1]] = tuple(_time(number, word) for number in numbers)
         hop = _time(message, message, key="message", may_be_zero=True)
         if not times:
-            return Costs(message=hop)
+            return ScheduleCosts(message=hop)
         if set(times) == {"F", "B"}:
             half = tuple(time / 2 for time in times["B"])
-            return Costs(times["F"], half, half, hop)
+            return ScheduleCosts(times["F"], half, half, hop)
         if set(times) in ({"F", "I", "W"}, {"F", "B", "W"}):
             input_grad = times["I"] if "I" in times else times["B"]
-            return Costs(times["F"], input_grad, times["W"], hop)
+            return ScheduleCosts(times["F"], input_grad, times["W"], hop)
         raise _unreadable(" ".join(words))
 
     def of_stages(self, *, num_stages: int, chunks: int) -> StageCosts:

@@ -18,7 +18,7 @@ from weft.schedule.catalog import (
     find,
     short_name,
 )
-from weft.schedule.costs import Costs
+from weft.schedule.costs import ScheduleCosts
 from weft.schedule.simulate import Cost, peak_microbatches, simulate
 from weft.schedule.timeline import Timeline, bubble, makespan
 
@@ -33,7 +33,7 @@ class ScheduleFigures:
 
     name: str
     table: Table
-    costs: Costs
+    costs: ScheduleCosts
 
     @property
     def label(self) -> str:
@@ -82,7 +82,7 @@ class ScheduleFigures:
 
 def compare(
     names: Iterable[str],
-    costs: Costs,
+    costs: ScheduleCosts,
     *,
     ranks: int | None = None,
     microbatches: int | None = None,

@@ -45,7 +45,7 @@ def greedy_tables(problem: Problem, *, deadline_s: float) -> Iterator[Table]:
         if time.monotonic() > deadline_s and not is_first:
             return
         is_first = False
-        yield _Choice(problem, rule).table()
+        yield _GreedyTable(problem, rule).table()
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class _Candidate:
     start: int
 
 
-class _Choice:
+class _GreedyTable:
     """A table under construction: actions are placed in the order of their start."""
 
     def __init__(self, problem: Problem, rule: Rule) -> None:

@@ -141,7 +141,7 @@ def solve(problem: Problem, makespan: int, *, seconds: float) -> Table | Answer:
     Raises:
         ScheduleError: scipy is not installed.
     """
-    program = _Program(problem, makespan)
+    program = _CountProgram(problem, makespan)
     if program.is_contradictory:
         return "none exists"
     result = program.solve(seconds)
@@ -185,7 +185,7 @@ class _Term(NamedTuple):
 
 
 @dataclass
-class _Program:
+class _CountProgram:
     """The program of Note [Counts instead of orders] for one makespan."""
 
     problem: Problem

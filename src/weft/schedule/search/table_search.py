@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from weft.errors import Fault, ScheduleError, counted
 from weft.schedule.actions import Kind, Table
-from weft.schedule.costs import Costs, StageCosts
+from weft.schedule.costs import ScheduleCosts, StageCosts
 from weft.schedule.search.compare import ScheduleFigures, accepting, compare
 from weft.schedule.search.greedy import greedy_tables
 from weft.schedule.search.program import KINDS, Problem, import_scipy, num_variables, solve
@@ -46,7 +46,7 @@ class SearchRequest:
     ranks: int
     microbatches: int
     limits: tuple[Fraction, ...]
-    costs: Costs = field(default_factory=Costs)
+    costs: ScheduleCosts = field(default_factory=ScheduleCosts)
     chunks: tuple[int, ...] = tuple(PLACEMENTS)
     seconds: float = 20.0
 
@@ -268,7 +268,7 @@ def _greedy(
     return PlacementResult(chunks, best, bound, origin)
 
 
-def _figures(table: Table, costs: Costs) -> ScheduleFigures:
+def _figures(table: Table, costs: ScheduleCosts) -> ScheduleFigures:
     return ScheduleFigures("searched", table, costs)
 
 
