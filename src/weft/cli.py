@@ -18,6 +18,7 @@ from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.checkpoint.remote import is_url, local_folder
 from weft.commands import bench as commands_bench
+from weft.commands import calibrate as commands_calibrate
 from weft.commands import chaos as commands_chaos
 from weft.commands import doctor as commands_doctor
 from weft.commands import environment, preflight, remote_folder, run_folder
@@ -126,6 +127,8 @@ def _command(name: str, words: Sequence[str]) -> Callable[[Sequence[str]], int]:
         return lambda _words: print_result(overview())
     if name == "--version":
         return lambda _words: print_result(f"weft {__version__}")
+    if name == "plan" and commands_calibrate.FLAG in words:
+        return commands_calibrate.calibrate
     if name in COMMANDS:
         _reject_url(name, words)
         return COMMANDS[name].run

@@ -237,7 +237,7 @@ def _least_squares() -> Callable[..., Any]:
     try:
         from scipy.optimize import least_squares
     except ImportError:
-        fix = 'pip install "weft[plan]"'
+        fix = 'pip install "weft-train[plan]"'
         raise WeftError(str(Fault("calibrate", "scipy is not installed", fix=fix))) from None
     return least_squares  # type: ignore[no-any-return]
 

@@ -1,0 +1,144 @@
+"""Execution of `weft plan --calibrate`: timed steps of short runs, the fit, its report, and the hardware file."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from weft import __version__
+from weft.comm.comm import Comm
+from weft.commands.calibrate import CalibrateOptions
+from weft.commands.console import print_result
+from weft.config.efficiency import Efficiency
+from weft.config.hardware import find_hardware, read_fields
+from weft.config.hardware_file import EFFICIENCY, write_fields
+from weft.config.load import load
+from weft.config.run import Run, plan_of
+from weft.core.mesh import Mesh
+from weft.models import FAMILIES
+from weft.models.common.batch import Batch
+from weft.planner.calibrate import Calibration, MeasuredStep, fit
+from weft.planner.measure import measure
+from weft.planner.rank_step import example_batch
+from weft.run.devices import DeviceChoice, choose_device
+from weft.run.launch import launch
+from weft.run.rank_setup import open_comm
+from weft.run.world import World
+from weft.train.build import build_step
+from weft.view.quantity import short_time
+
+WARM_UP = 2
+LR = 1e-4
+START = Efficiency(
+    gemm=0.5,
+    gemm_half=1e3,
+    attention=0.2,
+    memory=0.5,
+    launch_s=5e-6,
+    link=0.5,
+    latency_s=1e-4,
+    overlap_slowdown=0.5,
+)
+"""Constants that the fit starts from."""
+
+
+def run_calibration(
+    path: str, words_of_runs: Sequence[Sequence[str]], options: CalibrateOptions
+) -> int:
+    """Time every run, fit, print and write; the exit code."""
+    runs = [load([*words, "--device", options.device], FAMILIES) for words in words_of_runs]
+    with tempfile.TemporaryDirectory() as folder:
+        code, times = timed_runs(runs, options, Path(folder))
+    if code:
+        return code
+    steps = [
+        MeasuredStep(" ".join(words), measure(run), seconds)
+        for words, run, seconds in zip(words_of_runs, runs, times, strict=True)
+    ]
+    source = f"fitted to {len(steps)} runs here, {date.today()}, weft {__version__}, torch {torch.__version__}"
+    found = fit(steps, find_hardware(path), source=source, start=START)
+    print_result(report(found))
+    constants = asdict(replace(found.efficiency, source=f"{source}, {platform.machine()}"))
+    write_fields(path, {**read_fields(path), EFFICIENCY: constants})
+    print_result(f"wrote {path}: weft explain --hardware {path}")
+    return 0
+
+
+def timed_runs(
+    runs: Sequence[Run], options: CalibrateOptions, folder: Path
+) -> tuple[int, list[float]]:
+    """Exit code, and seconds of a step of each run; runs of one mesh in a row have one launch."""
+    times: list[float] = []
+    meshes = list(dict.fromkeys(run.mesh for run in runs))
+    for mesh in meshes:
+        chosen = [run for run in runs if run.mesh == mesh]
+        path = folder / f"{mesh}.json"
+        main = partial(_rank, chosen, options.device, options.steps, path)
+        code = launch(main, options.ranks, device=options.device, mesh=Mesh.parse(mesh))
+        if code:
+            return code, []
+        times.extend(json.loads(path.read_text()))
+    return 0, times
+
+
+def _rank(
+    runs: Sequence[Run], device: DeviceChoice, num_steps: int, path: Path, world: World
+) -> None:
+    """Entry point of one rank."""
+    chosen = choose_device(device, world)
+    with open_comm(world, runs[0].device_mesh, chosen) as comm:
+        times = [step_seconds_here(run, comm, num_steps) for run in runs]
+    if world.rank == 0:
+        path.write_text(json.dumps(times))
+
+
+def step_seconds_here(run: Run, comm: Comm, num_steps: int) -> float:
+    """Median seconds of a step of this run on these ranks."""
+    step = build_step(run, comm)
+    plan = plan_of(run)
+    batches = [_batch(run, comm)] * plan.microbatches
+    times = []
+    for number in range(WARM_UP + num_steps):
+        comm.checked = number < WARM_UP
+        begin = time.perf_counter()
+        step(batches, lr=LR)
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize(comm.device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[WARM_UP:])
+
+
+def _batch(run: Run, comm: Comm) -> Batch:
+    on_meta = example_batch(run, plan_of(run), comm)
+    return on_meta.map(lambda x: torch.ones(x.shape, dtype=x.dtype, device=comm.device))
+
+
+def report(found: Calibration) -> str:
+    """Constants with their uncertainty, and residuals."""
+    lines = ["constants (standard error):"]
+    for name, error in found.uncertainty.items():
+        value = getattr(found.efficiency, name)
+        is_determined = error != float("inf")
+        doubt = f"+- {100 * error:.0f}%" if is_determined else "not determined by these runs"
+        lines.append(f"  {name:<18} {value:.4g}  {doubt}")
+    lines.append("runs, measured and predicted:")
+    for residual in found.residuals:
+        measured, predicted = short_time(residual.measured_s), short_time(residual.predicted_s)
+        name = residual.name.replace("--", "").replace("model.", "").replace("batch.", "")
+        lines.append(f"  {measured:>8} {predicted:>8} {100 * residual.error:+4.0f}%  {name[:52]}")
+    low, high = found.range
+    lines.append(
+        f"median error {100 * found.median_error:.0f}%; 80% of measured times are expected at"
+        f" {low:.2f} to {high:.2f} of the predicted ones"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+"""`weft plan --calibrate`: the runs it makes, its report, and bad input, which is rejected before torch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from weft.commands.calibrate import FLAG, CalibrateOptions, calibrate, runs_of
+from weft.config.efficiency import Efficiency
+from weft.config.load import load
+from weft.errors import ConfigError
+from weft.models import FAMILIES
+from weft.planner.calibrate import Calibration, Residual
+
+FIGURES = """
+node = 8
+memory_gb = {value = 4, published = "its label"}
+bf16_tflops = {value = 0.1, published = "its label"}
+hbm_tb_s = {value = 0.01, published = "its label"}
+"""
+
+
+def machine(folder: Path, text: str) -> str:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def problem(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        calibrate([FLAG, *words])
+    return str(caught.value)
+
+
+def test_24_runs_of_three_meshes_are_valid() -> None:
+    runs = runs_of(CalibrateOptions())
+    assert len(runs) == len(set(runs)) == 24
+    for words in (runs[0], runs[9], runs[23]):
+        load(list(words), FAMILIES)
+    assert {words[1] for words in runs} == {"dp2", "tp2", "pp2"}
+
+
+def test_a_file_with_figures_is_needed(tmp_path: Path) -> None:
+    assert "weft bench compute --write mine.toml" in problem()
+    assert "is no hardware file" in problem("--write", str(tmp_path / "mine.json"))
+    missing = machine(tmp_path, "node = 8")
+    assert "memory_gb is missing" in problem("--write", missing)
+    no_link = machine(tmp_path, FIGURES)
+    assert "has no link" in problem("--write", no_link)
+    zero = machine(tmp_path, FIGURES + 'link_gb_s = {value = 0, published = "its label"}')
+    assert "link_gb_s" in problem("--write", zero)
+
+
+def test_the_report_says_what_is_not_determined() -> None:
+    from weft.commands.calibrate_run import report
+
+    residuals = (Residual("--mesh dp2 --model.dim 64", 0.010, 0.011),)
+    constants = replace(Efficiency(), gemm=0.5, low=0.9, high=1.2)
+    found = Calibration(constants, {"gemm": 0.1, "link": float("inf")}, residuals, {})
+    text = report(found)
+    assert "gemm               0.5  +- 10%" in text
+    assert "not determined by these runs" in text
+    assert "+10%" in text
+    assert "0.90 to 1.20" in text

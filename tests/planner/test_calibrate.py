@@ -1,0 +1,92 @@
+"""Fit of constants to measured steps: known constants are found again, with uncertainty, scales and ranges."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.planner.test_step_costs import run_of
+from weft.config.efficiency import Efficiency
+from weft.config.hardware import find_hardware
+from weft.errors import PlanError
+from weft.planner.calibrate import (
+    MeasuredStep,
+    Residual,
+    fit,
+    predict_all,
+    quantile,
+    ratio_range,
+)
+from weft.planner.measure import measure
+
+A100 = find_hardware("a100")
+START = Efficiency()
+LAYOUTS = (
+    "--mesh dp2 --parallel.zero 1",
+    "--mesh tp2",
+    "--mesh dp2 --model.dim 64 --batch.micro_size 4",
+    "--mesh tp2 --model.dim 128 --batch.micro_size 8",
+)
+
+
+@pytest.fixture(scope="module")
+def unmeasured() -> list[MeasuredStep]:
+    return [MeasuredStep(flags, measure(run_of(flags)), 1.0) for flags in LAYOUTS]
+
+
+def measured(steps: list[MeasuredStep], truth: Efficiency) -> list[MeasuredStep]:
+    """The steps with the times that these constants give."""
+    seconds = predict_all(steps, A100, truth, {})
+    return [replace(step, seconds=each) for step, each in zip(steps, seconds, strict=True)]
+
+
+@pytest.mark.slow
+def test_the_fit_finds_the_constants_that_made_the_times(unmeasured: list[MeasuredStep]) -> None:
+    truth = replace(START, launch_s=7e-6, latency_s=2e-5)
+    steps = measured(unmeasured * 4, truth)
+    found = fit(steps, A100, source="a test", start=START)
+    assert found.median_error < 0.01
+    assert found.efficiency.launch_s == pytest.approx(7e-6, rel=0.05)
+    assert found.efficiency.latency_s == pytest.approx(2e-5, rel=0.1)
+    assert found.efficiency.source == "a test"
+    assert "network" not in found.uncertainty  # no run crosses nodes
+    assert found.uncertainty["launch_s"] < 0.05
+
+
+@pytest.mark.slow
+def test_groups_have_a_scale_of_their_own(unmeasured: list[MeasuredStep]) -> None:
+    truth = replace(START, launch_s=7e-6, latency_s=2e-5)
+    own = measured(unmeasured * 4, truth)
+    slower = [replace(step, seconds=1.5 * step.seconds, group="slower") for step in own]
+    found = fit([*own, *slower], A100, source="a test", start=START)
+    assert found.scales == {"slower": pytest.approx(1.5, rel=0.02)}
+
+
+def test_too_few_runs_and_times_that_are_none_are_rejected() -> None:
+    step = MeasuredStep("a run", measure(run_of("--model.layers 1")), 1.0)
+    with pytest.raises(PlanError, match="too few runs"):
+        fit([step, step], A100, source="a test")
+    with pytest.raises(PlanError, match="has no time"):
+        fit([replace(step, seconds=math.nan)], A100, source="a test")
+
+
+def test_the_range_holds_four_of_five_ratios() -> None:
+    residuals = [Residual("x", 0.9 + 0.02 * number, 1.0) for number in range(11)]
+    low, high = ratio_range(residuals)
+    assert (low, high) == (pytest.approx(0.92), pytest.approx(1.08))
+    assert sum(low <= residual.ratio <= high for residual in residuals) == 9
+    wider = ratio_range(residuals, num_constants=5)
+    assert wider[0] < low
+    assert wider[1] > high
+
+
+def test_the_range_always_holds_the_prediction() -> None:
+    residuals = [Residual("x", 1.2, 1.0), Residual("y", 1.3, 1.0)]
+    assert ratio_range(residuals)[0] == 1.0
+
+
+def test_a_quantile_lies_between_its_neighbours() -> None:
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile([1.0, 2.0], 0.25) == 1.25
