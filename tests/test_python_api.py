@@ -73,6 +73,18 @@ def test_a_proof_takes_tokens_and_rejects_what_it_does_not_compute(tmp_path: Pat
         prove_config(config, steps=1)
 
 
+def test_a_loop_over_steps_is_rejected_on_ranks_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(weft.WeftError, match="runs in one process, not on torchrun's ranks"):
+        weft.steps({"mesh": "dp2"})
+
+
 @pytest.mark.timeout(240)
 def test_layouts_of_the_plugin_run_a_test_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(PLUGIN_TEST)
