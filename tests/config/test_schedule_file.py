@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from weft.config.toml import dump
 from weft.config.validate import config_checks
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.prove.reduce import reduced
+from weft.prove.reduce import command_of, reduced
 from weft.prove.shrink import DEFAULTS
 from weft.schedule.catalog import make_table
 from weft.schedule.table_file import table_lines
@@ -100,3 +101,10 @@ def test_a_proof_at_reduced_size_keeps_the_table_and_a_smaller_case_drops_it(fol
     assert ("pipeline.schedule", "1f1b") in DEFAULTS
     plain = run.with_values({"pipeline.schedule": "1f1b", "pipeline.chunks": 1})
     assert plan_of(plain).table == make_table("1f1b", ranks=2, microbatches=3)
+
+
+def test_the_command_of_a_proof_has_the_content_of_the_file(folder: Path) -> None:
+    run = read(*WORDS, "--pipeline.schedule", "my.schedule")
+    (folder / "my.schedule").unlink()
+    _, _, words = command_of(run, steps=1).partition("--first 1 ")
+    assert read(*shlex.split(words)).pipeline == run.pipeline

@@ -123,7 +123,7 @@ def as_flags(suggestion: Suggestion) -> str:
 
 def _word(value: Any) -> str:
     if isinstance(value, tuple):
-        return " ".join(map(str, value))
+        return " ".join(map(_word, value))
     text = str(value)
     needs_quotes = text == "" or " " in text
     return f'"{text}"' if needs_quotes else text
