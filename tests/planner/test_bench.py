@@ -153,6 +153,14 @@ def test_bandwidth_and_latency_of_links_are_recovered() -> None:
     assert measured.shares["link"] == ReachedShare("link_gb_s", pytest.approx(1.0))  # type: ignore[arg-type]
 
 
+def test_small_sizes_that_pass_through_buffers_do_not_count_as_bandwidth() -> None:
+    burst = group_times("all_gather", members=2, size=10**5, seconds=1e-6, nodes=2)
+    rows = [*ring_rows(nodes=2, gb_s=12.5, latency_s=0.0), burst]
+    assert burst.bus_gb_s > 12.5
+    measured = comm_figures(rows, label="x", node=1)
+    assert measured.figures == {"network_gb_s": pytest.approx(12.5)}
+
+
 def compute_times(kind: str, dtype: str, median_s: float, **sizes: int) -> ComputeTimes:
     work = ComputeWork(kind, "x", dtype, **sizes)  # type: ignore[arg-type]
     return ComputeTimes(work, min_s=median_s, median_s=median_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,8 +78,12 @@ class MeasuredAxis:
 
 def node_name(env: Mapping[str, str]) -> str:
     """The host of this process, and the number of its node where the launcher numbers nodes."""
-    numbers = [env[name] for name in NODE_VARIABLES if env.get(name)]
-    return " ".join([socket.gethostname(), *numbers[:1]])
+    host = socket.gethostname()
+    for name in NODE_VARIABLES:
+        number = env.get(name)
+        if number:
+            return f"{host} {number}"
+    return host
 
 
 def ignore_rows(axis: MeasuredAxis, rows: Sequence[GroupTimes]) -> None:
@@ -104,14 +109,13 @@ def measure_communication(
     rows: list[GroupTimes] = []
     num_checked = 0
     for axis in measured_axes(comm, nodes):
-        for name in workload.operations:
-            for size in workload.sizes:
-                operation = known_operation(name, axis.comm, axis.axis, size)
-                timing = _time_operation(axis, operation, workload.budget_s)
-                num_checked += timing.num_checked
-                found = tuple(_rows(axis, operation, timing.seconds, nodes))
-                on_rows(axis, found)
-                rows.extend(found)
+        for name, size in itertools.product(workload.operations, workload.sizes):
+            operation = known_operation(name, axis.comm, axis.axis, size)
+            timing = _time_operation(axis, operation, workload.budget_s)
+            num_checked += timing.num_checked
+            found = tuple(_rows(axis, operation, timing.seconds, nodes))
+            on_rows(axis, found)
+            rows.extend(found)
     total = comm.sum_world(torch.tensor([float(num_checked)], device=comm.device))
     return CommReport(nodes, tuple(rows), int(total))
 
@@ -137,12 +141,15 @@ def node_mesh(nodes: Sequence[str]) -> Mesh | None:
     """The ranks as nodes times ranks of a node; None on one node, and where nodes differ in size or
     their ranks are not consecutive.
     """
-    names = list(dict.fromkeys(nodes))
-    num_local, rest = divmod(len(nodes), len(names))
-    expected = [name for name in names for _ in range(num_local)]
-    if len(names) == 1 or rest or expected != list(nodes):
+    num_nodes = len(set(nodes))
+    num_local = len(nodes) // num_nodes
+    mesh = Mesh(((OUTER, num_nodes), (INNER, num_local)))
+    if num_nodes == 1 or mesh.size != len(nodes):
         return None
-    return Mesh(((OUTER, len(names)), (INNER, num_local)))
+    for ranks in mesh.groups(INNER):
+        if len({nodes[rank] for rank in ranks}) > 1:
+            return None
+    return mesh
 
 
 @dataclass(frozen=True)
@@ -188,8 +195,9 @@ def _rows(
 ) -> Iterator[GroupTimes]:
     """One row a group; an iteration takes as long as that of its slowest member."""
     for ranks in axis.groups:
-        slowest = times[list(ranks)].amax(0)
-        group_times = Times(tuple(slowest.tolist()))
+        of_members = times[list(ranks)]
+        slowest = of_members.amax(0).tolist()
+        group_times = Times(tuple(slowest))
         yield GroupTimes(
             axis=axis.name,
             ranks=ranks,

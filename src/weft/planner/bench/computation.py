@@ -180,22 +180,24 @@ def _attention_inputs(
     sizes: AttentionShape, dtype: str, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator(device="cpu").manual_seed(0)
-    q, k, v = (torch.randn(sizes, generator=generator) for _ in range(3))
-    target = torch_dtype(dtype)
-    return q.to(device, target), k.to(device, target), v.to(device, target)
+    numbers = torch.randn((3, *sizes), generator=generator)
+    q, k, v = numbers.to(device, torch_dtype(dtype)).unbind()
+    return q, k, v
 
 
 def _attention_work(sizes: AttentionShape, dtype: str, name: str, products: int) -> ComputeWork:
     """`products` matrix products over the attended pairs; see `weft.planner.kernels`."""
     batch, heads, tokens, head_size = sizes
     pairs = attended_pairs(tokens, tokens, causal=True)
+    flops_a_product = 2 * batch * heads * pairs * head_size
     num_elements = batch * heads * tokens * head_size
+    bytes_a_product = 2 * num_elements * torch_dtype(dtype).itemsize
     return ComputeWork(
         kind="attention",
         name=f"{batch} x {heads} x {tokens} x {head_size} {name}",
         dtype=dtype,
-        flops=2 * products * batch * heads * pairs * head_size,
-        num_bytes=2 * products * num_elements * torch_dtype(dtype).itemsize,
+        flops=products * flops_a_product,
+        num_bytes=products * bytes_a_product,
     )
 
 
@@ -219,8 +221,9 @@ def _attention_with_backward(sizes: AttentionShape, dtype: str, device: torch.de
 
 
 def _memory(num_bytes: int, device: torch.device) -> Iterator[Piece]:
-    numel = num_bytes // 4
-    x, y, out = (torch.ones(numel, device=device) for _ in range(3))
+    x = torch.ones(num_bytes // 4, device=device)
+    y = torch.ones_like(x)
+    out = torch.empty_like(x)
     size = f"{num_bytes >> 20} MiB"
     copied = ComputeWork("memory", f"copy {size}", "float32", num_bytes=2 * num_bytes)
     yield copied, lambda: out.copy_(x)

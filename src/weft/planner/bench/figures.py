@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -11,9 +11,10 @@ import psutil
 
 from weft.config.hardware import GB, PEAK_FIELDS
 from weft.planner.bench.bandwidth import RINGS, GroupTimes, Placement
-from weft.planner.bench.computation import TF32, ComputeTimes
+from weft.planner.bench.computation import TF32, ComputeTimes, WorkKind
 
 PEAKS = {**PEAK_FIELDS, TF32: "tf32_tflops"}
+TERA = 1e12
 MAIN_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 """Type whose shares stand for all types, by type of device."""
 BANDWIDTHS: dict[Placement, str] = {"inside": "link", "between": "network"}
@@ -58,18 +59,21 @@ def compute_figures(
     """Peaks are the best measured; shares are medians of the shapes."""
     figures = {"memory_gb": memory_bytes / GB}
     for dtype, name in PEAKS.items():
-        rates = [row.tflops for row in times if row.work.kind == "gemm" and row.work.dtype == dtype]
+        rates = [row.tflops for row in of_kind(times, "gemm", dtype)]
         if rates:
             figures[name] = max(rates)
-    bandwidths = [row.tb_s for row in times if row.work.kind == "memory"]
-    figures["hbm_tb_s"] = max(bandwidths)
-    launch_s = next(row.median_s for row in times if row.work.kind == "launch")
+    bandwidths = [row.tb_s for row in of_kind(times, "memory")]
+    best_bandwidth = max(bandwidths)
+    figures["hbm_tb_s"] = best_bandwidth
+    shares = {"memory": ReachedShare("hbm_tb_s", median(bandwidths) / best_bandwidth)}
+    launch_s = of_kind(times, "launch")[0].median_s
     main = MAIN_DTYPES[device_type]
-    shares = {"memory": ReachedShare("hbm_tb_s", median(bandwidths) / max(bandwidths))}
-    for kind in ("gemm", "attention"):
-        rows = [row for row in times if row.work.kind == kind and row.work.dtype == main]
-        reached = [arithmetic_share(row, figures, PEAKS[main], launch_s) for row in rows]
-        shares[kind] = ReachedShare(PEAKS[main], median(reached))
+    peak = PEAKS[main]
+    kinds: tuple[WorkKind, ...] = ("gemm", "attention")
+    for kind in kinds:
+        rows = of_kind(times, kind, main)
+        reached = [arithmetic_share(row, figures, peak, launch_s) for row in rows]
+        shares[kind] = ReachedShare(peak, median(reached))
     return MeasuredFigures(
         program="weft bench compute",
         label=label,
@@ -80,32 +84,43 @@ def compute_figures(
     )
 
 
+def of_kind(
+    times: Sequence[ComputeTimes], kind: WorkKind, dtype: str | None = None
+) -> list[ComputeTimes]:
+    """The times of one kind of work, of one type or of all."""
+    return [row for row in times if row.work.kind == kind and dtype in (None, row.work.dtype)]
+
+
 def arithmetic_share(
     row: ComputeTimes, figures: Mapping[str, float], peak: str, launch_s: float
 ) -> float:
     """ReachedShare of the peak that the arithmetic reaches, in the time that launch and memory leave; at
     least half of the time is arithmetic's, as small operands stay in caches.
     """
-    memory_s = row.work.num_bytes / (figures["hbm_tb_s"] * 1e12)
-    seconds = max(row.median_s - launch_s - memory_s, row.median_s / 2)
-    return row.work.flops / seconds / (figures[peak] * 1e12)
+    bytes_a_second = figures["hbm_tb_s"] * TERA
+    memory_s = row.work.num_bytes / bytes_a_second
+    left_s = row.median_s - launch_s - memory_s
+    arithmetic_s = max(left_s, row.median_s / 2)
+    flops_a_second = row.work.flops / arithmetic_s
+    return flops_a_second / (figures[peak] * TERA)
 
 
 def comm_figures(rows: Sequence[GroupTimes], *, label: str, node: int) -> MeasuredFigures:
-    """The bandwidth of a rank inside and between nodes is the best measured; the share is what the
-    rings reach with the largest size, the latency what a step of a ring takes with the smallest.
+    """The bandwidth of a rank inside and between nodes is that of the best operation of the largest
+    size (small ones pass through buffers at any rate); the share is what rings of that size reach,
+    the latency what a step of a ring takes with the smallest.
     """
     figures: dict[str, float] = {}
     shares: dict[str, ReachedShare] = {}
     costs: dict[str, float] = {}
     for placement, name in BANDWIDTHS.items():
-        placed = [row for row in rows if row.placement == placement]
-        slowest = slowest_groups(row for row in placed if row.operation in (*RINGS, "send_recv"))
+        slowest = slowest_groups(rows_on_links(rows, placement))
         if not slowest:
             continue
         figure = f"{name}_gb_s"
-        figures[figure] = max(row.device_gb_s for row in slowest)
-        shares[name] = ReachedShare(figure, ring_bandwidth(slowest) / figures[figure])
+        best_gb_s = max(row.device_gb_s for row in largest_of(slowest))
+        figures[figure] = best_gb_s
+        shares[name] = ReachedShare(figure, ring_bandwidth(slowest) / best_gb_s)
         latency = "latency_s" if placement == "inside" else "network_latency_s"
         costs[latency] = step_latency(slowest)
     return MeasuredFigures(
@@ -118,28 +133,46 @@ def comm_figures(rows: Sequence[GroupTimes], *, label: str, node: int) -> Measur
     )
 
 
+def rows_on_links(rows: Iterable[GroupTimes], placement: Placement) -> Iterator[GroupTimes]:
+    """Operations of one placement in which every rank sends."""
+    for row in rows:
+        uses_every_link = row.operation in RINGS or row.operation == "send_recv"
+        if uses_every_link and row.placement == placement:
+            yield row
+
+
 def slowest_groups(rows: Iterable[GroupTimes]) -> list[GroupTimes]:
     """Of groups that did the same at the same time, the slowest."""
     slowest: dict[tuple[str, str, int, str], GroupTimes] = {}
     for row in rows:
         key = (row.axis, row.operation, row.size_bytes, row.placement)
-        if key not in slowest or row.median_s > slowest[key].median_s:
+        other = slowest.setdefault(key, row)
+        if row.median_s > other.median_s:
             slowest[key] = row
     return list(slowest.values())
 
 
 def ring_bandwidth(rows: Sequence[GroupTimes]) -> float:
     """Median bandwidth of a rank in the rings of the largest size, 10^9 bytes a second."""
-    rings = [row for row in rows if row.operation in RINGS] or list(rows)
-    largest = max(row.size_bytes for row in rings)
-    return median(row.device_gb_s for row in rings if row.size_bytes > largest / 2)
+    rings = [row for row in rows if row.operation in RINGS]
+    return median(row.device_gb_s for row in largest_of(rings or rows))
+
+
+def largest_of(rows: Sequence[GroupTimes]) -> list[GroupTimes]:
+    """Those of the largest size, which operations round up to whole pieces."""
+    largest = max(row.size_bytes for row in rows)
+    return [row for row in rows if row.size_bytes > largest / 2]
 
 
 def step_latency(rows: Sequence[GroupTimes]) -> float:
     """Median time of a step of the smallest operations."""
     smallest = min(row.size_bytes for row in rows)
-    small = [row for row in rows if row.size_bytes < 2 * smallest]
-    return median(row.median_s / num_steps(row) for row in small)
+    latencies = []
+    for row in rows:
+        is_smallest = row.size_bytes < 2 * smallest
+        if is_smallest:
+            latencies.append(row.median_s / num_steps(row))
+    return median(latencies)
 
 
 def num_steps(row: GroupTimes) -> int:

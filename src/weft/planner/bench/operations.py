@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +51,16 @@ class KnownOperation:
 def known_operation(name: OperationName, comm: Comm, axis: str, size_bytes: int) -> KnownOperation:
     """The collective of this size over an axis, rounded up to one element for each member."""
     members = comm.degree(axis)
-    piece = max(1, size_bytes // DTYPE.itemsize // members)
+    piece_bytes = size_bytes // members
+    piece = max(1, piece_bytes // DTYPE.itemsize)
     inputs = _Inputs(comm, axis, piece)
     run, expected = _MAKERS[name](inputs)
-    return KnownOperation(name, run, expected, piece * members * DTYPE.itemsize)
+    return KnownOperation(
+        name=name,
+        run=run,
+        expected=expected,
+        size_bytes=piece * members * DTYPE.itemsize,
+    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,8 @@ class _Inputs:
     def counted(self, num_pieces: int, offset: int) -> Tensor:
         """0, 1, ..., 6, 0, ..., each plus `offset`."""
         numel = num_pieces * self.piece
-        return torch.arange(numel, dtype=DTYPE, device=self.comm.device) % PERIOD + offset
+        numbers = torch.arange(numel, dtype=DTYPE, device=self.comm.device)
+        return numbers % PERIOD + offset
 
     def whole(self, offset: int) -> Tensor:
         return self.counted(self.members, offset)
@@ -86,7 +93,13 @@ class _Inputs:
 
     def summed(self) -> Tensor:
         """The sum over members of what member i calls `whole(i)`."""
-        return self.whole(0) * self.members + self.members * (self.members - 1) // 2
+        sum_of_offsets = self.members * (self.members - 1) // 2
+        return self.whole(0) * self.members + sum_of_offsets
+
+    def joined(self, offsets: Iterable[int]) -> Tensor:
+        """Pieces with these offsets, one behind the other."""
+        pieces = [self.own(offset) for offset in offsets]
+        return torch.cat(pieces)
 
 
 _Made = tuple[Callable[[], Tensor | None], Tensor | None]
@@ -99,20 +112,23 @@ def _all_reduce(inputs: _Inputs) -> _Made:
 
 def _all_gather(inputs: _Inputs) -> _Made:
     x = inputs.own(inputs.index)
-    expected = torch.cat([inputs.own(member) for member in range(inputs.members)])
+    expected = inputs.joined(range(inputs.members))
     return lambda: inputs.comm.all_gather(x, inputs.axis), expected
 
 
 def _reduce_scatter(inputs: _Inputs) -> _Made:
     x = inputs.whole(inputs.index)
-    expected = inputs.summed().chunk(inputs.members)[inputs.index].clone()
+    shards = inputs.summed().chunk(inputs.members)
+    expected = shards[inputs.index].clone()
     return lambda: inputs.comm.reduce_scatter(x, inputs.axis), expected
 
 
 def _all_to_all(inputs: _Inputs) -> _Made:
-    members, index = inputs.members, inputs.index
-    x = torch.cat([inputs.own(index * members + to) for to in range(members)])
-    expected = torch.cat([inputs.own(source * members + index) for source in range(members)])
+    """The piece from member i to member j has offset i n + j."""
+    members = inputs.members
+    first_sent = inputs.index * members
+    x = inputs.joined(range(first_sent, first_sent + members))
+    expected = inputs.joined(range(inputs.index, members * members, members))
     return lambda: inputs.comm.all_to_all(x, inputs.axis), expected
 
 
@@ -125,9 +141,7 @@ def _broadcast(inputs: _Inputs) -> _Made:
 def _gather(inputs: _Inputs) -> _Made:
     x = inputs.own(inputs.index)
     is_root = inputs.index == 0
-    expected = None
-    if is_root:
-        expected = torch.cat([inputs.own(member) for member in range(inputs.members)])
+    expected = inputs.joined(range(inputs.members)) if is_root else None
 
     def run() -> Tensor | None:
         pieces = inputs.comm.gather(x, inputs.axis)
@@ -147,14 +161,14 @@ def _scatter(inputs: _Inputs) -> _Made:
 
 def _send_recv(inputs: _Inputs) -> _Made:
     """Each member sends to the next one and receives from the one before it."""
-    members, index = inputs.members, inputs.index
-    x = inputs.whole(index)
+    x = inputs.whole(inputs.index)
     out = torch.zeros_like(x)
-    before = (index - 1) % members
+    before = (inputs.index - 1) % inputs.members
+    behind = (inputs.index + 1) % inputs.members
 
     def run() -> Tensor:
         received = inputs.comm.start_recv(out, inputs.axis, source=before)
-        sent = inputs.comm.start_send(x, inputs.axis, to=(index + 1) % members)
+        sent = inputs.comm.start_send(x, inputs.axis, to=behind)
         received.wait()
         sent.wait()
         return out

@@ -45,7 +45,8 @@ def _efficiency(fields: Mapping[str, Any], measured: MeasuredFigures, day: date)
     result = dict(fields.get(EFFICIENCY, {}))
     for name, share in measured.shares.items():
         reached = share.value * measured.figures[share.figure]
-        result[name] = rounded(reached / fields[share.figure]["value"])
+        figure = fields[share.figure]["value"]
+        result[name] = rounded(reached / figure)
     for name, seconds in measured.costs.items():
         result[name] = rounded(seconds)
     result["source"] = _source(result.get("source", ""), f"{measured.program} {day}")
@@ -55,8 +56,12 @@ def _efficiency(fields: Mapping[str, Any], measured: MeasuredFigures, day: date)
 def _source(before: str, added: str) -> str:
     """The sources of before and this one, which replaces an older one of its program."""
     program = added.rpartition(" ")[0]
-    kept = [part for part in before.split("; ") if part and not part.startswith(program)]
-    return "; ".join([*kept, added])
+    parts = []
+    for part in before.split("; "):
+        if part and not part.startswith(program):
+            parts.append(part)
+    parts.append(added)
+    return "; ".join(parts)
 
 
 def rounded(value: float) -> float:
@@ -70,7 +75,8 @@ def versions_of(device: torch.device, transport: str) -> str:
     parts.append(f"Python {platform.python_version()}")
     if device.type == "cuda":
         parts.append(f"CUDA {torch.version.cuda}")
-        parts.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        numbers = map(str, torch.cuda.nccl.version())
+        parts.append(f"NCCL {'.'.join(numbers)}")
     elif transport == "process":
         parts.append("gloo")
     else:
