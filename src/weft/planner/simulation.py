@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from weft.config.run import Run
+from weft.core.mesh import WIDTH
 from weft.planner.failures import HOUR_S, FailureModel, Goodput, best_goodput, goodput_at
 from weft.planner.jitter import Replicas, StepDistribution, replicas_of, step_distribution
 from weft.planner.measure import RoleCosts, measure
@@ -14,6 +15,7 @@ from weft.planner.report import time_lines
 from weft.planner.speeds import Speeds
 from weft.planner.step_time import StepTime, step_time
 from weft.view.quantity import clock, memory, short_time
+from weft.view.text import wrapped
 
 GB = 1e9
 
@@ -183,49 +185,51 @@ def simulation_lines(simulation: RunSimulation) -> Iterator[str]:
 
 def _slow_lines(simulation: RunSimulation, slowed: StepTime) -> Iterator[str]:
     more = slowed.total_s / simulation.step.total_s - 1
-    ranks = ", ".join(f"{rank} x {factor:g}" for rank, factor in simulation.slow.items())
-    yield f"with slow ranks ({ranks}): {short_time(slowed.total_s)}, {100 * more:.1f}% more"
+    words = [f"{rank} x {factor:g}" for rank, factor in simulation.slow.items()]
+    ranks = ", ".join(words)
+    line = f"with slow ranks ({ranks}): {short_time(slowed.total_s)}, {100 * more:.1f}% more"
+    yield from wrapped(line, WIDTH)
 
 
 def _jitter_lines(jitter: Jitter, drawn: StepDistribution) -> Iterator[str]:
-    low, middle, high = (short_time(drawn.percentile(percent)) for percent in (5, 50, 95))
+    low = short_time(drawn.percentile(5))
+    median = short_time(drawn.percentile(50))
+    high = short_time(drawn.percentile(95))
     yield f"jitter of {100 * jitter.spread:g}% (standard deviation of an action's kernels):"
-    yield f"  median {middle}, 5% below {low}, 5% above {high} ({jitter.draws} steps drawn)"
+    yield f"  median {median}, 5% below {low}, 5% above {high} ({jitter.draws} steps drawn)"
 
 
 def _failure_lines(simulation: RunSimulation, best: Goodput) -> Iterator[str]:
     model = best.model
     num_devices = simulation.run.device_mesh.size
     hours = model.mean_s * num_devices / HOUR_S
-    yield f"failures: a device every {hours:,.0f} h, so one of {num_devices:,} every" + (
-        f" {clock(model.mean_s)} ({best.failures_a_day:.2g} a day)"
-    )
+    between = clock(model.mean_s)
+    rate = f"{between} ({best.failures_a_day:.2g} a day)"
+    yield f"failures: a device every {hours:,.0f} h, so one of {num_devices:,} every {rate}"
     size = memory(simulation.checkpoint_bytes)
-    yield f"  a checkpoint ({size}) stops training for {short_time(model.checkpoint_s)}," + (
-        f" a restart for {short_time(model.restart_s)}"
-    )
-    yield f"  best: every {_interval(best)}: goodput {_account(best)}"
+    stop = short_time(model.checkpoint_s)
+    restart = short_time(model.restart_s)
+    yield f"  a checkpoint ({size}) stops training for {stop}, a restart for {restart}"
+    yield from _account_lines("best", best)
     if simulation.goodput_of_run is not None:
-        of_run = simulation.goodput_of_run
-        yield f"  this run: every {_interval(of_run)}: goodput {_account(of_run)}"
+        yield from _account_lines("this run", simulation.goodput_of_run)
     account = simulation.goodput_of_run or best
-    without = simulation.run.steps * simulation.step_s
+    num_steps = simulation.run.steps
+    without = num_steps * simulation.step_s
     if account.goodput > 0:
         days = clock(without / account.goodput)
-        yield f"  {simulation.run.steps:,} steps take {days} instead of {clock(without)}"
+        yield f"  {num_steps:,} steps take {days} instead of {clock(without)}"
     else:
         yield "  the run never ends: it fails before it can start again"
 
 
-def _interval(account: Goodput) -> str:
-    return f"{account.interval_steps:,} steps ({clock(account.interval_s)})"
-
-
-def _account(account: Goodput) -> str:
-    return (
-        f"{100 * account.goodput:.1f}%\n    checkpoints {100 * account.checkpoints:.1f}%,"
-        f" lost work {100 * account.lost:.1f}%, restarts {100 * account.restarts:.1f}%"
-    )
+def _account_lines(whose: str, account: Goodput) -> Iterator[str]:
+    interval = f"{account.interval_steps:,} steps ({clock(account.interval_s)})"
+    yield f"  {whose}: every {interval}: goodput {100 * account.goodput:.1f}%"
+    checkpoints = f"checkpoints {100 * account.checkpoints:.1f}%"
+    lost = f"lost work {100 * account.lost:.1f}%"
+    restarts = f"restarts {100 * account.restarts:.1f}%"
+    yield f"    {checkpoints}, {lost}, {restarts}"
 
 
 def simulation_json(simulation: RunSimulation) -> dict[str, object]:
