@@ -1,0 +1,151 @@
+"""Predicted peak memory against published rows of Zero Bubble (arXiv 2401.10241), without calibration.
+
+    PYTHONPATH=. .venv/bin/python benchmarks/published_memory.py perf_rows.json [--only 1.5B]
+
+The layers are those of `benchmarks/megatron_gpt.py`; bfloat16, gradients summed in float32, AdamW: 18 bytes a parameter, as in
+Megatron-LM. Nothing is fitted. Rows without a number of layers are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.config.load import load
+from weft.config.run import Run
+from weft.errors import UserError
+from weft.models import FAMILIES
+from weft.planner.measure import measure
+
+GIB = 2**30
+SOURCE = "Zero Bubble PP"
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "interleaved-1f1b": "interleaved",
+    "zb-1p": "zero_bubble",
+    "zb-2p": "zero_bubble_h2",
+    "zb-v": "zbv",
+}
+MODEL = Path(__file__).with_name("megatron_gpt.py")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published memory; rows that differ in the number of micro-batches alone are one.
+
+    Attributes:
+        size: of the model, as the paper names it.
+        published: in units of 10^9 bytes or GiB: the paper says GB.
+    """
+
+    size: str
+    hidden: int
+    layers: int
+    heads: int
+    pipeline: int
+    chunks: int
+    schedule: str
+    microbatches: int
+    micro_size: int
+    published: float
+
+
+def rows_of(path: Path, only: str) -> list[Row]:
+    """The rows with a memory and a number of layers, one for each model, schedule and micro size."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for fields in json.loads(path.read_text(encoding="utf-8")):
+        memory = fields.get("measured", {}).get("memory_gb")
+        model = fields["model"]
+        if not fields["source"].startswith(SOURCE) or not memory or "layers" not in model:
+            continue
+        layout = fields["layout"]
+        size = f"{model['params_b']}B"
+        key = (size, layout["schedule"], layout["pp"], fields["micro_batch"])
+        row = Row(
+            size=size,
+            hidden=model["hidden"],
+            layers=model["layers"],
+            heads=model["heads"],
+            pipeline=layout["pp"],
+            chunks=layout["vpp"],
+            schedule=layout["schedule"],
+            microbatches=layout["num_microbatches"],
+            micro_size=fields["micro_batch"],
+            published=memory,
+        )
+        is_smaller = key not in found or row.microbatches < found[key].microbatches
+        if is_smaller and (not only or size == only):
+            found[key] = row
+    return list(found.values())
+
+
+def run_of(row: Row) -> Run:
+    """The row as a run of weft."""
+    settings = {
+        "--model.layers": row.layers,
+        "--model.dim": row.hidden,
+        "--model.heads": row.heads,
+        "--mesh": f"pp{row.pipeline}",
+        "--pipeline.schedule": SCHEDULES[row.schedule],
+        "--pipeline.chunks": row.chunks,
+        "--batch.micro_size": row.micro_size,
+        "--batch.global_size": row.micro_size * row.microbatches,
+        "--data.seq_len": 1024,
+        "--precision.compute": "bfloat16",
+        "--device": "cpu",
+    }
+    words = [str(MODEL)]
+    for key, value in settings.items():
+        words += [key, str(value)]
+    num_stages = row.pipeline * row.chunks
+    inner = -(-row.layers // num_stages)
+    if row.layers == inner * num_stages - 2:  # "first and last stage have one layer fewer"
+        ends = inner - 1
+        if ends > 0:
+            counts = [ends, *[inner] * (num_stages - 2), ends]
+            words += ["--pipeline.split", *map(str, counts)]
+    return load(words, FAMILIES)
+
+
+def lines(rows: Iterable[Row]) -> Iterator[str]:
+    """A line a row, and the errors of all."""
+    errors: list[float] = []
+    for row in rows:
+        name = (
+            f"{row.size:>6} {row.schedule:<16} pp{row.pipeline} x {row.chunks}, b {row.micro_size}"
+        )
+        try:
+            roles = measure(run_of(row))
+        except UserError as error:
+            yield f"{name}: {error}"
+            continue
+        fullest = max(roles, key=lambda role: role.memory.peak)
+        memory = fullest.memory
+        predicted = memory.peak / GIB
+        error = predicted / row.published - 1
+        errors.append(abs(error))
+        yield (
+            f"{name}: predicted {predicted:5.1f} GiB of pp{fullest.row} (kept {memory.kept.total / GIB:4.1f}, in flight"
+            f" {memory.in_flight / GIB:4.1f}, workspace {memory.workspace / GIB:3.1f}; {memory.cause}),"
+            f" published {row.published:g}: {100 * error:+.1f}%"
+        )
+    if errors:
+        within = sum(error <= 0.05 for error in errors)
+        median = 100 * statistics.median(errors)
+        yield f"{within} of {len(errors)} within 5%; median {median:.1f}%, largest {100 * max(errors):.1f}%"
+
+
+def main(words: list[str]) -> int:
+    only = words[words.index("--only") + 1] if "--only" in words else ""
+    for line in lines(rows_of(Path(words[0]), only)):
+        print(line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
