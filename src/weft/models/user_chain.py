@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from weft.errors import Fault, PlanError
 from weft.models.common.batch import drop_batch
@@ -98,6 +101,35 @@ class _MetaCopies:
             self._kept.append(tensor)
             self._empty[id(tensor)] = empty
         return self._empty[id(tensor)]
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Parameters that this thread registers get no memory, so that initialising them costs nothing;
+    what is one object stays one.
+    """
+    copies = _MetaCopies()
+    thread = threading.get_ident()
+
+    def replace(module: nn.Module, name: str, param: nn.Parameter | None) -> Tensor | None:
+        is_own = threading.get_ident() == thread
+        return copies.of(param) if is_own and param is not None and not param.is_meta else None
+
+    hook = register_module_parameter_registration_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def has_meta_values(blocks: Mapping[str, nn.Module]) -> bool:
+    """Whether a buffer, or a tensor that is an attribute, has no memory."""
+    for block in blocks.values():
+        for module in block.modules():
+            values = (*module._buffers.values(), *module.__dict__.values())
+            if any(isinstance(value, Tensor) and value.is_meta for value in values):
+                return True
+    return False
 
 
 def move_to_meta(blocks: Mapping[str, nn.Module], *, parameters_only: bool) -> None:

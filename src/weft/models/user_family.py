@@ -27,7 +27,13 @@ from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, image_example, token_example
 from weft.models.common.init import named_parameters, tie
 from weft.models.common.layers import Loss
-from weft.models.user_chain import META, chain_of, move_to_meta
+from weft.models.user_chain import (
+    META,
+    chain_of,
+    has_meta_values,
+    move_to_meta,
+    parameters_on_meta,
+)
 from weft.models.user_facts import ModelFacts, facts_of, is_numbered, rows_of, units_of_axes
 from weft.models.user_model import (
     KEY,
@@ -117,11 +123,29 @@ class UserFamily:
     def blocks(self, cfg: Any) -> dict[str, nn.Module]:
         """The chain, "loss" last; parameters are on torch's current default device."""
         is_meta = torch.get_default_device() == META
-        with _build_lock, _seeded(BUFFER_SEED), torch.device("cpu"):
-            blocks = self._build(cfg)
+        with _build_lock:
+            blocks = self._build_without_values(cfg) if is_meta else None
+            if blocks is not None:
+                return blocks
+            with _seeded(BUFFER_SEED), torch.device("cpu"):
+                blocks = self._build(cfg)
         if is_meta:
             move_to_meta(blocks, parameters_only=True)
         return blocks
+
+    def _build_without_values(self, cfg: Any) -> dict[str, nn.Module] | None:
+        """The chain whose parameters never had memory, if its buffers have the values that they have
+        beside real parameters: nothing but parameters has drawn random numbers.
+        """
+        with _seeded(BUFFER_SEED), torch.device("cpu"):
+            before = _random_state()
+            try:
+                with parameters_on_meta():
+                    blocks = self._build(cfg)
+            except PlanError:  # it reads values of parameters, or fails below, too
+                return None
+            has_drawn = _random_state() != before
+        return None if has_drawn or has_meta_values(blocks) else blocks
 
     def initial_values(self, cfg: Any, *, seed: int) -> dict[str, Tensor]:
         """Values of all parameters after `torch.manual_seed(seed)`, by global name."""
@@ -208,6 +232,13 @@ class ConstructedValues:
             self._values = self._family.initial_values(self._config, seed=seed)
             self._seed = seed
         return self._values[name]
+
+
+def _random_state() -> tuple[object, ...]:
+    """The state of all generators."""
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    torch_state = torch.get_rng_state().tolist()
+    return random.getstate(), tuple(keys), position, tuple(torch_state)
 
 
 @contextmanager

@@ -1,0 +1,78 @@
+"""Models of users on the meta device: parameters never have memory, buffers have the values of a whole build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from weft.models import FAMILIES
+
+MODEL = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass(frozen=True)
+class Config:
+    dim: int = 4
+
+class Layer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.proj = nn.Linear(c.dim, c.dim)
+        self.has_memory = not self.proj.weight.is_meta
+        self.other = nn.Linear(c.dim, c.dim, bias=False)
+        self.other.weight = self.proj.weight
+        {line}
+
+    def forward(self, x):
+        return self.proj(x)
+
+def blocks(c):
+    return {{"embed": nn.Embedding(256, c.dim), "layer0": Layer(c)}}
+
+AXES = {{}}
+"""
+
+
+def layers(tmp_path: Path, line: str) -> tuple[nn.Module, nn.Module]:
+    """The layer without memory, and the one with values."""
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.format(line=line), encoding="utf-8")
+    family = FAMILIES[str(path)]
+    config = family.Config()
+    with torch.device("meta"):
+        without: Mapping[str, nn.Module] = family.blocks(config)
+    return without["layer0"], family.blocks(config)["layer0"]
+
+
+def test_parameters_of_a_large_model_are_never_allocated(tmp_path: Path) -> None:
+    line = "self.register_buffer('scale', torch.full((2,), 3.0))"
+    layer, whole = layers(tmp_path, line)
+    assert not layer.has_memory
+    assert layer.proj.weight.is_meta
+    assert layer.other.weight is layer.proj.weight
+    assert layer.scale.equal(whole.scale)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "self.register_buffer('scale', torch.randn(2))",
+        "self.register_buffer('scale', self.proj.weight.detach()[0].clone())",
+        "self.register_buffer('scale', torch.full((2,), float(self.proj.weight.abs().max())))",
+    ],
+    ids=["drawn", "of a parameter", "reads a parameter"],
+)
+def test_buffers_that_depend_on_parameters_or_draws_have_their_values(
+    tmp_path: Path, line: str
+) -> None:
+    layer, whole = layers(tmp_path, line)
+    assert layer.has_memory
+    assert layer.proj.weight.is_meta
+    assert not layer.scale.is_meta
+    assert layer.scale.equal(whole.scale)
