@@ -83,25 +83,24 @@ class Head(nn.Module):
 
 
 def blocks(c):
-    named = {"embed": Tokens(c)}
-    for index in range(c.layers):
-        named[f"layer{index}"] = Layer(c)
-    named["head"] = Head(c)
-    return named
+    """Embedding and head count as layers, so that a stage may hold one of them alone."""
+    parts = [Tokens(c), *(Layer(c) for _ in range(c.layers)), Head(c)]
+    return {f"layer{index}": part for index, part in enumerate(parts)}
 
 
-TIES = {"head.proj.weight": "embed.tok.weight"}
+def TIES(c):  # noqa: N802 - the name that a model file has
+    return {f"layer{c.layers + 1}.proj.weight": "layer0.tok.weight"}
 
 
 def AXES(c):  # noqa: N802 - the name that a model file has
     return {
         "*.bias": (None,),
         "*.norm*.weight": (None,),
-        "embed.tok.weight": ("vocab", None),
-        "embed.pos.weight": (None, None),
-        "layer*.qkv.weight": (None, None),
-        "layer*.out.weight": (None, None),
-        "layer*.up.weight": (None, None),
-        "layer*.down.weight": (None, None),
-        "head.proj.weight": ("vocab", None),
+        "*.tok.weight": ("vocab", None),
+        "*.pos.weight": (None, None),
+        "*.qkv.weight": (None, None),
+        "*.out.weight": (None, None),
+        "*.up.weight": (None, None),
+        "*.down.weight": (None, None),
+        "*.proj.weight": ("vocab", None),
     }

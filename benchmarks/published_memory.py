@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from weft.config.load import load
-from weft.config.run import Run
+from weft.config.run import Run, plan_of
 from weft.errors import UserError
 from weft.models import FAMILIES
-from weft.planner.measure import measure
+from weft.planner.rank_step import RankStep, measure_rank
+from weft.planner.step_memory import StepMemory, step_memory
 
 GIB = 2**30
 SOURCE = "Zero Bubble PP"
@@ -103,13 +104,16 @@ def run_of(row: Row) -> Run:
     for key, value in settings.items():
         words += [key, str(value)]
     num_stages = row.pipeline * row.chunks
-    inner = -(-row.layers // num_stages)
-    if row.layers == inner * num_stages - 2:  # "first and last stage have one layer fewer"
-        ends = inner - 1
-        if ends > 0:
-            counts = [ends, *[inner] * (num_stages - 2), ends]
-            words += ["--pipeline.split", *map(str, counts)]
+    units = (row.layers + 2) // num_stages  # "first and last stage have one layer fewer"
+    words += ["--pipeline.split", *[str(units)] * num_stages]
     return load(words, FAMILIES)
+
+
+def memory_of_rows(run: Run) -> list[StepMemory]:
+    """The memory of every pipeline rank. The inner ones have equal layers: one of them is played."""
+    last = plan_of(run).pipeline_size - 1
+    played: dict[int, RankStep] = {rank: measure_rank(run, rank) for rank in (0, 1, last)}
+    return [step_memory(played.get(row, played[1]), row) for row in range(last + 1)]
 
 
 def lines(rows: Iterable[Row]) -> Iterator[str]:
@@ -120,18 +124,22 @@ def lines(rows: Iterable[Row]) -> Iterator[str]:
             f"{row.size:>6} {row.schedule:<16} pp{row.pipeline} x {row.chunks}, b {row.micro_size}"
         )
         try:
-            roles = measure(run_of(row))
+            memories = memory_of_rows(run_of(row))
         except UserError as error:
             yield f"{name}: {error}"
             continue
-        fullest = max(roles, key=lambda role: role.memory.peak)
-        memory = fullest.memory
+        memory = max(memories, key=lambda each: each.peak)
         predicted = memory.peak / GIB
         error = predicted / row.published - 1
         errors.append(abs(error))
+        parts = {
+            "kept": memory.kept.total,
+            "in flight": memory.in_flight,
+            "workspace": memory.workspace,
+        }
+        account = ", ".join(f"{part} {size / GIB:.1f}" for part, size in parts.items())
         yield (
-            f"{name}: predicted {predicted:5.1f} GiB of pp{fullest.row} (kept {memory.kept.total / GIB:4.1f}, in flight"
-            f" {memory.in_flight / GIB:4.1f}, workspace {memory.workspace / GIB:3.1f}; {memory.cause}),"
+            f"{name}: predicted {predicted:.1f} GiB of pp{memories.index(memory)} ({account}; {memory.cause}),"
             f" published {row.published:g}: {100 * error:+.1f}%"
         )
     if errors:
