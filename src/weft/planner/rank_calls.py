@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.comm.observe import Operation
@@ -44,6 +44,15 @@ class RankCalls:
     phases: Mapping[str, tuple[CallEvent, ...]]
     sent: Mapping[ActionKey, Operation]
     received: Mapping[ActionKey, Operation]
+
+    @property
+    def num_calls(self) -> int:
+        """Collectives of one action of each kind and of the phases."""
+        total = 0
+        for events in (*self.actions.values(), *self.phases.values()):
+            started = [event for event in events if isinstance(event, Started)]
+            total += len(started)
+        return total
 
     @staticmethod
     def of(step: RankStep) -> RankCalls:
@@ -100,13 +109,17 @@ def recorded_coordinates(mesh: Mesh) -> Iterator[dict[str, int]]:
     All of few ranks; else the first and the last place along every axis, in all combinations.
     The first ones are 0 everywhere.
     """
-    axes = [(name, degree) for name, degree in mesh.axes if name != pipeline_axis() and degree > 1]
     ranks_a_row = mesh.size // mesh.degree(pipeline_axis())
-    names = [name for name, _ in axes]
-    places: list[tuple[int, ...]] = []
-    for _, degree in axes:
-        is_all_recorded = ranks_a_row <= MOST_RECORDED
-        places.append(tuple(range(degree)) if is_all_recorded else (0, degree - 1))
+    are_all_recorded = ranks_a_row <= MOST_RECORDED
+    names: list[str] = []
+    places: list[Sequence[int]] = []
+    for name in mesh.wide_axes:
+        if name == pipeline_axis():
+            continue
+        degree = mesh.degree(name)
+        ends = (0, degree - 1)
+        names.append(name)
+        places.append(range(degree) if are_all_recorded else ends)
     for indices in itertools.product(*places):
         yield dict(zip(names, indices, strict=True))
 

@@ -44,10 +44,11 @@ from weft.planner.recorder import Started
 from weft.planner.rendezvous import Blocked, find_deadlock
 from weft.schedule.lower import Program, Recv, Send, check_rendezvous
 
-GroupKey = tuple[bool, tuple[int, ...]]
-"""Whether the group is an ordered pair for messages, and its world ranks."""
 MOST_PROBLEMS = 5
 """Problems that are listed."""
+MOST_MEMBERS = 4
+MOST_WAITED = 2
+"""Ranks that are listed of a group, and of those that one waits for."""
 Calls = Mapping[int, Sequence[CallEvent]]
 """World rank -> its calls in an action or phase."""
 
@@ -75,9 +76,12 @@ class Mismatch:
     @property
     def lines(self) -> tuple[str, ...]:
         """For a reader."""
-        title = f"over {self.axis}, call {self.position} in {self.region} differs:"
-        members = zip(self.ranks, self.coordinates, self.calls, strict=True)
-        return (title, *(f"  rank {rank} ({place}): {call}" for rank, place, call in members))
+        lines = [f"over {self.axis}, call {self.position} in {self.region} differs:"]
+        for member, rank in enumerate(self.ranks):
+            place = self.coordinates[member]
+            call = self.calls[member]
+            lines.append(f"  rank {rank} ({place}): {call}")
+        return tuple(lines)
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,10 @@ class Deadlock:
     @property
     def lines(self) -> tuple[str, ...]:
         """For a reader."""
-        return (f"deadlock in {self.region}:", *(f"  {line}" for line in self.waits))
+        lines = [f"deadlock in {self.region}:"]
+        for wait in self.waits:
+            lines.append(f"  {wait}")
+        return tuple(lines)
 
 
 Problem = Mismatch | Deadlock
@@ -177,16 +184,15 @@ def check_recorded(world: RecordedWorld) -> WorldCheck:
         problems.extend(_action_problems(world.plan, members))
     problems.extend(_phase_problems(world))
     problems.extend(_message_problems(world))
-    num_calls = 0
-    for calls in world.ranks:
-        for events in (*calls.actions.values(), *calls.phases.values()):
-            num_calls += sum(isinstance(event, Started) for event in events)
-    rows = world.program.rows
+    num_messages = 0
+    for row_of_program in world.program.rows:
+        sends = [each for each in row_of_program if isinstance(each, Send)]
+        num_messages += len(sends)
     return WorldCheck(
         num_ranks=world.plan.mesh.size,
         num_recorded=len(world.ranks),
-        num_calls=num_calls,
-        num_messages=sum(isinstance(each, Send) for row in rows for each in row),
+        num_calls=sum(calls.num_calls for calls in world.ranks),
+        num_messages=num_messages,
         problems=tuple(problems[:MOST_PROBLEMS]),
     )
 
@@ -233,16 +239,27 @@ def _region_problems(mesh: Mesh, region: str, calls: Calls) -> Iterator[Problem]
 
 
 def _wait_line(mesh: Mesh, blocked: Blocked) -> str:
-    waited = [f"rank {rank} ({mesh.coord_text(rank)})" for rank in blocked.waits_for[:2]]
-    place = mesh.coord_text(blocked.rank)
-    return f"rank {blocked.rank} ({place}) is in {_call_text(blocked.op)} and waits for {', '.join(waited)}"
+    waited = []
+    for rank in blocked.waits_for[:MOST_WAITED]:
+        waited.append(_rank_text(mesh, rank))
+    rank_text = _rank_text(mesh, blocked.rank)
+    call = _call_text(blocked.op)
+    return f"{rank_text} is in {call} and waits for {', '.join(waited)}"
+
+
+def _rank_text(mesh: Mesh, rank: int) -> str:
+    coordinates = mesh.coord_text(rank)
+    return f"rank {rank} ({coordinates})"
 
 
 def _call_text(op: Operation) -> str:
     separator = " -> " if op.is_p2p else " "
-    ranks = separator.join(map(str, op.group[:4]))
-    more = " ..." if len(op.group) > 4 else ""
-    return f"{op.signature.text or op.op} over {op.axis}, ranks {ranks}{more}"
+    shown = op.group[:MOST_MEMBERS]
+    ranks = separator.join(map(str, shown))
+    if len(shown) < len(op.group):
+        ranks = f"{ranks} ..."
+    call = op.signature.text or op.op
+    return f"{call} over {op.axis}, ranks {ranks}"
 
 
 def _wrong_groups(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
@@ -279,24 +296,38 @@ def _is_group(op: Operation, group: tuple[int, ...], rank: int) -> bool:
 
 def _mismatches(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
     """The first difference between two recorded members of each group."""
-    of_group: dict[GroupKey, dict[int, list[Operation]]] = {}
-    for rank, events in calls.items():
-        for op in _started(events):
-            of_rank = of_group.setdefault((op.is_p2p, op.group), {})
-            of_rank.setdefault(rank, []).append(op)
-    for (_, group), of_rank in of_group.items():
-        members = [rank for rank in group if rank in calls]
+    for group, of_rank in _by_group(calls).items():
+        members: list[_Member] = []
+        for rank in group.ranks:
+            if rank in calls:
+                ops = of_rank.get(rank, [])
+                members.append(_Member(rank, ops))
+        first = members[0]
         for other in members[1:]:
-            found = _first_difference(
-                mesh,
-                region,
-                group,
-                _Member(members[0], of_rank.get(members[0], [])),
-                _Member(other, of_rank.get(other, [])),
-            )
+            found = _first_difference(mesh, region, group.ranks, first, other)
             if found is not None:
                 yield found
                 break
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ranks whose calls are matched in order; of a message its source and destination."""
+
+    is_p2p: bool
+    ranks: tuple[int, ...]
+
+
+def _by_group(calls: Calls) -> dict[_Group, dict[int, list[Operation]]]:
+    """What each rank calls over each group, in order."""
+    of_group: dict[_Group, dict[int, list[Operation]]] = {}
+    for rank, events in calls.items():
+        for op in _started(events):
+            group = _Group(op.is_p2p, op.group)
+            of_rank = of_group.setdefault(group, {})
+            ops = of_rank.setdefault(rank, [])
+            ops.append(op)
+    return of_group
 
 
 def _started(events: Iterable[CallEvent]) -> Iterator[Operation]:
