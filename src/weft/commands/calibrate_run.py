@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import tempfile
@@ -57,6 +58,9 @@ def run_calibration(
 ) -> int:
     """Time every run, fit, print and write; the exit code."""
     runs = [load([*words, "--device", options.device], FAMILIES) for words in words_of_runs]
+    note = load_note()
+    if note:
+        print_result(note)
     with tempfile.TemporaryDirectory() as folder:
         code, times = timed_runs(runs, options, Path(folder))
     if code:
@@ -72,6 +76,14 @@ def run_calibration(
     write_fields(path, {**read_fields(path), EFFICIENCY: constants})
     print_result(f"wrote {path}: weft explain --hardware {path}")
     return 0
+
+
+def load_note() -> str:
+    """That other programs use this machine; "" if they do not."""
+    load_average, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load_average < cores / 2:
+        return ""
+    return f"note: the load of this machine is {load_average:.1f} on {cores} cores: times are not its own"
 
 
 def timed_runs(

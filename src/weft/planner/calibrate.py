@@ -259,7 +259,7 @@ def _constants_that_matter(
 
 
 def _with_logs(start: Efficiency, names: Sequence[str], logs: Sequence[float]) -> Efficiency:
-    values = {name: math.exp(log) for name, log in zip(names, logs, strict=True)}
+    values: dict[str, Any] = {name: math.exp(log) for name, log in zip(names, logs, strict=True)}
     return replace(start, **values)
 
 

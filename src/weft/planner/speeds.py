@@ -87,7 +87,8 @@ def rounded_maximum(a: float, b: float) -> float:
     larger = max(a, b)
     if not larger:
         return 0.0
-    return larger * (1.0 + (min(a, b) / larger) ** CORNER) ** (1 / CORNER)
+    corner: float = (1.0 + (min(a, b) / larger) ** CORNER) ** (1.0 / CORNER)
+    return larger * corner
 
 
 CORNER = 4
