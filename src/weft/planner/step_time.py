@@ -28,7 +28,7 @@ from weft.planner.region_time import CostTable, RegionCosts, link_of, replay
 from weft.planner.speeds import Speeds
 from weft.planner.step_memory import boundary_bytes
 from weft.planner.step_timeline import PhaseSpan, step_timeline
-from weft.schedule.actions import Act
+from weft.schedule.actions import Act, Kind
 from weft.schedule.lower import Transfer
 from weft.schedule.timeline import Timeline
 
@@ -165,7 +165,7 @@ def _message(plan: Plan, action_class: ActionClass, speeds: Speeds) -> StageMess
     assert action_class.peer is not None
     sender = plan.mesh.rank(**{pipeline_axis(): action_class.rank})
     receiver = plan.mesh.rank(**{pipeline_axis(): action_class.peer})
-    kind = "F" if action_class.key.kind == "F" else "B"
+    kind: Kind = "F" if action_class.key.kind == "F" else "B"
     size = boundary_bytes(plan, Transfer(Act(kind, action_class.stage, 0), action_class.peer))
     link = link_of((sender, receiver), node=speeds.hardware.node)
     return StageMessage.of(link, speeds.message_s(size, sender, receiver))
