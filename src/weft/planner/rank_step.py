@@ -194,33 +194,40 @@ def example_batch(run: Run, plan: Plan, comm: Comm) -> Batch:
     return whole.columns(index=index, degree=degree)
 
 
-def measure_rank(run: Run, rank: int, *, load: ExpertLoad = even_load) -> RankStep:
+def measure_rank(
+    run: Run,
+    rank: int,
+    *,
+    plan: Plan | None = None,
+    load: ExpertLoad = even_load,
+) -> RankStep:
     """One step of one rank of a run, on the meta device.
 
     The first step allocates what stays allocated; the second one is recorded.
 
     Args:
+        plan: default: that of the run. A plan whose stages lack blocks measures the others.
         load: of experts that are sharded over ep; without ep it changes nothing.
     """
-    return _play_on_meta(run, rank, load, recorder_type=StepRecorder)
+    return _play_on_meta(run, plan or plan_of(run), rank, load, recorder_type=StepRecorder)
 
 
 def record_calls(run: Run, rank: int) -> RankStep:
     """As `measure_rank`, with collectives and messages alone: bytes and kernels are not counted."""
-    return _play_on_meta(run, rank, even_load, recorder_type=CallRecorder)
+    return _play_on_meta(run, plan_of(run), rank, even_load, recorder_type=CallRecorder)
 
 
 def _play_on_meta(
     run: Run,
+    plan: Plan,
     rank: int,
     load: ExpertLoad,
     *,
     recorder_type: type[StepRecorder],
 ) -> RankStep:
-    plan = plan_of(run)
     comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank))
     inner_steps = {"site.every": MAX_COUNT}  # the recorded one is followed by no outer step
-    step = build_step(run.with_values(inner_steps), comm)
+    step = build_step(run.with_values(inner_steps), comm, plan=plan)
     for dispatch in dispatches(step):
         dispatch.meta_load = load
     played = thinned(plan.table, played_microbatches(plan.table))

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from weft.comm.observe import Operation
 from weft.planner.kernels import KernelLaunch, aten, kernel_of
@@ -42,6 +41,24 @@ Event = KernelLaunch | Started | Ended
 
 
 @dataclass
+class BlockSegment:
+    """The part of a region during which one block was computing.
+
+    Attributes:
+        block: its name; "" outside of blocks.
+        first_event: place of its first event among those of the region.
+        entry_bytes: live at its begin.
+        peak_bytes, peak_parts: as of the region.
+    """
+
+    block: str
+    first_event: int
+    entry_bytes: int
+    peak_bytes: int
+    peak_parts: Parts = field(default_factory=dict)
+
+
+@dataclass
 class RecordedRegion:
     """What happened between two marks.
 
@@ -53,6 +70,7 @@ class RecordedRegion:
         peak_parts: bytes of known buffers at that time, by what they hold.
         events: kernels, and starts and ends of collectives and messages, in order. An operation
             ends when the rank has waited for it, perhaps in a later region.
+        segments: its parts by block, in order.
     """
 
     name: str
@@ -62,6 +80,7 @@ class RecordedRegion:
     peak_block: str = ""
     peak_parts: Parts = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    segments: list[BlockSegment] = field(default_factory=list)
 
     @property
     def kernels(self) -> Counter[KernelLaunch]:
@@ -148,6 +167,13 @@ class StepRecorder(TorchDispatchMode):
         self.end()
         level = self.live_bytes
         self._region = RecordedRegion(name, level, peak_bytes=level)
+        self._begin_segment()
+
+    def _begin_segment(self) -> None:
+        level = self.live_bytes
+        region = self._region
+        segment = BlockSegment(self.block, len(region.events), level, peak_bytes=level)
+        region.segments.append(segment)
 
     def end(self) -> None:
         """End the region."""
@@ -162,7 +188,10 @@ class StepRecorder(TorchDispatchMode):
 
     def on_block(self, name: str) -> None:
         """Note the block that computes from now on."""
+        if name == self.block:
+            return
         self.block = name
+        self._begin_segment()
 
     def started(self, op: Operation) -> None:
         """Note a collective or message."""
@@ -190,8 +219,21 @@ class StepRecorder(TorchDispatchMode):
         return result
 
     def _own_tensors(self, tree: object) -> list[Tensor]:
-        leaves = tree_leaves(tree)
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device == self.device]
+        found: list[Tensor] = []
+        self._collect(tree, found)
+        return found
+
+    def _collect(self, tree: object, found: list[Tensor]) -> None:
+        """Add the tensors of this device in arguments or results: tensors, sequences, tables."""
+        if isinstance(tree, Tensor):
+            if tree.device == self.device:
+                found.append(tree)
+        elif isinstance(tree, tuple | list):
+            for item in tree:
+                self._collect(item, found)
+        elif isinstance(tree, dict):
+            for item in tree.values():
+                self._collect(item, found)
 
     def _note(self, storage: UntypedStorage) -> None:
         key = storage._cdata
@@ -209,10 +251,17 @@ class StepRecorder(TorchDispatchMode):
 
     def _update_peak(self) -> None:
         level = self.live_bytes
-        if level > self._region.peak_bytes:
-            self._region.peak_bytes = level
-            self._region.peak_block = self.block
-            self._region.peak_parts = self._parts()
+        region = self._region
+        if not region.segments:
+            self._begin_segment()
+        segment = region.segments[-1]
+        if level > segment.peak_bytes:
+            segment.peak_bytes = level
+            segment.peak_parts = self._parts()
+        if level > region.peak_bytes:
+            region.peak_bytes = level
+            region.peak_block = self.block
+            region.peak_parts = segment.peak_parts
 
 
 class CallRecorder(StepRecorder):

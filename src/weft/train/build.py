@@ -150,9 +150,12 @@ def initial_source(model: ModelSection, *, base: str | None) -> Source | None:
     return None
 
 
-def build_step(run: Run, comm: Comm) -> TrainStep:
+def build_step(run: Run, comm: Comm, *, plan: Plan | None = None) -> TrainStep:
     """The training step of this rank. Parameters have their initial values, unless the run resumes:
     then they are drawn, and meant to be replaced.
+
+    Args:
+        plan: default: that of the run.
     """
     source = initial_source(run.model, base=run.lora.base) if run.resume is None else None
     family = family_of(run.model, run.lora)
@@ -161,7 +164,7 @@ def build_step(run: Run, comm: Comm) -> TrainStep:
     model = build_model(
         family,
         run.model,
-        plan_of(run),
+        plan or plan_of(run),
         comm,
         seed=run.seed,
         source=source,
