@@ -24,6 +24,7 @@ from weft.commands import doctor as commands_doctor
 from weft.commands import environment, preflight, remote_folder, run_folder
 from weft.commands import explain as commands_explain
 from weft.commands import launch as commands_launch
+from weft.commands import plan as commands_plan
 from weft.commands import prove as commands_prove
 from weft.commands import replay as commands_replay
 from weft.commands import schedule as commands_schedule
@@ -267,6 +268,7 @@ COMMANDS = {
     "simulate": Command(commands_simulate.USAGE, commands_simulate.LINE, simulate_run),
     "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
     "bench": Command(commands_bench.USAGE, commands_bench.LINE, commands_bench.bench),
+    "plan": Command(commands_plan.USAGE, commands_plan.LINE, commands_plan.plan),
     "prove": Command(commands_prove.USAGE, commands_prove.LINE, commands_prove.prove),
     "replay": Command(commands_replay.USAGE, commands_replay.LINE, commands_replay.replay),
     "status": Command(

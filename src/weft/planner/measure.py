@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.config.run import Run, plan_of
@@ -82,16 +82,31 @@ def measure(run: Run, *, load: ExpertLoad = even_load) -> tuple[RoleCosts, ...]:
     problem = size_problem(plan)
     if problem:
         raise PlanError(Fault("mesh", f"too large to be measured: {problem}"))
-    kinds = _block_kinds(run)
+
+    def step_of(row: int) -> RankStep:
+        return measure_rank(run, plan.mesh.rank(**{pipeline_axis(): row}), load=load)
+
+    return role_costs(plan, block_kinds(run), step_of)
+
+
+def role_costs(
+    plan: Plan,
+    kinds: Mapping[str, str],
+    step_of: Callable[[int], RankStep],
+) -> tuple[RoleCosts, ...]:
+    """The costs of every role of a plan.
+
+    Args:
+        kinds: `block_kinds` of the run.
+        step_of: measures a pipeline coordinate; called once for equal ones.
+    """
     num_ranks = plan.mesh.size // plan.pipeline_size
     measured: dict[object, RankStep] = {}
     roles = []
     for row in range(plan.pipeline_size):
-        signature = _signature(plan, row, kinds)
+        signature = row_signature(plan, row, kinds)
         if signature not in measured:
-            measured[signature] = measure_rank(
-                run, plan.mesh.rank(**{pipeline_axis(): row}), load=load
-            )
+            measured[signature] = step_of(row)
         step = replace(measured[signature], row=row)
         memory = step_memory(step, row)
         roles.append(
@@ -121,7 +136,7 @@ def measure_worst_routing(run: Run, roles: Sequence[RoleCosts]) -> tuple[RoleCos
     return measure(run, load=first_rank_load(num_ranks))
 
 
-def _block_kinds(run: Run) -> Mapping[str, str]:
+def block_kinds(run: Run) -> Mapping[str, str]:
     """Name of a block -> name of the first block that equals it; blocks with tied parameters equal
     none.
     """
@@ -133,7 +148,7 @@ def _block_kinds(run: Run) -> Mapping[str, str]:
     return {name: repeats.get(name, name) for name in blocks}
 
 
-def _signature(plan: Plan, row: int, kinds: Mapping[str, str]) -> object:
+def row_signature(plan: Plan, row: int, kinds: Mapping[str, str]) -> object:
     """Rows with equal signatures have equal regions: equal blocks in each chunk, and the same ends
     of the pipeline.
     """

@@ -260,16 +260,20 @@ def record_step(
     comm = model.comm
     recorder = recorder_type(comm.device, parts=lambda: _parts(step))
     marker = _Marker(recorder)
-    step.player = _RecordedPlayer(
+    sync = step.grads.set_requires_gradient_sync
+    one_microbatch = thinned(table, (0,))
+    step.player = Player(model, before_last_backward=sync, table=one_microbatch)
+    recorded_player = _RecordedPlayer(
         model,
         recorder,
-        before_last_backward=step.grads.set_requires_gradient_sync,
+        before_last_backward=sync,
         on_action=marker.on_action,
         table=table,
     )
     report_blocks(model.blocks, recorder.on_block)
     with fused_attention_on_meta(), recorder:
-        step(batches, lr=1.0)
+        step(batches[:1], lr=1.0)
+        step.player = recorded_player
         kept = _kept_tensors(step)
         recorder.keep(tensor for tensors in kept.values() for tensor in tensors)
         resized = _gathered_params(step)

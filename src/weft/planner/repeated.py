@@ -14,7 +14,7 @@ Note [Repeated blocks]
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -23,7 +23,7 @@ from weft.config.run import Run
 from weft.core.dimension import pipeline_axis
 from weft.layout.plan import Plan
 from weft.planner.kernels import KernelLaunch
-from weft.planner.rank_step import KeptBytes, RankStep, measure_rank
+from weft.planner.rank_step import ActionKey, KeptBytes, RankStep, measure_rank
 from weft.planner.recorder import BlockSegment, Ended, Event, RecordedRegion, Started
 
 KEPT_BLOCKS = 5
@@ -94,11 +94,13 @@ def measure_repeated(run: Run, plan: Plan, row: int, kinds: Mapping[str, str]) -
 
 
 def can_be_repeated(plan: Plan) -> bool:
-    """Whether blocks may be left out. Weight gradients of split backwards belong to no block, and
-    under sequence parallelism without ZeRO one bucket holds the norms of all blocks.
+    """Whether blocks may be left out. Weight gradients of split backwards belong to no block, so a
+    rank must have one stage; under sequence parallelism without ZeRO one bucket holds the norms of
+    all blocks.
     """
     has_long_buckets = plan.zero == 0 and plan.sequence_parallel
-    return not plan.table.splits and not has_long_buckets
+    has_split_chunks = bool(plan.table.splits) and plan.chunks > 1
+    return not has_split_chunks and not has_long_buckets
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,9 @@ def _extended(run: Run, plan: Plan, rank: int, runs: Sequence[BlockRun]) -> Rank
     stages = plan.table.stages(short.row)
     actions = {}
     for key, region in short.actions.items():
+        if key.kind == "W":
+            actions[key] = _grown_region(region, _regions(longer, _action(key)))
+            continue
         of_stage = [each for each in runs if each.stage == stages[key.chunk]]
         whole = _with_left_out(region, of_stage, is_forward=key.kind == "F")
         change = region.change
@@ -142,13 +147,16 @@ def _extended(run: Run, plan: Plan, rank: int, runs: Sequence[BlockRun]) -> Rank
     phases = {}
     for name, region in short.phases.items():
         phases[name] = _grown_region(region, _regions(longer, _phase(name)))
-    return RankStep(
+    num_dispatches = short.num_dispatches
+    for each in longer:
+        num_dispatches += each.count * (each.step.num_dispatches - short.num_dispatches)
+    return replace(
+        short,
         plan=plan,
-        rank=rank,
-        row=short.row,
         kept=_grown_kept(short.kept, longer),
         actions=actions,
         phases=phases,
+        num_dispatches=num_dispatches,
     )
 
 
@@ -260,7 +268,7 @@ class _Repeater:
             peak_bytes=max(peak.peak_bytes, self.region.entry_bytes),
             peak_block=peak.block if is_raised else "",
             peak_parts=peak.peak_parts if is_raised else {},
-            events=linked(self.events),
+            events=linked(self.events, _started_ids(self.region.events)),
             segments=self.segments,
         )
 
@@ -275,6 +283,10 @@ class _LongerRegion:
 
 
 RegionOf = Callable[[RankStep], RecordedRegion]
+
+
+def _action(key: ActionKey) -> RegionOf:
+    return lambda step: step.actions[key]
 
 
 def _phase(name: str) -> RegionOf:
@@ -322,14 +334,23 @@ def _grown_events(events: Sequence[Event], longer: Sequence[_LongerRegion]) -> l
         result.extend(inserted.get(index, ()))
         result.append(event)
     result.extend(inserted.get(len(events), ()))
-    return linked(result)
+    own = _started_ids(events)
+    for each in longer:
+        own.update(_started_ids(each.region.events))
+    return linked(result, own)
 
 
-def linked(events: Sequence[Event]) -> list[Event]:
+def _started_ids(events: Sequence[Event]) -> set[int]:
+    return {id(event.op) for event in events if isinstance(event, Started)}
+
+
+def linked(events: Sequence[Event], own: Collection[int]) -> list[Event]:
     """The events with operations of their own: each wait is for the earliest operation that equals
     its own and has not been waited for. A wait for an operation of an earlier region stays.
+
+    Args:
+        own: ids of operations that were started in the region.
     """
-    own = {id(event.op) for event in events if isinstance(event, Started)}
     under_way: dict[Operation, deque[Operation]] = {}
     result: list[Event] = []
     for event in events:

@@ -1,0 +1,293 @@
+"""`weft plan`: the best layout of a run on a number of devices, by predicted time, memory or price."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from weft.commands.console import load_checked_run, print_result, show_help, wants_help
+from weft.config import flags, toml
+from weft.config.checks import run_checks
+from weft.config.hardware import Hardware, find_hardware, world_faults
+from weft.config.run import Run
+from weft.config.schema import ConfigSection
+from weft.config.validate import config_checks
+from weft.core.mesh import Mesh
+from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
+from weft.planner.candidates import (
+    Candidates,
+    Layout,
+    Space,
+    candidates,
+    nearest_devices,
+    read_layout,
+)
+
+if TYPE_CHECKING:
+    from weft.planner.layout_costs import LayoutCosts
+    from weft.planner.plan_report import Rates
+    from weft.planner.search import SearchResult
+
+USAGE = "[CONFIG.toml] --devices 256 --hardware h100 [--target time] [--key value ...]"
+LINE = "search the best layout for a number of devices"
+JSON_FLAG = "--json"
+SEARCHED = {
+    "mesh",
+    "batch.micro_size",
+    "parallel.zero",
+    "parallel.recompute",
+    "parallel.sequence",
+    "parallel.context",
+    "pipeline.schedule",
+    "pipeline.chunks",
+    "pipeline.split",
+}
+"""Keys that a search chooses, unless they are given."""
+
+
+class PlanOptions(ConfigSection):
+    """What `weft plan` looks for; keys of the run that are given stay as they are."""
+
+    devices: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
+        None, description="number of devices; None: the size of --mesh"
+    )
+    target: Literal["time", "memory", "cost"] = Field(
+        "time", description="least time of a step, memory of a rank, or price of a token"
+    )
+    top: int = Field(3, ge=1, le=50, description="layouts that are printed")
+    measured: int = Field(8, ge=1, le=1000, description="layouts that are measured as a whole")
+    headroom: float = Field(
+        0.1, ge=0, lt=1, description="share of a device's memory that stays free"
+    )
+    price_usd_h: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="dollars an hour and device; None: of the hardware file"
+    )
+    power_w: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="watts of a device; None: of the hardware file"
+    )
+    why: str | None = Field(None, description='what is wrong with a layout: "tp8 pp4 dp8 zero1"')
+    scale: tuple[Annotated[int, Field(ge=1, le=2**20)], ...] = Field(
+        (), description="numbers of devices, for weak and strong scaling: 64 128 256"
+    )
+    write: str | None = Field(
+        None, title="a file name", examples=["run.toml"], description="write the run to this file"
+    )
+
+
+def plan(words: Sequence[str]) -> int:
+    """Print the best layouts, why they are, and the command of the best one."""
+    if wants_help(words):
+        return show_help(PlanOptions(), f"weft plan {USAGE}", LINE)
+    is_json = JSON_FLAG in words
+    own, run_words = split_words([word for word in words if word != JSON_FLAG])
+    options = flags.read_config(own, PlanOptions)
+    pinned = _pinned(run_words)
+    run = load_checked_run(run_words, adapt=lambda run: _plain(run, pinned))
+    hardware = _hardware(run)
+    num_devices = _num_devices(run, options, pinned)
+    faults = tuple(world_faults(hardware, num_devices))
+    if faults:
+        raise ConfigError(*faults)
+    space = Space(num_devices, hardware.node, pinned)
+    found = candidates(run, space)
+    if not found.groups:
+        raise ConfigError(_no_layout(run, space, found))
+    named = read_layout(options.why, run) if options.why is not None else None
+    if named is not None:
+        _check_size(named, num_devices)
+        faults = run_checks(named.applied_to(run), config_checks)
+        if faults:
+            raise ConfigError(*faults)
+    return _search(run, run_words, options, found, hardware, named=named, is_json=is_json)
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of `PlanOptions`, and those of the run."""
+    own: list[str] = []
+    others: list[str] = []
+    current = others
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            current = own if name in PlanOptions.model_fields else others
+        elif current is own and word.endswith(".toml") and not own[-1].startswith("--"):
+            current = others
+        current.append(word)
+    return own, others
+
+
+def _pinned(words: Sequence[str]) -> frozenset[str]:
+    """Keys of the search that flags or the config file give."""
+    given = flags.split(words)
+    names = {name for name, _ in given.flags}
+    for path in given.loose:
+        if path.endswith(".toml") and Path(path).is_file():
+            names.update(toml.read(path))
+    return frozenset(names & SEARCHED)
+
+
+def _plain(run: Run, pinned: frozenset[str]) -> Run:
+    """The run with one rank and sequences that fit any batch, as far as these are searched."""
+    values: dict[str, Any] = {}
+    if "batch.micro_size" not in pinned:
+        values["batch.micro_size"] = 1
+    return run.with_values(values)
+
+
+def _hardware(run: Run) -> Hardware:
+    if run.hardware is None:
+        need = "a name or a hardware file"
+        raise ConfigError(Fault("hardware", "no device is named", need=need, fix="--hardware h100"))
+    return find_hardware(run.hardware).for_matmul(run.precision.matmul)
+
+
+def _num_devices(run: Run, options: PlanOptions, pinned: frozenset[str]) -> int:
+    size = run.device_mesh.size
+    if options.devices is None:
+        if "mesh" not in pinned:
+            raise ConfigError(Fault("devices", "no number is given", fix="--devices 256"))
+        return size
+    if "mesh" in pinned and options.devices != size:
+        fix = f"--devices {size}, or leave one of them out"
+        got = f"--devices {options.devices}, --mesh of {size}"
+        raise ConfigError(Fault("devices", "differ from the mesh", got, fix=fix))
+    return options.devices
+
+
+def _check_size(layout: Layout, num_devices: int) -> None:
+    size = Mesh.parse(layout.mesh).size
+    if size != num_devices:
+        need = str(num_devices)
+        raise ConfigError(Fault("why", "has another number of devices", str(size), need))
+
+
+def _no_layout(run: Run, space: Space, found: Candidates) -> Fault:
+    """Why no layout fills the devices, and the nearest numbers that one fills."""
+    reasons = [reason for reason, _ in found.illegal.most_common(2)]
+    near = nearest_devices(run, space)
+    fix = " or ".join(f"--devices {number}" for number in near)
+    return Fault(
+        "devices",
+        f"no layout fills {space.num_devices}",
+        got="; ".join(reasons),
+        fix=fix,
+    )
+
+
+def _search(
+    run: Run,
+    run_words: Sequence[str],
+    options: PlanOptions,
+    found: Candidates,
+    hardware: Hardware,
+    *,
+    named: Layout | None,
+    is_json: bool,
+) -> int:
+    from weft.planner.layout_costs import LayoutCosts  # late: they import torch
+    from weft.planner.plan_report import Rates, nothing_fits_text, search_json, search_text
+    from weft.planner.search import SearchLimits, search
+    from weft.planner.speeds import Speeds
+
+    costs = LayoutCosts(run, Speeds(hardware, hardware.efficiency))
+    rates = Rates(
+        options.price_usd_h or hardware.price_usd_h,
+        options.power_w or hardware.power_w,
+    )
+    capacity = (1 - options.headroom) * hardware.memory_bytes
+    limits = SearchLimits(capacity, options.measured)
+    result = search(found, costs, limits, target=options.target)
+    if not result.best:
+        print_result("\n".join(nothing_fits_text(result, capacity)))
+        return EXIT_FAILED
+    best = result.best[0].layout
+    if options.write is not None:
+        _write(options.write, best.applied_to(run))
+    if is_json:
+        fields = search_json(result, rates, num_shown=options.top)
+        fields["command"] = command_of(run_words, best)
+        print_result(json.dumps(fields, indent=1))
+        return EXIT_OK
+    lines = search_text(result, rates, num_shown=options.top)
+    if named is not None:
+        lines.extend(_why_lines(named, result, costs, capacity, rates))
+    if options.scale:
+        lines.extend(_scale_lines(run, options, hardware, costs))
+    print_result("\n".join([*_head(run, hardware, costs), *lines, command_of(run_words, best)]))
+    return EXIT_OK
+
+
+def _head(run: Run, hardware: Hardware, costs: LayoutCosts) -> list[str]:
+    notes = [f"on {hardware.label}; speeds: {costs.speeds.efficiency.source}"]
+    if run.precision.compute == "float32" and hardware.tflops("bfloat16") > hardware.tflops(
+        "float32"
+    ):
+        factor = hardware.tflops("bfloat16") / hardware.tflops("float32")
+        notes.append(
+            f"note: computes in float32; --precision.compute bfloat16 has {factor:.0f} times the peak"
+        )
+    return notes
+
+
+def command_of(run_words: Sequence[str], best: Layout) -> str:
+    """The run with the best layout as a command."""
+    from weft.planner.plan_report import flags_of
+
+    words = " ".join(map(shlex.quote, run_words))
+    return f"weft train {words} {flags_of(best)}"
+
+
+def _write(path: str, run: Run) -> None:
+    try:
+        Path(path).write_text(toml.dump(run), encoding="utf-8")
+    except OSError as error:
+        what = f"cannot write the file: {error.strerror}"
+        raise ConfigError(
+            Fault("write", what, got=repr(path), fix="choose another --write")
+        ) from None
+    print_result(f"wrote {path}")
+
+
+def _why_lines(
+    named: Layout, result: SearchResult, costs: LayoutCosts, capacity: float, rates: Rates
+) -> list[str]:
+    """What is wrong with a named layout, which is legal."""
+    from weft.planner.plan_report import found_lines, reason, wrapped
+    from weft.planner.search import Found
+    from weft.view.quantity import memory
+
+    entry = Found(named, costs.predict(named))
+    lines = [f"why not {named.text}:", *(f"  {line}" for line in found_lines(entry, rates))]
+    if entry.peak_bytes > capacity:
+        missing = memory(entry.peak_bytes - capacity)
+        lines.append(f"  it does not fit: {missing} too much")
+        kept = max(role.memory.kept.total for role in entry.prediction.roles)
+        lines.append(f"  {memory(kept)} of it are parameters, gradients and optimizer states")
+    elif named == result.best[0].layout:
+        lines.append("  it is the best one")
+    else:
+        lines.append(f"  the best one has {reason(result.best[0], entry)}")
+    return [part for line in lines for part in wrapped(line)]
+
+
+def _scale_lines(
+    run: Run, options: PlanOptions, hardware: Hardware, costs: LayoutCosts
+) -> list[str]:
+    from weft.planner.plan_report import scaling_text
+    from weft.planner.scaling import scaling
+
+    capacity = (1 - options.headroom) * hardware.memory_bytes
+    lines = []
+    for kind in ("strong", "weak"):
+        rows = scaling(run, costs, sorted(options.scale), kind=kind, memory_bytes=capacity)
+        title = {
+            "strong": "strong scaling (the same batch on all):",
+            "weak": "weak scaling (a batch that grows with the devices):",
+        }[kind]
+        lines.extend(scaling_text(title, rows))
+    return lines

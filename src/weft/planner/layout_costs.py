@@ -1,0 +1,402 @@
+"""Costs of layouts for a search: of each block under each sharding (a lower bound of a step), and of whole layouts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from weft.config.run import Run, plan_of
+from weft.core.dimension import default_sharding_rule
+from weft.core.model_config import BlockSpec, logical_axes
+from weft.core.shard import first_axes
+from weft.layout.plan import Plan, make_stages
+from weft.models.common.init import named_parameters
+from weft.parallel.cp import AXIS as CP
+from weft.parallel.dp import AXIS as DP
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.tp import AXIS as TP
+from weft.planner.candidates import MICRO_SIZES, Layout
+from weft.planner.measure import block_kinds, role_costs
+from weft.planner.predict import Prediction, predict_measured
+from weft.planner.rank_step import KeptBytes, RankStep, measure_rank
+from weft.planner.recorder import RecordedRegion
+from weft.planner.region_time import CostTable, replay
+from weft.planner.repeated import can_be_repeated, measure_repeated
+from weft.planner.speeds import Speeds
+from weft.schedule.actions import Act, Table
+from weft.schedule.catalog import find
+from weft.schedule.simulate import ACTIVATION_CHANGE
+from weft.train.build import family_of
+from weft.train.init_from import lazy_blocks
+
+BLOCK_MICROBATCHES = 2
+"""Micro-batches of a run that measures blocks: the first one reduces no gradients."""
+MOST_BLOCKS_IN_FULL = 12
+"""Blocks of a rank that are measured where none may be left out."""
+LARGEST_MICRO = max(MICRO_SIZES)
+BOUND_ROUNDS = 4
+"""A table of this many micro-batches a pipeline rank stands for longer ones in a bound."""
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Costs of a block on a rank for one micro-batch.
+
+    Attributes:
+        forward_s, backward_s: with the collectives that it waits for.
+        saved_bytes: that live from its forward to its backward.
+    """
+
+    forward_s: float
+    backward_s: float
+    saved_bytes: int
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that a rank holds between steps for each of its parameters.
+
+    Attributes:
+        whole: on every rank.
+        shared: over all ranks that hold the parameter.
+    """
+
+    whole: float
+    shared: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a layout needs at least.
+
+    Attributes:
+        seconds: of a step.
+        peak_bytes: of the fullest rank.
+        state_bytes: of these, between steps.
+    """
+
+    seconds: float
+    peak_bytes: float
+    state_bytes: float
+
+
+class LayoutCosts:
+    """Costs of the layouts of one run on one device; everything is measured once.
+
+    Attributes:
+        num_measured: layouts that were measured.
+        num_block_runs: runs that measured blocks.
+    """
+
+    def __init__(self, run: Run, speeds: Speeds) -> None:
+        self.run = run
+        self.speeds = speeds
+        self.kinds = block_kinds(run)
+        self.num_measured = 0
+        self.num_block_runs = 0
+        self._table = CostTable(speeds)
+        self._blocks: dict[object, dict[str, BlockCosts]] = {}
+        self._bounds: dict[object, dict[str, BlockCosts]] = {}
+        self._pipeline_bounds: dict[object, tuple[float, float]] = {}
+        self._kept_costs: list[Mapping[str, BlockCosts]] = []
+        self._held: dict[int, list[Counter[int]]] = {}
+        self._states: dict[int, StateBytes] = {}
+        self._params: dict[tuple[int, int], dict[str, float]] = {}
+        self._rank_params: dict[object, Sequence[float]] = {}
+        self._stages: dict[object, tuple[tuple[str, ...], ...]] = {}
+        self._tables: dict[object, Table] = {}
+        self._predictions: dict[Layout, Prediction] = {}
+
+    def for_run(self, run: Run) -> LayoutCosts:
+        """Costs of the same run with another batch; blocks are not measured again."""
+        other = LayoutCosts(run, self.speeds)
+        other._blocks = self._blocks
+        other._states = self._states
+        other._params = self._params
+        return other
+
+    # whole layouts
+
+    def predict(self, layout: Layout) -> Prediction:
+        """The prediction of a layout, from all of its roles."""
+        if layout not in self._predictions:
+            run = layout.applied_to(self.run)
+            plan = plan_of(run)
+
+            def step_of(row: int) -> RankStep:
+                return measure_repeated(run, plan, row, self.kinds)
+
+            roles = role_costs(plan, self.kinds, step_of)
+            self._predictions[layout] = predict_measured(roles, self.speeds)
+            self.num_measured += 1
+        return self._predictions[layout]
+
+    def can_be_measured(self, layout: Layout) -> bool:
+        """Whether that takes seconds: blocks may be left out, or there are few."""
+        plan = plan_of(layout.applied_to(self.run))
+        most = max(len(stage.blocks) for stage in plan.stages) * layout.chunks
+        return most <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
+
+    # lower bounds
+
+    def group_bound_s(self, layout: Layout, most_chunks: int) -> float:
+        """Seconds of a step at least, with any schedule of up to so many chunks a rank: of a rank
+        with an equal share of the work, which begins when the ranks before it have done a chunk.
+        """
+        costs = self.block_bounds(layout)
+        forward = sum(costs[kind].forward_s * count for kind, count in self._counts.items())
+        backward = sum(costs[kind].backward_s * count for kind, count in self._counts.items())
+        ranks = layout.degree(PP)
+        busy = self._num_micro(layout) * (forward + backward) / ranks
+        first_chunks = forward * (ranks - 1) / (ranks * most_chunks)
+        return busy + first_chunks
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
+        """Blocks of the model by kind."""
+        return Counter(self.kinds.values())
+
+    @cached_property
+    def _specs(self) -> tuple[BlockSpec, ...]:
+        return self.run.model.block_specs(self.run.data.seq_len)
+
+    def state_bytes(self, layout: Layout) -> float:
+        """Bytes between steps of the rank with the most parameters, at least."""
+        states = self._state_bytes(layout.zero)
+        degree = layout.degree(DP) * layout.degree(CP) * layout.degree(EP)
+        a_param = states.whole + states.shared / degree
+        return a_param * max(self._params_of_ranks(layout))
+
+    def bound(self, layout: Layout, costs: Mapping[str, BlockCosts]) -> Bound:
+        """What a layout needs at least, from the costs of its blocks: the rank that is busiest from
+        its first input to its last output; the activations in flight.
+
+        Args:
+            costs: `blocks` or `block_bounds` of the layout.
+        """
+        key = layout.degree(PP), layout.schedule, layout.chunks, layout.split, id(costs)
+        num_micro = self._num_micro(layout)
+        if (key, num_micro) not in self._pipeline_bounds:
+            found = self._pipeline_bound(layout, costs, num_micro)
+            self._pipeline_bounds[key, num_micro] = found
+        seconds, in_flight = self._pipeline_bounds[key, num_micro]
+        states = self.state_bytes(layout)
+        return Bound(seconds, states + in_flight, states)
+
+    def _pipeline_bound(
+        self, layout: Layout, costs: Mapping[str, BlockCosts], num_micro: int
+    ) -> tuple[float, float]:
+        """Seconds of a step and bytes of activations in flight, at least."""
+        self._kept_costs.append(costs)  # so that its id stays its own
+        table = self._bound_table(layout)
+        forward: list[float] = []
+        backward: list[float] = []
+        saved: list[int] = []
+        for names in self._stages_of(layout):
+            blocks = [costs[self.kinds[name]] for name in names]
+            forward.append(sum(block.forward_s for block in blocks))
+            backward.append(sum(block.backward_s for block in blocks))
+            saved.append(sum(block.saved_bytes for block in blocks))
+        seconds = 0.0
+        for rank in range(table.num_ranks):
+            own = table.stages(rank)
+            busy = num_micro * sum(forward[stage] + backward[stage] for stage in own)
+            before = sum(forward[: own[0]])
+            after = 0.0 if table.splits else sum(backward[: own[0]])
+            seconds = max(seconds, before + busy + after)
+        sizes = []
+        for counts in self._most_held(table):
+            sizes.append(sum(count * saved[stage] for stage, count in counts.items()))
+        return seconds, max(sizes)
+
+    def _most_held(self, table: Table) -> list[Counter[int]]:
+        """For each rank the activations by stage when it holds most of them."""
+        if id(table) not in self._held:
+            self._held[id(table)] = [_most_held_by(row) for row in table.rows]
+        return self._held[id(table)]
+
+    def blocks(self, layout: Layout) -> dict[str, BlockCosts]:
+        """The costs of each kind of block under the sharding of a layout, on one pipeline rank."""
+        degrees = [(axis, layout.degree(axis)) for axis in (EP, CP, TP)]
+        inner = tuple(item for item in degrees if item[1] > 1)
+        key = (inner, layout.micro_size, layout.sequence, layout.context, layout.recompute)
+        if key not in self._blocks:
+            alone = replace(layout, degrees=inner, zero=0, schedule="1f1b", chunks=1, split=())
+            self._blocks[key] = self._measure_blocks(alone)
+        return self._blocks[key]
+
+    def block_bounds(self, layout: Layout) -> Mapping[str, BlockCosts]:
+        """What each kind of block costs at least, from larger blocks: no part of a sequence or a
+        batch costs less than its share of the whole, and recomputation adds to the time.
+        """
+        degrees = [(axis, layout.degree(axis)) for axis in (EP, TP)]
+        inner = tuple(item for item in degrees if item[1] > 1)
+        whole = replace(
+            layout, degrees=inner, context="ring", recompute="none", micro_size=LARGEST_MICRO
+        )
+        share = layout.micro_size / LARGEST_MICRO / layout.degree(CP)
+        saves_all = layout.recompute == "none"
+        key = inner, layout.sequence, layout.recompute, share
+        if key not in self._bounds:
+            found = {}
+            for kind, costs in self.blocks(whole).items():
+                again_s = costs.forward_s if layout.recompute == "full" and "layer" in kind else 0.0
+                found[kind] = BlockCosts(
+                    forward_s=share * costs.forward_s,
+                    backward_s=share * (costs.backward_s + again_s),
+                    saved_bytes=int(share * costs.saved_bytes) if saves_all else 0,
+                )
+            self._bounds[key] = found
+        return self._bounds[key]
+
+    def _measure_blocks(self, layout: Layout) -> dict[str, BlockCosts]:
+        self.num_block_runs += 1
+        run, plan = self._thin(layout)
+        step = measure_rank(run, 0, plan=plan)
+        regions = {key.kind: region for key, region in step.actions.items() if key.place == "first"}
+        forward = _segment_seconds(regions["F"], self._table)
+        backward = _segment_seconds(regions["B"], self._table)
+        saved = _segment_changes(regions["F"])
+        return {
+            name: BlockCosts(forward.get(name, 0.0), backward.get(name, 0.0), saved.get(name, 0))
+            for name in plan.stages[0].blocks
+        }
+
+    def _thin(self, layout: Layout) -> tuple[Run, Plan]:
+        """A run of two micro-batches on the ranks of a layout, and its plan with one block of each
+        kind.
+        """
+        run = layout.applied_to(self.run)
+        num_data = layout.degree(DP) * layout.degree(EP)
+        size = BLOCK_MICROBATCHES * num_data * layout.micro_size
+        run = run.with_values({"batch.global_size": size})
+        plan = plan_of(run)
+        stage = plan.stages[0]
+        blocks = tuple(dict.fromkeys(self.kinds[name] for name in stage.blocks))
+        thin = stage.model_copy(update={"blocks": blocks})
+        return run, plan.model_copy(update={"stages": (thin,)})
+
+    def _state_bytes(self, zero: int) -> StateBytes:
+        """Measured with one rank, and with two data ranks."""
+        if zero not in self._states:
+            layout = Layout((), micro_size=1)
+            total = self._kept_a_param(layout)
+            shared = 0.0
+            if zero:
+                halved = self._kept_a_param(Layout(((DP, 2),), zero=zero))
+                shared = 2 * (total - halved)
+            self._states[zero] = StateBytes(total - shared, shared)
+        return self._states[zero]
+
+    def _kept_a_param(self, layout: Layout) -> float:
+        run, plan = self._thin(layout)
+        kept: KeptBytes = measure_rank(run, 0, plan=plan).kept
+        params = self._params_of_kinds(1, 1)
+        return kept.total / sum(params[name] for name in plan.stages[0].blocks)
+
+    # parameters and stages
+
+    def _params_of_kinds(self, tp: int, ep: int) -> dict[str, float]:
+        """Parameters of each kind of block on a rank."""
+        key = tp, ep
+        if key not in self._params:
+            family = family_of(self.run.model, self.run.lora)
+            blocks = lazy_blocks(family, self.run.model)
+            axes = family.axes(self.run.model)
+            rule = default_sharding_rule()
+            degrees = {TP: tp, EP: ep}
+            counts = {}
+            for kind in dict.fromkeys(self.kinds.values()):
+                count = 0.0
+                for name, param in named_parameters({kind: blocks[kind]}).items():
+                    logical = first_axes(logical_axes(name, axes))
+                    sharding = {rule[axis] for axis in logical if axis in rule}
+                    divisor = math.prod(degrees.get(axis, 1) for axis in sharding)
+                    count += param.numel() / divisor
+                counts[kind] = count
+            self._params[key] = counts
+        return self._params[key]
+
+    def _params_of_ranks(self, layout: Layout) -> Sequence[float]:
+        """Parameters of every pipeline rank."""
+        degrees = tuple(layout.degree(axis) for axis in (PP, TP, EP))
+        key = (*degrees, layout.schedule, layout.chunks, layout.split)
+        if key not in self._rank_params:
+            params = self._params_of_kinds(layout.degree(TP), layout.degree(EP))
+            table = self._bound_table(layout)
+            totals = [0.0] * table.num_ranks
+            for stage, names in enumerate(self._stages_of(layout)):
+                of_stage = sum(params[self.kinds[name]] for name in names)
+                totals[table.stage_to_rank[stage]] += of_stage
+            self._rank_params[key] = totals
+        return self._rank_params[key]
+
+    def _stages_of(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
+        key = layout.degree(PP) * layout.chunks, layout.split
+        if key not in self._stages:
+            stages = make_stages(self._specs, key[0], split=layout.split)
+            self._stages[key] = tuple(stage.blocks for stage in stages)
+        return self._stages[key]
+
+    def _num_micro(self, layout: Layout) -> int:
+        data_ranks = layout.degree(DP) * layout.degree(EP)
+        return self.run.batch.global_size // (data_ranks * layout.micro_size)
+
+    def _bound_table(self, layout: Layout) -> Table:
+        """The schedule's table, or a shorter one with as many activations in flight."""
+        ranks = layout.degree(PP)
+        num_micro = self._num_micro(layout)
+        key = layout.schedule, ranks, layout.chunks, num_micro
+        if key not in self._tables:
+            schedule = find(layout.schedule)
+            short = BOUND_ROUNDS * ranks
+            is_shortened = short < num_micro and layout.schedule != "gpipe"
+            sizes = {"ranks": ranks, "chunks": layout.chunks}
+            if is_shortened and not schedule.faults(**sizes, microbatches=short):
+                num_micro = short
+            short_key = layout.schedule, ranks, layout.chunks, num_micro
+            if short_key not in self._tables:
+                self._tables[short_key] = schedule.table(ranks, layout.chunks, num_micro)
+            self._tables[key] = self._tables[short_key]
+        return self._tables[key]
+
+
+def _segment_seconds(region: RecordedRegion, table: CostTable) -> dict[str, float]:
+    """Seconds of each block in a region."""
+    seconds: dict[str, float] = {}
+    stops = [segment.first_event for segment in region.segments[1:]]
+    for segment, stop in zip(region.segments, [*stops, len(region.events)], strict=True):
+        part = replace(region, events=region.events[segment.first_event : stop])
+        time = replay(table.region(part)).total
+        seconds[segment.block] = seconds.get(segment.block, 0.0) + time
+    return seconds
+
+
+def _segment_changes(region: RecordedRegion) -> dict[str, int]:
+    """Bytes that each block leaves."""
+    changes: dict[str, int] = {}
+    levels = [segment.entry_bytes for segment in region.segments[1:]]
+    for segment, level in zip(region.segments, [*levels, region.exit_bytes], strict=True):
+        change = level - segment.entry_bytes
+        changes[segment.block] = changes.get(segment.block, 0) + change
+    return changes
+
+
+def _most_held_by(row: Sequence[Act]) -> Counter[int]:
+    """The activations by stage when a row of actions holds most of them."""
+    held: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    num_held = 0
+    num_most = 0
+    for act in row:
+        change = ACTIVATION_CHANGE[act.kind]
+        held[act.stage] += change
+        num_held += change
+        if num_held > num_most:
+            num_most = num_held
+            most = held.copy()
+    return most
