@@ -1381,6 +1381,24 @@ def starts() -> Iterator[Case]:
         yield Case(f"{name} of a URL", (name, "s3://bucket/run"), "reads local folders")
 
 
+def plans() -> Iterator[Case]:
+    """What `weft plan` rejects."""
+    on_h100 = ("--hardware", "h100")
+    yield Case("plan without devices", ("plan", *on_h100), "devices: no number is given")
+    yield Case("plan of 0", ("plan", "--devices", "0", *on_h100), "devices: out of range")
+    yield Case("plan without a device", ("plan", "--devices", "4"), "hardware: no device is named")
+    words = ("plan", "--devices", "4", "--hardware", "h10")
+    yield Case("plan on an unknown device", words, "hardware: unknown device")
+    words = ("plan", "--devices", "4", "--mesh", "dp2", *on_h100)
+    yield Case("plan of two sizes", words, "devices: differ from the mesh")
+    words = ("plan", "--devices", "23", *on_h100)
+    yield Case("plan that nothing fills", words, "devices: no layout fills 23")
+    words = ("plan", "--devices", "4", "--why", "dp2", *on_h100)
+    yield Case("why of another size", words, "why: has another number of devices")
+    words = ("plan", "--devices", "4", "--why", "dp4 zero9", *on_h100)
+    yield Case("why of no layout", words, "mesh: unknown axis 'zero'")
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "config": config_values,
     "toml": toml_files,
@@ -1394,6 +1412,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "optimizers": optimizers,
     "hardware": hardware_files,
     "simulate": simulate_options,
+    "plan": plans,
     "start": starts,
 }
 

@@ -49,11 +49,14 @@ class BlockCosts:
     Attributes:
         forward_s, backward_s: with the collectives that it waits for.
         saved_bytes: that live from its forward to its backward.
+        forward_peak, backward_peak: bytes that live meanwhile above those at its begin.
     """
 
     forward_s: float
     backward_s: float
     saved_bytes: int
+    forward_peak: int
+    backward_peak: int
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class LayoutCosts:
         self._bounds: dict[object, dict[str, BlockCosts]] = {}
         self._pipeline_bounds: dict[object, tuple[float, float]] = {}
         self._kept_costs: list[Mapping[str, BlockCosts]] = []
-        self._held: dict[int, list[Counter[int]]] = {}
+        self._held: dict[int, list[HeldActivations]] = {}
         self._states: dict[int, StateBytes] = {}
         self._params: dict[tuple[int, int], dict[str, float]] = {}
         self._rank_params: dict[object, Sequence[float]] = {}
@@ -130,7 +133,7 @@ class LayoutCosts:
             def step_of(row: int) -> RankStep:
                 return measure_repeated(run, plan, row, self.kinds)
 
-            roles = role_costs(plan, self.kinds, step_of)
+            roles = role_costs(plan, self.kinds, step_of, has_regions=False)
             self._predictions[layout] = predict_measured(roles, self.speeds)
             self.num_measured += 1
         return self._predictions[layout]
@@ -209,11 +212,17 @@ class LayoutCosts:
             after = 0.0 if table.splits else sum(backward[: own[0]])
             seconds = max(seconds, before + busy + after)
         sizes = []
-        for counts in self._most_held(table):
-            sizes.append(sum(count * saved[stage] for stage, count in counts.items()))
+        for held in self._most_held(table):
+            size = sum(count * saved[stage] for stage, count in held.counts.items())
+            blocks = [costs[self.kinds[name]] for name in self._stages_of(layout)[held.last_stage]]
+            level = size - saved[held.last_stage]
+            for block in blocks:
+                sizes.append(level + block.forward_peak)
+                level += block.saved_bytes
+            sizes.append(size + blocks[-1].backward_peak)
         return seconds, max(sizes)
 
-    def _most_held(self, table: Table) -> list[Counter[int]]:
+    def _most_held(self, table: Table) -> list[HeldActivations]:
         """For each rank the activations by stage when it holds most of them."""
         if id(table) not in self._held:
             self._held[id(table)] = [_most_held_by(row) for row in table.rows]
@@ -249,6 +258,8 @@ class LayoutCosts:
                     forward_s=share * costs.forward_s,
                     backward_s=share * (costs.backward_s + again_s),
                     saved_bytes=int(share * costs.saved_bytes) if saves_all else 0,
+                    forward_peak=int(share * costs.forward_peak) if saves_all else 0,
+                    backward_peak=int(share * costs.backward_peak) if saves_all else 0,
                 )
             self._bounds[key] = found
         return self._bounds[key]
@@ -261,10 +272,18 @@ class LayoutCosts:
         forward = _segment_seconds(regions["F"], self._table)
         backward = _segment_seconds(regions["B"], self._table)
         saved = _segment_changes(regions["F"])
-        return {
-            name: BlockCosts(forward.get(name, 0.0), backward.get(name, 0.0), saved.get(name, 0))
-            for name in plan.stages[0].blocks
-        }
+        forward_peaks = _segment_peaks(regions["F"])
+        backward_peaks = _segment_peaks(regions["B"])
+        found = {}
+        for name in plan.stages[0].blocks:
+            found[name] = BlockCosts(
+                forward_s=forward.get(name, 0.0),
+                backward_s=backward.get(name, 0.0),
+                saved_bytes=saved.get(name, 0),
+                forward_peak=forward_peaks.get(name, 0),
+                backward_peak=backward_peaks.get(name, 0),
+            )
+        return found
 
     def _thin(self, layout: Layout) -> tuple[Run, Plan]:
         """A run of two micro-batches on the ranks of a layout, and its plan with one block of each
@@ -281,15 +300,15 @@ class LayoutCosts:
         return run, plan.model_copy(update={"stages": (thin,)})
 
     def _state_bytes(self, zero: int) -> StateBytes:
-        """Measured with one rank, and with two data ranks."""
+        """Measured with two and with four data ranks."""
         if zero not in self._states:
-            layout = Layout((), micro_size=1)
-            total = self._kept_a_param(layout)
-            shared = 0.0
             if zero:
                 halved = self._kept_a_param(Layout(((DP, 2),), zero=zero))
-                shared = 2 * (total - halved)
-            self._states[zero] = StateBytes(total - shared, shared)
+                quartered = self._kept_a_param(Layout(((DP, 4),), zero=zero))
+                shared = 4 * (halved - quartered)
+                self._states[zero] = StateBytes(halved - shared / 2, shared)
+            else:
+                self._states[zero] = StateBytes(self._kept_a_param(Layout(())), 0.0)
         return self._states[zero]
 
     def _kept_a_param(self, layout: Layout) -> float:
@@ -386,10 +405,32 @@ def _segment_changes(region: RecordedRegion) -> dict[str, int]:
     return changes
 
 
-def _most_held_by(row: Sequence[Act]) -> Counter[int]:
-    """The activations by stage when a row of actions holds most of them."""
+def _segment_peaks(region: RecordedRegion) -> dict[str, int]:
+    """Most bytes that live during each block above those at its begin."""
+    peaks: dict[str, int] = {}
+    for segment in region.segments:
+        peak = segment.peak_bytes - segment.entry_bytes
+        peaks[segment.block] = max(peaks.get(segment.block, 0), peak)
+    return peaks
+
+
+@dataclass(frozen=True)
+class HeldActivations:
+    """The activations of a rank when it holds most of them.
+
+    Attributes:
+        counts: by stage.
+        last_stage: of the forward that made the last one.
+    """
+
+    counts: Counter[int]
+    last_stage: int
+
+
+def _most_held_by(row: Sequence[Act]) -> HeldActivations:
+    """The activations when a row of actions holds most of them."""
     held: Counter[int] = Counter()
-    most: Counter[int] = Counter()
+    most = HeldActivations(Counter(), row[0].stage)
     num_held = 0
     num_most = 0
     for act in row:
@@ -398,5 +439,5 @@ def _most_held_by(row: Sequence[Act]) -> Counter[int]:
         num_held += change
         if num_held > num_most:
             num_most = num_held
-            most = held.copy()
+            most = HeldActivations(held.copy(), act.stage)
     return most

@@ -93,10 +93,13 @@ def role_costs(
     plan: Plan,
     kinds: Mapping[str, str],
     step_of: Callable[[int], RankStep],
+    *,
+    has_regions: bool = True,
 ) -> tuple[RoleCosts, ...]:
     """The costs of every role of a plan.
 
     Args:
+        has_regions: whether steps have the regions between actions; else overlaps are left out.
         kinds: `block_kinds` of the run.
         step_of: measures a pipeline coordinate; called once for equal ones.
     """
@@ -116,7 +119,7 @@ def role_costs(
                 step=step,
                 memory=memory,
                 traffic=step_traffic(step, row),
-                overlap=step_overlap(step, row),
+                overlap=step_overlap(step, row) if has_regions else {},
                 flops=_flops(step, row),
             )
         )

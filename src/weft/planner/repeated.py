@@ -157,6 +157,7 @@ def _extended(run: Run, plan: Plan, rank: int, runs: Sequence[BlockRun]) -> Rank
         actions=actions,
         phases=phases,
         num_dispatches=num_dispatches,
+        regions=(),
     )
 
 

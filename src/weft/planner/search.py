@@ -27,6 +27,8 @@ HEADROOM = 0.1
 """Share of the memory that stays free: the driver, communication buffers and fragmentation."""
 MOST_MEASURED = 8
 """Layouts that a search measures."""
+MOST_FAILED = 3
+"""Layouts that are measured and do not fit, for each one that may be measured."""
 NUM_BEST = 3
 FRONT_SHARES = (0.75, 0.5)
 """Of the memory of the best layout, for which the fastest one is looked for."""
@@ -158,12 +160,13 @@ class _Search:
         self.queue: list[_Waiting] = []
         self.number = 0
         self.num_measured = 0
+        self.num_failed = 0
 
     def run(self) -> SearchResult:
         """The result, with all that fit among the measured ones."""
         for group in self.candidates.groups:
             self._add_group(group)
-        while self.queue and self.num_measured < self.limits.most_measured:
+        while self.queue and self._may_measure():
             waiting = heapq.heappop(self.queue)
             if self._is_too_slow(waiting.bound_s):
                 heapq.heappush(self.queue, waiting)
@@ -178,6 +181,10 @@ class _Search:
         self._count_rest()
         self.result.best.sort(key=_by_time)
         return self.result
+
+    def _may_measure(self) -> bool:
+        has_room = self.num_failed < MOST_FAILED * self.limits.most_measured
+        return has_room and self.num_measured < self.limits.most_measured
 
     def _push(self, waiting: _Waiting) -> None:
         self.number += 1
@@ -238,12 +245,13 @@ class _Search:
                 self.result.rejected[DEEP] += 1
                 continue
             prediction = self.costs.predict(layout)
-            self.num_measured += 1
             if prediction.peak_bytes <= self.limits.memory_bytes:
                 self.result.best.append(Found(layout, prediction))
+                self.num_measured += 1
                 self.result.rejected[MORE_SHARDED] += len(order) - place - 1
                 return
             self.result.rejected[MEASURED] += 1
+            self.num_failed += 1
 
     def _count_rest(self) -> None:
         for waiting in self.queue:

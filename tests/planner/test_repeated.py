@@ -1,0 +1,97 @@
+"""Costs of deep stages from five equal blocks equal those of all blocks: memory, kernels, operations and their waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planner.test_step_costs import run_of
+from weft.config.run import Run, plan_of
+from weft.layout.plan import Plan
+from weft.planner import repeated
+from weft.planner.measure import block_kinds
+from weft.planner.rank_step import RankStep, measure_rank
+from weft.planner.recorder import KernelLaunch, RecordedRegion, Started
+from weft.planner.repeated import measure_repeated
+from weft.planner.step_memory import step_memory
+from weft.planner.step_traffic import step_traffic
+
+WIDE = "--model.layers {} --model.dim 2048 --model.ffn 8192 --batch.micro_size 1 --data.seq_len 16"
+LAYOUTS = {
+    "dp2 zero2": (8, "--mesh dp2 --parallel.zero 2"),
+    "dp2 zero0": (8, "--mesh dp2"),
+    "dp2 tp2 zero3 sequence full": (
+        8,
+        "--mesh dp2,tp2 --parallel.zero 3 --parallel.sequence True --parallel.recompute full",
+    ),
+    "pp2 dp2 zero1 zero_bubble": (
+        16,
+        "--mesh pp2,dp2 --parallel.zero 1 --pipeline.schedule zero_bubble",
+    ),
+    "pp2 cp2 interleaved": (
+        28,
+        "--mesh pp2,cp2 --parallel.zero 1 --pipeline.schedule interleaved --pipeline.chunks 2",
+    ),
+}
+STACKED_NUMBERS = 8192
+"""Bytes of the numbers that the norm stacks, whose peak lies at another place with more blocks."""
+
+
+class CountedMeasurement:
+    """`measure_rank`, with the number of its calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, run: Run, rank: int, *, plan: Plan) -> RankStep:
+        self.count += 1
+        return measure_rank(run, rank, plan=plan)
+
+
+def events_of(region: RecordedRegion) -> list[object]:
+    """Kernels, and operations with the number of the start that each wait is for."""
+    numbers: dict[int, int] = {}
+    found: list[object] = []
+    for event in region.events:
+        if isinstance(event, KernelLaunch):
+            found.append(event)
+            continue
+        if isinstance(event, Started):
+            numbers[id(event.op)] = len(numbers)
+        found.append((type(event), event.op, numbers.get(id(event.op))))
+    return found
+
+
+def assert_equal(short: RankStep, whole: RankStep) -> None:
+    assert short.kept == whole.kept
+    assert short.actions.keys() == whole.actions.keys()
+    for key, region in whole.actions.items():
+        other = short.actions[key]
+        assert events_of(other) == events_of(region)
+        assert (other.change, other.workspace) == (region.change, region.workspace)
+        assert other.peak_block == region.peak_block
+    for name, region in whole.phases.items():
+        assert events_of(short.phases[name]) == events_of(region)
+        assert short.phases[name].change == region.change
+        assert abs(short.phases[name].workspace - region.workspace) < STACKED_NUMBERS
+    assert step_memory(short, short.row).peak == step_memory(whole, whole.row).peak
+    assert step_traffic(short, short.row) == step_traffic(whole, whole.row)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dp2 zero2", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])],
+)
+def test_five_blocks_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_layers, flags = LAYOUTS[name]
+    run = run_of(f"{flags} --batch.global_size 16 {WIDE.format(num_layers)}")
+    plan = plan_of(run)
+    kinds = block_kinds(run)
+    for row in range(plan.pipeline_size):
+        rank = plan.mesh.rank(pp=row)
+        whole = measure_rank(run, rank)
+        measured = CountedMeasurement()
+        monkeypatch.setattr(repeated, "measure_rank", measured)
+        short = measure_repeated(run, plan, row, kinds)
+        monkeypatch.undo()
+        assert measured.count == 2  # a short stage and one with a block more
+        assert_equal(short, whole)
