@@ -22,7 +22,7 @@ from weft.parallel.tp import AXIS as TP
 from weft.planner.candidates import MICRO_SIZES, Layout
 from weft.planner.measure import block_kinds, role_costs
 from weft.planner.predict import Prediction, predict_measured
-from weft.planner.rank_step import KeptBytes, RankStep, measure_rank
+from weft.planner.rank_step import RankStep, measure_rank
 from weft.planner.recorder import RecordedRegion
 from weft.planner.region_time import CostTable, replay
 from weft.planner.repeated import can_be_repeated, measure_repeated
@@ -312,10 +312,15 @@ class LayoutCosts:
         return self._states[zero]
 
     def _kept_a_param(self, layout: Layout) -> float:
+        """Bytes between steps, and those that the first micro-batch leaves: gradients whose
+        reduction is waited for later.
+        """
         run, plan = self._thin(layout)
-        kept: KeptBytes = measure_rank(run, 0, plan=plan).kept
+        step = measure_rank(run, 0, plan=plan)
+        first = [region for key, region in step.actions.items() if key.place == "first"]
+        left = max(0, sum(region.change for region in first))
         params = self._params_of_kinds(1, 1)
-        return kept.total / sum(params[name] for name in plan.stages[0].blocks)
+        return (step.kept.total + left) / sum(params[name] for name in plan.stages[0].blocks)
 
     # parameters and stages
 
