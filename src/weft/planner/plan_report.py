@@ -49,7 +49,7 @@ def search_text(result: SearchResult, rates: Rates, *, num_shown: int) -> list[s
     lines.append(
         f"{count(result.num_candidates)} legal layouts; {len(result.best)} were measured and fit. Others:"
     )
-    for text, number in result.rejected.most_common(MOST_REASONS):
+    for text, number in (+result.rejected).most_common(MOST_REASONS):
         lines.append(f"  {count(number):>9}  {text}")
     if result.next_bound_s is not None:
         lines.append(
