@@ -31,7 +31,7 @@ from weft.planner.candidates import (
 if TYPE_CHECKING:
     from weft.planner.layout_costs import LayoutCosts
     from weft.planner.plan_report import Rates
-    from weft.planner.search import SearchResult
+    from weft.planner.search import FoundLayouts
 
 USAGE = "[CONFIG.toml] --devices 256 --hardware h100 [--target time] [--key value ...]"
 LINE = "search the best layout for a number of devices"
@@ -254,7 +254,7 @@ def _write(path: str, run: Run) -> None:
 
 
 def _why_lines(
-    named: Layout, result: SearchResult, costs: LayoutCosts, capacity: float, rates: Rates
+    named: Layout, result: FoundLayouts, costs: LayoutCosts, capacity: float, rates: Rates
 ) -> list[str]:
     """What is wrong with a named layout, which is legal."""
     from weft.planner.plan_report import found_lines, reason, wrapped

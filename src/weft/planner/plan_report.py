@@ -11,7 +11,7 @@ from typing import Any
 from weft.config.checks import as_flags
 from weft.core.mesh import WIDTH
 from weft.planner.candidates import Layout
-from weft.planner.search import Found, SearchResult
+from weft.planner.search import Found, FoundLayouts
 from weft.view.quantity import count, memory, short_time
 
 JOULES_A_KWH = 3.6e6
@@ -32,7 +32,7 @@ def flags_of(layout: Layout) -> str:
     return as_flags(values)
 
 
-def search_text(result: SearchResult, rates: Rates, *, num_shown: int) -> list[str]:
+def search_text(result: FoundLayouts, rates: Rates, *, num_shown: int) -> list[str]:
     """The result for a reader."""
     lines = []
     shown = result.best[:num_shown]
@@ -138,7 +138,7 @@ def _busy_s(found: Found) -> float:
     return busy - sum(step.exposed_s.values())
 
 
-def nothing_fits_text(result: SearchResult, capacity: float) -> list[str]:
+def nothing_fits_text(result: FoundLayouts, capacity: float) -> list[str]:
     """What is known where no layout fits."""
     lines = [
         f"none of {count(result.num_candidates)} legal layouts fits {memory(capacity)} a device"
@@ -149,7 +149,7 @@ def nothing_fits_text(result: SearchResult, capacity: float) -> list[str]:
     return lines
 
 
-def search_json(result: SearchResult, rates: Rates, *, num_shown: int) -> dict[str, Any]:
+def search_json(result: FoundLayouts, rates: Rates, *, num_shown: int) -> dict[str, Any]:
     """The result as JSON."""
     return {
         "candidates": result.num_candidates,

@@ -328,7 +328,7 @@ def _grown_events(events: Sequence[Event], longer: Sequence[_LongerRegion]) -> l
             more = others[part.inserted] * each.count
             inserted.setdefault(part.place, []).extend(more)
             if part.longer is not None:
-                sizes = _Sizes(events[part.place], others[part.longer], each.count)
+                sizes = _AddedSizes(events[part.place], others[part.longer], each.count)
                 grown[part.place] = sizes.added_to(grown[part.place])
     result: list[Event] = []
     for index, event in enumerate(grown):
@@ -366,7 +366,7 @@ def linked(events: Sequence[Event], own: Collection[int]) -> list[Event]:
 
 
 @dataclass(frozen=True)
-class _Difference:
+class _EventDifference:
     """A place at which a longer list of events differs from a short one.
 
     Attributes:
@@ -380,7 +380,7 @@ class _Difference:
     longer: int | None = None
 
 
-def _differences(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_Difference]:
+def _differences(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_EventDifference]:
     """How `others` differs from `events`.
 
     Raises:
@@ -398,10 +398,10 @@ def _differences(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_
             num_inserted = _num_inserted(events[place:], others[other_place:], num_more)
         if num_inserted:
             inserted = slice(other_place, other_place + num_inserted)
-            yield _Difference(place, inserted)
+            yield _EventDifference(place, inserted)
             other_place += num_inserted
         elif _kind_at(events, place) == _kind_at(others, other_place):
-            yield _Difference(place, slice(0, 0), other_place)
+            yield _EventDifference(place, slice(0, 0), other_place)
             place += 1
             other_place += 1
         else:
@@ -448,7 +448,7 @@ def _kind(event: Event) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _AddedSizes:
     """The sizes that `count` blocks more add to an event, where one makes `longer` of `short`."""
 
     short: Event

@@ -64,7 +64,7 @@ class Found:
 
 
 @dataclass
-class SearchResult:
+class FoundLayouts:
     """What a search has found.
 
     Attributes:
@@ -100,14 +100,14 @@ class SearchLimits:
 
 def search(
     found: Candidates, costs: LayoutCosts, limits: SearchLimits, *, target: Target
-) -> SearchResult:
+) -> FoundLayouts:
     """The best layouts among candidates; see Note [Best first]."""
-    result = _Search(found, costs, limits).run()
+    result = _BestFirst(found, costs, limits).run()
     measured = {entry.layout: entry for entry in result.best}
     if result.best and target != "cost":
         for share in FRONT_SHARES:
             less = SearchLimits(share * result.best[0].peak_bytes, most_measured=2)
-            for entry in _Search(found, costs, less).run().best:
+            for entry in _BestFirst(found, costs, less).run().best:
                 measured.setdefault(entry.layout, entry)
     result.front = pareto_front(measured.values())
     if target == "memory" and result.front:
@@ -129,7 +129,7 @@ def _by_time(entry: Found) -> tuple[object, ...]:
 
 
 @dataclass(order=True)
-class _Waiting:
+class _QueuedLayouts:
     """Layouts in the queue, by the lower bound of their time.
 
     Attributes:
@@ -149,20 +149,20 @@ class _Waiting:
         return len(self.zeros) * (len(self.group.pipelines) if self.pipeline is None else 1)
 
 
-class _Search:
+class _BestFirst:
     """A search with one limit of memory."""
 
     def __init__(self, found: Candidates, costs: LayoutCosts, limits: SearchLimits) -> None:
         self.costs = costs
         self.limits = limits
         self.candidates = found
-        self.result = SearchResult(len(found))
-        self.queue: list[_Waiting] = []
+        self.result = FoundLayouts(len(found))
+        self.queue: list[_QueuedLayouts] = []
         self.number = 0
         self.num_measured = 0
         self.num_failed = 0
 
-    def run(self) -> SearchResult:
+    def run(self) -> FoundLayouts:
         """The result, with all that fit among the measured ones."""
         for group in self.candidates.groups:
             self._add_group(group)
@@ -186,7 +186,7 @@ class _Search:
         has_room = self.num_failed < MOST_FAILED * self.limits.most_measured
         return has_room and self.num_measured < self.limits.most_measured
 
-    def _push(self, waiting: _Waiting) -> None:
+    def _push(self, waiting: _QueuedLayouts) -> None:
         self.number += 1
         heapq.heappush(self.queue, replace(waiting, number=self.number))
 
@@ -209,7 +209,7 @@ class _Search:
         if fitting:
             most_chunks = max(pipeline.chunks for pipeline in group.pipelines)
             bound_s = self.costs.group_bound_s(group.base, most_chunks)
-            self._push(_Waiting(bound_s, 0, group, zeros=tuple(fitting)))
+            self._push(_QueuedLayouts(bound_s, 0, group, zeros=tuple(fitting)))
 
     def _note_smallest(self, size: float, layout: Layout) -> None:
         smallest = self.result.smallest
@@ -217,7 +217,7 @@ class _Search:
             self.result.smallest = size, layout
 
     def _bound(
-        self, waiting: _Waiting, pipeline: PipelineChoice, *, has_blocks: bool = False
+        self, waiting: _QueuedLayouts, pipeline: PipelineChoice, *, has_blocks: bool = False
     ) -> None:
         """Queue a schedule of a group with a bound from larger blocks, or from its own ones."""
         base = waiting.group.base
@@ -233,9 +233,9 @@ class _Search:
                 self.result.rejected[ACTIVATIONS] += 1
         if fitting:
             zeros = tuple(fitting)
-            self._push(_Waiting(seconds, 0, waiting.group, pipeline, zeros, has_blocks))
+            self._push(_QueuedLayouts(seconds, 0, waiting.group, pipeline, zeros, has_blocks))
 
-    def _measure(self, waiting: _Waiting) -> None:
+    def _measure(self, waiting: _QueuedLayouts) -> None:
         """Measure the lowest ZeRO stage from 1 on that fits."""
         assert waiting.pipeline is not None
         order = sorted(waiting.zeros, key=lambda zero: (zero == 0, zero))
