@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class SiteProof:
     @staticmethod
     def of(run: Run, family: Family, samples: Samples) -> SiteProof:
         """The proof of a run, in float64 and with short periods."""
-        values = {
+        values: dict[str, Any] = {
             "site.every": EVERY,
             "site.overlap": min(run.site.overlap, EVERY - 1),
             "steps": max(run.steps, STEPS),
