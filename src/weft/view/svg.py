@@ -71,7 +71,7 @@ def _drawn(timeline: Timeline, lanes: bool) -> Timeline:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _BoxRow:
     """A row of boxes: the kernels of a rank, or one of its other lanes.
 
     Attributes:
@@ -131,23 +131,23 @@ def _timeline_parts(
     return parts, footer_top + LINE_HEIGHT * len(footer) + MARGIN
 
 
-def _rows(timeline: Timeline, top: int) -> tuple[list[_Row], int]:
+def _rows(timeline: Timeline, top: int) -> tuple[list[_BoxRow], int]:
     """The rows of all ranks, and where they end."""
-    rows: list[_Row] = []
+    rows: list[_BoxRow] = []
     for rank, spans in enumerate(timeline.by_rank):
         for lane in lanes_of(timeline, rank):
             on_lane = tuple(span for span in spans if span.lane == lane)
             if lane == KERNELS:
-                rows.append(_Row(f"rank {rank}", top, BOX_HEIGHT, on_lane))
+                rows.append(_BoxRow(f"rank {rank}", top, BOX_HEIGHT, on_lane))
                 top += BOX_HEIGHT + 1
             else:
-                rows.append(_Row(lane, top, LANE_HEIGHT, on_lane))
+                rows.append(_BoxRow(lane, top, LANE_HEIGHT, on_lane))
                 top += LANE_HEIGHT + 1
         top += ROW_HEIGHT - BOX_HEIGHT - 1
     return rows, top
 
 
-def _row_title(row: _Row) -> str:
+def _row_title(row: _BoxRow) -> str:
     if not row.is_thin:
         return f'<text x="{MARGIN}" y="{row.top + 14}">{row.title}</text>'
     baseline = row.top + LANE_HEIGHT - 1
