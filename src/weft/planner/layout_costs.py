@@ -22,7 +22,13 @@ from weft.parallel.tp import AXIS as TP
 from weft.planner.candidates import MICRO_SIZES, Layout
 from weft.planner.measure import block_kinds, role_costs
 from weft.planner.predict import Prediction, predict_measured
-from weft.planner.rank_step import RankStep, measure_rank
+from weft.planner.rank_step import (
+    RankStep,
+    action_keys,
+    measure_rank,
+    played_microbatches,
+    thinned,
+)
 from weft.planner.recorder import RecordedRegion
 from weft.planner.region_time import CostTable, replay
 from weft.planner.repeated import can_be_repeated, measure_repeated
@@ -139,10 +145,13 @@ class LayoutCosts:
         return self._predictions[layout]
 
     def can_be_measured(self, layout: Layout) -> bool:
-        """Whether that takes seconds: blocks may be left out, or there are few."""
+        """Whether that takes seconds: blocks may be left out, or there are few; and whether the
+        micro-batches that are played show all kinds of actions.
+        """
         plan = plan_of(layout.applied_to(self.run))
         most = max(len(stage.blocks) for stage in plan.stages) * layout.chunks
-        return most <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
+        is_small = most <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
+        return is_small and _shows_all_actions(plan.table)
 
     # lower bounds
 
@@ -387,6 +396,16 @@ class LayoutCosts:
                 self._tables[short_key] = schedule.table(ranks, layout.chunks, num_micro)
             self._tables[key] = self._tables[short_key]
         return self._tables[key]
+
+
+def _shows_all_actions(table: Table) -> bool:
+    """Whether the micro-batches that are played have every kind of action of the table."""
+    played = thinned(table, played_microbatches(table))
+    for row in range(table.num_ranks):
+        keys = set(action_keys(table, row).values())
+        if not keys <= set(action_keys(played, row).values()):
+            return False
+    return True
 
 
 def _segment_seconds(region: RecordedRegion, table: CostTable) -> dict[str, float]:

@@ -40,7 +40,7 @@ STATES, ACTIVATIONS, MEASURED = (
 SLOWER, MORE_SHARDED, DEEP, OPEN = (
     "slower, by a lower bound of the time",
     "a lower ZeRO stage fits, and sends less",
-    "not measured: all blocks of deep stages would have to be",
+    "not measured: deep stages, or actions that three micro-batches lack",
     "not measured; no faster bound than the next one below",
 )
 
