@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.commands.calibrate import FLAG, CalibrateOptions, calibrate, runs_of
+from weft.commands.calibrate import FLAG, calibrate, runs_of
+from weft.commands.calibrate_options import CalibrateOptions
 from weft.config.efficiency import Efficiency
 from weft.config.load import load
 from weft.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 
 from tests.planner.test_step_costs import run_of
 from weft.commands.comparison import (
-    StepComparison,
+    MeasuredAndPredicted,
     comparison_of,
     predicted,
     start_prediction,
@@ -48,7 +48,9 @@ class Answered:
         return self.answer if self.left < 0 or patience_s else None
 
 
-def events_of(comparison: StepComparison, count: int, step_s: float = 1.0) -> list[dict[str, Any]]:
+def events_of(
+    comparison: MeasuredAndPredicted, count: int, step_s: float = 1.0
+) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number in range(1, count + 1):
         event = {"event": "step", "step": number, "step_s": step_s, "mem_bytes": 3 * 2**30}
@@ -56,8 +58,8 @@ def events_of(comparison: StepComparison, count: int, step_s: float = 1.0) -> li
     return found
 
 
-def comparison(prediction: Any, last_step: int = 100) -> StepComparison:
-    return StepComparison(UTILIZATION, prediction, base_bytes=2**30, last_step=last_step)
+def comparison(prediction: Any, last_step: int = 100) -> MeasuredAndPredicted:
+    return MeasuredAndPredicted(UTILIZATION, prediction, base_bytes=2**30, last_step=last_step)
 
 
 def test_steps_have_mfu_after_the_warm_up() -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from weft.comm.comm import Comm
-from weft.commands.bench import BenchOptions, CommOptions, ComputeOptions, SizeRange
+from weft.commands.bench_options import BenchOptions, CommOptions, ComputeOptions, SizeRange
 from weft.commands.console import print_result
 from weft.config.hardware_file import write_fields
 from weft.core.mesh import Mesh

@@ -6,14 +6,11 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import Field
-
+from weft.commands.calibrate_options import CalibrateOptions
 from weft.commands.console import set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.config.hardware import SUFFIX, find_hardware, world_faults
-from weft.config.schema import ConfigSection
 from weft.errors import ConfigError, Fault
 
 FLAG = "--calibrate"
@@ -44,24 +41,6 @@ VARIANTS = (
 """One for each size."""
 MICRO_BATCHES = 4
 """Of a step and data rank."""
-
-
-class CalibrateOptions(ConfigSection):
-    """What `weft plan --calibrate` runs and writes."""
-
-    write: str | None = Field(
-        None,
-        title="a file name",
-        examples=["mine.toml"],
-        description="hardware file that has the figures and gets the constants",
-    )
-    ranks: Annotated[int, Field(ge=2, le=8)] = Field(
-        2, description="ranks of the runs; no more than there are cores or GPUs"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where to run; auto: GPUs if there are any"
-    )
-    steps: Annotated[int, Field(ge=3, le=100)] = Field(7, description="timed steps of each run")
 
 
 def calibrate(words: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from weft import __version__
 from weft.comm.comm import Comm
-from weft.commands.calibrate import CalibrateOptions
+from weft.commands.calibrate_options import CalibrateOptions
 from weft.commands.console import print_result
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware, read_fields

@@ -128,7 +128,7 @@ def predicted(run: Run, hardware: Hardware) -> Answer:
 
 
 @dataclass
-class StepComparison:
+class MeasuredAndPredicted:
     """What rank 0 adds to the events of a run: MFU to steps, one comparison with the prediction.
 
     Attributes:
@@ -207,19 +207,19 @@ def comparison_of(
     prediction: RunningPrediction | None,
     base_bytes: int,
     last_step: int,
-) -> StepComparison:
+) -> MeasuredAndPredicted:
     """The comparison of a run.
 
     Args:
         hardware: as in the config.
         cuda_name: of the rank's CUDA device; None on the CPU, which has no peak in the table.
-        base_bytes, last_step: see `StepComparison`.
+        base_bytes, last_step: see `MeasuredAndPredicted`.
     """
     device = _device(hardware, cuda_name)
     utilization = None
     if device is not None:
         utilization = Utilization.of(plan, peak_tflops=device.bf16_tflops)
-    return StepComparison(utilization, prediction, base_bytes, last_step)
+    return MeasuredAndPredicted(utilization, prediction, base_bytes, last_step)
 
 
 def _device(hardware: str | None, cuda_name: str | None) -> Hardware | None:

@@ -22,7 +22,7 @@ USAGE = f"[--hardware h100] [{JSON_FLAG}] [{HTML_FLAG} FILE]"
 
 
 @dataclass(frozen=True)
-class Output:
+class ExplainOutput:
     """What is printed and written.
 
     Attributes:
@@ -35,7 +35,7 @@ class Output:
     html: str | None
 
 
-def read_output(words: Sequence[str]) -> Output:
+def read_output(words: Sequence[str]) -> ExplainOutput:
     """The command's own options, and the other words.
 
     Raises:
@@ -44,7 +44,7 @@ def read_output(words: Sequence[str]) -> Output:
     flag, rest = take_flag(HTML_FLAG, words)
     if flag and (len(flag) < 2 or flag[1].startswith("--")):
         raise ConfigError(Fault("html", "needs a file", fix=f"{HTML_FLAG} explain.html"))
-    return Output(
+    return ExplainOutput(
         config_words=tuple(word for word in rest if word != JSON_FLAG),
         is_json=JSON_FLAG in rest,
         html=flag[1] if flag else None,
@@ -78,7 +78,7 @@ def _explain_costs(
     run: Run,
     plan: Plan,
     hardware: Hardware | None,
-    output: Output,
+    output: ExplainOutput,
 ) -> int:
     from weft.planner.costs_json import costs_json  # late: they import torch
     from weft.planner.report import costs_text

@@ -16,8 +16,8 @@ import torch
 from weft.checkpoint.folder import next_command
 from weft.checkpoint.resume import starts_new
 from weft.commands.comparison import (
+    MeasuredAndPredicted,
     RunningPrediction,
-    StepComparison,
     comparison_of,
     start_prediction,
 )
@@ -270,7 +270,7 @@ def train_rank(
 
 def _comparison(
     job: RankJob, training: Training, device: torch.device, base_bytes: int
-) -> StepComparison:
+) -> MeasuredAndPredicted:
     """What rank 0 adds to the events of its run."""
     is_cuda = device.type == "cuda"
     return comparison_of(

@@ -311,19 +311,19 @@ def _mismatches(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _MemberGroup:
     """Ranks whose calls are matched in order; of a message its source and destination."""
 
     is_p2p: bool
     ranks: tuple[int, ...]
 
 
-def _by_group(calls: Calls) -> dict[_Group, dict[int, list[Operation]]]:
+def _by_group(calls: Calls) -> dict[_MemberGroup, dict[int, list[Operation]]]:
     """What each rank calls over each group, in order."""
-    of_group: dict[_Group, dict[int, list[Operation]]] = {}
+    of_group: dict[_MemberGroup, dict[int, list[Operation]]] = {}
     for rank, events in calls.items():
         for op in _started(events):
-            group = _Group(op.is_p2p, op.group)
+            group = _MemberGroup(op.is_p2p, op.group)
             of_rank = of_group.setdefault(group, {})
             ops = of_rank.setdefault(rank, [])
             ops.append(op)

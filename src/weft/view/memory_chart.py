@@ -39,7 +39,7 @@ class _Point:
 
 
 @dataclass(frozen=True)
-class _Scale:
+class _ChartScale:
     """From instructions and bytes to px."""
 
     num_points: int
@@ -62,7 +62,7 @@ def memory_chart(role: Mapping[str, Any], *, limit_bytes: int | None) -> str:
     points = _thinned([_Point(*level) for level in role["levels"]])
     peak = int(role["peak_bytes"])
     top = 1.08 * max(peak, limit_bytes if limit_bytes and limit_bytes < 2 * peak else 0, 1)
-    scale = _Scale(len(points), top)
+    scale = _ChartScale(len(points), top)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'font-family="system-ui, sans-serif" font-size="12">',
@@ -95,7 +95,7 @@ def _thinned(points: Sequence[_Point]) -> list[_Point]:
     return thinned
 
 
-def _ticks(scale: _Scale) -> list[str]:
+def _ticks(scale: _ChartScale) -> list[str]:
     """Horizontal lines at round sizes."""
     step = 1.0
     while scale.top_bytes / step > 6:
@@ -112,7 +112,7 @@ def _ticks(scale: _Scale) -> list[str]:
     return lines
 
 
-def _bands(role: Mapping[str, Any], points: Sequence[_Point], scale: _Scale) -> list[str]:
+def _bands(role: Mapping[str, Any], points: Sequence[_Point], scale: _ChartScale) -> list[str]:
     """Memory that is kept, as bands; above it what each instruction holds, and its workspace."""
     rectangles = []
     level = 0
@@ -138,7 +138,7 @@ def _bands(role: Mapping[str, Any], points: Sequence[_Point], scale: _Scale) -> 
     ]
 
 
-def _steps(sizes: Sequence[int], scale: _Scale) -> str:
+def _steps(sizes: Sequence[int], scale: _ChartScale) -> str:
     """A line with one horizontal piece for each instruction."""
     corners = []
     for index, size in enumerate(sizes):
@@ -164,7 +164,7 @@ def _legend(role: Mapping[str, Any]) -> list[str]:
     return items
 
 
-def _peak_mark(points: Sequence[_Point], scale: _Scale, text: str) -> str:
+def _peak_mark(points: Sequence[_Point], scale: _ChartScale, text: str) -> str:
     index = max(range(len(points)), key=lambda place: points[place].most)
     x, y = scale.x(index + 0.5), scale.y(points[index].most)
     is_right = x > WIDTH / 2
@@ -176,7 +176,7 @@ def _peak_mark(points: Sequence[_Point], scale: _Scale, text: str) -> str:
     )
 
 
-def _names(points: Sequence[_Point], scale: _Scale) -> list[str]:
+def _names(points: Sequence[_Point], scale: _ChartScale) -> list[str]:
     """Names of some instructions below the axis."""
     every = max(1, -(-len(points) // 14))
     names = []
