@@ -152,14 +152,15 @@ def block_kinds(run: Run) -> Mapping[str, str]:
 
 
 def row_signature(plan: Plan, row: int, kinds: Mapping[str, str]) -> object:
-    """Rows with equal signatures have equal regions: equal blocks in each chunk, and the same ends
-    of the pipeline.
+    """Rows with equal signatures have equal regions: equal blocks in each chunk, the same ends of
+    the pipeline, and the same kinds of actions.
     """
     stages = plan.table.stages(row)
     last = plan.table.num_stages - 1
     chunks = [tuple(kinds[name] for name in plan.stages[stage].blocks) for stage in stages]
     ends = [(stage == 0, stage == last) for stage in stages]
-    return tuple(chunks), tuple(ends)
+    keys = frozenset(action_keys(plan.table, row).values())
+    return tuple(chunks), tuple(ends), keys
 
 
 def _flops(step: RankStep, row: int) -> int:
