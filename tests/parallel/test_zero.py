@@ -17,7 +17,7 @@ from weft.errors import CommError
 from weft.models import FAMILIES
 from weft.models.common.counter_normal import NUM_QUANTILES
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
-from weft.parallel.zero.gradient_reducer import GradientReducer
+from weft.parallel.zero.gradient_reducer import MAX_UNDER_WAY, GradientReducer
 from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
@@ -176,6 +176,26 @@ def test_gradients_are_reduced_while_the_backward_still_runs(zero: Any, backward
         early = sum(place < marks[-1] for place in reduces[-groups:])
         assert early >= groups - 2, "only the groups that come last wait for the end"
         assert (reduces[0] < marks[0]) == (backwards == 2), "stage 1 adds micro-batches up first"
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_few_reductions_hold_an_unsharded_gradient_at_once(zero: Any) -> None:
+    case = Case("dp2", zero=zero, microbatches=2)
+
+    def rank(comm: Comm) -> int:
+        step = make_step(case, comm)
+        log = Log()
+        comm.observers = (log,)
+        run_step(step, case)
+        under_way = most = 0
+        for line in log.lines:
+            action, _, op = line.partition(" ")
+            if op == "reduce_scatter":
+                under_way += 1 if action == "start" else -1
+                most = max(most, under_way)
+        return most
+
+    assert run_ranks("dp2", rank) == [MAX_UNDER_WAY] * 2
 
 
 def test_the_next_block_is_prefetched_while_one_runs() -> None:

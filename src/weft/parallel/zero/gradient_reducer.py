@@ -19,6 +19,12 @@ Note [Reduction order]
     and every rank starts its collectives in the same order, whichever parameters its own samples
     use. A group waits for those before it; what a backward leaves is reduced at its end where every
     backward is reduced, else by `finish`.
+
+Note [Reductions under way]
+    Under ZeRO 2 and 3 a reduction holds the unsharded gradient of its group until it is waited for.
+    So at most MAX_UNDER_WAY are under way: before another one begins, the oldest is waited for. All
+    ranks start them in one order, so the oldest one has been started, or will be, by every member
+    before it needs anything that this rank does later.
 """
 
 from __future__ import annotations
@@ -34,6 +40,9 @@ from weft.core.mesh import Axis
 from weft.parallel.zero.fixed_order import Leaf
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.unshard_hooks import after_this_backward
+
+MAX_UNDER_WAY = 2
+"""Reductions under ZeRO 2 and 3; FSDP2 has one under way while the next group computes."""
 
 
 class GradientReducer:
@@ -92,6 +101,7 @@ class GradientReducer:
         self._touched: dict[int, ParamGroup] = {}
         self._complete: set[int] = set()
         self._waiting: dict[int, deque[ParamGroup]] = {}
+        self._under_way: deque[ParamGroup] = deque()
         self._stages = sorted({group.stage for group in self.trained_groups})
         self._is_reduced_once = any(
             group.policy.keeps_unsharded_grad for group in self.trained_groups
@@ -181,7 +191,7 @@ class GradientReducer:
         while waiting and id(waiting[0]) in self._complete:
             group = waiting.popleft()
             self._complete.discard(id(group))
-            group.start_reduce()
+            self._start_reduce(group)
         if not waiting and stage in self.split_stages:
             self._requeue([stage])
 
@@ -221,7 +231,7 @@ class GradientReducer:
             return
         for group in self._waiting[stage]:
             self._complete.discard(id(group))
-            group.start_reduce()
+            self._start_reduce(group)
         self._requeue([stage])
 
     # between the last backward and the next forward
@@ -233,7 +243,17 @@ class GradientReducer:
                 group.unsharded_grad is not None and not group.policy.keeps_unsharded_grad
             )
             if not group.is_reduced or has_unreduced:
-                group.start_reduce()
+                self._start_reduce(group)
+
+    def _start_reduce(self, group: ParamGroup) -> None:
+        """Start a reduction, after the oldest one under way. See Note [Reductions under way]."""
+        if group.policy.keeps_unsharded_grad:
+            group.start_reduce()
+            return
+        while len(self._under_way) >= MAX_UNDER_WAY:
+            self._under_way.popleft().wait_reduce()
+        group.start_reduce()
+        self._under_way.append(group)
 
     def finish(self) -> None:
         """Wait until the sharded gradient of every group is the sum over all ranks and
@@ -242,6 +262,7 @@ class GradientReducer:
         self.start_remaining()
         for group in self.trained_groups:
             group.finish_step()
+        self._under_way.clear()
         for group in self.groups:
             group.reshard()
         self.arrived.clear()
