@@ -65,8 +65,8 @@ def test_the_help_of_train_shows_every_key_of_the_model_at_hand(model, capsys, m
 
 def test_an_unknown_command_gets_the_list_and_the_nearest(capsys):
     names = ", ".join(COMMANDS)
-    assert main(["plan", "--help"]) == EXIT_USER
-    assert capsys.readouterr().err.startswith(f"error: unknown command 'plan'; commands: {names}")
+    assert main(["report", "--help"]) == EXIT_USER
+    assert capsys.readouterr().err.startswith(f"error: unknown command 'report'; commands: {names}")
     assert main(["trian"]) == EXIT_USER
     found = capsys.readouterr().err
     assert (

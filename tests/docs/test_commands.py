@@ -39,6 +39,7 @@ SLOW_PAGES = {
     "docs/clusters.md",
     "docs/finetuning.md",
     "docs/generate.md",
+    "docs/hardware.md",
     "docs/huggingface.md",
     "docs/lora.md",
     "docs/optimizers.md",

@@ -19,6 +19,7 @@ from weft.config import flags
 from weft.config.hardware_file import fields_to_extend
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, did_you_mean
+from weft.parallel.dp import AXIS as DP
 from weft.planner.bench.bandwidth import OPERATIONS
 from weft.run.world import World, detect
 
@@ -100,7 +101,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {"comm": comm, "compute"
 
 
 def _default_mesh(world: World | None) -> str:
-    return DEFAULT_MESH if world is None else f"dp{world.size}"
+    return DEFAULT_MESH if world is None else f"{DP}{world.size}"
 
 
 def _mesh_faults(mesh: Mesh, world: World | None, transport: str) -> Iterator[Fault]:

@@ -21,6 +21,7 @@ from weft.commands.console import print_result
 from weft.config.hardware_file import write_fields
 from weft.core.mesh import Mesh
 from weft.errors import counted
+from weft.parallel.dp import AXIS as DP
 from weft.planner.bench.bandwidth import OperationName, byte_sizes
 from weft.planner.bench.communication import (
     CommReport,
@@ -103,7 +104,7 @@ def run_compute(options: ComputeOptions, *, fields: Fields | None) -> int:
     """Measure kernels on local ranks; the exit code."""
     is_gpu = options.device == "cuda" or (options.device == "auto" and find_gpus().num_visible > 0)
     num_ranks = options.ranks or (1 if is_gpu else num_cores())
-    mesh = Mesh.parse(f"dp{num_ranks}")
+    mesh = Mesh.parse(f"{DP}{num_ranks}")
 
     def measure(comm: Comm, own: World) -> None:
         suite = SUITES[comm.device.type]

@@ -12,11 +12,14 @@ from weft.commands.console import set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.config.hardware import SUFFIX, find_hardware, world_faults
 from weft.errors import ConfigError, Fault
+from weft.parallel.dp import AXIS as DP
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.tp import AXIS as TP
 
 FLAG = "--calibrate"
 USAGE = "weft plan --calibrate --write mine.toml"
 LINE = "fit the constants of this machine to short runs, and write them to its hardware file"
-MESHES = ("dp", "tp", "pp")
+AXES = (DP, TP, PP)
 SIZES = (
     "--model.layers 2 --model.dim 64 --data.seq_len 64 --batch.micro_size 2",
     "--model.layers 4 --model.dim 64 --data.seq_len 128 --batch.micro_size 4",
@@ -62,14 +65,14 @@ def calibrate(words: Sequence[str]) -> int:
 def runs_of(options: CalibrateOptions) -> tuple[tuple[str, ...], ...]:
     """The words of every run."""
     found = []
-    for axis in MESHES:
+    for axis in AXES:
         for size, variant in zip(SIZES, VARIANTS, strict=True):
             words = f"--mesh {axis}{options.ranks} {size} {variant}".split()
-            if axis == "pp" and "--model.layers" in words:
+            if axis == PP and "--model.layers" in words:
                 layers = words.index("--model.layers") + 1
                 words[layers] = str(max(int(words[layers]), options.ranks))
             micro = int(words[words.index("--batch.micro_size") + 1])
-            data_ranks = options.ranks if axis == "dp" else 1
+            data_ranks = options.ranks if axis == DP else 1
             total = str(micro * data_ranks * MICRO_BATCHES)
             heads = ["--model.heads", "8", "--model.kv_heads", "8"]
             found.append((*words, *heads, "--batch.global_size", total))

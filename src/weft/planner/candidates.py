@@ -25,6 +25,11 @@ from weft.config.validate import (
 from weft.core.dimension import all_axes, sequence_axes
 from weft.core.mesh import Mesh
 from weft.errors import Fault
+from weft.parallel.cp import AXIS as CP
+from weft.parallel.dp import AXIS as DP
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.tp import AXIS as TP
 from weft.schedule.catalog import SCHEDULES
 
 Value = TypeVar("Value")
@@ -97,9 +102,9 @@ class Layout:
             words.append("sequence")
         if self.recompute != "none":
             words.append(f"recompute-{self.recompute}")
-        if self.degree("cp") > 1:
+        if self.degree(CP) > 1:
             words.append(self.context)
-        if self.degree("pp") > 1:
+        if self.degree(PP) > 1:
             chunks = f"x{self.chunks}" if self.chunks > 1 else ""
             words.append(f"{self.schedule}{chunks}")
         words.append(f"micro{self.micro_size}")
@@ -233,7 +238,7 @@ class _Enumeration:
             faults.extend(layers_make_stages(mesh, model, one_chunk, seq_len=self.run.data.seq_len))
             if self._rejects(faults):
                 continue
-            if chosen["cp"] > 1 and self.run.data.seq_len < MIN_TOKENS * chosen["cp"]:
+            if chosen[CP] > 1 and self.run.data.seq_len < MIN_TOKENS * chosen[CP]:
                 self.illegal[
                     f"mesh: cp has less than {MIN_TOKENS} tokens of a sequence a rank"
                 ] += 1
@@ -256,8 +261,8 @@ class _Enumeration:
             yield self.run.device_mesh.axes
             return
         wide = [(axis, degree) for axis, degree in degrees.items() if degree > 1]
-        inner = [item for item in wide if item[0] == "tp"]
-        outer = [item for item in wide if item[0] != "tp"]
+        inner = [item for item in wide if item[0] == TP]
+        outer = [item for item in wide if item[0] != TP]
         placements: set[object] = set()
         for order in itertools.permutations(outer):
             axes = (*order, *inner)
@@ -299,9 +304,9 @@ class _Enumeration:
         """Sequence parallelism and the method of context parallelism."""
         run = self.run
         parallel = run.parallel
-        flags: Sequence[bool] = (False, True) if mesh.degree("tp") > 1 else (False,)
+        flags: Sequence[bool] = (False, True) if mesh.degree(TP) > 1 else (False,)
         methods: Sequence[str] = (parallel.context,)
-        if mesh.degree("cp") > 1:
+        if mesh.degree(CP) > 1:
             methods = ("ring", "allgather", "ulysses")
         for sequence in self._values("parallel.sequence", flags, parallel.sequence):
             for context in self._values("parallel.context", methods, parallel.context):
@@ -318,15 +323,15 @@ class _Enumeration:
         return faults
 
     def _zeros(self, mesh: Mesh) -> Sequence[int]:
-        degree = math.prod(mesh.degree(axis) for axis in ("dp", "cp", "ep"))
+        degree = math.prod(mesh.degree(axis) for axis in (DP, CP, EP))
         tried = (0, 1, 2, 3) if degree > 1 else (0,)
         return self._values("parallel.zero", tried, self.run.parallel.zero)
 
     def _pipelines(self, mesh: Mesh, micro_size: int) -> tuple[PipelineChoice, ...]:
-        if mesh.degree("pp") == 1 and "pipeline.schedule" not in self.space.pinned:
+        if mesh.degree(PP) == 1 and "pipeline.schedule" not in self.space.pinned:
             return (PipelineChoice(DEFAULT_SCHEDULE, 1),)
         num_micro = self.run.batch.global_size // (mesh.degree(sequence_axes()) * micro_size)
-        key = mesh.degree("pp"), num_micro
+        key = mesh.degree(PP), num_micro
         if key not in self._known_pipelines:
             found = tuple(self._legal_pipelines(mesh, micro_size))
             self._known_pipelines[key] = found
@@ -361,7 +366,7 @@ class _Enumeration:
 
 def search_axes() -> tuple[str, ...]:
     """Axes that a search gives degrees: those of one site."""
-    return tuple(axis for axis in all_axes() if axis in ("pp", "dp", "ep", "cp", "tp"))
+    return tuple(axis for axis in all_axes() if axis in (PP, DP, EP, CP, TP))
 
 
 def reason_of(fault: Fault) -> str:

@@ -11,6 +11,7 @@ from weft.core.axes import local_update_axis
 from weft.core.mesh import WIDTH
 from weft.errors import counted
 from weft.layout.plan import Plan
+from weft.parallel.site import AXIS as SITE
 from weft.planner.measure import RoleCosts
 from weft.view.quantity import memory as memory_text
 from weft.view.quantity import short_time
@@ -93,7 +94,7 @@ def site_text(costs: SiteCosts) -> str:
     """The account for a reader."""
     settings = costs.settings
     lines = [
-        f"{counted(costs.num_sites, 'site')}: an outer step every"
+        f"{counted(costs.num_sites, SITE)}: an outer step every"
         f" {counted(settings.every, 'step')}, {settings.wire} on the wire",
         f"  the link of a site sends {memory_text(costs.link_bytes)} in an outer step,"
         f" {memory_text(costs.step_bytes)} a step;",

@@ -27,6 +27,7 @@ from weft.core.axes import Box, local_update_axis, without_local_updates
 from weft.data.samples import Samples
 from weft.models import Family
 from weft.models.common.batch import Batch
+from weft.parallel.site import AXIS as SITE
 from weft.prove.bounds import TOLERANCE
 from weft.prove.raw_batch import global_batch
 from weft.prove.reference import Reference, in_float64
@@ -55,7 +56,7 @@ def inside_site(run: Run) -> Run:
         {
             "mesh": without_local_updates(mesh).text,
             "batch.global_size": run.batch.global_size // num_sites,
-            "site": SiteConfig(),
+            SITE: SiteConfig(),
         }
     )
 

@@ -14,11 +14,13 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.comm.text import all_gather_text
 from weft.core.mesh import Mesh
+from weft.parallel.dp import AXIS as DP
+from weft.parallel.tp import AXIS as TP
 from weft.planner.bench.bandwidth import GroupTimes, OperationName
 from weft.planner.bench.clock import Times, num_iterations, timed
 from weft.planner.bench.operations import KnownOperation, known_operation
 
-OUTER, INNER = "dp", "tp"
+OUTER, INNER = DP, TP
 """Axes that stand for the nodes, and for the ranks of a node."""
 PLACEMENTS = {OUTER: "nodes", INNER: "ranks of a node"}
 NODE_VARIABLES = ("GROUP_RANK", "SLURM_NODEID")

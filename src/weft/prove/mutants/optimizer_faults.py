@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.parallel.dp import AXIS as DP
 from weft.parallel.tp import AXIS as TP_AXIS
 from weft.prove.mutants.changes import named_argument
 from weft.prove.mutants.fault import CollectiveFault, FunctionFault, Mutant, MutantLayout
@@ -180,7 +181,7 @@ MUTANTS = (
         "results are exchanged in reverse order",
         MutantLayout("dp2", options="--optim.name muon --parallel.zero 2"),
         (CollectiveFault("MatrixExchange._exchange", "reverse"),),
-        axes=("dp",),
+        axes=(DP,),
         blocks=PARAMETERS,
     ),
     Mutant(
