@@ -59,6 +59,7 @@ def test_a_proof_of_wrong_gradients_names_them() -> None:
     assert report.first.relation == "2 times the right values"
 
 
+@pytest.mark.slow
 def test_a_proof_takes_tokens_and_rejects_what_it_does_not_compute(tmp_path: Path) -> None:
     tokens = np.arange(4000) % 251
     assert weft.prove({"mesh": "tp2", **KEYS}, model=MODEL, data=tokens, first=1).holds

@@ -149,16 +149,15 @@ def run_page(commands: Sequence[Command], folder: Path, server: CommandServer) -
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", marked(PAGES))
 def test_commands_of_a_page_run_in_order(page: str, folder: Path, server: CommandServer) -> None:
-    """Without those of torchrun, whose ranks import torch again; README's do run."""
+    """Without those of torchrun, whose ranks import torch again."""
     commands = [command for command in commands_of(ROOT / page) if is_run(command)]
-    if page != "README.md":
-        commands = [command for command in commands if command.program != "torchrun"]
+    commands = [command for command in commands if command.program != "torchrun"]
     run_page(commands, folder, server)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("page", ["docs/faults.md", "docs/generate.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/faults.md", "docs/generate.md"])
 def test_commands_of_a_page_run_in_order_with_torchrun(
     page: str, folder: Path, server: CommandServer
 ) -> None:

@@ -29,6 +29,7 @@ def test_one_site_is_the_layout_without_the_axis_on_its_part_of_the_batch() -> N
     assert (inside.mesh, inside.batch.global_size, inside.site.every) == ("dp2", 8, 20)
 
 
+@pytest.mark.slow
 def test_an_outer_step_without_momentum_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = LocalUpdates._apply
 

@@ -64,6 +64,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
 
 
+@pytest.mark.slow
 def test_a_model_with_a_mapping_is_exported_and_starts_from_the_folder(models: Path) -> None:
     assert main(["train", "mapped.py", *SIZES.split(), "--out", "run"]) == EXIT_OK
     assert main(["export", "run", "folder", "--compare", "False"]) == EXIT_OK

@@ -33,7 +33,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         yield
 
 
-@pytest.mark.parametrize("name", ["tiny-parallel", "tiny_models_of_a_test.model"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("tiny-parallel", marks=pytest.mark.slow), "tiny_models_of_a_test.model"],
+)
 def test_a_model_of_an_installed_package_is_proved_by_its_name(name: str, installed: None) -> None:
     run = load(["--model.name", name, *SIZES.split()], FAMILIES)
     report = prove_config(run, steps=1)
