@@ -30,6 +30,7 @@ from weft.commands import replay as commands_replay
 from weft.commands import schedule as commands_schedule
 from weft.commands import simulate as commands_simulate
 from weft.commands import status as commands_status
+from weft.commands.auto_mesh import choose_before_ranks
 from weft.commands.console import (
     HELP,
     load_checked_run,
@@ -181,6 +182,7 @@ def train(words: Sequence[str]) -> int:
         data_checks,
         preflight.environment_checks,
         adapt=preflight.after_restart,
+        choose_mesh=choose_before_ranks,
     )
     with run_folder.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
         run = run.with_values({"out": out})

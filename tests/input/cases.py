@@ -1380,6 +1380,30 @@ def starts() -> Iterator[Case]:
         yield Case(f"{name} of a URL", (name, "s3://bucket/run"), "reads local folders")
 
 
+def auto_meshes() -> Iterator[Case]:
+    """What `mesh = "auto"` rejects."""
+    seven = ("--mesh", "auto", "--nproc", "7")
+    for name in ("train", "explain", "simulate", "prove"):
+        line = "mesh: auto finds no legal layout of 7 ranks (got"
+        yield Case(f"auto: {name} on 7 ranks", (name, *seven), line)
+    two = ("explain", "--mesh", "auto", "--nproc", "2")
+    words = (*two, "--hardware", "h10")
+    yield Case("auto on an unknown device", words, "hardware: unknown device")
+    words = (*two, "--model.preset", "llama3-9b")
+    yield Case("auto of an unknown preset", words, "model.preset: unknown")
+    words = ("train", "--mesh", "auto", "--nproc", "2", "--data.source", "nowhere")
+    yield Case("auto without data", words, "data.source: no such file")
+    words = ("train", "--mesh", "auto", "--nproc", "0")
+    yield Case("auto on no ranks", words, "nproc: out of range")
+    env = (("RANK", "0"), ("WORLD_SIZE", "two"), ("MASTER_ADDR", "localhost"))
+    yield Case("auto of a broken launcher", ("train", "--mesh", "auto"), "MASTER_PORT", env=env)
+    yield Case("auto in capitals", ("train", "--mesh", "AUTO"), "mesh: ")
+    launch = ("launch", "slurm", "--mesh", "auto", "--dry-run")
+    yield Case("auto in a job file", launch, "mesh: auto is chosen by weft train")
+    words = ("plan", "--mesh", "auto", "--devices", "4", "--hardware", "h100")
+    yield Case("auto of a search", words, "mesh: auto is what weft plan looks for")
+
+
 def plans() -> Iterator[Case]:
     """What `weft plan` rejects."""
     on_h100 = ("--hardware", "h100")
@@ -1412,6 +1436,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "hardware": hardware_files,
     "simulate": simulate_options,
     "plan": plans,
+    "auto mesh": auto_meshes,
     "start": starts,
 }
 

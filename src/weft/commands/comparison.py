@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.config.hardware import Hardware, find_hardware, hardware_table
+from weft.config.hardware import Hardware, find_hardware, hardware_of_cuda
 from weft.config.run import Run, plan_of
 from weft.errors import WeftError
 from weft.layout.plan import Plan
@@ -39,17 +39,6 @@ NICENESS = 5
 PATIENCE_S = 10.0
 """Time that the last step of a run waits for its prediction."""
 PIPE_BYTES = 4096
-CUDA_NAMES = {
-    "GB200": "gb200",
-    "B200": "b200",
-    "H200": "h200",
-    "H800": "h800",
-    "H100 80GB HBM3": "h100",
-    "A100-SXM4-80GB": "a100",
-    "A100-SXM4-40GB": "a100-40gb",
-}
-"""Part of a CUDA device's name -> device of the hardware table; others have no peak there."""
-
 Answer = Mapping[str, Any]
 
 
@@ -227,7 +216,4 @@ def _device(hardware: str | None, cuda_name: str | None) -> Hardware | None:
     if hardware is not None:
         with suppress(WeftError):  # checked before the start
             return find_hardware(hardware)
-    for part, name in CUDA_NAMES.items():
-        if cuda_name is not None and part in cuda_name:
-            return hardware_table()[name]
-    return None
+    return None if cuda_name is None else hardware_of_cuda(cuda_name)

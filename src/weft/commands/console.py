@@ -16,9 +16,10 @@ from typing import Any
 import tyro
 from pydantic import BaseModel
 
+from weft.commands.auto_mesh import ChooseMesh, not_taken
 from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
 from weft.config.checks import Adaptation, CheckTable, run_checks
-from weft.config.load import try_load
+from weft.config.load import Loaded, try_load
 from weft.config.run import Run, plan_of
 from weft.config.schema import ModelSection, OptimGroup
 from weft.config.validate import config_checks
@@ -33,12 +34,14 @@ def load_checked_run(
     words: Sequence[str],
     *tables: CheckTable,
     adapt: Adaptation | None = None,
+    choose_mesh: ChooseMesh | None = None,
 ) -> Run:
     """The run that these words describe, validated.
 
     Args:
         tables: further checks, after those of the config.
         adapt: adapts a run without faults to its environment, before the checks.
+        choose_mesh: for `mesh = "auto"`, which is a fault without it.
 
     Raises:
         UserError: with every fault: of single keys, of their combination, and of the environment.
@@ -46,6 +49,14 @@ def load_checked_run(
     set_openmp_policy()  # a user's model file may import torch
     loaded = try_load(words, FAMILIES)
     run = loaded.run
+    note = ""
+    if loaded.auto_mesh is not None:
+        _check_without_mesh(loaded, *tables, adapt=adapt)
+        if choose_mesh is None:
+            raise UserError(not_taken())
+        chosen = choose_mesh(run, is_flag=loaded.auto_mesh == "flag")
+        run = run.with_values({"mesh": chosen.mesh})
+        note = chosen.note
     if adapt is not None and not loaded.faults:
         run = adapt(run)
     faults = run_checks(
@@ -56,9 +67,32 @@ def load_checked_run(
     )
     if faults:
         raise UserError(*faults)
+    if note and is_first(os.environ):
+        print(note, file=sys.stderr)
     if FAMILIES.is_user_model(run.model.name):
         _check_user_model(run.model, plan_of(run))
     return run
+
+
+def _check_without_mesh(loaded: Loaded, *tables: CheckTable, adapt: Adaptation | None) -> None:
+    """The checks that read no mesh, before one is chosen.
+
+    Raises:
+        UserError: with every fault.
+    """
+    run = loaded.run
+    if adapt is not None and not loaded.faults:
+        run = adapt(run)
+    not_chosen = Fault("mesh", "is not chosen yet")
+    found = run_checks(
+        run,
+        config_checks,
+        *tables,
+        known=(*loaded.faults, not_chosen),
+    )
+    faults = [fault for fault in found if fault != not_chosen]
+    if faults:
+        raise UserError(*faults)
 
 
 def _check_user_model(model: ModelSection, plan: Plan) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.commands.auto_mesh import choose_mesh
 from weft.commands.console import check_page_path, load_checked_run, print_result, take_flag
 from weft.config.hardware import Hardware, find_hardware
 from weft.config.run import Run, plan_of
@@ -58,7 +59,7 @@ def explain(words: Sequence[str]) -> int:
     output = read_output(words)
     if output.html is not None:
         check_page_path(output.html)
-    run = load_checked_run(output.config_words)
+    run = load_checked_run(output.config_words, choose_mesh=choose_mesh)
     hardware = None
     if run.hardware:
         hardware = find_hardware(run.hardware).for_matmul(run.precision.matmul)

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from weft.commands.auto_mesh import one_rank
 from weft.commands.console import load_checked_run, print_result, show_help, wants_help
 from weft.config import flags, toml
 from weft.config.checks import run_checks
 from weft.config.hardware import Hardware, find_hardware, world_faults
+from weft.config.load import AUTO_MESH
 from weft.config.run import Run
 from weft.config.schema import ConfigSection
 from weft.config.validate import config_checks
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
 from weft.planner.candidates import (
+    SEARCHED,
     Candidates,
     Layout,
     Space,
@@ -36,18 +39,6 @@ if TYPE_CHECKING:
 USAGE = "[CONFIG.toml] --devices 256 --hardware h100 [--target time] [--key value ...]"
 LINE = "search the best layout for a number of devices"
 JSON_FLAG = "--json"
-SEARCHED = {
-    "mesh",
-    "batch.micro_size",
-    "parallel.zero",
-    "parallel.recompute",
-    "parallel.sequence",
-    "parallel.context",
-    "pipeline.schedule",
-    "pipeline.chunks",
-    "pipeline.split",
-}
-"""Keys that a search chooses, unless they are given."""
 
 
 class PlanOptions(ConfigSection):
@@ -87,7 +78,11 @@ def plan(words: Sequence[str]) -> int:
     own, run_words = split_words([word for word in words if word != JSON_FLAG])
     options = flags.read_config(own, PlanOptions)
     pinned = _pinned(run_words)
-    run = load_checked_run(run_words, adapt=lambda run: _plain(run, pinned))
+    run = load_checked_run(
+        run_words,
+        adapt=lambda run: _plain(run, pinned),
+        choose_mesh=one_rank,
+    )
     hardware = _hardware(run)
     num_devices = _num_devices(run, options, pinned)
     faults = tuple(world_faults(hardware, num_devices))
@@ -127,7 +122,8 @@ def _pinned(words: Sequence[str]) -> frozenset[str]:
     names = {name for name, _ in given.flags}
     for path in given.loose:
         if path.endswith(".toml") and Path(path).is_file():
-            names.update(toml.read(path))
+            values = toml.read(path)
+            names.update(key for key in values if (key, values[key]) != ("mesh", AUTO_MESH))
     return frozenset(names & SEARCHED)
 
 

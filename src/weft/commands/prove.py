@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from weft.commands.auto_mesh import choose_mesh
 from weft.commands.console import (
     check_page_path,
     load_checked_run,
@@ -86,7 +87,7 @@ def prove(words: Sequence[str]) -> int:
         show = ignore_line if is_json else print_result
         report = prove_folder(folder, first=options.first, show=show)
     else:
-        run = load_checked_run(rest, data_checks)
+        run = load_checked_run(rest, data_checks, choose_mesh=choose_mesh)
         set_openmp_policy()
         report = prove_config(run, steps=options.first, full=options.full)
     if options.html is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from weft.commands.auto_mesh import choose_mesh
 from weft.commands.console import load_checked_run, print_result
 from weft.commands.schedule import MAX_DRAWN_ACTIONS, screen_columns, show, write_picture
 from weft.config import flags
@@ -85,7 +86,7 @@ def simulate_run(words: Sequence[str]) -> int:
     wants_json = JSON_FLAG in words
     own_words, config_words = split_words([word for word in words if word != JSON_FLAG])
     options = flags.read_config(own_words, SimulateOptions)
-    run = load_checked_run(config_words)
+    run = load_checked_run(config_words, choose_mesh=choose_mesh)
     faults = (*file_faults(options, wants_json=wants_json), *option_faults(options, run))
     if faults:
         raise ConfigError(*faults)

@@ -29,6 +29,17 @@ PEAK_FIELDS = {
     "float64": "fp64_tflops",
 }
 
+CUDA_NAMES = {
+    "GB200": "gb200",
+    "B200": "b200",
+    "H200": "h200",
+    "H800": "h800",
+    "H100 80GB HBM3": "h100",
+    "A100-SXM4-80GB": "a100",
+    "A100-SXM4-40GB": "a100-40gb",
+}
+"""Part of a CUDA device's name -> device of the hardware table; others have no peak there."""
+
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -187,6 +198,14 @@ def find_hardware(name: str) -> Hardware:
     raise ConfigError(
         Fault("hardware", "unknown device", got=repr(name), need=", ".join(table), fix=fix)
     )
+
+
+def hardware_of_cuda(cuda_name: str) -> Hardware | None:
+    """The device of the table that CUDA gives this name; None if the table does not have it."""
+    for part, name in CUDA_NAMES.items():
+        if part in cuda_name:
+            return hardware_table()[name]
+    return None
 
 
 def hardware_faults(name: str | None, *, num_ranks: int = 1) -> Iterator[Fault]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -39,6 +39,8 @@ DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits"}
 
 NAME, DIGEST = "model.name", "model.digest"
 
+AUTO_MESH = "auto"
+"""As `mesh`: a command chooses it for the devices that are there."""
 MAX_RANKS = 2**20
 MAX_COUNTS = {
     "layers": 10_000,
@@ -63,10 +65,14 @@ Values = TypeVar("Values", bound=ConfigSection)
 class Loaded:
     """A config as far as it could be read: wrong keys have their defaults, so that the others can
     be checked.
+
+    Attributes:
+        auto_mesh: where `mesh = "auto"` stands, if it does; the mesh of `run` is then empty.
     """
 
     run: Run
     faults: tuple[Fault, ...]
+    auto_mesh: Literal["file", "flag"] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,8 +93,11 @@ def load(argv: Sequence[str], families: Families) -> Run:
         ConfigError: with every fault.
     """
     loaded = try_load(argv, families)
-    if loaded.faults:
-        raise ConfigError(*loaded.faults)
+    faults = loaded.faults
+    if loaded.auto_mesh is not None:
+        faults = (*faults, Fault("mesh", "is not chosen here", AUTO_MESH, "axes with degrees"))
+    if faults:
+        raise ConfigError(*faults)
     return loaded.run
 
 
@@ -132,6 +141,10 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
     optimizer = tuple(optimizer_faults(run.optim))
     if optimizer:
         run = run.with_values({"optim": type(run.optim)()})
+    auto_mesh: Literal["file", "flag"] | None = None
+    if run.mesh == AUTO_MESH:
+        auto_mesh = "flag" if "mesh" in given.values else "file"
+        run = run.with_values({"mesh": ""})
     mesh_faults = _mesh_faults(run.mesh)
     if mesh_faults:
         run = run.with_values({"mesh": ""})
@@ -146,7 +159,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *optimizer,
         *mesh_faults,
     )
-    return Loaded(run, faults)
+    return Loaded(run, faults, auto_mesh)
 
 
 def _read_sources(argv: Sequence[str], families: Families) -> _Sources:

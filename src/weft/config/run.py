@@ -35,7 +35,9 @@ class Run(ConfigSection):
     """One run, whole: everything that decides what is computed and where."""
 
     mesh: str = Field(
-        "", description='axes with degrees, outermost first: "pp2 dp2 tp2"; empty: one rank'
+        "",
+        description='axes with degrees, outermost first: "pp2 dp2 tp2"; empty: one rank; auto: the '
+        "fastest legal one by prediction",
     )
     seed: int = Field(
         1,

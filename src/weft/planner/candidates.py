@@ -34,6 +34,19 @@ from weft.schedule.catalog import SCHEDULES
 
 Value = TypeVar("Value")
 
+SEARCHED = {
+    "mesh",
+    "batch.micro_size",
+    "parallel.zero",
+    "parallel.recompute",
+    "parallel.sequence",
+    "parallel.context",
+    "pipeline.schedule",
+    "pipeline.chunks",
+    "pipeline.split",
+}
+"""Keys that a search chooses, unless they are given."""
+
 MICRO_SIZES = (1, 2, 4, 8)
 """Sequences a micro-batch that are tried, besides that of the run."""
 CHUNKS = (2, 3, 4, 5, 6, 8)

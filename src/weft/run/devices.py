@@ -174,6 +174,30 @@ def _ask_other_process() -> int:
     return int(answer) if answer.isdecimal() else 0
 
 
+def gpu_names() -> tuple[str, ...]:
+    """The names of the GPUs of this machine, each once, without starting CUDA; none where neither
+    the driver's files nor nvidia-smi say them.
+    """
+    found: set[str] = set()
+    for path in NVIDIA_FOLDER.glob("*/information"):
+        for line in path.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key == "Model":
+                found.add(value.strip())
+    return tuple(sorted(found or _names_of_nvidia_smi()))
+
+
+def _names_of_nvidia_smi() -> set[str]:
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(  # noqa: S603 - fixed arguments
+            command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return set()
+    return {line.strip() for line in done.stdout.splitlines() if line.strip()}
+
+
 def starter_of(world: World) -> Starter:
     """Who started the ranks of a world."""
     if isinstance(world.rendezvous, ThreadRendezvous):

@@ -1,0 +1,68 @@
+"""The legal layouts of a run in the order of their predicted step, for `mesh = "auto"`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.config.run import Run, plan_of
+from weft.planner.candidates import Candidates, Layout
+from weft.planner.layout_costs import LayoutCosts
+from weft.planner.measure import size_problem
+from weft.planner.predict import predict
+from weft.planner.search import Found, SearchLimits, search
+from weft.planner.speeds import Speeds
+
+MOST_PREDICTED = 3
+"""Layouts that are all predicted; of more the search measures the first ones."""
+MOST_MEASURED = 2
+"""Layouts that the search measures."""
+
+
+@dataclass(frozen=True)
+class MeshRanking:
+    """The layouts that fit, fastest first.
+
+    Attributes:
+        meshes: with the seconds of a predicted step.
+        least_bytes: of the layout with the least memory where none fits, as far as it is known.
+    """
+
+    meshes: tuple[tuple[str, float], ...]
+    least_bytes: float | None = None
+
+
+def rank_meshes(run: Run, found: Candidates, speeds: Speeds, memory_bytes: float) -> MeshRanking:
+    """The fastest candidates that fit.
+
+    Args:
+        found: candidates that differ in the mesh alone.
+        memory_bytes: that a rank may use.
+
+    Raises:
+        PlanError: a layout is too large to be measured.
+    """
+    layouts = [layout for group in found.groups for layout in group]
+    if run.pipeline.table or _are_few_and_small(run, layouts):
+        return _rank_all(run, layouts, speeds, memory_bytes)
+    limits = SearchLimits(memory_bytes, MOST_MEASURED)
+    result = search(found, LayoutCosts(run, speeds), limits, target="cost")  # no Pareto front
+    least_bytes = None if result.smallest is None else result.smallest[0]
+    return _ranking(result.best, least_bytes)
+
+
+def _are_few_and_small(run: Run, layouts: list[Layout]) -> bool:
+    if len(layouts) > MOST_PREDICTED:
+        return False
+    return all(size_problem(plan_of(layout.applied_to(run))) is None for layout in layouts)
+
+
+def _rank_all(run: Run, layouts: list[Layout], speeds: Speeds, memory_bytes: float) -> MeshRanking:
+    entries = [Found(layout, predict(layout.applied_to(run), speeds)) for layout in layouts]
+    fitting = [entry for entry in entries if entry.peak_bytes <= memory_bytes]
+    fitting.sort(key=lambda entry: (entry.seconds, entry.peak_bytes, entry.layout.order))
+    return _ranking(fitting, min(entry.peak_bytes for entry in entries))
+
+
+def _ranking(best: list[Found], least_bytes: float | None) -> MeshRanking:
+    meshes = tuple((entry.layout.mesh, entry.seconds) for entry in best)
+    return MeshRanking(meshes, None if meshes else least_bytes)
