@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -52,6 +53,9 @@ class PlanOptions(ConfigSection):
     )
     top: int = Field(3, ge=1, le=50, description="layouts that are printed")
     measured: int = Field(8, ge=1, le=1000, description="layouts that are measured as a whole")
+    seconds: Annotated[float, Field(gt=0)] = Field(
+        50.0, description="of one core; then the search ends with what it has found"
+    )
     headroom: float = Field(
         0.1, ge=0, lt=1, description="share of a device's memory that stays free"
     )
@@ -196,8 +200,11 @@ def _search(
         options.power_w or hardware.power_w,
     )
     capacity = (1 - options.headroom) * hardware.memory_bytes
-    limits = SearchLimits(capacity, options.measured)
-    result = search(found, costs, limits, target=options.target)
+    limits = SearchLimits(capacity, options.measured, options.seconds)
+    progress = _show_progress if sys.stderr.isatty() else None
+    result = search(found, costs, limits, target=options.target, progress=progress)
+    if progress is not None:
+        progress("")
     if not result.best:
         print_result("\n".join(nothing_fits_text(result, capacity)))
         return EXIT_FAILED
@@ -216,6 +223,12 @@ def _search(
         lines.extend(_scale_lines(run, options, hardware, costs))
     print_result("\n".join([*_head(run, hardware, costs), *lines, command_of(run_words, best)]))
     return EXIT_OK
+
+
+def _show_progress(text: str) -> None:
+    """Replace the line of progress."""
+    sys.stderr.write(f"\r\033[K{text}")
+    sys.stderr.flush()
 
 
 def _head(run: Run, hardware: Hardware, costs: LayoutCosts) -> list[str]:

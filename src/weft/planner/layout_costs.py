@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from weft.comm.observe import Operation
 from weft.config.run import Run, plan_of
 from weft.core.dimension import default_sharding_rule
 from weft.core.model_config import BlockSpec, logical_axes
@@ -19,8 +20,10 @@ from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
-from weft.planner.candidates import MICRO_SIZES, Layout
+from weft.planner.candidates import DEFAULT_SCHEDULE, MICRO_SIZES, Layout
+from weft.planner.kernels import KernelLaunch
 from weft.planner.measure import block_kinds, role_costs
+from weft.planner.pipeline_time import PipelineOrder, pipeline_order
 from weft.planner.predict import Prediction, predict_measured
 from weft.planner.rank_step import (
     RankStep,
@@ -29,12 +32,15 @@ from weft.planner.rank_step import (
     played_microbatches,
     thinned,
 )
-from weft.planner.recorder import RecordedRegion
+from weft.planner.recorder import RecordedRegion, Started
 from weft.planner.region_time import CostTable, replay
 from weft.planner.repeated import can_be_repeated, measure_repeated
 from weft.planner.speeds import Speeds
+from weft.planner.step_memory import boundary_bytes
+from weft.planner.table_time import StageSeconds, busiest_seconds, table_seconds
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import find
+from weft.schedule.lower import Transfer
 from weft.schedule.simulate import ACTIVATION_CHANGE
 from weft.train.build import family_of
 from weft.train.init_from import lazy_blocks
@@ -44,6 +50,14 @@ BLOCK_MICROBATCHES = 2
 MOST_BLOCKS_IN_FULL = 12
 """Blocks of a rank that are measured where none may be left out."""
 LARGEST_MICRO = max(MICRO_SIZES)
+DEFAULT_CONTEXT = Layout(()).context
+MOST_SIMULATED_ACTIONS = 40_000
+"""Of a table; the bound of a longer one stands for its time."""
+FIRST_ZERO_A_MICROBATCH = 2
+"""ZeRO stage from which on something is sent for every micro-batch, not only for the last one."""
+ZERO_THAT_GATHERS = 3
+SPLIT_SCHEDULE = "zero_bubble"
+"""Whose backwards are all split; it measures both parts."""
 BOUND_ROUNDS = 4
 """A table of this many micro-batches a pipeline rank stands for longer ones in a bound."""
 
@@ -93,6 +107,30 @@ class Bound:
     state_bytes: float
 
 
+@dataclass(frozen=True)
+class SplitShares:
+    """The parts of a split backward, as shares of a whole one."""
+
+    inputs: float
+    weights: float
+
+
+@dataclass(frozen=True)
+class DataSeconds:
+    """What ZeRO sends for one micro-batch.
+
+    Attributes:
+        forward, backward: seconds of it during each.
+        first_share, last_share: of the first and the last block, whose parameters are gathered
+            before the forward and the backward can begin.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    first_share: float = 0.0
+    last_share: float = 0.0
+
+
 class LayoutCosts:
     """Costs of the layouts of one run on one device; everything is measured once.
 
@@ -119,6 +157,10 @@ class LayoutCosts:
         self._stages: dict[object, tuple[tuple[str, ...], ...]] = {}
         self._tables: dict[object, Table] = {}
         self._predictions: dict[Layout, Prediction] = {}
+        self._orders: dict[int, PipelineOrder] = {}
+        self._splits: dict[object, SplitShares] = {}
+        self._boundaries: dict[object, int] = {}
+        self._zero_steps: dict[int, RankStep] = {}
 
     def for_run(self, run: Run) -> LayoutCosts:
         """Costs of the same run with another batch; blocks are not measured again."""
@@ -126,6 +168,9 @@ class LayoutCosts:
         other._blocks = self._blocks
         other._states = self._states
         other._params = self._params
+        other._splits = self._splits
+        other._boundaries = self._boundaries
+        other._zero_steps = self._zero_steps
         return other
 
     # whole layouts
@@ -153,6 +198,131 @@ class LayoutCosts:
         is_small = most <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
         return is_small and _shows_all_actions(plan.table)
 
+    # simulated layouts
+
+    def simulated_s(self, layout: Layout) -> float:
+        """Seconds of a step by the schedule's table with the seconds of each stage's blocks, the
+        messages between stages, and the update. What ZeRO 2 and 3 send for each micro-batch takes
+        the place of the work of a stage where it takes longer. Of a long step the first
+        micro-batches are simulated; the others take the time of the busiest rank.
+        """
+        costs = self.blocks(layout)
+        table = self._bound_table(layout)
+        if sum(map(len, table.rows)) > MOST_SIMULATED_ACTIONS:
+            return self.bound(layout, costs).seconds
+        if id(table) not in self._orders:
+            self._orders[id(table)] = pipeline_order(table)
+        order = self._orders[id(table)]
+        stages = self._stage_seconds(layout, costs, is_split=bool(table.splits))
+        num_more = self._num_micro(layout) - table.microbatches
+        more_s = num_more * busiest_seconds(order, stages) if num_more else 0.0
+        return table_seconds(order, stages) + more_s + self._update_s(layout)
+
+    def _stage_seconds(
+        self, layout: Layout, costs: Mapping[str, BlockCosts], *, is_split: bool
+    ) -> StageSeconds:
+        shares = self._split_shares(layout) if is_split else SplitShares(0.0, 0.0)
+        sent = self._data_seconds(layout)
+        forward, backward = [], []
+        for stage, names in enumerate(self._stages_of(layout)):
+            blocks = [costs[self.kinds[name]] for name in names]
+            forward_s = sum(block.forward_s for block in blocks)
+            backward_s = sum(block.backward_s for block in blocks)
+            forward.append(self._beside(forward_s, sent[stage].forward, sent[stage].first_share))
+            backward.append(self._beside(backward_s, sent[stage].backward, sent[stage].last_share))
+        return StageSeconds(
+            forward=forward,
+            backward=backward,
+            inputs_share=shares.inputs,
+            weights_share=shares.weights,
+            message_s=self._message_s(layout),
+        )
+
+    def _beside(self, work_s: float, sent_s: float, exposed_share: float) -> float:
+        """Seconds of kernels beside collectives, of which a share comes before the kernels."""
+        exposed_s = exposed_share * sent_s
+        hidden_s = sent_s - exposed_s
+        slowed_s = work_s + self.speeds.efficiency.overlap_slowdown * hidden_s
+        return exposed_s + max(slowed_s, hidden_s)
+
+    def _data_seconds(self, layout: Layout) -> Sequence[DataSeconds]:
+        """Of every stage."""
+        stages = self._stages_of(layout)
+        if layout.zero < FIRST_ZERO_A_MICROBATCH:
+            return [DataSeconds()] * len(stages)
+        self._states_of(layout.zero)
+        step = self._zero_steps[layout.zero]
+        measured_params = sum(self._params_of_kinds(1, 1)[name] for name in _blocks_of(step))
+        group = _data_group(layout)
+        params = self._params_of_kinds(layout.degree(TP), layout.degree(EP))
+        seconds = {"F": 0.0, "B": 0.0}
+        for key, region in step.actions.items():
+            for event in region.events:
+                if key.place == "first" and isinstance(event, Started):
+                    op = _resized(event.op, group, 1.0)
+                    seconds[key.kind] += self.speeds.operation_s(op)
+        found = []
+        for names in stages:
+            sizes = [params[self.kinds[name]] for name in names]
+            share = sum(sizes) / measured_params
+            is_gathered = layout.zero == ZERO_THAT_GATHERS
+            found.append(
+                DataSeconds(
+                    forward=share * seconds["F"],
+                    backward=share * seconds["B"],
+                    first_share=is_gathered * sizes[0] / sum(sizes),
+                    last_share=is_gathered * sizes[-1] / sum(sizes),
+                )
+            )
+        return found
+
+    def _message_s(self, layout: Layout) -> float:
+        """Of the output of a stage to the next pipeline rank."""
+        if layout.degree(PP) == 1:
+            return 0.0
+        axes = [axis for axis, _ in layout.degrees]
+        inside = layout.degrees[axes.index(PP) + 1 :]
+        neighbour = math.prod(degree for _, degree in inside)
+        size = self._boundaries[_alone(layout)]
+        return self.speeds.message_s(size, 0, neighbour)
+
+    def _split_shares(self, layout: Layout) -> SplitShares:
+        """Measured on one pipeline rank, once for each degree of tp and ep."""
+        key = layout.degree(TP), layout.degree(EP), layout.recompute
+        if key not in self._splits:
+            whole = self._thin_backward_s(layout, DEFAULT_SCHEDULE)
+            split = self._thin_backward_s(layout, SPLIT_SCHEDULE)
+            self._splits[key] = SplitShares(split["I"] / whole["B"], split["W"] / whole["B"])
+        return self._splits[key]
+
+    def _thin_backward_s(self, layout: Layout, schedule: str) -> dict[str, float]:
+        """Seconds of an action of each kind, without the reduction of gradients."""
+        run, plan = self._thin(replace(_alone(layout), schedule=schedule))
+        step = measure_rank(run, 0, plan=plan)
+        seconds = {}
+        for key, region in step.actions.items():
+            if key.place != "last":
+                seconds[key.kind] = replay(self._table.region(region)).total
+        return seconds
+
+    def _update_s(self, layout: Layout) -> float:
+        """Of the optimizer, and of the collectives after it: those of a thin run on two data ranks
+        with the parameters and data ranks of the layout.
+        """
+        self._states_of(layout.zero)
+        step = self._zero_steps[layout.zero]
+        measured_params = sum(self._params_of_kinds(1, 1)[name] for name in _blocks_of(step))
+        group = _data_group(layout)
+        share = max(self._params_of_ranks(layout)) / measured_params
+        sharded = 2.0 / len(group) if layout.zero else 1.0
+        seconds = 0.0
+        for event in step.phases["update"].events:
+            if isinstance(event, KernelLaunch):
+                seconds += share * sharded * self._table.kernel_s(event)
+            elif isinstance(event, Started) and len(group) > 1:
+                seconds += self.speeds.operation_s(_resized(event.op, group, share))
+        return seconds
+
     # lower bounds
 
     def group_bound_s(self, layout: Layout, most_chunks: int) -> float:
@@ -178,7 +348,7 @@ class LayoutCosts:
 
     def state_bytes(self, layout: Layout) -> float:
         """Bytes between steps of the rank with the most parameters, at least."""
-        states = self._state_bytes(layout.zero)
+        states = self._states_of(layout.zero)
         degree = layout.degree(DP) * layout.degree(CP) * layout.degree(EP)
         a_param = states.whole + states.shared / degree
         return a_param * max(self._params_of_ranks(layout))
@@ -190,7 +360,8 @@ class LayoutCosts:
         Args:
             costs: `blocks` or `block_bounds` of the layout.
         """
-        key = layout.degree(PP), layout.schedule, layout.chunks, layout.split, id(costs)
+        sending = (layout.zero, layout.degrees) if layout.zero >= FIRST_ZERO_A_MICROBATCH else None
+        key = layout.degree(PP), layout.schedule, layout.chunks, layout.split, id(costs), sending
         num_micro = self._num_micro(layout)
         if (key, num_micro) not in self._pipeline_bounds:
             found = self._pipeline_bound(layout, costs, num_micro)
@@ -213,10 +384,13 @@ class LayoutCosts:
             forward.append(sum(block.forward_s for block in blocks))
             backward.append(sum(block.backward_s for block in blocks))
             saved.append(sum(block.saved_bytes for block in blocks))
+        sent = self._data_seconds(layout)
         seconds = 0.0
         for rank in range(table.num_ranks):
             own = table.stages(rank)
-            busy = num_micro * sum(forward[stage] + backward[stage] for stage in own)
+            work_s = sum(forward[stage] + backward[stage] for stage in own)
+            sent_s = sum(sent[stage].forward + sent[stage].backward for stage in own)
+            busy = max(num_micro * work_s, (num_micro - 1) * sent_s)
             before = sum(forward[: own[0]])
             after = 0.0 if table.splits else sum(backward[: own[0]])
             seconds = max(seconds, before + busy + after)
@@ -239,12 +413,9 @@ class LayoutCosts:
 
     def blocks(self, layout: Layout) -> dict[str, BlockCosts]:
         """The costs of each kind of block under the sharding of a layout, on one pipeline rank."""
-        degrees = [(axis, layout.degree(axis)) for axis in (EP, CP, TP)]
-        inner = tuple(item for item in degrees if item[1] > 1)
-        key = (inner, layout.micro_size, layout.sequence, layout.context, layout.recompute)
+        key = _alone(layout)
         if key not in self._blocks:
-            alone = replace(layout, degrees=inner, zero=0, schedule="1f1b", chunks=1, split=())
-            self._blocks[key] = self._measure_blocks(alone)
+            self._blocks[key] = self._measure_blocks(_alone(layout))
         return self._blocks[key]
 
     def block_bounds(self, layout: Layout) -> Mapping[str, BlockCosts]:
@@ -276,6 +447,7 @@ class LayoutCosts:
     def _measure_blocks(self, layout: Layout) -> dict[str, BlockCosts]:
         self.num_block_runs += 1
         run, plan = self._thin(layout)
+        self._boundaries[layout] = boundary_bytes(plan, Transfer(Act("F", 0, 0), 0))
         step = measure_rank(run, 0, plan=plan)
         regions = {key.kind: region for key, region in step.actions.items() if key.place == "first"}
         forward = _segment_seconds(regions["F"], self._table)
@@ -308,7 +480,7 @@ class LayoutCosts:
         thin = stage.model_copy(update={"blocks": blocks})
         return run, plan.model_copy(update={"stages": (thin,)})
 
-    def _state_bytes(self, zero: int) -> StateBytes:
+    def _states_of(self, zero: int) -> StateBytes:
         """Measured with two and with four data ranks."""
         if zero not in self._states:
             if zero:
@@ -326,6 +498,7 @@ class LayoutCosts:
         """
         run, plan = self._thin(layout)
         step = measure_rank(run, 0, plan=plan)
+        self._zero_steps.setdefault(layout.zero, step)
         first = [region for key, region in step.actions.items() if key.place == "first"]
         left = max(0, sum(region.change for region in first))
         params = self._params_of_kinds(1, 1)
@@ -396,6 +569,41 @@ class LayoutCosts:
                 self._tables[short_key] = schedule.table(ranks, layout.chunks, num_micro)
             self._tables[key] = self._tables[short_key]
         return self._tables[key]
+
+
+def _alone(layout: Layout) -> Layout:
+    """The layout on one pipeline and data rank: what the costs of its blocks depend on."""
+    degrees = [(axis, layout.degree(axis)) for axis in (EP, CP, TP)]
+    inner = tuple(item for item in degrees if item[1] > 1)
+    context = layout.context if layout.degree(CP) > 1 else DEFAULT_CONTEXT
+    return Layout(
+        inner,
+        recompute=layout.recompute,
+        sequence=layout.sequence,
+        context=context,
+        micro_size=layout.micro_size,
+    )
+
+
+def _resized(op: Operation, group: tuple[int, ...], share: float) -> Operation:
+    """A collective of two ranks on a larger group, with a share of the data."""
+    sent = 2.0 * (len(group) - 1) / len(group)
+    return replace(op, group=group, sent_bytes=round(share * sent * op.sent_bytes))
+
+
+def _blocks_of(step: RankStep) -> tuple[str, ...]:
+    return step.plan.stages[0].blocks
+
+
+def _data_group(layout: Layout) -> tuple[int, ...]:
+    """The first ranks of the world that share the gradients of dense parameters."""
+    ranks = [0]
+    stride = 1
+    for axis, degree in reversed(layout.degrees):
+        if axis in (DP, EP, CP):
+            ranks = [rank + place * stride for place in range(degree) for rank in ranks]
+        stride *= degree
+    return tuple(ranks)
 
 
 def _shows_all_actions(table: Table) -> bool:

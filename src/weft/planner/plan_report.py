@@ -11,7 +11,7 @@ from typing import Any
 from weft.config.checks import as_flags
 from weft.core.mesh import WIDTH
 from weft.planner.candidates import Layout
-from weft.planner.search import Found, FoundLayouts
+from weft.planner.search import DEEP, OPEN, Found, FoundLayouts
 from weft.view.quantity import count, memory, short_time
 
 JOULES_A_KWH = 3.6e6
@@ -46,16 +46,30 @@ def search_text(result: FoundLayouts, rates: Rates, *, num_shown: int) -> list[s
         for found in result.front:
             size = memory(found.peak_bytes)
             lines.append(f"  {short_time(found.seconds):>8}  {size:>9}  {found.layout.text}")
-    lines.append(
-        f"{count(result.num_candidates)} legal layouts; {len(result.best)} were measured and fit. Others:"
-    )
+    lines.extend(ranking_lines(result))
+    return [part for line in lines for part in wrapped(line)]
+
+
+def ranking_lines(result: FoundLayouts) -> list[str]:
+    """How many candidates were ranked by what, and whether the best one is proven to be."""
+    lines = [
+        f"{count(result.num_candidates)} legal layouts: {count(result.num_bounded)} bounded with their own"
+        f" blocks, {count(result.num_simulated)} of these simulated, {len(result.best)} measured as a"
+        " whole and fit. Others:"
+    ]
     for text, number in (+result.rejected).most_common(MOST_REASONS):
         lines.append(f"  {count(number):>9}  {text}")
-    if result.next_bound_s is not None:
+    if result.is_out_of_time:
+        lines.append("the limit of --seconds ended the search")
+    if result.is_proven:
+        lines.append("proven: no layout that was not measured is faster than the first")
+    elif result.next_bound_s is not None:
+        bound = short_time(result.next_bound_s)
         lines.append(
-            f"  no layout that was not measured takes less than {short_time(result.next_bound_s)}"
+            f"not proven: layouts that were not measured take at least {bound}; of those that"
+            " were simulated the fastest were measured first"
         )
-    return [part for line in lines for part in wrapped(line)]
+    return lines
 
 
 def wrapped(line: str) -> list[str]:
@@ -140,13 +154,18 @@ def _busy_s(found: Found) -> float:
 
 def nothing_fits_text(result: FoundLayouts, capacity: float) -> list[str]:
     """What is known where no layout fits."""
-    lines = [
-        f"none of {count(result.num_candidates)} legal layouts fits {memory(capacity)} a device"
-    ]
+    all_layouts = f"{count(result.num_candidates)} legal layouts"
+    num_open = result.rejected[OPEN] + result.rejected[DEEP]
+    lines = [f"none of {all_layouts} fits {memory(capacity)} a device"]
+    if num_open:
+        lines = [
+            f"none of the layouts that were measured fits {memory(capacity)} a device;"
+            f" {count(num_open)} of {all_layouts} were not: increase --seconds or --measured"
+        ]
     if result.smallest is not None:
         size, layout = result.smallest
         lines.append(f"the states alone need at least {memory(size)}, with {layout.text}")
-    return lines
+    return [part for line in lines for part in wrapped(line)]
 
 
 def search_json(result: FoundLayouts, rates: Rates, *, num_shown: int) -> dict[str, Any]:
@@ -157,6 +176,10 @@ def search_json(result: FoundLayouts, rates: Rates, *, num_shown: int) -> dict[s
         "front": [found_json(found, rates) for found in result.front],
         "rejected": dict(result.rejected),
         "next_bound_s": result.next_bound_s,
+        "bounded": result.num_bounded,
+        "simulated": result.num_simulated,
+        "out_of_time": result.is_out_of_time,
+        "proven": result.is_proven,
     }
 
 

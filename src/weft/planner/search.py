@@ -1,20 +1,28 @@
-"""Search of the best layout: candidates in the order of a lower bound of their time, the first ones measured.
+"""Search of the best layout: candidates by a lower bound of their time, the first ones simulated, the best of these measured.
 
 Note [Best first]
     Every candidate waits in a queue by a lower bound of its time. First the bound is its
     share of the work of larger blocks; when it comes to the head, its own blocks are measured, and
-    it goes back with their time. When it comes to the head again, the whole layout is measured and
-    predicted. The search ends
-    when no bound is below the slowest layout that is kept, or when enough layouts have been
-    measured; then it says what the bound of the next one was. Of the ZeRO stages of a mesh the
-    lowest from 1 on that fits is measured: each higher one sends more.
+    it goes back with their time. When it comes to the head again, its schedule is simulated with
+    the seconds of its stages. That ends when no bound is below the times of the fastest simulated
+    ones. Layouts with the smallest micro-batch and one method of context parallelism come first, so
+    that there are such times early. Then the fastest are measured as a whole and predicted, fastest first, until enough
+    fit or no bound of another one is below the slowest that is kept. The winner is proven the best
+    where no bound of a layout that was not measured is below its time. Of the ZeRO stages of a mesh
+    the lowest from 1 on that fits is taken: each higher one sends more.
+
+Note [Time limit]
+    With a limit of seconds (of one core), bounds and simulations end after `RANKING_SHARE` of it,
+    and no measurement begins that would end after it, if it took as long as the longest one so far; the
+    first one is made in any case. Without a limit the result is the same on every machine.
 """
 
 from __future__ import annotations
 
 import heapq
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -30,6 +38,10 @@ MOST_MEASURED = 8
 MOST_FAILED = 3
 """Layouts that are measured and do not fit, for each one that may be measured."""
 NUM_BEST = 3
+FIRST_SHARE, RANKING_SHARE = 0.4, 0.55
+"""Of the seconds of a search, for bounds and simulations: of the first layouts, and of all."""
+PROGRESS_EVERY = 200
+"""Candidates between two reports of progress."""
 FRONT_SHARES = (0.75, 0.5)
 """Of the memory of the best layout, for which the fastest one is looked for."""
 STATES, ACTIVATIONS, MEASURED = (
@@ -43,6 +55,7 @@ SLOWER, MORE_SHARDED, DEEP, OPEN = (
     "not measured: deep stages, or actions that three micro-batches lack",
     "not measured; no faster bound than the next one below",
 )
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,9 @@ class FoundLayouts:
         num_candidates: legal layouts.
         next_bound_s: lower bound of the time of the first one that was not measured; None: all
             others are slower.
+        num_bounded: candidates whose time has a bound from the costs of their own blocks.
+        num_simulated: candidates whose schedule was simulated.
+        is_out_of_time: whether the limit of seconds ended the search.
         smallest: the candidate with the least memory by its bound, where none fits.
     """
 
@@ -82,7 +98,15 @@ class FoundLayouts:
     front: list[Found] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)
     next_bound_s: float | None = None
+    num_bounded: int = 0
+    num_simulated: int = 0
+    is_out_of_time: bool = False
     smallest: tuple[float, Layout] | None = None
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no layout that was not measured can be faster than the best one."""
+        return self.next_bound_s is None or self.next_bound_s >= self.best[0].seconds
 
 
 @dataclass(frozen=True)
@@ -92,27 +116,65 @@ class SearchLimits:
     Attributes:
         memory_bytes: that a rank may use.
         most_measured: layouts that are measured.
+        seconds: for all; None: no limit. See Note [Time limit].
     """
 
     memory_bytes: float
     most_measured: int = MOST_MEASURED
+    seconds: float | None = None
 
 
 def search(
-    found: Candidates, costs: LayoutCosts, limits: SearchLimits, *, target: Target
+    found: Candidates,
+    costs: LayoutCosts,
+    limits: SearchLimits,
+    *,
+    target: Target,
+    progress: Progress | None = None,
 ) -> FoundLayouts:
-    """The best layouts among candidates; see Note [Best first]."""
-    result = _BestFirst(found, costs, limits).run()
+    """The best layouts among candidates; see Note [Best first].
+
+    Args:
+        progress: takes a line of text now and then.
+    """
+    clock = _Clock(limits.seconds)
+    result = _BestFirst(found, costs, limits, clock, progress).run()
     measured = {entry.layout: entry for entry in result.best}
     if result.best and target != "cost":
         for share in FRONT_SHARES:
-            less = SearchLimits(share * result.best[0].peak_bytes, most_measured=2)
-            for entry in _BestFirst(found, costs, less).run().best:
+            if clock.is_over(1.0):
+                break
+            less = SearchLimits(share * result.best[0].peak_bytes, most_measured=1)
+            for entry in _BestFirst(found, costs, less, clock, progress).run().best:
                 measured.setdefault(entry.layout, entry)
     result.front = pareto_front(measured.values())
     if target == "memory" and result.front:
         result.best = sorted(measured.values(), key=lambda entry: (entry.peak_bytes, entry.seconds))
     return result
+
+
+class _Clock:
+    """Seconds since the begin of a search; see Note [Time limit]."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = limit_s
+        self.begin = time.process_time()
+        self.longest_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.process_time() - self.begin
+
+    def is_over(self, share: float) -> bool:
+        """Whether this share of the limit is over, or would be after one more measurement."""
+        if self.limit_s is None:
+            return False
+        ahead_s = self.longest_s if share == 1.0 else 0.0
+        return self.elapsed_s + ahead_s > share * self.limit_s
+
+    def note(self, begin_s: float) -> None:
+        """A measurement that began then has ended."""
+        self.longest_s = max(self.longest_s, self.elapsed_s - begin_s)
 
 
 def pareto_front(entries: Iterable[Found]) -> list[Found]:
@@ -149,40 +211,120 @@ class _QueuedLayouts:
         return len(self.zeros) * (len(self.group.pipelines) if self.pipeline is None else 1)
 
 
+@dataclass(order=True)
+class _Simulated:
+    """A layout with the seconds that its schedule takes.
+
+    Attributes:
+        waiting: what it was in the queue.
+        zeros: ZeRO stages of it that may fit, in the order in which they are measured.
+    """
+
+    seconds: float
+    number: int
+    waiting: _QueuedLayouts = field(compare=False)
+    zeros: tuple[int, ...] = field(compare=False)
+
+
 class _BestFirst:
     """A search with one limit of memory."""
 
-    def __init__(self, found: Candidates, costs: LayoutCosts, limits: SearchLimits) -> None:
+    def __init__(
+        self,
+        found: Candidates,
+        costs: LayoutCosts,
+        limits: SearchLimits,
+        clock: _Clock,
+        progress: Progress | None,
+    ) -> None:
         self.costs = costs
         self.limits = limits
+        self.clock = clock
+        self.progress = progress
         self.candidates = found
         self.result = FoundLayouts(len(found))
         self.queue: list[_QueuedLayouts] = []
+        self.simulated: list[_Simulated] = []
+        self.fastest: list[float] = []
+        """Times of the fastest simulated layouts, negative: a heap with the slowest first."""
         self.number = 0
         self.num_measured = 0
         self.num_failed = 0
 
     def run(self) -> FoundLayouts:
         """The result, with all that fit among the measured ones."""
-        for group in self.candidates.groups:
+        groups = self.candidates.groups
+        smallest = min((group.base.micro_size for group in groups), default=1)
+        context = groups[0].base.context if groups else ""
+        first, others = [], []
+        for group in groups:
+            is_first = (group.base.micro_size, group.base.context) == (smallest, context)
+            (first if is_first else others).append(group)
+        for group in first:
             self._add_group(group)
-        while self.queue and self._may_measure():
-            waiting = heapq.heappop(self.queue)
-            if self._is_too_slow(waiting.bound_s):
-                heapq.heappush(self.queue, waiting)
+        self._rank(FIRST_SHARE)
+        for group in others:
+            self._add_group(group)
+        self._rank(RANKING_SHARE)
+        self.simulated.sort()
+        while self.simulated and self._may_measure():
+            if self._is_too_slow(self.simulated[0].waiting.bound_s):
                 break
-            if waiting.pipeline is None:
-                for pipeline in waiting.group.pipelines:
-                    self._bound(waiting, pipeline)
-            elif not waiting.has_blocks:
-                self._bound(waiting, waiting.pipeline, has_blocks=True)
-            else:
-                self._measure(waiting)
+            entry = self.simulated.pop(0)
+            self._report(f"measuring {entry.waiting.group.base.mesh}")
+            begin_s = self.clock.elapsed_s
+            self._measure(entry)
+            self.clock.note(begin_s)
         self._count_rest()
         self.result.best.sort(key=_by_time)
         return self.result
 
+    def _rank(self, share: float) -> None:
+        """Bound and simulate the queue until no other layout of it may be among the fastest, or this
+        share of the seconds is over.
+        """
+        fastest = self.fastest
+        num_kept = max(NUM_BEST, self.limits.most_measured)
+        num_steps = 0
+        while self.queue:
+            is_known = len(fastest) >= num_kept
+            if is_known and self.queue[0].bound_s >= -fastest[0]:
+                return
+            if self.simulated and self.clock.is_over(share):
+                self.result.is_out_of_time = True
+                return
+            entry = self._advance(heapq.heappop(self.queue))
+            if entry is not None:
+                self.simulated.append(entry)
+                heapq.heappush(fastest, -entry.seconds)
+                if len(fastest) > num_kept:
+                    heapq.heappop(fastest)
+            num_steps += 1
+            if num_steps % PROGRESS_EVERY == 0:
+                self._report(f"{self.result.num_bounded} bounded, {len(self.simulated)} simulated")
+
+    def _report(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress(f"{self.clock.elapsed_s:.0f} s: {text}")
+
+    def _advance(self, waiting: _QueuedLayouts) -> _Simulated | None:
+        """Sharpen the bound of what was at the head of the queue, or simulate it."""
+        if waiting.pipeline is None:
+            for pipeline in waiting.group.pipelines:
+                self._bound(waiting, pipeline)
+            return None
+        if not waiting.has_blocks:
+            self._bound(waiting, waiting.pipeline, has_blocks=True)
+            return None
+        zeros = tuple(sorted(waiting.zeros, key=lambda zero: (zero == 0, zero)))
+        seconds = self.costs.simulated_s(layout_of(waiting.group, waiting.pipeline, zeros[0]))
+        self.result.num_simulated += len(waiting)
+        return _Simulated(max(seconds, waiting.bound_s), waiting.number, waiting, zeros)
+
     def _may_measure(self) -> bool:
+        if (self.num_measured or self.num_failed) and self.clock.is_over(1.0):
+            self.result.is_out_of_time = True
+            return False
         has_room = self.num_failed < MOST_FAILED * self.limits.most_measured
         return has_room and self.num_measured < self.limits.most_measured
 
@@ -223,23 +365,26 @@ class _BestFirst:
         base = waiting.group.base
         costs = self.costs.blocks(base) if has_blocks else self.costs.block_bounds(base)
         fitting = []
-        seconds = waiting.bound_s
+        seconds = []
+        if has_blocks:
+            self.result.num_bounded += len(waiting)
         for zero in waiting.zeros:
             bound = self.costs.bound(layout_of(waiting.group, pipeline, zero), costs)
-            seconds = max(bound.seconds, waiting.bound_s)
             if bound.peak_bytes <= self.limits.memory_bytes:
                 fitting.append(zero)
+                seconds.append(bound.seconds)
             else:
                 self.result.rejected[ACTIVATIONS] += 1
         if fitting:
+            bound_s = max(waiting.bound_s, min(seconds))
             zeros = tuple(fitting)
-            self._push(_QueuedLayouts(seconds, 0, waiting.group, pipeline, zeros, has_blocks))
+            self._push(_QueuedLayouts(bound_s, 0, waiting.group, pipeline, zeros, has_blocks))
 
-    def _measure(self, waiting: _QueuedLayouts) -> None:
+    def _measure(self, entry: _Simulated) -> None:
         """Measure the lowest ZeRO stage from 1 on that fits."""
+        waiting = entry.waiting
         assert waiting.pipeline is not None
-        order = sorted(waiting.zeros, key=lambda zero: (zero == 0, zero))
-        for place, zero in enumerate(order):
+        for place, zero in enumerate(entry.zeros):
             layout = layout_of(waiting.group, waiting.pipeline, zero)
             if not self.costs.can_be_measured(layout):
                 self.result.rejected[DEEP] += 1
@@ -248,13 +393,14 @@ class _BestFirst:
             if prediction.peak_bytes <= self.limits.memory_bytes:
                 self.result.best.append(Found(layout, prediction))
                 self.num_measured += 1
-                self.result.rejected[MORE_SHARDED] += len(order) - place - 1
+                self.result.rejected[MORE_SHARDED] += len(entry.zeros) - place - 1
                 return
             self.result.rejected[MEASURED] += 1
             self.num_failed += 1
 
     def _count_rest(self) -> None:
-        for waiting in self.queue:
+        rest = [*self.queue, *(entry.waiting for entry in self.simulated)]
+        for waiting in rest:
             is_slower = self._is_too_slow(waiting.bound_s)
             self.result.rejected[SLOWER if is_slower else OPEN] += len(waiting)
             if not is_slower:

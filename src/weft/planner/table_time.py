@@ -1,0 +1,65 @@
+"""Seconds of a schedule's table from the seconds of each stage: no overlap, no shared links, no measured regions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.planner.pipeline_time import PipelineOrder
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of the actions of every stage for one micro-batch.
+
+    Attributes:
+        forward, backward: by stage.
+        inputs_share, weights_share: of a backward, where it is split into both.
+        message_s: of a tensor to a neighbouring pipeline rank.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    inputs_share: float
+    weights_share: float
+    message_s: float
+
+    def of(self, kind: str, stage: int) -> float:
+        """Seconds of an action."""
+        if kind == "F":
+            return self.forward[stage]
+        share: Mapping[str, float] = {
+            "B": 1.0,
+            "I": self.inputs_share,
+            "W": self.weights_share,
+        }
+        return share[kind] * self.backward[stage]
+
+
+def table_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
+    """When the last action of a table ends, if each begins as soon as its rank is free and its
+    input has arrived.
+    """
+    ranks = [entry.rank for entry in order.classes]
+    seconds = [stages.of(entry.key.kind, entry.stage) for entry in order.classes]
+    message_s = stages.message_s
+    now = [0.0] * order.table.num_ranks
+    ends: list[float] = []
+    for number, source in zip(order.class_of, order.source_of, strict=True):
+        rank = ranks[number]
+        start = now[rank]
+        if source >= 0:
+            start = max(start, ends[source] + message_s)
+        end = start + seconds[number]
+        now[rank] = end
+        ends.append(end)
+    return max(now)
+
+
+def busiest_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
+    """Seconds in which the busiest rank works on one micro-batch, on average."""
+    busy = [0.0] * order.table.num_ranks
+    for number in order.class_of:
+        entry = order.classes[number]
+        busy[entry.rank] += stages.of(entry.key.kind, entry.stage)
+    return max(busy) / order.table.microbatches
