@@ -152,7 +152,9 @@ def test_a_gpu_that_the_table_does_not_have_is_an_error(monkeypatch: pytest.Monk
 def test_layouts_that_do_not_fit_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("--nproc", "2")
     monkeypatch.setattr(auto_mesh, "HEADROOM", 1.0)
-    message = r"mesh: auto finds no layout of 2 ranks that fits a CPU rank \(got at least [\d.]+ KiB"
+    message = (
+        r"mesh: auto finds no layout of 2 ranks that fits a CPU rank \(got at least [\d.]+ KiB"
+    )
     with pytest.raises(ConfigError, match=message):
         choose_mesh(run, is_flag=True)
 

@@ -247,11 +247,11 @@ def _fastest(
     capacity = (1 - HEADROOM) * hardware.memory_bytes
     speeds = Speeds(hardware, hardware.efficiency)
 
-    def ranked() -> tuple[Any, float | None]:
+    def ranked() -> tuple[Any, bool, float | None]:
         ranking = rank_meshes(run, found, speeds, capacity)
-        return ranking.meshes, ranking.least_bytes
+        return ranking.meshes, ranking.is_complete, ranking.least_bytes
 
-    meshes, least_bytes = _apart(ranked) if before_ranks else ranked()
+    meshes, is_complete, least_bytes = _apart(ranked) if before_ranks else ranked()
     if not meshes:
         raise ConfigError(_nothing_fits(hardware, devices, capacity, least_bytes))
     layouts = counted(len(found), "legal layout")
@@ -263,6 +263,8 @@ def _fastest(
         words.append(f"next best {other}, {factor} times the predicted step")
     else:
         words.append("no other was found that fits")
+    if not is_complete:
+        words.append("not proven the fastest")
     words.append(_source(run, hardware))
     return ChosenMesh(best, _note(best, "; ".join(words)))
 

@@ -24,10 +24,12 @@ class MeshRanking:
 
     Attributes:
         meshes: with the seconds of a predicted step.
+        is_complete: all candidates have been predicted, or are slower by a bound.
         least_bytes: of the layout with the least memory where none fits, as far as it is known.
     """
 
     meshes: tuple[tuple[str, float], ...]
+    is_complete: bool
     least_bytes: float | None = None
 
 
@@ -47,7 +49,8 @@ def rank_meshes(run: Run, found: Candidates, speeds: Speeds, memory_bytes: float
     limits = SearchLimits(memory_bytes, MOST_MEASURED)
     result = search(found, LayoutCosts(run, speeds), limits, target="cost")  # no Pareto front
     least_bytes = None if result.smallest is None else result.smallest[0]
-    return _ranking(result.best, least_bytes)
+    is_complete = not result.best or result.is_proven
+    return _ranking(result.best, least_bytes, is_complete=is_complete)
 
 
 def _are_few_and_small(run: Run, layouts: list[Layout]) -> bool:
@@ -60,9 +63,10 @@ def _rank_all(run: Run, layouts: list[Layout], speeds: Speeds, memory_bytes: flo
     entries = [Found(layout, predict(layout.applied_to(run), speeds)) for layout in layouts]
     fitting = [entry for entry in entries if entry.peak_bytes <= memory_bytes]
     fitting.sort(key=lambda entry: (entry.seconds, entry.peak_bytes, entry.layout.order))
-    return _ranking(fitting, min(entry.peak_bytes for entry in entries))
+    least_bytes = min(entry.peak_bytes for entry in entries)
+    return _ranking(fitting, least_bytes, is_complete=True)
 
 
-def _ranking(best: list[Found], least_bytes: float | None) -> MeshRanking:
+def _ranking(best: list[Found], least_bytes: float | None, *, is_complete: bool) -> MeshRanking:
     meshes = tuple((entry.layout.mesh, entry.seconds) for entry in best)
-    return MeshRanking(meshes, None if meshes else least_bytes)
+    return MeshRanking(meshes, is_complete, None if meshes else least_bytes)
