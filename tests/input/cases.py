@@ -1416,6 +1416,23 @@ def plans() -> Iterator[Case]:
     yield Case("plan of two sizes", words, "devices: differ from the mesh")
     words = ("plan", "--devices", "23", *on_h100)
     yield Case("plan that nothing fills", words, "devices: no layout fills 23")
+    words = ("plan", "--mesh", "dp4", "--batch.global_size", "7", *on_h100)
+    yield Case("plan of a batch that nothing divides", words, "batch.global_size: does not divide")
+    words = ("plan", "--devices", "4", "--model.preset", "llama3-70b", "--model.dim", "0", *on_h100)
+    yield Case("plan of a preset without a size", words, "model.dim: out of range")
+    words = (
+        "plan",
+        "--devices",
+        "4",
+        "--model.name",
+        "gpt2",
+        "--model.preset",
+        "llama3-70b",
+        *on_h100,
+    )
+    yield Case("plan of a preset of another family", words, "model.preset: ")
+    words = ("plan", "--devices", "4", "--seconds", "0", *on_h100)
+    yield Case("plan in no time", words, "seconds: out of range")
     words = ("plan", "--devices", "4", "--why", "dp2", *on_h100)
     yield Case("why of another size", words, "why: has another number of devices")
     words = ("plan", "--devices", "4", "--why", "dp4 zero9", *on_h100)

@@ -54,7 +54,7 @@ class PlanOptions(ConfigSection):
     top: int = Field(3, ge=1, le=50, description="layouts that are printed")
     measured: int = Field(8, ge=1, le=1000, description="layouts that are measured as a whole")
     seconds: Annotated[float, Field(gt=0)] = Field(
-        50.0, description="of one core; then the search ends with what it has found"
+        45.0, description="of one core; then the search ends with what it has found"
     )
     headroom: float = Field(
         0.1, ge=0, lt=1, description="share of a device's memory that stays free"
@@ -206,7 +206,10 @@ def _search(
     if progress is not None:
         progress("")
     if not result.best:
-        print_result("\n".join(nothing_fits_text(result, capacity)))
+        lines = nothing_fits_text(result, capacity)
+        if named is not None:
+            lines.extend(_too_large_lines(named, costs, capacity))
+        print_result("\n".join(lines))
         return EXIT_FAILED
     best = result.best[0].layout
     if options.write is not None:
@@ -270,6 +273,9 @@ def _why_lines(
     from weft.planner.search import Found
     from weft.view.quantity import memory
 
+    too_large = _too_large_lines(named, costs, capacity)
+    if too_large:
+        return too_large
     entry = Found(named, costs.predict(named))
     lines = [f"why not {named.text}:", *(f"  {line}" for line in found_lines(entry, rates))]
     if entry.peak_bytes > capacity:
@@ -281,6 +287,26 @@ def _why_lines(
         lines.append("  it is the best one")
     else:
         lines.append(f"  the best one has {reason(result.best[0], entry)}")
+    return [part for line in lines for part in wrapped(line)]
+
+
+def _too_large_lines(named: Layout, costs: LayoutCosts, capacity: float) -> list[str]:
+    """By how much a named layout does not fit, and what would; [] if it may fit."""
+    from weft.planner.plan_report import wrapped
+    from weft.planner.search import smaller_change
+    from weft.view.quantity import memory
+
+    bound = costs.bound(named, costs.blocks(named))
+    if bound.peak_bytes <= capacity:
+        return []
+    change, size = smaller_change(named, costs, capacity)
+    word = "fits" if size <= capacity else "has the least bytes of those tried, and does not fit"
+    lines = [
+        f"why not {named.text}:",
+        f"  it does not fit: it needs at least {memory(bound.peak_bytes)} of {memory(capacity)},"
+        f" {memory(bound.state_bytes)} of it between steps and for gradients",
+        f"  {change.text} {word}: at least {memory(size)}",
+    ]
     return [part for line in lines for part in wrapped(line)]
 
 

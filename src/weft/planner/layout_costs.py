@@ -198,6 +198,13 @@ class LayoutCosts:
         is_small = most <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
         return is_small and _shows_all_actions(plan.table)
 
+    def has_stages(self, layout: Layout) -> bool:
+        """Whether the model has a block for every stage, and the schedule takes the sizes."""
+        sizes = {"ranks": layout.degree(PP), "chunks": layout.chunks}
+        num_micro = self._num_micro(layout)
+        has_blocks = layout.degree(PP) * layout.chunks <= len(self.kinds)
+        return has_blocks and not find(layout.schedule).faults(**sizes, microbatches=num_micro)
+
     # simulated layouts
 
     def simulated_s(self, layout: Layout) -> float:
@@ -493,14 +500,16 @@ class LayoutCosts:
         return self._states[zero]
 
     def _kept_a_param(self, layout: Layout) -> float:
-        """Bytes between steps, and those that the first micro-batch leaves: gradients whose
-        reduction is waited for later.
+        """Bytes between steps, and below ZeRO 2 those that the first micro-batch leaves: gradients
+        that are not sharded yet.
         """
         run, plan = self._thin(layout)
         step = measure_rank(run, 0, plan=plan)
         self._zero_steps.setdefault(layout.zero, step)
-        first = [region for key, region in step.actions.items() if key.place == "first"]
-        left = max(0, sum(region.change for region in first))
+        left = 0
+        if layout.zero < FIRST_ZERO_A_MICROBATCH:
+            first = [region for key, region in step.actions.items() if key.place == "first"]
+            left = max(0, sum(region.change for region in first))
         params = self._params_of_kinds(1, 1)
         return (step.kept.total + left) / sum(params[name] for name in plan.stages[0].blocks)
 

@@ -177,6 +177,33 @@ class _Clock:
         self.longest_s = max(self.longest_s, self.elapsed_s - begin_s)
 
 
+def smaller_change(named: Layout, costs: LayoutCosts, memory_bytes: float) -> tuple[Layout, float]:
+    """The layout with the fewest changes of a named one that may fit, and the bytes that it needs
+    at least; the one with the least bytes where none fits.
+
+    Tried are higher ZeRO stages, recomputation, sequence parallelism, then twice the pipeline ranks.
+    """
+    twice = [(axis, 2 * degree if axis == "pp" else degree) for axis, degree in named.degrees]
+    flags = (named.sequence, True) if named.degree("tp") > 1 else (named.sequence,)
+    smallest: tuple[Layout, float] | None = None
+    for degrees in dict.fromkeys((named.degrees, tuple(twice))):
+        for sequence in dict.fromkeys(flags):
+            for recompute in dict.fromkeys((named.recompute, "selective", "full")):
+                for zero in range(named.zero, 4):
+                    changed = replace(
+                        named, degrees=degrees, sequence=sequence, recompute=recompute, zero=zero
+                    )
+                    if not costs.has_stages(changed):
+                        continue
+                    size = costs.bound(changed, costs.blocks(changed)).peak_bytes
+                    if size <= memory_bytes:
+                        return changed, size
+                    if smallest is None or size < smallest[1]:
+                        smallest = changed, size
+    assert smallest is not None, "the named layout is legal"
+    return smallest
+
+
 def pareto_front(entries: Iterable[Found]) -> list[Found]:
     """The entries than which none is both faster and smaller, fastest first."""
     front: list[Found] = []
@@ -290,7 +317,7 @@ class _BestFirst:
             is_known = len(fastest) >= num_kept
             if is_known and self.queue[0].bound_s >= -fastest[0]:
                 return
-            if self.simulated and self.clock.is_over(share):
+            if self.clock.is_over(share if self.simulated else 1.0):
                 self.result.is_out_of_time = True
                 return
             entry = self._advance(heapq.heappop(self.queue))
