@@ -283,7 +283,8 @@ class _BestFirst:
         groups = self.candidates.groups
         smallest = min((group.base.micro_size for group in groups), default=1)
         context = groups[0].base.context if groups else ""
-        first, others = [], []
+        first: list[LayoutGroup] = []
+        others: list[LayoutGroup] = []
         for group in groups:
             is_first = (group.base.micro_size, group.base.context) == (smallest, context)
             (first if is_first else others).append(group)
