@@ -62,7 +62,7 @@ def ranking_lines(result: FoundLayouts) -> list[str]:
     if result.is_out_of_time:
         lines.append("the limit of --seconds ended the search")
     if result.is_proven:
-        lines.append("proven: no layout that was not measured is faster than the first")
+        lines.append("proven: no layout that was not measured is faster, other ZeRO stages aside")
     elif result.next_bound_s is not None:
         bound = short_time(result.next_bound_s)
         lines.append(

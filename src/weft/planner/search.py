@@ -105,7 +105,11 @@ class FoundLayouts:
 
     @property
     def is_proven(self) -> bool:
-        """Whether no layout that was not measured can be faster than the best one."""
+        """Whether no layout that was not measured can be faster than the best one, besides other ZeRO
+        stages of those that were.
+        """
+        if self.rejected[DEEP]:
+            return False
         return self.next_bound_s is None or self.next_bound_s >= self.best[0].seconds
 
 
