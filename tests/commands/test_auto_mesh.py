@@ -79,6 +79,7 @@ def test_training_on_the_chosen_mesh_equals_training_on_it_by_name_and_resume_ke
     assert fresh.mesh == mesh
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_fastest_of_all_legal_layouts_and_the_same_on_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -37,6 +37,8 @@ PAGES = [
 SLOW_PAGES = {
     "docs/checkpoints.md",
     "docs/clusters.md",
+    "docs/data.md",
+    "docs/devices.md",
     "docs/finetuning.md",
     "docs/generate.md",
     "docs/hardware.md",

@@ -61,6 +61,7 @@ def test_a_gpt_needs_thirty_lines_besides_the_model(folder: Path) -> None:
     assert len(lines) <= MOST_LINES_BESIDES
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]

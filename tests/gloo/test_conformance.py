@@ -21,7 +21,7 @@ def conform_twice(comm):
     return checked, unchecked
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "dp3", "dp2 tp2"])
+@pytest.mark.parametrize("mesh", ["dp2", "dp3", pytest.param("dp2 tp2", marks=pytest.mark.slow)])
 def test_processes_conform_without_a_warning(mesh):
     def on_rank(comm):
         warnings.simplefilter("error")

@@ -45,7 +45,7 @@ def kill_rank(out: Path, rank: int) -> None:
     os.kill(status_board(out).read(rank).pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_rank_leaves_an_end_event_and_the_command_to_resume(tmp_path, rank):
     out = tmp_path / "run"
     with endless(out, "--save.every", "2") as process:

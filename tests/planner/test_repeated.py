@@ -79,7 +79,7 @@ def assert_equal(short: RankStep, whole: RankStep) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["dp2 zero2", *(pytest.param(name, marks=pytest.mark.slow) for name in list(LAYOUTS)[1:])],
+    [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
 )
 def test_five_blocks_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     num_layers, flags = LAYOUTS[name]

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.tp import AXIS as TP
 from weft.planner.candidates import Candidates, Layout, LayoutGroup, PipelineChoice
 from weft.planner.layout_costs import LayoutCosts
 from weft.planner.predict import Prediction
@@ -187,8 +189,8 @@ def smaller_change(named: Layout, costs: LayoutCosts, memory_bytes: float) -> tu
 
     Tried are higher ZeRO stages, recomputation, sequence parallelism, then twice the pipeline ranks.
     """
-    twice = [(axis, 2 * degree if axis == "pp" else degree) for axis, degree in named.degrees]
-    flags = (named.sequence, True) if named.degree("tp") > 1 else (named.sequence,)
+    twice = [(axis, 2 * degree if axis == PP else degree) for axis, degree in named.degrees]
+    flags = (named.sequence, True) if named.degree(TP) > 1 else (named.sequence,)
     smallest: tuple[Layout, float] | None = None
     for degrees in dict.fromkeys((named.degrees, tuple(twice))):
         for sequence in dict.fromkeys(flags):
