@@ -171,9 +171,9 @@ def _phase_bounds(comparisons: Sequence[StepComparison]) -> list[PhaseBound]:
     found = []
     for number in NAMES:
         own = [each for each in comparisons if each.number == number]
-        closest = max(own, key=lambda each: each.relative / each.bound)
-        ratio = closest.relative / closest.bound
-        found.append(PhaseBound(number, len(own), closest.relative, closest.bound, ratio))
+        largest = max(own, key=lambda each: each.relative)
+        ratio = max(each.relative / each.bound for each in own)
+        found.append(PhaseBound(number, len(own), largest.relative, largest.bound, ratio))
     return found
 
 
