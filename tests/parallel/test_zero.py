@@ -13,6 +13,7 @@ from tests.live import Live
 from tests.matrix.layouts import CLIP, LR, SEED, Case, adamw, batches
 from tests.parallel.test_tp import Log
 from weft.comm.comm import Comm
+from weft.comm.ops import copy_to_region
 from weft.errors import CommError
 from weft.models import FAMILIES
 from weft.models.common.counter_normal import NUM_QUANTILES
@@ -196,6 +197,34 @@ def test_few_reductions_hold_an_unsharded_gradient_at_once(zero: Any) -> None:
         return most
 
     assert run_ranks("dp2", rank) == [MAX_UNDER_WAY] * 2
+
+
+def test_a_parameter_that_one_rank_does_not_use_cannot_stop_ranks_that_exchange_tokens() -> None:
+    """Rank 1 reduces the group of "d" at the end of its backward, before which it needs rank 0."""
+
+    def rank(comm: Comm) -> dict[str, torch.Tensor]:
+        policy = ShardingPolicy(
+            2, params=torch.float64, compute=torch.float64, reduce=torch.float64
+        )
+        params = {name: nn.Parameter(torch.ones(2, dtype=torch.float64)) for name in "abcd"}
+        groups = [
+            ParamGroup({name: param}, comm, policy, axes=("dp", "cp"))
+            for name, param in params.items()
+        ]
+        reducer = GradientReducer(groups, comm, reduces_every_backward=True)
+        reducer.zero_grad()
+        x = copy_to_region(params["a"] * 2, comm, "cp")  # its backward is a sum over ranks
+        x = x * params["b"] * params["c"]
+        if comm.index("cp") == 0:
+            x = x * params["d"]
+        x.sum().backward()
+        reducer.finish()
+        return reducer.full_gradients()
+
+    for found in run_ranks("dp2 cp2", rank):
+        assert found["d"].tolist() == [4.0, 4.0]
+        assert found["b"].tolist() == [8.0, 8.0]
+        assert found["a"].tolist() == [16.0, 16.0]
 
 
 def test_the_next_block_is_prefetched_while_one_runs() -> None:

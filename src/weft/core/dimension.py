@@ -169,6 +169,11 @@ def token_axes() -> tuple[str, ...]:
     return _axes_where(lambda dimension: dimension.batch is not None)
 
 
+def token_exchange_axes() -> tuple[str, ...]:
+    """Axes along which ranks hold different tokens and need each other within a block."""
+    return _axes_where(lambda dimension: dimension.batch is not None and bool(dimension.transform))
+
+
 def local_update_axes() -> tuple[str, ...]:
     """Axes along which model replicas train apart between outer steps."""
     return _axes_where(lambda dimension: dimension.local_updates)

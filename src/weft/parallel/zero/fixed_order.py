@@ -130,6 +130,10 @@ class FixedOrderSum:
             recv_sizes=(own_size,) * len(self.sizes),
         )
 
+    def is_completed(self) -> bool:
+        """Whether what the other ranks send has arrived."""
+        return self._started.is_completed()
+
     def wait(self) -> Tensor:
         """The sum, in new memory: this rank's shard, or the whole."""
         received = self._started.wait()

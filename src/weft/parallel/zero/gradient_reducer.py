@@ -22,13 +22,16 @@ Note [Reduction order]
 
 Note [Reductions under way]
     Under ZeRO 2 and 3 a reduction holds the unsharded gradient of its group until it is waited for.
-    So at most MAX_UNDER_WAY are under way: before another one begins, the oldest is waited for. All
-    ranks start them in one order, so the oldest one has been started, or will be, by every member
-    before it needs anything that this rank does later.
+    So at most MAX_UNDER_WAY are under way: before another one begins, the oldest is waited for.
+    Another rank may start that one only at the end of its backward, if its tokens do not use a
+    parameter. That is no problem while its backward needs nothing of this rank. Where the two
+    exchange tokens in between (context and expert parallelism) it would be a deadlock: there the
+    wait ends after MOST_WAIT_S, and for the rest of the step gradients stay allocated instead.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -36,6 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
+from weft.core.dimension import token_exchange_axes
 from weft.core.mesh import Axis
 from weft.parallel.zero.fixed_order import Leaf
 from weft.parallel.zero.param_group import ParamGroup
@@ -43,6 +47,8 @@ from weft.parallel.zero.unshard_hooks import after_this_backward
 
 MAX_UNDER_WAY = 2
 """Reductions under ZeRO 2 and 3; FSDP2 has one under way while the next group computes."""
+MOST_WAIT_S = 1.0
+POLL_S = 0.0005
 
 
 class GradientReducer:
@@ -102,6 +108,8 @@ class GradientReducer:
         self._complete: set[int] = set()
         self._waiting: dict[int, deque[ParamGroup]] = {}
         self._under_way: deque[ParamGroup] = deque()
+        self._wait_is_limited = any(comm.mesh.degree(axis) > 1 for axis in token_exchange_axes())
+        self._wait_left_s = MOST_WAIT_S
         self._stages = sorted({group.stage for group in self.trained_groups})
         self._is_reduced_once = any(
             group.policy.keeps_unsharded_grad for group in self.trained_groups
@@ -250,10 +258,22 @@ class GradientReducer:
         if group.policy.keeps_unsharded_grad:
             group.start_reduce()
             return
-        while len(self._under_way) >= MAX_UNDER_WAY:
+        while len(self._under_way) >= MAX_UNDER_WAY and self._may_wait_for(self._under_way[0]):
             self._under_way.popleft().wait_reduce()
         group.start_reduce()
         self._under_way.append(group)
+
+    def _may_wait_for(self, group: ParamGroup) -> bool:
+        """Whether the wait for a reduction ends whatever the other ranks do meanwhile."""
+        if not self._wait_is_limited:
+            return True
+        start = time.monotonic()
+        while not group.is_reduce_completed():
+            if time.monotonic() - start >= self._wait_left_s:
+                self._wait_left_s = 0.0
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def finish(self) -> None:
         """Wait until the sharded gradient of every group is the sum over all ranks and
@@ -263,6 +283,7 @@ class GradientReducer:
         for group in self.trained_groups:
             group.finish_step()
         self._under_way.clear()
+        self._wait_left_s = MOST_WAIT_S
         for group in self.groups:
             group.reshard()
         self.arrived.clear()

@@ -314,6 +314,10 @@ class ParamGroup:
             return self.comm.start_all_reduce_(unsharded, self.axes)
         return Work.done(unsharded)
 
+    def is_reduce_completed(self) -> bool:
+        """Whether `wait_reduce` would return at once."""
+        return self._reducing is None or self._reducing.is_completed()
+
     def wait_reduce(self) -> None:
         """Wait for the reduction under way and add its result to the sharded gradient."""
         if self._reducing is None:
