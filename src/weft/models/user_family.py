@@ -301,7 +301,13 @@ def _specs_of(family: UserFamily, text: str, seq_len: int) -> tuple[BlockSpec, .
     return tuple(specs)
 
 
-def example(family: UserFamily, cfg: Any, *, rows: int, seq_len: int) -> Batch:
+def example(
+    family: UserFamily,
+    cfg: Any,
+    *,
+    rows: int,
+    seq_len: int,
+) -> Batch:
     """A batch on the meta device."""
     if family.model.kind == "images":
         return image_example(rows, cfg.image_size)

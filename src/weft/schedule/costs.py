@@ -122,7 +122,13 @@ def _of_stages(times: Times, num_stages: int, chunks: int) -> Times:
     raise ScheduleError(Fault(KEY, "another number of stages", got=got, need=need))
 
 
-def _time(text: str, word: str, *, key: str = KEY, may_be_zero: bool = False) -> Fraction:
+def _time(
+    text: str,
+    word: str,
+    *,
+    key: str = KEY,
+    may_be_zero: bool = False,
+) -> Fraction:
     if _NUMBER.fullmatch(text) is None:
         raise _unreadable(word, key)
     time = Fraction(text)

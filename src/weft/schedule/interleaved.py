@@ -46,7 +46,12 @@ def table(ranks: int, chunks: int, microbatches: int) -> Table:
     )
 
 
-def _row(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Act]:
+def _row(
+    rank: int,
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+) -> Iterator[Act]:
     """1F1B over the rank's forwards and backwards, which are listed in their order first."""
     forwards: list[Act] = []
     backwards: list[Act] = []

@@ -255,7 +255,11 @@ def _gather_in_place(group: GroupInputs, buffers: list[Tensor], length: int) -> 
 
 
 def _reduce_scatter_in_place(
-    group: GroupInputs, buffers: list[Tensor], length: int, *, op: Reduce
+    group: GroupInputs,
+    buffers: list[Tensor],
+    length: int,
+    *,
+    op: Reduce,
 ) -> Iterator[Comparison]:
     start = group.index * length
     own = slice(start, start + length)

@@ -303,7 +303,13 @@ def set_implementations(
         implementation = make()
         key = f"{name}.{path}" if path else name
         name_of_kind = f"{implementation.name} attention"
-        check_declared(attend, Attend, name=name_of_kind, key=key, fix=DECLARE_ATTENTION)
+        check_declared(
+            attend,
+            Attend,
+            name=name_of_kind,
+            key=key,
+            fix=DECLARE_ATTENTION,
+        )
         check_supported(
             attend.requirements.features,
             implementation.supports,

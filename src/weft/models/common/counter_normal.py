@@ -77,7 +77,12 @@ def normal_entries(
     row_keys = _row_keys(rows, key)
     for chosen_rows, columns in _chunks(len(rows), num_columns, device):
         keys = row_keys[:, chosen_rows, None]
-        numbers = torch.arange(columns.start, columns.stop, dtype=torch.int64, device=device)
+        numbers = torch.arange(
+            columns.start,
+            columns.stop,
+            dtype=torch.int64,
+            device=device,
+        )
         bits = _hash_columns(numbers + first_column, keys)
         values[chosen_rows, columns] = _sum_of_quantiles(bits, table) * scale
     return values.reshape(box.shape)

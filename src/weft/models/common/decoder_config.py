@@ -61,7 +61,12 @@ class DecoderConfig(ModelConfig):
     @classmethod
     def _kv_heads_divide_heads(cls, kv_heads: int, info: ValidationInfo) -> int:
         if "heads" in info.data:
-            check_divides(info.data["heads"], kv_heads, value_name="heads", parts_name="kv_heads")
+            check_divides(
+                info.data["heads"],
+                kv_heads,
+                value_name="heads",
+                parts_name="kv_heads",
+            )
         return kv_heads
 
     @abstractmethod

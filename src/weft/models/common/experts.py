@@ -119,7 +119,12 @@ def _gather(x: Tensor, index: Tensor, *, users_NK: Tensor) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, users_NK: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        index: Tensor,
+        users_NK: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(users_NK)
         return x.index_select(0, index)
 

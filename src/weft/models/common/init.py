@@ -93,7 +93,13 @@ def draw(
     if rule[0] == "own":
         whole: Tensor = rule[1](name, seed)
         return whole[box.slices].to(device)
-    return normal_entries(name_key(name, seed), shape, box, std=rule[1], device=device)
+    return normal_entries(
+        name_key(name, seed),
+        shape,
+        box,
+        std=rule[1],
+        device=device,
+    )
 
 
 def name_key(name: str, seed: int) -> int:

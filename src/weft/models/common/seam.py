@@ -38,7 +38,13 @@ def check_replaceable(
         PlanError: a subclass that overrides `forward` without declaring `requirements`, or one that
             requires more.
     """
-    check_declared(module, base, name=name, key=key, fix=f"use {base.__name__}")
+    check_declared(
+        module,
+        base,
+        name=name,
+        key=key,
+        fix=f"use {base.__name__}",
+    )
     requirements: frozenset[str] = module.requirements  # type: ignore[assignment]
     check_supported(requirements, supports, name=name, key=key)
 

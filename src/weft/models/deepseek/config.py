@@ -43,7 +43,10 @@ class Config(ModelConfig):
         32, ge=1, description="part of a head of q and k that is not rotated"
     )
     qk_rope_head_dim: int = Field(
-        16, ge=2, multiple_of=2, description="part of a head of q and k that is rotated"
+        16,
+        ge=2,
+        multiple_of=2,
+        description="part of a head of q and k that is rotated",
     )
     v_head_dim: int = Field(32, ge=1, description="width of a head of v")
     ffn: int = Field(384, ge=1, description="width of the feed-forward part of a dense layer")
@@ -65,7 +68,10 @@ class Config(ModelConfig):
         1e-4, ge=0, description="weight of the sequence-wise balance loss; 0 for none"
     )
     mtp_depth: int = Field(
-        0, ge=0, le=1, description="1 to predict the token after the next one, too"
+        0,
+        ge=0,
+        le=1,
+        description="1 to predict the token after the next one, too",
     )
     mtp_loss: float = Field(0.3, ge=0, description="weight of that prediction's loss")
     vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
@@ -107,7 +113,12 @@ class Config(ModelConfig):
     @classmethod
     def _groups_divide_experts(cls, n_group: int, info: ValidationInfo) -> int:
         if "experts" in info.data:
-            check_divides(info.data["experts"], n_group, value_name="experts", parts_name="n_group")
+            check_divides(
+                info.data["experts"],
+                n_group,
+                value_name="experts",
+                parts_name="n_group",
+            )
         return n_group
 
     @field_validator("topk_group")

@@ -23,7 +23,10 @@ class Config(DenseConfig):
     family: ClassVar[str] = "gemma3"
 
     head_size: int = Field(
-        32, ge=2, multiple_of=2, description="width of a head; heads x head_size need not be dim"
+        32,
+        ge=2,
+        multiple_of=2,
+        description="width of a head; heads x head_size need not be dim",
     )
     max_seq_len: int = Field(
         32_768, ge=1, description="context length of the published model; informational"

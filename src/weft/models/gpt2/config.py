@@ -41,7 +41,12 @@ class Config(ModelConfig):
     @classmethod
     def _heads_divide_dim(cls, heads: int, info: ValidationInfo) -> int:
         if "dim" in info.data:
-            check_divides(info.data["dim"], heads, value_name="dim", parts_name="heads")
+            check_divides(
+                info.data["dim"],
+                heads,
+                value_name="dim",
+                parts_name="heads",
+            )
         return heads
 
     def axis_sizes(self) -> dict[str, int]:

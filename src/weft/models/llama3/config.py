@@ -75,11 +75,31 @@ def _published(
 
 PRESETS = {
     "llama3-tiny": Config(),
-    "llama3-1b": _published(layers=16, dim=2048, heads=32, ffn=8192, scaling=32.0, tied=True),
-    "llama3-3b": _published(layers=28, dim=3072, heads=24, ffn=8192, scaling=32.0, tied=True),
+    "llama3-1b": _published(
+        layers=16,
+        dim=2048,
+        heads=32,
+        ffn=8192,
+        scaling=32.0,
+        tied=True,
+    ),
+    "llama3-3b": _published(
+        layers=28,
+        dim=3072,
+        heads=24,
+        ffn=8192,
+        scaling=32.0,
+        tied=True,
+    ),
     "llama3-8b": _published(layers=32, dim=4096, heads=32, ffn=14336, scaling=8.0),
     "llama3-70b": _published(layers=80, dim=8192, heads=64, ffn=28672, scaling=8.0),
-    "llama3-405b": _published(layers=126, dim=16384, heads=128, ffn=53248, scaling=8.0),
+    "llama3-405b": _published(
+        layers=126,
+        dim=16384,
+        heads=128,
+        ffn=53248,
+        scaling=8.0,
+    ),
 }
 
 AXES: AxisTable = {**DECODER_AXES, **GATED_MLP_AXES}

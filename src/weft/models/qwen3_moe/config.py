@@ -26,7 +26,10 @@ class Config(DecoderConfig):
     family: ClassVar[str] = "qwen3-moe"
 
     head_size: int = Field(
-        32, ge=2, multiple_of=2, description="width of a head; heads x head_size need not be dim"
+        32,
+        ge=2,
+        multiple_of=2,
+        description="width of a head; heads x head_size need not be dim",
     )
     max_seq_len: int = Field(
         40_960, ge=1, description="context length of the published model; informational"

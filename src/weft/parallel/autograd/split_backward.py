@@ -262,7 +262,12 @@ class _InnerGraph:
         return gradients
 
 
-def _outer_output(inner: _InnerGraph, out: Tensor, grad_root: Tensor, *inputs: Tensor) -> Tensor:
+def _outer_output(
+    inner: _InnerGraph,
+    out: Tensor,
+    grad_root: Tensor,
+    *inputs: Tensor,
+) -> Tensor:
     """`out` as the output of a node of the outer graph that has `inputs`; `grad_root` makes sure
     that there is a node.
     """

@@ -152,7 +152,14 @@ class ShardedBalance(Balance):
 
     supports = frozenset({"sequence_balance"})
 
-    def __init__(self, plain: Balance, *, comm: Comm, axis: Axis, counts: bool) -> None:
+    def __init__(
+        self,
+        plain: Balance,
+        *,
+        comm: Comm,
+        axis: Axis,
+        counts: bool,
+    ) -> None:
         super().__init__(top_k=plain.top_k, weight=plain.weight)
         self.comm = comm
         self.axis = axis

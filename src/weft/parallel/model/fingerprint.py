@@ -86,7 +86,12 @@ class TensorSpec:
 
     def on_meta(self) -> Tensor:
         """A tensor of this spec on the meta device."""
-        data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+        data = torch.empty_strided(
+            self.shape,
+            self.stride,
+            dtype=self.dtype,
+            device=META,
+        )
         if not self.is_parameter:
             return data
         return nn.Parameter(data, requires_grad=self.requires_grad)

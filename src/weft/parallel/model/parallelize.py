@@ -162,7 +162,12 @@ def parallelize(
     _shard_parameters(blocks, plan, comm, axes=axes)
     tie(blocks, ties)
     partial = _apply_transforms(
-        blocks, plan, comm, axes=axes, sizes=_axis_lengths(shapes, axes), chain=chain
+        blocks,
+        plan,
+        comm,
+        axes=axes,
+        sizes=_axis_lengths(shapes, axes),
+        chain=chain,
     )
     stages = {}
     for i, stage in local_stages.items():
@@ -180,7 +185,13 @@ def parallelize(
         owner = ties.get(name, name)
         axes_with = _axes_with(partial, name)
         shards[name] = _shard(
-            name, shapes[name], plan, comm, axes=axes, owner=owner, partial=axes_with
+            name,
+            shapes[name],
+            plan,
+            comm,
+            axes=axes,
+            owner=owner,
+            partial=axes_with,
         )
     block_rank = {
         name: stage_to_rank[i] for i, stage in enumerate(plan.stages) for name in stage.blocks
@@ -273,7 +284,11 @@ def read_shard(read: Callable[[Box], Tensor], shard: Shard) -> Tensor:
 
 
 def _shard_parameters(
-    blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable
+    blocks: Mapping[str, nn.Module],
+    plan: Plan,
+    comm: Comm,
+    *,
+    axes: AxisTable,
 ) -> None:
     """Replace each parameter by this rank's shard of it; one that is shared between modules stays
     shared.
@@ -295,12 +310,24 @@ def _shard_parameters(
 
 
 def _sharded(
-    name: str, param: nn.Parameter, plan: Plan, comm: Comm, *, axes: AxisTable
+    name: str,
+    param: nn.Parameter,
+    plan: Plan,
+    comm: Comm,
+    *,
+    axes: AxisTable,
 ) -> nn.Parameter:
     """This rank's shard of a parameter; the parameter itself where it is whole."""
     logical = logical_axes(name, axes)
     shape = tuple(param.shape)
-    shard = shard_of(name, shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank)
+    shard = shard_of(
+        name,
+        shape,
+        logical,
+        rule=plan.sharding_rule,
+        mesh=plan.mesh,
+        rank=comm.rank,
+    )
     if shard.shape == shape:
         return param
     whole = param.detach()
@@ -325,7 +352,12 @@ def _apply_transforms(
         transform = dimension.load_transform()
         if transform is not None:
             names = transform(
-                blocks, plan=plan, comm=comm, axes=axes, axis_sizes=sizes, chain=chain
+                blocks,
+                plan=plan,
+                comm=comm,
+                axes=axes,
+                axis_sizes=sizes,
+                chain=chain,
             )
             partial[axis] = frozenset(names)
     return partial
@@ -375,7 +407,12 @@ def _shard(
         owner=owner,
         shape=shape,
         shard=shard_of(
-            name, shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank
+            name,
+            shape,
+            logical,
+            rule=plan.sharding_rule,
+            mesh=plan.mesh,
+            rank=comm.rank,
         ),
         shard_axes=cut,
         reduce_axes=gradient_axes(plan.mesh, varies=varies, sharded=cut),
@@ -398,7 +435,10 @@ def _completing_stages(
 
 
 def _cross_stage_ties(
-    ties: Mapping[str, str], params: Mapping[str, nn.Parameter], home: Mapping[str, int], here: int
+    ties: Mapping[str, str],
+    params: Mapping[str, nn.Parameter],
+    home: Mapping[str, int],
+    here: int,
 ) -> tuple[CrossStageTie, ...]:
     far = []
     for alias, owner in sorted(ties.items()):

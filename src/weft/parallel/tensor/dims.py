@@ -89,7 +89,13 @@ def with_dim(dims: Dims, place: int, *new: Dim) -> Dims:
     return (*dims[:place], *new, *dims[place + 1 :])
 
 
-def regroup(dims: Dims, sizes: Sequence[int], *, inferred: int | None, name: str) -> Dims:
+def regroup(
+    dims: Dims,
+    sizes: Sequence[int],
+    *,
+    inferred: int | None,
+    name: str,
+) -> Dims:
     """Dims of a view of these sizes: the factors in order, split where a size ends within one."""
     stream = [factor for dim in dims for factor in dim if factor.size > 1 or factor.sharded]
     found: list[Dim] = []
@@ -111,7 +117,12 @@ def regroup(dims: Dims, sizes: Sequence[int], *, inferred: int | None, name: str
     return tuple(found)
 
 
-def _is_one_unit(factor: DimFactor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:
+def _is_one_unit(
+    factor: DimFactor,
+    sizes: Sequence[int],
+    place: int,
+    inferred: int | None,
+) -> bool:
     """Whether an output dim of size 1 is this rank's only unit (one head), not an inserted dim."""
     if sizes[place] != 1 or not factor.sharded:
         return False

@@ -107,7 +107,14 @@ def _broadcast(name: str, operands: Sequence[Dims], shape: tuple[int, ...]) -> D
 
 
 def _view(op: TracedOp) -> list[Dims]:
-    return [regroup(op.dims, op.shape, inferred=_inferred_dim(op), name=op.name)]
+    return [
+        regroup(
+            op.dims,
+            op.shape,
+            inferred=_inferred_dim(op),
+            name=op.name,
+        )
+    ]
 
 
 def _inferred_dim(op: TracedOp) -> int | None:

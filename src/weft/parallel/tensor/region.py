@@ -185,7 +185,12 @@ class _Enter(torch.autograd.Function):
     """The region's input; backward: starts the reduction of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grad: AsyncInputGrad, region: Region) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        grad: AsyncInputGrad,
+        region: Region,
+    ) -> Tensor:
         ctx.grad = grad
         ctx.region = region
         ctx.shape = x.shape
@@ -230,7 +235,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeight
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        deferred: DeferredWeight,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.deferred = deferred

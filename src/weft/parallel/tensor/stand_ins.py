@@ -152,7 +152,12 @@ class TracedAttention:
         self.trace = trace
 
     def __call__(
-        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
+        self,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGW: Tensor,
+        batch: Batch,
+        spec: AttentionSpec,
     ) -> Tensor:
         """Dims of the result, from those of q, k and v."""
         trace = self.trace

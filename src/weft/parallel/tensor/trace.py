@@ -114,7 +114,12 @@ class BlockRecord:
 
     def result(self) -> Tensor:
         """A result like the one that was recorded."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+        return torch.empty_strided(
+            self.shape,
+            self.stride,
+            dtype=self.dtype,
+            device=META,
+        )
 
 
 class ChainTrace:
@@ -250,7 +255,13 @@ def _embeds_positions(block: nn.Module, kinds: ShardedModules) -> bool:
     return bool(kinds.embeddings) and any(path not in kinds.embeddings for path in others)
 
 
-def _run(name: str, block: nn.Module, x: Tensor, batch: Batch, trace: ShardingTrace) -> Tensor:
+def _run(
+    name: str,
+    block: nn.Module,
+    x: Tensor,
+    batch: Batch,
+    trace: ShardingTrace,
+) -> Tensor:
     """What a block hands on."""
     trace.module = name
     trace.forget_readers()
@@ -306,7 +317,10 @@ def _copied(
 
 
 def _local_copy(
-    name: str, param: nn.Parameter, local: LocalParam, trace: ShardingTrace
+    name: str,
+    param: nn.Parameter,
+    local: LocalParam,
+    trace: ShardingTrace,
 ) -> nn.Parameter:
     data = torch.empty(local.shape, dtype=param.dtype, device=META)
     copied = nn.Parameter(data, requires_grad=False)
@@ -319,7 +333,10 @@ def _local_copy(
 
 
 def _instrumented(
-    name: str, block: nn.Module, kinds: ShardedModules, trace: ShardingTrace
+    name: str,
+    block: nn.Module,
+    kinds: ShardedModules,
+    trace: ShardingTrace,
 ) -> nn.Module:
     """The copied block, with stand-ins for its sharded modules."""
     for path, module in block.named_modules():

@@ -97,7 +97,11 @@ class ModelRegions:
 
 
 def _find_regions(
-    snapshot: ChainSnapshot, plan: Plan, comm: Comm, *, axes: AxisTable
+    snapshot: ChainSnapshot,
+    plan: Plan,
+    comm: Comm,
+    *,
+    axes: AxisTable,
 ) -> ModelRegions:
     """The regions of a model, which are found once for all rank threads of a process."""
 
@@ -129,7 +133,11 @@ def _find_regions(
 
 
 def _trace(
-    chain: PlainChain, modules: Mapping[str, ShardedModules], plan: Plan, *, axes: AxisTable
+    chain: PlainChain,
+    modules: Mapping[str, ShardedModules],
+    plan: Plan,
+    *,
+    axes: AxisTable,
 ) -> Findings:
     """Findings of a trace on the shards of the first rank along tp; where the last one's shapes
     differ, of both.
@@ -159,7 +167,11 @@ def _trace(
 
 
 def _local_params(
-    chain: PlainChain, plan: Plan, *, axes: AxisTable, index: int
+    chain: PlainChain,
+    plan: Plan,
+    *,
+    axes: AxisTable,
+    index: int,
 ) -> dict[str, LocalParam]:
     """Global name -> what the rank at `index` along tp holds, as if no other axis sharded
     parameters.
@@ -172,7 +184,12 @@ def _local_params(
     for name, param in named_parameters(chain.blocks).items():
         logical = logical_axes(name, axes)
         found[name] = _local_param(
-            name, tuple(param.shape), logical, rule=rule, mesh=plan.mesh, rank=rank
+            name,
+            tuple(param.shape),
+            logical,
+            rule=rule,
+            mesh=plan.mesh,
+            rank=rank,
         )
     return found
 
@@ -197,7 +214,11 @@ def _local_param(
 
 
 def find_sharded_modules(
-    name: str, block: nn.Module, *, axes: AxisTable, rule: Rule
+    name: str,
+    block: nn.Module,
+    *,
+    axes: AxisTable,
+    rule: Rule,
 ) -> ShardedModules:
     """The modules below a plain block that hold sharded parameters, by what becomes of them.
 
@@ -238,7 +259,10 @@ def find_sharded_modules(
                 _check_options(module, key)
                 embeddings.append(path)
         elif _declares_region(module) and _holds_sharded(
-            key.removesuffix("weight"), module, axes=axes, rule=rule
+            key.removesuffix("weight"),
+            module,
+            axes=axes,
+            rule=rule,
         ):
             regions.append(path)
     rows = [path for path in rows if not any(path.startswith(f"{region}.") for region in regions)]
@@ -249,7 +273,13 @@ def _declares_region(module: nn.Module) -> bool:
     return any(isinstance(child, RegionOutput) for child in module.children())
 
 
-def _holds_sharded(prefix: str, module: nn.Module, *, axes: AxisTable, rule: Rule) -> bool:
+def _holds_sharded(
+    prefix: str,
+    module: nn.Module,
+    *,
+    axes: AxisTable,
+    rule: Rule,
+) -> bool:
     for path, _ in module.named_parameters():
         for axis in logical_axes(f"{prefix}{path}", axes):
             if sharded_over(axis, rule) == AXIS:
@@ -317,7 +347,11 @@ class RegionExit(nn.Module):
 
 
 def _make_parallel(
-    name: str, block: nn.Module, modules: ShardedModules, findings: Findings, region: Region
+    name: str,
+    block: nn.Module,
+    modules: ShardedModules,
+    findings: Findings,
+    region: Region,
 ) -> nn.Module:
     """The block with parallel linears, embeddings and declared regions in place of plain ones."""
     entries = SharedEntries(region)
@@ -405,7 +439,11 @@ def _local_positions(comm: Comm) -> Callable[[nn.Module, tuple[Any, ...]], tuple
 
 
 def _shard_losses(
-    blocks: dict[str, nn.Module], findings: Findings, comm: Comm, *, vocab: int
+    blocks: dict[str, nn.Module],
+    findings: Findings,
+    comm: Comm,
+    *,
+    vocab: int,
 ) -> None:
     """Replace the `Loss` of logits that are sharded along the vocabulary, as a block or inside one."""
     for name, block in blocks.items():

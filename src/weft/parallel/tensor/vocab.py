@@ -49,7 +49,12 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         self.lo, hi = span(num_embeddings, comm.degree(axis), comm.index(axis))
         self.weight = nn.Parameter(
-            torch.empty(hi - self.lo, embedding_dim, device=device, dtype=dtype)
+            torch.empty(
+                hi - self.lo,
+                embedding_dim,
+                device=device,
+                dtype=dtype,
+            )
         )
         if not self.weight.is_meta:
             nn.init.normal_(self.weight)
@@ -108,7 +113,11 @@ class VocabParallelLoss(nn.Module):
         counted = torch.where(batch.targets == IGNORE, 0, batch.targets)
         _check_within(counted, self.vocab, "a target")
         return vocab_cross_entropy(
-            logits, batch.targets, lo=self.lo, comm=self.comm, axis=self.axis
+            logits,
+            batch.targets,
+            lo=self.lo,
+            comm=self.comm,
+            axis=self.axis,
         )
 
 
@@ -131,7 +140,14 @@ class VocabParallelPreferenceLoss(PreferenceLoss):
 
     supports = frozenset({REQUIREMENT})
 
-    def __init__(self, loss: PreferenceLoss, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
+    def __init__(
+        self,
+        loss: PreferenceLoss,
+        vocab: int,
+        *,
+        comm: Comm,
+        axis: Axis = AXIS,
+    ) -> None:
         super().__init__(loss.beta)
         self.position_sum = loss.position_sum
         self.comm = comm
@@ -140,7 +156,13 @@ class VocabParallelPreferenceLoss(PreferenceLoss):
 
     def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits_BSV (this rank's part of V), targets_BS -> losses_BS, the same on every rank."""
-        return vocab_token_losses(logits, targets, lo=self.lo, comm=self.comm, axis=self.axis)
+        return vocab_token_losses(
+            logits,
+            targets,
+            lo=self.lo,
+            comm=self.comm,
+            axis=self.axis,
+        )
 
 
 def vocab_parallel_loss(loss: Loss, vocab: int, *, comm: Comm, key: str) -> nn.Module:
@@ -169,7 +191,12 @@ def vocab_parallel_loss(loss: Loss, vocab: int, *, comm: Comm, key: str) -> nn.M
 
 
 def vocab_cross_entropy(
-    logits: Tensor, targets: Tensor, *, lo: int, comm: Comm, axis: Axis
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    lo: int,
+    comm: Comm,
+    axis: Axis,
 ) -> Tensor:
     """Sum over counted targets of -log softmax; `logits[..., v]` belongs to vocabulary entry `lo +
     v`.
@@ -178,7 +205,12 @@ def vocab_cross_entropy(
 
 
 def vocab_token_losses(
-    logits: Tensor, targets: Tensor, *, lo: int, comm: Comm, axis: Axis
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    lo: int,
+    comm: Comm,
+    axis: Axis,
 ) -> Tensor:
     """losses_BS: -log softmax of each target, 0 where it does not count; as
     `vocab_cross_entropy`.
@@ -190,7 +222,12 @@ def vocab_token_losses(
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, lo: int, comm: Comm, axis: Axis
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        lo: int,
+        comm: Comm,
+        axis: Axis,
     ) -> Tensor:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         largest = comm.all_reduce(wide.amax(-1), axis, op="max")

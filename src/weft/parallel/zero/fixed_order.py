@@ -50,7 +50,13 @@ class TreeSum:
         """Add a leaf; x is changed."""
         self._add(leaf.stage, 0, leaf.microbatch, x)
 
-    def _add(self, stage: int, level: int, index: int, x: Tensor) -> None:
+    def _add(
+        self,
+        stage: int,
+        level: int,
+        index: int,
+        x: Tensor,
+    ) -> None:
         if (stage, level, index) in self.nodes:  # a second gradient of one micro-batch
             self.nodes[stage, level, index].add_(x)
             return

@@ -112,7 +112,13 @@ def _is_first_replica(param_shard: ParamShard, comm: Comm, sharded_over: tuple[s
     return True
 
 
-def clip(reducer: GradientReducer, norm: Tensor, *, most: float, scale: float = 1.0) -> None:
+def clip(
+    reducer: GradientReducer,
+    norm: Tensor,
+    *,
+    most: float,
+    scale: float = 1.0,
+) -> None:
     """Scale all gradients so that their global norm is at most `most`; 0 leaves them. As torch's
     clip_grad_norm_.
 

@@ -155,7 +155,15 @@ def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[Para
         )
     for key, names in buckets:
         members = {name: trained[name] for name in names}
-        groups.append(ParamGroup(members, model.comm, policy, axes=key.axes, stage=key.stage))
+        groups.append(
+            ParamGroup(
+                members,
+                model.comm,
+                policy,
+                axes=key.axes,
+                stage=key.stage,
+            )
+        )
     return groups
 
 
@@ -227,7 +235,15 @@ def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGro
         model.materialize([name for name in names if model.params[name].is_meta])
         params = {name: model.params[name] for name in names}
         chosen = frozen_policy if key.is_frozen else policy
-        groups.append(ParamGroup(params, model.comm, chosen, axes=key.axes, stage=key.stage))
+        groups.append(
+            ParamGroup(
+                params,
+                model.comm,
+                chosen,
+                axes=key.axes,
+                stage=key.stage,
+            )
+        )
     return groups
 
 
