@@ -85,7 +85,7 @@ def test_the_choice_is_the_fastest_of_all_legal_layouts_and_the_same_on_every_ra
 ) -> None:
     run = run_of("--parallel.zero", "1")
     hardware = assumed_core(8)
-    speeds = Speeds(hardware, hardware.efficiency)
+    speeds = Speeds(hardware)
     seconds = {}
     for group in legal_of(run, 8).groups:
         mesh = group.base.mesh

@@ -98,7 +98,8 @@ def test_a_run_that_cannot_be_predicted_says_why() -> None:
 def test_mfu_of_a_prediction_and_of_a_run_are_one_formula() -> None:
     run = run_of("--mesh dp2")
     device = find_hardware("h100")
-    prediction = predict(run, Speeds(device, device.efficiency))
+    prediction = predict(run, Speeds(device))
+    assert prediction.speeds.efficiency == device.efficiency
     plan = plan_of(run)
     measured = Utilization.of(plan, peak_tflops=device.bf16_tflops)
     assert measured.mfu(prediction.step.total_s) == prediction.mfu
@@ -124,6 +125,16 @@ def test_the_peak_is_that_of_the_named_hardware_or_of_the_cuda_device() -> None:
     assert peak(None, "NVIDIA GB200") == find_hardware("gb200").bf16_tflops
     assert peak(None, "NVIDIA H100 PCIe") is None
     assert peak(None, None) is None
+
+
+def test_the_prediction_is_for_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(
+        "weft.commands.comparison.RunningPrediction", lambda _, hardware: started.append(hardware)
+    )
+    start_prediction(run_of("--mesh dp2 --hardware h100 --precision.matmul tf32"))
+    start_prediction(run_of("--mesh dp2 --hardware h100"))
+    assert [each.tflops("float32") for each in started] == [494.7, 67]
 
 
 def test_nothing_is_predicted_without_hardware() -> None:

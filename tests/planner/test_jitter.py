@@ -17,7 +17,7 @@ from weft.planner.measure import RoleCosts, measure
 from weft.planner.speeds import Speeds
 from weft.planner.step_time import StepTime, step_time
 
-LAUNCHES = Speeds(SPEEDS.hardware, replace(SPEEDS.efficiency, launch_s=1e-4))
+LAUNCHES = Speeds(SPEEDS.hardware.with_efficiency(replace(SPEEDS.efficiency, launch_s=1e-4)))
 """Every kernel takes at least 0.1 ms: kernels are most of a step."""
 
 

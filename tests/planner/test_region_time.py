@@ -21,7 +21,7 @@ H100 = find_hardware("h100")
 IDEAL = Efficiency(
     memory=1.0, launch_s=0.0, link=1.0, network=1.0, latency_s=0.0, network_latency_s=0.0
 )
-SPEEDS = Speeds(H100, IDEAL)
+SPEEDS = Speeds(H100.with_efficiency(IDEAL))
 NODE = (0, 1)
 ACROSS = (0, H100.node)
 
@@ -186,9 +186,9 @@ def regions_without_sharing(draw: st.DrawFn) -> list[Event]:
 def test_without_sharing_no_faster_kernel_or_link_makes_a_region_longer(
     events: list[Event], figure: str, factor: float
 ) -> None:
-    faster = replace(H100, **{figure: getattr(H100, figure) * factor})  # type: ignore[arg-type]
+    faster = replace(SPEEDS.hardware, **{figure: getattr(H100, figure) * factor})  # type: ignore[arg-type]
     before = region_time(region(*events), SPEEDS)
-    now = region_time(region(*events), replace(SPEEDS, hardware=faster))
+    now = region_time(region(*events), Speeds(faster))
     assert now.total <= before.total * (1 + 1e-9)
     assert before.total >= before.compute
     waits = sum(before.exposed.values())

@@ -101,7 +101,7 @@ def best_of(words: str, num_devices: int) -> Layout:
     hardware = find_hardware("h100")
     pinned = frozenset({"pipeline.schedule", "parallel.recompute"})
     found = candidates(run, Space(num_devices, hardware.node, pinned))
-    costs = LayoutCosts(run, Speeds(hardware, hardware.efficiency))
+    costs = LayoutCosts(run, Speeds(hardware))
     limits = SearchLimits(0.9 * hardware.memory_bytes, most_measured=1)
     return search(found, costs, limits, target="cost").best[0].layout
 
@@ -137,7 +137,7 @@ def test_in_a_node_tensor_parallelism_is_better_than_a_pipeline() -> None:
 def test_a_model_of_a_trillion_parameters_does_not_fit_and_a_change_is_named() -> None:
     run = run_of(f"{LARGE} --precision.compute bfloat16")
     hardware = find_hardware("h100")
-    costs = LayoutCosts(run, Speeds(hardware, hardware.efficiency))
+    costs = LayoutCosts(run, Speeds(hardware))
     named = read_layout("tp8 cp4 pp16 dp2", run)
     capacity = hardware.memory_bytes
     needed = costs.bound(named, costs.blocks(named))
@@ -168,7 +168,7 @@ def test_a_simulated_schedule_takes_the_time_of_the_measured_one() -> None:
         f"{NARROW} --data.seq_len 4096 --batch.global_size 32 --precision.compute bfloat16"
     )
     hardware = find_hardware("h100")
-    costs = LayoutCosts(run, Speeds(hardware, hardware.efficiency))
+    costs = LayoutCosts(run, Speeds(hardware))
     for words in ("pp2 dp2 tp2 zero1 sequence micro1", "pp4 zero_bubble micro1"):
         layout = read_layout(words, run)
         measured = costs.predict(layout).step.total_s
@@ -180,7 +180,7 @@ def test_a_limit_of_seconds_ends_the_search_with_a_result() -> None:
     run = run_of(f"{WIDE} --data.seq_len 4096 --batch.global_size 64")
     hardware = find_hardware("h100")
     found = candidates(run, Space(64, hardware.node))
-    costs = LayoutCosts(run, Speeds(hardware, hardware.efficiency))
+    costs = LayoutCosts(run, Speeds(hardware))
     begin = time.process_time()
     limits = SearchLimits(0.9 * hardware.memory_bytes, seconds=3.0)
     result = search(found, costs, limits, target="cost")

@@ -29,7 +29,7 @@ IDEAL = Efficiency(
     latency_s=0.0,
     network_latency_s=0.0,
 )
-SPEEDS = Speeds(H100, IDEAL)
+SPEEDS = Speeds(H100.with_efficiency(IDEAL))
 SECOND_OF_KERNEL = KernelLaunch("memory", "float32", 0, int(H100.hbm_tb_s * 1e12))
 SECOND_OF_LINK = int(H100.link_gb_s * 1e9)
 
@@ -47,14 +47,14 @@ def test_a_kernel_takes_flops_and_bytes_at_the_speeds_of_the_device() -> None:
     flops = int(H100.bf16_tflops * 1e12)
     product = KernelLaunch("gemm", "bfloat16", flops, int(H100.hbm_tb_s * 1e12))
     assert SPEEDS.kernel_s(product) == pytest.approx(2.0)
-    half = Speeds(H100, replace(IDEAL, gemm=0.5))
+    half = Speeds(H100.with_efficiency(replace(IDEAL, gemm=0.5)))
     assert half.kernel_s(product) == pytest.approx(3.0)
 
 
 def test_no_kernel_takes_less_than_its_launch() -> None:
-    slow_host = Speeds(H100, replace(IDEAL, launch_s=100.0))
+    slow_host = Speeds(H100.with_efficiency(replace(IDEAL, launch_s=100.0)))
     assert slow_host.kernel_s(SECOND_OF_KERNEL) == pytest.approx(100.0)
-    equal = Speeds(H100, replace(IDEAL, launch_s=1.0))
+    equal = Speeds(H100.with_efficiency(replace(IDEAL, launch_s=1.0)))
     assert equal.kernel_s(SECOND_OF_KERNEL) == pytest.approx(2 ** (1 / 4))
 
 
@@ -90,14 +90,14 @@ def test_the_step_of_a_run() -> None:
     assert time.flops == sum(role.flops * role.num_ranks for role in roles)
     assert 0 < time.bubble < 1
     half = replace(H100, hbm_tb_s=H100.hbm_tb_s / 2, fp32_tflops=H100.tflops("float32") / 2)
-    slower = step_time(roles, Speeds(half, IDEAL))
+    slower = step_time(roles, Speeds(half.with_efficiency(IDEAL)))
     assert time.update_s < slower.update_s <= 2 * time.update_s
     assert time.pipeline_s < slower.pipeline_s <= 2 * time.pipeline_s
 
 
 def test_kernels_beside_a_collective_lose_a_share_of_its_time() -> None:
     hidden = all_reduce(0.5)
-    slowed = Speeds(H100, replace(IDEAL, overlap_slowdown=0.4))
+    slowed = Speeds(H100.with_efficiency(replace(IDEAL, overlap_slowdown=0.4)))
     time = region_time(region(Started(hidden), SECOND_OF_KERNEL, Ended(hidden)), slowed)
     assert time.total == pytest.approx(1.2)
     exposed = all_reduce(0.5)
@@ -108,7 +108,7 @@ def test_kernels_beside_a_collective_lose_a_share_of_its_time() -> None:
 def test_a_product_with_few_outputs_reaches_less_of_the_peak() -> None:
     flops = int(H100.bf16_tflops * 1e12)
     product = KernelLaunch("gemm", "bfloat16", flops, 0, (1, 100, 10, 10))
-    half = Speeds(H100, replace(IDEAL, gemm_half=1000))
+    half = Speeds(H100.with_efficiency(replace(IDEAL, gemm_half=1000)))
     assert half.kernel_s(product) == pytest.approx(2.0)
 
 
@@ -118,8 +118,8 @@ def test_attention_that_is_not_fused_moves_its_scores() -> None:
     flops_of_one_product = 2 * scores * 64
     forward = KernelLaunch("attention", "bfloat16", flops_of_one_product, 0, (2, 30, 30, 64))
     backward = replace(forward, flops=5 * flops_of_one_product // 2)
-    moving = Speeds(H100, replace(IDEAL, score_bytes=8.0))
-    fused = Speeds(H100, IDEAL)
+    moving = Speeds(H100.with_efficiency(replace(IDEAL, score_bytes=8.0)))
+    fused = Speeds(H100.with_efficiency(IDEAL))
     second_of_bytes = H100.hbm_tb_s * 1e12
     extra = moving.kernel_s(forward) - fused.kernel_s(forward)
     assert extra == pytest.approx(8 * scores / second_of_bytes)
@@ -148,9 +148,9 @@ def test_reductions_of_zero_2_overlap_with_the_next_micro_batch() -> None:
     """A reduction that ends before the next backward is waited for without exposed time."""
     roles = measure(run_of("--mesh pp2,dp2 --parallel.zero 2"))
     instant = replace(IDEAL, launch_s=1e-3)
-    hidden = step_time(roles, Speeds(H100, instant))
+    hidden = step_time(roles, Speeds(H100.with_efficiency(instant)))
     assert hidden.exposed_s.get("dp", 0.0) == 0.0
     slow_links = replace(H100, link_gb_s=H100.link_gb_s * 1e-7)
-    exposed = step_time(roles, Speeds(slow_links, instant))
+    exposed = step_time(roles, Speeds(slow_links.with_efficiency(instant)))
     assert exposed.exposed_s["dp"] > 0.0
     assert exposed.total_s > hidden.total_s

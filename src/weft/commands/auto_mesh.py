@@ -30,12 +30,11 @@ from weft.config.hardware import (
     GB,
     Figure,
     Hardware,
-    find_hardware,
     hardware_of_cuda,
     world_faults,
 )
 from weft.config.load import AUTO_MESH
-from weft.config.run import Run
+from weft.config.run import Run, hardware_of
 from weft.config.validate import config_checks
 from weft.errors import ConfigError, Fault, PlanError, WeftError, counted
 from weft.planner.candidates import (
@@ -159,8 +158,9 @@ def _num_gpus(device: str) -> int:
 
 def _hardware(run: Run, devices: DevicesHere) -> Hardware:
     """The device of the config; else that of the GPUs; else a core with assumed speeds."""
-    if run.hardware is not None:
-        return find_hardware(run.hardware).for_matmul(run.precision.matmul)
+    named = hardware_of(run)
+    if named is not None:
+        return named
     if not devices.has_gpus:
         return assumed_core(devices.num_local)
     from weft.run.devices import gpu_names  # late: it imports torch
@@ -245,7 +245,7 @@ def _fastest(
     from weft.planner.speeds import Speeds
 
     capacity = (1 - HEADROOM) * hardware.memory_bytes
-    speeds = Speeds(hardware, hardware.efficiency)
+    speeds = Speeds(hardware)
 
     def ranked() -> tuple[Any, bool, float | None]:
         ranking = rank_meshes(run, found, speeds, capacity)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.config.hardware import Hardware, find_hardware, hardware_of_cuda
-from weft.config.run import Run, plan_of
+from weft.config.run import Run, hardware_of, plan_of
 from weft.errors import WeftError
 from weft.layout.plan import Plan
 from weft.layout.utilization import Utilization
@@ -79,9 +79,8 @@ class RunningPrediction:
 
 def start_prediction(run: Run) -> RunningPrediction | None:
     """Start the prediction of a run whose hardware is named; None where none is."""
-    if run.hardware is None:
-        return None
-    return RunningPrediction(run, find_hardware(run.hardware))
+    hardware = hardware_of(run)
+    return None if hardware is None else RunningPrediction(run, hardware)
 
 
 def _predict_in_child(run: Run, hardware: Hardware, writer: int) -> None:
@@ -105,7 +104,7 @@ def predicted(run: Run, hardware: Hardware) -> Answer:
     problem = size_problem(plan_of(run))
     if problem:
         return {"failure": f"too large to be measured: {problem}"}
-    prediction = predict_measured(measure(run), Speeds(hardware, hardware.efficiency))
+    prediction = predict_measured(measure(run), Speeds(hardware))
     return {
         "hardware": hardware.label,
         "source": hardware.efficiency.source,

@@ -10,8 +10,8 @@ from typing import Any
 
 from weft.commands.auto_mesh import choose_mesh
 from weft.commands.console import check_page_path, load_checked_run, print_result, take_flag
-from weft.config.hardware import Hardware, find_hardware
-from weft.config.run import Run, plan_of
+from weft.config.hardware import Hardware
+from weft.config.run import Run, hardware_of, plan_of
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
 from weft.layout.explain import explain as explain_plan
 from weft.layout.plan import Plan
@@ -60,9 +60,7 @@ def explain(words: Sequence[str]) -> int:
     if output.html is not None:
         check_page_path(output.html)
     run = load_checked_run(output.config_words, choose_mesh=choose_mesh)
-    hardware = None
-    if run.hardware:
-        hardware = find_hardware(run.hardware).for_matmul(run.precision.matmul)
+    hardware = hardware_of(run)
     plan = plan_of(run)
     if not output.is_json:
         print_result(explain_plan(plan))

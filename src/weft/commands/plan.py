@@ -15,9 +15,9 @@ from weft.commands.auto_mesh import one_rank
 from weft.commands.console import load_checked_run, print_result, show_help, wants_help
 from weft.config import flags, toml
 from weft.config.checks import run_checks
-from weft.config.hardware import Hardware, find_hardware, world_faults
+from weft.config.hardware import Hardware, world_faults
 from weft.config.load import AUTO_MESH
-from weft.config.run import Run
+from weft.config.run import Run, hardware_of
 from weft.config.schema import ConfigSection
 from weft.config.validate import config_checks
 from weft.core.mesh import Mesh
@@ -140,10 +140,11 @@ def _plain(run: Run, pinned: frozenset[str]) -> Run:
 
 
 def _hardware(run: Run) -> Hardware:
-    if run.hardware is None:
+    hardware = hardware_of(run)
+    if hardware is None:
         need = "a name or a hardware file"
         raise ConfigError(Fault("hardware", "no device is named", need=need, fix="--hardware h100"))
-    return find_hardware(run.hardware).for_matmul(run.precision.matmul)
+    return hardware
 
 
 def _num_devices(run: Run, options: PlanOptions, pinned: frozenset[str]) -> int:
@@ -194,7 +195,7 @@ def _search(
     from weft.planner.search import SearchLimits, search
     from weft.planner.speeds import Speeds
 
-    costs = LayoutCosts(run, Speeds(hardware, hardware.efficiency))
+    costs = LayoutCosts(run, Speeds(hardware))
     rates = Rates(
         options.price_usd_h or hardware.price_usd_h,
         options.power_w or hardware.power_w,

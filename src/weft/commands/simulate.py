@@ -13,8 +13,7 @@ from weft.commands.auto_mesh import choose_mesh
 from weft.commands.console import load_checked_run, print_result
 from weft.commands.schedule import MAX_DRAWN_ACTIONS, screen_columns, show, write_picture
 from weft.config import flags
-from weft.config.hardware import find_hardware
-from weft.config.run import Run, plan_of
+from weft.config.run import Run, hardware_of, plan_of
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_OK, ConfigError, Fault
 from weft.layout.plan import Plan
@@ -203,8 +202,8 @@ def _simulate_on_device(run: Run, options: SimulateOptions, *, wants_json: bool)
     )
     from weft.planner.speeds import Speeds
 
-    assert run.hardware is not None
-    hardware = find_hardware(run.hardware).for_matmul(run.precision.matmul)
+    hardware = hardware_of(run)
+    assert hardware is not None, "the caller has looked"
     jitter = failures = None
     if options.jitter is not None:
         spread = read_share(options.jitter)
@@ -219,8 +218,7 @@ def _simulate_on_device(run: Run, options: SimulateOptions, *, wants_json: bool)
             storage_gb_s=options.storage_gb_s,
         )
     slow = dict(filter(None, map(read_slow, options.slow)))
-    speeds = Speeds(hardware, hardware.efficiency)
-    simulation = simulate_on(run, speeds, jitter=jitter, slow=slow, failures=failures)
+    simulation = simulate_on(run, Speeds(hardware), jitter=jitter, slow=slow, failures=failures)
     if wants_json:
         print_result(json.dumps(simulation_json(simulation), indent=1))
     else:

@@ -152,6 +152,10 @@ class Hardware:
             return replace(self, fp32_tflops=self.tf32_tflops)
         return self
 
+    def with_efficiency(self, efficiency: Efficiency) -> Hardware:
+        """The device with other shares of its figures."""
+        return replace(self, efficiency=efficiency)
+
     @classmethod
     def from_table(cls, name: str, table: HardwareTable) -> Hardware:
         """The device of a table."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field
 
+from weft.config.hardware import Hardware, find_hardware
 from weft.config.schema import (
     MAX_COUNT,
     BatchConfig,
@@ -160,6 +161,18 @@ class Run(ConfigSection):
             else:
                 changed = changed.model_copy(update={name: value})
         return changed
+
+
+def hardware_of(run: Run) -> Hardware | None:
+    """The device that predictions are for, as it computes matrix products under the precision of
+    this config; None where none is named.
+
+    Raises:
+        ConfigError: as `find_hardware`.
+    """
+    if run.hardware is None:
+        return None
+    return find_hardware(run.hardware).for_matmul(run.precision.matmul)
 
 
 def plan_of(run: Run) -> Plan:

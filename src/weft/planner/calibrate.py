@@ -199,7 +199,7 @@ def predict_all(
     scales: Mapping[str, float],
 ) -> list[float]:
     """The predicted seconds of each step."""
-    speeds = Speeds(hardware, constants)
+    speeds = Speeds(hardware.with_efficiency(constants))
     return [step_seconds(step.roles, speeds) * scales.get(step.group, 1.0) for step in steps]
 
 

@@ -43,7 +43,7 @@ def run_costs(run: Run, hardware: Hardware | None) -> RunCosts:
     roles = measure(run)
     prediction = None
     if hardware is not None:
-        prediction = predict_measured(roles, Speeds(hardware, hardware.efficiency))
+        prediction = predict_measured(roles, Speeds(hardware))
     return RunCosts(
         roles=roles,
         worst=measure_worst_routing(run, roles),

@@ -15,7 +15,7 @@ Note [Time of work]
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from weft.comm.observe import Operation
 from weft.config.efficiency import Efficiency
@@ -27,10 +27,14 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Speeds:
-    """Times of work on a device."""
+    """Times of work on a device, by its figures and its efficiency."""
 
     hardware: Hardware
-    efficiency: Efficiency = field(default_factory=Efficiency)
+
+    @property
+    def efficiency(self) -> Efficiency:
+        """What real work reaches on the device, fitted or assumed."""
+        return self.hardware.efficiency
 
     def kernel_s(self, kernel: KernelLaunch) -> float:
         """Seconds of one launch."""
