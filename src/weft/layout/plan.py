@@ -273,5 +273,7 @@ def _stage_faults(plan: Plan) -> Iterator[Fault]:
     empty = [str(index) for index, stage in enumerate(plan.stages) if not stage.blocks]
     if empty:
         yield Fault(
-            "stages", f"stages without blocks: {', '.join(empty)}", need="at least one block each"
+            "stages",
+            f"stages without blocks: {', '.join(empty)}",
+            need="at least one block each",
         )

@@ -111,7 +111,11 @@ def parameters_on_meta() -> Iterator[None]:
     copies = _MetaCopies()
     thread = threading.get_ident()
 
-    def replace(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
+    def replace(
+        module: nn.Module,
+        name: str,
+        param: nn.Parameter | None,
+    ) -> Any:
         is_own = threading.get_ident() == thread
         return copies.of(param) if is_own and param is not None and not param.is_meta else None
 

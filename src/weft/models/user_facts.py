@@ -38,7 +38,12 @@ class ModelFacts:
     embedding_rows: int
 
 
-def facts_of(blocks: Mapping[str, nn.Module], ties: Mapping[str, str], *, label: str) -> ModelFacts:
+def facts_of(
+    blocks: Mapping[str, nn.Module],
+    ties: Mapping[str, str],
+    *,
+    label: str,
+) -> ModelFacts:
     """The facts of a chain.
 
     Args:

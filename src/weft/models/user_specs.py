@@ -46,7 +46,10 @@ class FlopCount(TorchDispatchMode):
 
 
 def measure_blocks(
-    blocks: Mapping[str, nn.Module], batch: Batch, *, name: str
+    blocks: Mapping[str, nn.Module],
+    batch: Batch,
+    *,
+    name: str,
 ) -> dict[str, MeasuredBlock]:
     """Run the chain on the meta device; output shape and FLOPs of each block.
 
@@ -72,7 +75,10 @@ def measure_blocks(
 
 
 def output_dims(
-    first: Sequence[int], second: Sequence[int], *, lengths: tuple[int, int]
+    first: Sequence[int],
+    second: Sequence[int],
+    *,
+    lengths: tuple[int, int],
 ) -> tuple[str | int, ...]:
     """The shape that a block hands on: dims that change with the batch and its length are named."""
     dims: list[str | int] = []

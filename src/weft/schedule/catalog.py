@@ -54,7 +54,13 @@ class Schedule:
         """Chunks a rank holds by default."""
         return self.chunks[0]
 
-    def faults(self, *, ranks: int, chunks: int, microbatches: int) -> tuple[Fault, ...]:
+    def faults(
+        self,
+        *,
+        ranks: int,
+        chunks: int,
+        microbatches: int,
+    ) -> tuple[Fault, ...]:
         """Why these sizes do not work; empty when `table` can be made."""
         found = list(self._range_faults(ranks, chunks, microbatches))
         if not found:

@@ -22,7 +22,12 @@ Phases = Iterable[tuple[str, int]]
 """Words, and how many times they are repeated."""
 
 
-def v_shaped_table(row_words: RowWords, *, ranks: int, microbatches: int) -> Table:
+def v_shaped_table(
+    row_words: RowWords,
+    *,
+    ranks: int,
+    microbatches: int,
+) -> Table:
     """The V-shaped table with these rows; actions of micro-batches that do not exist are left out."""
     stage_to_rank = (*range(ranks), *reversed(range(ranks)))
     rows: list[list[Act]] = []

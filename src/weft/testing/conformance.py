@@ -70,7 +70,11 @@ class GroupInputs:
         return Comparison(f"{what} {self.axis}", got, expected)
 
 
-def make_input(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def make_input(
+    rank: int,
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """The input of `rank`: values 1, 2, -1, -2 drawn with the rank as seed."""
     generator = torch.Generator().manual_seed(rank)
     indices = torch.randint(4, shape, generator=generator)
@@ -240,7 +244,11 @@ def in_place(comm: Comm) -> Iterator[Comparison]:
                 yield from _reduce_scatter_in_place(group, buffers, length, op=op)
 
 
-def _gather_in_place(group: GroupInputs, buffers: list[Tensor], length: int) -> Comparison:
+def _gather_in_place(
+    group: GroupInputs,
+    buffers: list[Tensor],
+    length: int,
+) -> Comparison:
     shards: list[Tensor] = []
     for index, member_buffer in enumerate(buffers):
         shard = member_buffer.narrow(0, index * length, length)

@@ -151,7 +151,9 @@ class FusedAttention:
 
 
 def _allowed_keys(
-    mask: AttentionMask, q_BHSK: Tensor, documents_BS: Tensor | None
+    mask: AttentionMask,
+    q_BHSK: Tensor,
+    documents_BS: Tensor | None,
 ) -> Tensor | None:
     """True where a query of whole sequences sees a key, broadcastable to [B, H, S, S]; None: all
     see all.
@@ -219,7 +221,11 @@ class Attend(nn.Module):
         return self.implementation(q_BSHK, k_BSGK, v_BSGW, batch, self.requirements)
 
 
-def visible_keys(mask: AttentionMask, queries: Tensor, keys_T: Tensor) -> Tensor | None:
+def visible_keys(
+    mask: AttentionMask,
+    queries: Tensor,
+    keys_T: Tensor,
+) -> Tensor | None:
     """True where the query at a column of queries_[...]S sees the key at a column of keys_T: [...,
     S, T]; None: all see all.
     """
@@ -284,7 +290,10 @@ DECLARE_ATTENTION = (
 
 
 def set_implementations(
-    block: nn.Module, make: Callable[[], Implementation], *, name: str
+    block: nn.Module,
+    make: Callable[[], Implementation],
+    *,
+    name: str,
 ) -> list[Implementation]:
     """Let each `Attend` below `block` be computed by what `make` returns; the implementations, in
     the order of modules.

@@ -172,7 +172,11 @@ class Chained(NamedTuple):
     loads: dict[str, Tensor]
 
 
-def chain(blocks: Mapping[str, nn.Module] | nn.ModuleDict, x: Tensor, batch: Batch) -> Chained:
+def chain(
+    blocks: Mapping[str, nn.Module] | nn.ModuleDict,
+    x: Tensor,
+    batch: Batch,
+) -> Chained:
     """Run consecutive blocks on the output of the block before them."""
     total: Tensor | None = None
     loads: dict[str, Tensor] = {}

@@ -88,7 +88,11 @@ def normal_entries(
     return values.reshape(box.shape)
 
 
-def _row_numbers(shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
+def _row_numbers(
+    shape: tuple[int, ...],
+    box: Box,
+    device: torch.device,
+) -> Tensor:
     """Number of each row of a box within the whole tensor, in order, int64."""
     numbers = torch.zeros(1, dtype=torch.int64, device=device)
     for dim, length in enumerate(shape[:-1]):
@@ -103,7 +107,11 @@ def _row_numbers(shape: tuple[int, ...], box: Box, device: torch.device) -> Tens
     return numbers
 
 
-def _chunks(num_rows: int, num_columns: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+def _chunks(
+    num_rows: int,
+    num_columns: int,
+    device: torch.device,
+) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of the pieces in which a box is drawn."""
     if num_rows == 0 or num_columns == 0:
         return

@@ -41,11 +41,15 @@ class DecoderConfig(ModelConfig):
     dim: int = Field(128, ge=1, description="width of the residual stream")
     heads: int = Field(4, ge=1, description="query heads")
     kv_heads: int = Field(
-        2, ge=1, description="key/value heads, shared by heads / kv_heads query heads each"
+        2,
+        ge=1,
+        description="key/value heads, shared by heads / kv_heads query heads each",
     )
     vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
     max_seq_len: int = Field(
-        8192, ge=1, description="context length of the published model; informational"
+        8192,
+        ge=1,
+        description="context length of the published model; informational",
     )
     norm_eps: float = Field(1e-6, gt=0, description="added to the mean square in RMSNorm")
     tied: bool = Field(False, description="the head projects with the token embedding")

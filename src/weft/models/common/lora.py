@@ -34,7 +34,13 @@ class LoraFactor(nn.Module):
     not as one of its own.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        scale: float = 1.0,
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.scale = scale
@@ -173,12 +179,22 @@ class AdaptedFamily:
             paths[block_name] = (*paths.get(block_name, ()), path)
         return paths
 
-    def _build_adapted(self, name: str, build: Builder, paths: Sequence[str]) -> nn.Module:
+    def _build_adapted(
+        self,
+        name: str,
+        build: Builder,
+        paths: Sequence[str],
+    ) -> nn.Module:
         block = build()
         self._adapt(name, block, paths)
         return block
 
-    def _adapt(self, name: str, block: nn.Module, paths: Sequence[str]) -> None:
+    def _adapt(
+        self,
+        name: str,
+        block: nn.Module,
+        paths: Sequence[str],
+    ) -> None:
         """Freeze a block and give the linears at these paths adapters."""
         freeze(block)
         for path in paths:

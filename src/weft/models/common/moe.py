@@ -78,7 +78,13 @@ class Router(nn.Module):
     The bias gets no gradient: once a step it becomes `rebalance(bias, load, rate=router.rate)`.
     """
 
-    def __init__(self, dim: int, choice: Choice, *, rate: float = 0.0) -> None:
+    def __init__(
+        self,
+        dim: int,
+        choice: Choice,
+        *,
+        rate: float = 0.0,
+    ) -> None:
         super().__init__()
         self.choice = choice
         self.rate = rate

@@ -96,7 +96,11 @@ class PreferenceLoss(Loss):
         return pair_losses.sum() / num_ranks
 
 
-def _sum_by_document(values: Tensor, documents_BS: Tensor, num_slots: int) -> Tensor:
+def _sum_by_document(
+    values: Tensor,
+    documents_BS: Tensor,
+    num_slots: int,
+) -> Tensor:
     """values_NBS -> sums_NBD over the tokens of each document."""
     num, rows, _ = values.shape
     index = documents_BS.clamp(max=num_slots - 1).expand_as(values)

@@ -134,7 +134,12 @@ class Rope(nn.Module):
         return self.scaling(frequencies)
 
 
-def periods(head_size: int, *, theta: float, device: torch.device) -> Tensor:
+def periods(
+    head_size: int,
+    *,
+    theta: float,
+    device: torch.device,
+) -> Tensor:
     """Tokens per radian of each pair of features, unscaled, [K/2] float32."""
     even_features = torch.arange(0, head_size, 2, device=device)
     exponents = even_features.float() / head_size

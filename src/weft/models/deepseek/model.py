@@ -228,7 +228,9 @@ def _attention(cfg: Config) -> LatentAttention:
         mscale_all_dim=cfg.rope_scaling_mscale_all_dim,
     )
     rope = Rope(
-        cfg.qk_rope_head_dim, theta=cfg.rope_theta, scaling=None if yarn.factor == 1 else yarn
+        cfg.qk_rope_head_dim,
+        theta=cfg.rope_theta,
+        scaling=None if yarn.factor == 1 else yarn,
     )
     return LatentAttention(
         cfg.dim,

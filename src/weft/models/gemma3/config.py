@@ -29,14 +29,20 @@ class Config(DenseConfig):
         description="width of a head; heads x head_size need not be dim",
     )
     max_seq_len: int = Field(
-        32_768, ge=1, description="context length of the published model; informational"
+        32_768,
+        ge=1,
+        description="context length of the published model; informational",
     )
     tied: bool = Field(True, description="the head projects with the token embedding")
     rope_theta: float = Field(
-        1_000_000.0, gt=0, description="base of RoPE's wavelengths in layers without a window"
+        1_000_000.0,
+        gt=0,
+        description="base of RoPE's wavelengths in layers without a window",
     )
     rope_local_theta: float = Field(
-        10_000.0, gt=0, description="base of RoPE's wavelengths in layers with a window"
+        10_000.0,
+        gt=0,
+        description="base of RoPE's wavelengths in layers with a window",
     )
     window: int = Field(64, ge=1, description="keys that a query attends to, its own among them")
     global_every: int = Field(2, ge=1, description="every n-th layer has no window")

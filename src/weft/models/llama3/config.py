@@ -24,16 +24,24 @@ class Config(FullWidthConfig):
 
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     rope_scaling_factor: float = Field(
-        1.0, gt=0, description="long wavelengths grow by this; 1 turns scaling off"
+        1.0,
+        gt=0,
+        description="long wavelengths grow by this; 1 turns scaling off",
     )
     rope_scaling_low_freq_factor: float = Field(
-        1.0, gt=0, description="waves over original context / this are long"
+        1.0,
+        gt=0,
+        description="waves over original context / this are long",
     )
     rope_scaling_high_freq_factor: float = Field(
-        4.0, gt=0, description="waves under original context / this stay"
+        4.0,
+        gt=0,
+        description="waves under original context / this stay",
     )
     rope_scaling_original_context: int = Field(
-        8192, ge=1, description="context before scaling, in tokens"
+        8192,
+        ge=1,
+        description="context before scaling, in tokens",
     )
 
     @field_validator("rope_scaling_high_freq_factor")

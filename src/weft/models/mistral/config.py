@@ -28,7 +28,9 @@ class Config(DenseConfig):
         description="width of a head; heads x head_size need not be dim",
     )
     max_seq_len: int = Field(
-        32_768, ge=1, description="context length of the published model; informational"
+        32_768,
+        ge=1,
+        description="context length of the published model; informational",
     )
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     window: int = Field(

@@ -23,7 +23,9 @@ class Config(FullWidthConfig):
     family: ClassVar[str] = "qwen2"
 
     max_seq_len: int = Field(
-        131_072, ge=1, description="context length of the published model; informational"
+        131_072,
+        ge=1,
+        description="context length of the published model; informational",
     )
     rope_theta: float = Field(1_000_000.0, gt=0, description="base of RoPE's wavelengths")
 

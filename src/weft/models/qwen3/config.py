@@ -29,7 +29,9 @@ class Config(DenseConfig):
         description="width of a head; heads x head_size need not be dim",
     )
     max_seq_len: int = Field(
-        40_960, ge=1, description="context length of the published model; informational"
+        40_960,
+        ge=1,
+        description="context length of the published model; informational",
     )
     rope_theta: float = Field(1_000_000.0, gt=0, description="base of RoPE's wavelengths")
 

@@ -32,7 +32,9 @@ class Config(DecoderConfig):
         description="width of a head; heads x head_size need not be dim",
     )
     max_seq_len: int = Field(
-        40_960, ge=1, description="context length of the published model; informational"
+        40_960,
+        ge=1,
+        description="context length of the published model; informational",
     )
     rope_theta: float = Field(1_000_000.0, gt=0, description="base of RoPE's wavelengths")
     experts: int = Field(8, ge=1, description="experts of each layer")
@@ -40,7 +42,9 @@ class Config(DecoderConfig):
     expert_ffn: int = Field(64, ge=1, description="width of an expert")
     norm_topk_prob: bool = Field(True, description="weights of a token's experts sum to 1")
     balance_loss: float = Field(
-        0.0, ge=0, description="weight of the sequence-wise balance loss; 0 for none"
+        0.0,
+        ge=0,
+        description="weight of the sequence-wise balance loss; 0 for none",
     )
 
     @field_validator("top_k")

@@ -129,7 +129,11 @@ def transform(
     return ()
 
 
-def _check_stages(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm) -> None:
+def _check_stages(
+    blocks: Mapping[str, nn.Module],
+    plan: Plan,
+    comm: Comm,
+) -> None:
     """Reject blocks of this rank that mix tokens in another way than by `Attend`."""
     here = comm.index(pipeline_axis())
     for number, stage in enumerate(plan.stages):
@@ -142,7 +146,12 @@ def _check_stages(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm) -> No
         check_blocks({name: blocks[name] for name in stage.blocks}, hidden_shape=hidden_shape)
 
 
-def apply(blocks: Mapping[str, nn.Module], *, comm: Comm, variant: Context) -> None:
+def apply(
+    blocks: Mapping[str, nn.Module],
+    *,
+    comm: Comm,
+    variant: Context,
+) -> None:
     """Let the attention in these named blocks reach the keys of every rank along cp.
 
     Raises:

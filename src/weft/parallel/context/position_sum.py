@@ -42,7 +42,11 @@ class _SharedSum(torch.autograd.Function):
         return gradient * ctx.num_ranks, None, None
 
 
-def replace_position_sums(blocks: Mapping[str, nn.Module], comm: Comm, axis: Axis) -> None:
+def replace_position_sums(
+    blocks: Mapping[str, nn.Module],
+    comm: Comm,
+    axis: Axis,
+) -> None:
     """Let losses of documents in these blocks see whole sequences."""
     for block in blocks.values():
         for module in block.modules():

@@ -86,7 +86,12 @@ class _ReplicaCall(threading.Thread):
     that makes it.
     """
 
-    def __init__(self, module: nn.Module, inputs: Any, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Any,
+        device: torch.device,
+    ) -> None:
         super().__init__(name=f"replica on {device}", daemon=True)
         self.module = module
         self.inputs = inputs
@@ -134,7 +139,11 @@ class _CopyToDevices(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, devices: Sequence[torch.device], *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        devices: Sequence[torch.device],
+        *params: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.param_devices = [param.device for param in params]
         return tuple(param.to(device, copy=True) for device in devices for param in params)
 
@@ -209,7 +218,11 @@ class _ReplicaMaker:
         return self.copies[id(param)]
 
 
-def _scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
+def _scatter(
+    inputs: Any,
+    devices: Sequence[torch.device],
+    dim: int,
+) -> list[Any]:
     """The arguments of each replica; no more of them than there are samples.
 
     Raises:
@@ -259,7 +272,11 @@ def _part(
     return map_leaves(inputs, Tensor, split)
 
 
-def _gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
+def _gather(
+    outputs: Sequence[Any],
+    device: torch.device,
+    dim: int,
+) -> Any:
     """Outputs of the replicas as one: tensors joined, other values of the first replica."""
     tensors_of_replica = [iter(list(tensors_in(output))) for output in outputs]
 

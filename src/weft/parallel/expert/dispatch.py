@@ -75,7 +75,13 @@ class ExpertParallelDispatch(nn.Module):
 
     supports = frozenset({"dropless"})
 
-    def __init__(self, num_experts: int, *, comm: Comm, axis: Axis = EP) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        comm: Comm,
+        axis: Axis = EP,
+    ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.comm = comm

@@ -79,7 +79,8 @@ def _deep_copy(model: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
                 memo[id(tensor)] = torch.empty_like(tensor, device=META)
         for param in block.parameters():
             memo[id(param)] = nn.Parameter(
-                torch.empty_like(param, device=META), requires_grad=param.requires_grad
+                torch.empty_like(param, device=META),
+                requires_grad=param.requires_grad,
             )
     return {name: copy.deepcopy(block, memo) for name, block in model.items()}
 

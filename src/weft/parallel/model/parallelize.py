@@ -262,7 +262,8 @@ def materialize_params(
     chosen = tuple(model.params) if names is None else tuple(names)
     for param in (model.params[name] for name in chosen):
         empty = nn.Parameter(
-            torch.empty(param.shape, device=device, dtype=dtype), requires_grad=param.requires_grad
+            torch.empty(param.shape, device=device, dtype=dtype),
+            requires_grad=param.requires_grad,
         )
         torch.utils.swap_tensors(
             param, empty
@@ -421,7 +422,9 @@ def _shard(
 
 
 def _completing_stages(
-    stages: Mapping[int, nn.ModuleDict], params: Mapping[str, nn.Parameter], row: Sequence[Act]
+    stages: Mapping[int, nn.ModuleDict],
+    params: Mapping[str, nn.Parameter],
+    row: Sequence[Act],
 ) -> dict[str, int]:
     """For each parameter, of the stages that use it the one whose last action in `row` is latest;
     several stages may use a tied one.

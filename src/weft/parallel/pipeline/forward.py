@@ -55,7 +55,12 @@ def run_stages(
     return x
 
 
-def gather_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Tensor:
+def gather_vocabulary(
+    logits: Tensor,
+    model: ParallelModel,
+    *,
+    vocab: int,
+) -> Tensor:
     """Gather logits[..., vocab] from logits[..., vocab shard], on all ranks along tp."""
     comm = model.comm
     if "vocab" not in model.plan.sharding_rule:

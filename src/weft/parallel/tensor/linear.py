@@ -53,7 +53,10 @@ class ColumnParallelLinear(nn.Module):
 
     @classmethod
     def from_linear(
-        cls, module: nn.Linear, region: Region, entries: SharedEntries | None
+        cls,
+        module: nn.Linear,
+        region: Region,
+        entries: SharedEntries | None,
     ) -> ColumnParallelLinear:
         """The linear whose weight and bias `module` holds, sharded already.
 

@@ -86,7 +86,11 @@ def _elementwise(op: TracedOp) -> list[Dims]:
     return [_broadcast(op.name, dims, tuple(out.shape)) for out in op.outputs]
 
 
-def _broadcast(name: str, operands: Sequence[Dims], shape: tuple[int, ...]) -> Dims:
+def _broadcast(
+    name: str,
+    operands: Sequence[Dims],
+    shape: tuple[int, ...],
+) -> Dims:
     """Where one operand is sharded along a dim, the others are sharded, too, or all their entries
     along it are equal.
     """
@@ -412,7 +416,11 @@ def rule_of(func: Any) -> Rule | None:
     return _elementwise if torch.Tag.pointwise in func.tags else None
 
 
-def arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
     """Arguments by their names in the operation's schema."""
     by_name: dict[str, Any] = {}
     for argument, value in zip(func._schema.arguments, args, strict=False):

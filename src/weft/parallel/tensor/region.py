@@ -153,7 +153,11 @@ class SharedEntries:
         return entry
 
 
-def linear(x: Tensor, deferred: DeferredWeight, bias: Tensor | None) -> Tensor:
+def linear(
+    x: Tensor,
+    deferred: DeferredWeight,
+    bias: Tensor | None,
+) -> Tensor:
     """x W^T + b whose weight gradient is computed later; see Note [Region order]."""
     if active_split_backward() is not None:
         return nn.functional.linear(x, deferred.weight, bias)
@@ -212,7 +216,11 @@ class _Weight(torch.autograd.Function):
     """Identity of a weight; backward: its gradient, from the pairs that the linears have left."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, deferred: DeferredWeight) -> Tensor:
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        deferred: DeferredWeight,
+    ) -> Tensor:
         ctx.deferred = deferred
         return weight.view_as(weight)
 

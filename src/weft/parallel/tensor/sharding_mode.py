@@ -210,7 +210,12 @@ class ShardingTrace(TorchDispatchMode):
         )
         return self._note(out, rule(operation), values)
 
-    def _note(self, out: Any, dims: list[Dims], values: list[Value]) -> Any:
+    def _note(
+        self,
+        out: Any,
+        dims: list[Dims],
+        values: list[Value],
+    ) -> Any:
         value = self.combined(values)
         for tensor, its_dims in zip(tensors_in(out), dims, strict=True):
             self.set(tensor, replace(value, dims=its_dims))

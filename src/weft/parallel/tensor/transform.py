@@ -291,7 +291,11 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 """Attributes of a module that hold hooks which its calls run."""
 
 
-def _check_class(module: nn.Module, known: tuple[type[nn.Module], ...], key: str) -> None:
+def _check_class(
+    module: nn.Module,
+    known: tuple[type[nn.Module], ...],
+    key: str,
+) -> None:
     """Reject a module that computes something else than the parallel one in its place would."""
     forwards = {cls.forward for cls in known}
     class_name = known[0].__name__

@@ -169,7 +169,9 @@ SUM_BITS = 30
 
 
 def exact_sum(
-    comm: Comm, tensors: Sequence[Tensor], term: Callable[[Tensor], Tensor] = Tensor.double
+    comm: Comm,
+    tensors: Sequence[Tensor],
+    term: Callable[[Tensor], Tensor] = Tensor.double,
 ) -> Tensor:
     """The sum of the numbers of all ranks of the mesh, float64 scalar: the same bits in whatever
     order, and on however many ranks, the numbers are; every rank must call it.

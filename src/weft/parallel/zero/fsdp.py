@@ -200,7 +200,10 @@ class FullyShardedDataParallel(nn.Module):
         return state
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        assign: bool = False,
     ) -> Any:
         """Load what `state_dict` returned on this rank.
 
@@ -350,7 +353,9 @@ REDUCER_OF_SHARD = "_weft_gradient_reducer"
 
 
 def _check_gradients_are_synchronized(
-    optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    optimizer: torch.optim.Optimizer,
+    args: Any,
+    kwargs: Any,
 ) -> None:
     """Called before each optimizer step: reject one whose gradients are not reduced yet.
 

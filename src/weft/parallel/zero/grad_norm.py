@@ -91,7 +91,12 @@ def _count_weights(
     return torch.tensor(is_counted, dtype=torch.float64, device=model.comm.device)
 
 
-def is_first_holder(model: ParallelModel, name: str, *, sharded_over: tuple[str, ...] = ()) -> bool:
+def is_first_holder(
+    model: ParallelModel,
+    name: str,
+    *,
+    sharded_over: tuple[str, ...] = (),
+) -> bool:
     """Whether this rank is the first of those that hold these entries, so that each counts on one
     rank of the mesh; of replicas that train apart, on one rank of each.
 
@@ -103,7 +108,11 @@ def is_first_holder(model: ParallelModel, name: str, *, sharded_over: tuple[str,
     return not is_copy and _is_first_replica(model.shards[name], model.comm, sharded_over)
 
 
-def _is_first_replica(param_shard: ParamShard, comm: Comm, sharded_over: tuple[str, ...]) -> bool:
+def _is_first_replica(
+    param_shard: ParamShard,
+    comm: Comm,
+    sharded_over: tuple[str, ...],
+) -> bool:
     other_entries = (PP, *param_shard.shard_axes, *sharded_over, *local_update_axes())
     for axis, _ in comm.mesh.axes:
         is_replicated = axis not in other_entries

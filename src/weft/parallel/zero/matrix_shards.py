@@ -39,7 +39,11 @@ def param_entries(model: ParallelModel, reducer: GradientReducer) -> dict[str, P
     return found
 
 
-def _entries_of(model: ParallelModel, group: ParamGroup, place: int) -> ParamEntries:
+def _entries_of(
+    model: ParallelModel,
+    group: ParamGroup,
+    place: int,
+) -> ParamEntries:
     comm, plan, layout = model.comm, model.plan, group.layout
     span = layout.spans[place]
     param = model.shards[span.name]
@@ -134,7 +138,10 @@ def _pieces(entries: ParamEntries, matrix: Box, holders: int) -> tuple[MatrixPie
 
 
 def _assign(
-    params: Mapping[str, ParamEntries], holders: int, *, splits_stacked: bool
+    params: Mapping[str, ParamEntries],
+    holders: int,
+    *,
+    splits_stacked: bool,
 ) -> tuple[LogicalMatrix, ...]:
     """All matrices of these parameters with their owners, the same on every rank."""
     work = [0] * holders

@@ -192,7 +192,13 @@ class _FlatGroup:
         entries: which entries of each flattened parameter those are.
     """
 
-    def __init__(self, params: list[nn.Parameter], *, num_shards: int, index: int) -> None:
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        *,
+        num_shards: int,
+        index: int,
+    ) -> None:
         named: dict[str, nn.Parameter] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for number, param in enumerate(params):
