@@ -48,9 +48,14 @@ Dim = tuple[DimFactor, ...]
 Dims = tuple[Dim, ...]
 
 
+def whole_dim(size: int) -> Dim:
+    """A dim of `size` entries that every rank holds."""
+    return (DimFactor(size),)
+
+
 def whole_dims(shape: Iterable[int]) -> Dims:
     """Dims of a tensor without a sharded one."""
-    return tuple((DimFactor(size),) for size in shape)
+    return tuple(map(whole_dim, shape))
 
 
 def is_sharded(dim: Dim) -> bool:
@@ -60,7 +65,8 @@ def is_sharded(dim: Dim) -> bool:
 
 def is_repeated(dim: Dim) -> bool:
     """Whether all entries along this dim are equal."""
-    return all(factor.repeated or factor.size == 1 for factor in dim)
+    own = [factor.repeated or factor.size == 1 for factor in dim]
+    return all(own)
 
 
 def length(dim: Dim) -> int:
@@ -75,18 +81,28 @@ def canonical(factors: Sequence[DimFactor]) -> Dim:
     merged: list[DimFactor] = []
     for factor in factors:
         absorbs = bool(merged) and not factor.sharded and not factor.parts
-        if not absorbs:
+        if absorbs:
+            merged[-1] = _times(merged[-1], factor.size)
+        else:
             merged.append(factor)
-            continue
-        last = merged[-1]
-        parts = tuple(size * factor.size for size in last.parts)
-        merged[-1] = replace(last, size=last.size * factor.size, parts=parts)
-    return tuple(merged) or (DimFactor(1),)
+    return tuple(merged) or whole_dim(1)
+
+
+def _times(factor: DimFactor, count: int) -> DimFactor:
+    """The factor with so many entries in place of each one."""
+    parts = tuple(size * count for size in factor.parts)
+    return replace(
+        factor,
+        size=factor.size * count,
+        parts=parts,
+    )
 
 
 def with_dim(dims: Dims, place: int, *new: Dim) -> Dims:
     """The dims with others, or none, in place of one."""
-    return (*dims[:place], *new, *dims[place + 1 :])
+    before = dims[:place]
+    after = dims[place + 1 :]
+    return (*before, *new, *after)
 
 
 def regroup(
@@ -97,7 +113,11 @@ def regroup(
     name: str,
 ) -> Dims:
     """Dims of a view of these sizes: the factors in order, split where a size ends within one."""
-    stream = [factor for dim in dims for factor in dim if factor.size > 1 or factor.sharded]
+    stream: list[DimFactor] = []
+    for dim in dims:
+        for factor in dim:
+            if factor.size > 1 or factor.sharded:
+                stream.append(factor)
     found: list[Dim] = []
     for place, size in enumerate(sizes):
         taken: list[DimFactor] = []
@@ -113,7 +133,10 @@ def regroup(
             taken.append(factor)
             if remaining == 1 and factor.sharded:
                 break
-        found.append(canonical(taken) if taken else (DimFactor(size),))
+        if taken:
+            found.append(canonical(taken))
+        else:
+            found.append(whole_dim(size))
     return tuple(found)
 
 
@@ -132,17 +155,26 @@ def _is_one_unit(
     return following == factor.size and inferred != place + 1
 
 
-def _split(factor: DimFactor, outer: int, name: str) -> tuple[DimFactor, DimFactor]:
+def _split(
+    factor: DimFactor,
+    outer: int,
+    name: str,
+) -> tuple[DimFactor, DimFactor]:
     """A factor as an outer one of this size and the rest."""
     if factor.size % outer:
         raise ShardingError(f"{name} regroups {factor.size} local entries by {outer}")
     inner = factor.size // outer
     if not factor.parts:
-        return replace(factor, size=outer), DimFactor(inner)
-    counts_parts = len(factor.parts) == outer and len(set(factor.parts)) == 1
-    if counts_parts:
-        return DimFactor(outer), DimFactor(inner, sharded=factor.sharded)
-    if any(size % inner for size in factor.parts):
-        raise ShardingError(f"{name} regroups entries across the parts of a Stacked dim")
-    parts = tuple(size // inner for size in factor.parts)
-    return DimFactor(outer, factor.sharded, parts), DimFactor(inner)
+        slow = replace(factor, size=outer)
+        return slow, DimFactor(inner)
+    has_equal_parts = len(set(factor.parts)) == 1
+    if has_equal_parts and len(factor.parts) == outer:  # the outer factor counts the parts
+        fast = DimFactor(inner, sharded=factor.sharded)
+        return DimFactor(outer), fast
+    parts: list[int] = []
+    for size in factor.parts:
+        if size % inner:
+            raise ShardingError(f"{name} regroups entries across the parts of a Stacked dim")
+        parts.append(size // inner)
+    slow = DimFactor(outer, factor.sharded, tuple(parts))
+    return slow, DimFactor(inner)

@@ -40,13 +40,17 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        lo, hi = span(out_features, comm.degree(axis), comm.index(axis))
-        self.weight = nn.Parameter(torch.empty(hi - lo, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(hi - lo, device=device, dtype=dtype)) if bias else None
+        degree = comm.degree(axis)
+        lo, hi = span(out_features, degree, comm.index(axis))
+        local_out = hi - lo
+        self.weight = _new_param(local_out, in_features, device=device, dtype=dtype)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = _new_param(local_out, device=device, dtype=dtype)
         self.out_features = out_features
         self.gather_output = gather_output
-        self.entries: SharedEntries | None = SharedEntries(Region(comm, axis, sequence_parallel))
         self.region = Region(comm, axis, sequence_parallel)
+        self.entries: SharedEntries | None = SharedEntries(self.region)
         self.deferred: DeferredWeight | None = None
         take_adapter(self)
         _reset(self)
@@ -81,19 +85,29 @@ class ColumnParallelLinear(nn.Module):
         if self.entries is not None:
             x, deferred = self.entries.read(x, self)
             y = linear(x, deferred, self.bias)
-        elif (
-            self.deferred is not None
-        ):  # the region's entry, at a `RegionInput`, has set it for this forward
+        elif self.deferred is not None:
+            # the region's entry, at a `RegionInput`, has set it for this forward
             y = linear(x, self.deferred, self.bias)
             self.deferred = None
         else:
             y = nn.functional.linear(x, self.weight, self.bias)
         y = plus_adapter(self, x, y)
-        if not self.gather_output:
-            return y
-        comm, axis = self.region.comm, self.region.axis
-        sizes = span_sizes(self.out_features, comm.degree(axis))
-        return ops.gather_from_region(y, comm, axis, dim=-1, sizes=sizes)
+        if self.gather_output:
+            return self._gathered(y)
+        return y
+
+    def _gathered(self, y: Tensor) -> Tensor:
+        """The output features of all ranks."""
+        comm = self.region.comm
+        axis = self.region.axis
+        degree = comm.degree(axis)
+        return ops.gather_from_region(
+            y,
+            comm,
+            axis,
+            dim=-1,
+            sizes=span_sizes(self.out_features, degree),
+        )
 
 
 class RowParallelLinear(nn.Module):
@@ -119,11 +133,13 @@ class RowParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        lo, hi = span(in_features, comm.degree(axis), comm.index(axis))
-        self.weight = nn.Parameter(torch.empty(out_features, hi - lo, device=device, dtype=dtype))
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        )
+        degree = comm.degree(axis)
+        lo, hi = span(in_features, degree, comm.index(axis))
+        local_in = hi - lo
+        self.weight = _new_param(out_features, local_in, device=device, dtype=dtype)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = _new_param(out_features, device=device, dtype=dtype)
         self.region = Region(comm, axis, sequence_parallel)
         take_adapter(self)
         _reset(self)
@@ -141,9 +157,22 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., this rank's in_features] -> y[..., out_features]."""
-        partial = plus_adapter(self, x, nn.functional.linear(x, self.weight))
+        partial = nn.functional.linear(x, self.weight)
+        partial = plus_adapter(self, x, partial)
         y = self.region.leave(partial)
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        return y + self.bias
+
+
+def _new_param(
+    *shape: int,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Parameter:
+    """A parameter without values yet."""
+    values = torch.empty(shape, device=device, dtype=dtype)
+    return nn.Parameter(values)
 
 
 def _reset(module: ColumnParallelLinear | RowParallelLinear) -> None:
@@ -152,6 +181,7 @@ def _reset(module: ColumnParallelLinear | RowParallelLinear) -> None:
     """
     if module.weight.is_meta:
         return
-    bound = module.weight.shape[1] ** -0.5
+    fan_in = module.weight.shape[1]
+    bound = fan_in**-0.5
     for param in module.parameters():
         nn.init.uniform_(param, -bound, bound)

@@ -72,7 +72,9 @@ class Region:
     sequence_parallel: bool
 
     def enter(
-        self, x: Tensor, weights: Sequence[Tensor]
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
     ) -> tuple[Tensor, tuple[DeferredWeight, ...]]:
         """The whole x for every rank, and the weights to be used on it.
 
@@ -82,7 +84,7 @@ class Region:
         """
         grad = AsyncInputGrad()
         x = _Wait.apply(x, grad)  # type: ignore[no-untyped-call]
-        deferred = tuple(DeferredWeight(weight) for weight in weights)
+        deferred = tuple(map(DeferredWeight, weights))
         if active_split_backward() is None:
             for one in deferred:
                 one.weight = _Weight.apply(one.weight, one)  # type: ignore[no-untyped-call]
@@ -93,9 +95,14 @@ class Region:
         """The sum of y over the ranks; with sequence parallelism each keeps its part of the
         sequence.
         """
-        if self.sequence_parallel:
-            return ops.reduce_scatter(y, self.comm, self.axis, dim=SEQ_DIM)
-        return ops.reduce_from_region(y, self.comm, self.axis)
+        if not self.sequence_parallel:
+            return ops.reduce_from_region(y, self.comm, self.axis)
+        return ops.reduce_scatter(
+            y,
+            self.comm,
+            self.axis,
+            dim=SEQ_DIM,
+        )
 
 
 class HasWeight(Protocol):
@@ -129,10 +136,11 @@ class SharedEntries:
 
     def read(self, x: Tensor, linear: HasWeight) -> tuple[Tensor, DeferredWeight]:
         """The region's input for this linear, and its weight."""
+        key = id(linear)
         entry = self._open.get(id(x))
-        if entry is None or id(linear) not in entry.weights:
+        if entry is None or key not in entry.weights:
             entry = self._enter(x, linear)
-        deferred = entry.weights.pop(id(linear))
+        deferred = entry.weights.pop(key)
         if not entry.weights:
             self._open.pop(id(x), None)
         return entry.entered, deferred
@@ -142,11 +150,12 @@ class SharedEntries:
         self._open.clear()
 
     def _enter(self, x: Tensor, linear: HasWeight) -> _Entry:
-        linears = self.readers.get(id(linear), (linear,))
-        own_weights = [reader.weight for reader in linears]
+        """An entry for all linears that read x; `linear` is one of them."""
+        readers = self.readers.get(id(linear), (linear,))
+        own_weights = [reader.weight for reader in readers]
         entered, deferred = self.region.enter(x, own_weights)
         weights: dict[int, DeferredWeight] = {}
-        for reader, weight in zip(linears, deferred, strict=True):
+        for reader, weight in zip(readers, deferred, strict=True):
             weights[id(reader)] = weight
         entry = _Entry(x, entered, weights)
         self._open[id(x)] = entry
@@ -205,11 +214,14 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         region: Region = ctx.region
+        comm = region.comm
         if region.sequence_parallel:
-            ctx.grad.work = region.comm.start_reduce_scatter(dx, region.axis, dim=SEQ_DIM)
+            work = comm.start_reduce_scatter(dx, region.axis, dim=SEQ_DIM)
         else:
-            ctx.grad.work = region.comm.start_all_reduce(dx, region.axis)
-        return _placeholder(dx, ctx.shape), None, None
+            work = comm.start_all_reduce(dx, region.axis)
+        ctx.grad.work = work
+        placeholder = _placeholder(dx, ctx.shape)
+        return placeholder, None, None
 
 
 class _Weight(torch.autograd.Function):
@@ -227,15 +239,20 @@ class _Weight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         pairs = ctx.deferred.pairs
-        gradient = torch.mm(*_flat(pairs.pop()))
+        dy_t, x = _as_matrices(pairs.pop())
+        gradient = torch.mm(dy_t, x)
         while pairs:
-            gradient.addmm_(*_flat(pairs.pop()))
+            dy_t, x = _as_matrices(pairs.pop())
+            gradient.addmm_(dy_t, x)
         return gradient, None
 
 
-def _flat(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _as_matrices(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(dy, x) as dy^T[out, N] and x[N, in], whose product is the weight's gradient."""
     dy, x = pair
-    return dy.flatten(0, -2).t(), x.flatten(0, -2)
+    dy_rows = dy.flatten(0, -2)
+    x_rows = x.flatten(0, -2)
+    return dy_rows.t(), x_rows
 
 
 class _Linear(torch.autograd.Function):
@@ -254,12 +271,23 @@ class _Linear(torch.autograd.Function):
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any,
+        dy: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx = None
+        d_weight = None
+        d_bias = None
         if needs_weight:
-            ctx.deferred.pairs.append((dy, x))
-        dx = dy @ weight if needs_x else None
-        d_weight = _placeholder(dy, weight.shape) if needs_weight else None
-        d_bias = dy.flatten(0, -2).sum(0) if needs_bias else None
+            pairs = ctx.deferred.pairs
+            pairs.append((dy, x))
+        if needs_x:
+            dx = dy @ weight
+        if needs_weight:
+            d_weight = _placeholder(dy, weight.shape)
+        if needs_bias:
+            rows = dy.flatten(0, -2)
+            d_bias = rows.sum(0)
         return dx, d_weight, d_bias, None

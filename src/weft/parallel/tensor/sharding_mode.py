@@ -48,7 +48,8 @@ from weft.parallel.tensor.dims import (
     length,
     whole_dims,
 )
-from weft.parallel.tensor.propagate import Operand, TracedOp, arguments, rule_of
+from weft.parallel.tensor.propagate import arguments, rule_of
+from weft.parallel.tensor.traced_op import TracedOp
 
 SEQ_DIM = 1
 """Dim of the sequence in x_BSD."""
@@ -78,7 +79,8 @@ class Value:
     @property
     def repeated(self) -> bool:
         """Whether some dim's entries are all equal, and several."""
-        return any(is_repeated(dim) and length(dim) > 1 for dim in self.dims)
+        several = [dim for dim in self.dims if length(dim) > 1]
+        return any(map(is_repeated, several))
 
     @property
     def varies(self) -> bool:
@@ -108,38 +110,45 @@ class Findings:
     @property
     def partial(self) -> frozenset[str]:
         """Whole parameters whose gradients are partial sums over the axis."""
-        return frozenset(name for name, sides in self.uses.items() if True in sides)
+        names: set[str] = set()
+        for name, is_partial in self.uses.items():
+            if True in is_partial:
+                names.add(name)
+        return frozenset(names)
 
     def of_block(self, block: str) -> Findings:
         """Those about one block, no parameter of which is another block's."""
-
-        def is_below(path: str) -> bool:
-            return path == block or path.startswith(f"{block}.")
-
-        return Findings(
-            entries={path: list(all_) for path, all_ in self.entries.items() if is_below(path)},
-            inside_columns={path for path in self.inside_columns if is_below(path)},
-            uses={name: set(sides) for name, sides in self.uses.items() if is_below(name)},
-            sharded_losses={
-                path: size for path, size in self.sharded_losses.items() if is_below(path)
-            },
-        )
+        found = Findings()
+        for path, readers in self.entries.items():
+            if _is_below(path, block):
+                found.entries[path] = list(readers)
+        for path in self.inside_columns:
+            if _is_below(path, block):
+                found.inside_columns.add(path)
+        for name, is_partial in self.uses.items():
+            if _is_below(name, block):
+                found.uses[name] = set(is_partial)
+        for path, num_entries in self.sharded_losses.items():
+            if _is_below(path, block):
+                found.sharded_losses[path] = num_entries
+        return found
 
     def renamed(self, old: str, new: str) -> Findings:
         """The same about another block; `old` and `new` are names of blocks."""
 
-        def name(path: str) -> str:
+        def rename(path: str) -> str:
             return new + path.removeprefix(old)
 
-        return Findings(
-            entries={
-                name(path): [name(reader) for reader in readers]
-                for path, readers in self.entries.items()
-            },
-            inside_columns={name(path) for path in self.inside_columns},
-            uses={name(path): set(sides) for path, sides in self.uses.items()},
-            sharded_losses={name(path): size for path, size in self.sharded_losses.items()},
-        )
+        found = Findings()
+        for path, readers in self.entries.items():
+            found.entries[rename(path)] = list(map(rename, readers))
+        for path in self.inside_columns:
+            found.inside_columns.add(rename(path))
+        for name, is_partial in self.uses.items():
+            found.uses[rename(name)] = set(is_partial)
+        for path, num_entries in self.sharded_losses.items():
+            found.sharded_losses[rename(path)] = num_entries
+        return found
 
     def add(self, other: Findings) -> None:
         """Add what was found about another block."""
@@ -147,6 +156,11 @@ class Findings:
         self.inside_columns.update(other.inside_columns)
         self.uses.update(other.uses)
         self.sharded_losses.update(other.sharded_losses)
+
+
+def _is_below(path: str, block: str) -> bool:
+    """Whether a path is that of a block, or of something inside it."""
+    return path == block or path.startswith(f"{block}.")
 
 
 class ShardingTrace(TorchDispatchMode):
@@ -169,7 +183,11 @@ class ShardingTrace(TorchDispatchMode):
     def value(self, tensor: Tensor) -> Value:
         """What is known of a tensor; of an unknown one, that it is a whole constant."""
         known = self._values.get(id(tensor))
-        return Value(whole_dims(tensor.shape)) if known is None else known[1]
+        if known is not None:
+            _, value = known
+            return value
+        dims = whole_dims(tensor.shape)
+        return Value(dims)
 
     def set(self, tensor: Tensor, value: Value) -> Tensor:
         """Note the value of a tensor."""
@@ -185,27 +203,30 @@ class ShardingTrace(TorchDispatchMode):
     ) -> Any:
         """Called by torch for every operation: runs it and notes the values of its results."""
         kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
         tensors = list(tensors_in((args, kwargs)))
-        is_constant = func.overloadpacket.__name__.startswith("new_")
-        if is_constant or not any(id(tensor) in self._values for tensor in tensors):
+        is_constant = name.startswith("new_")
+        are_known = [id(tensor) in self._values for tensor in tensors]
+        if is_constant or not any(are_known):
             return func(*args, **kwargs)
-        values = [self.value(tensor) for tensor in tensors]
+        values = list(map(self.value, tensors))
         is_plain = not any(value.sharded or value.repeated for value in values)
-        if is_plain and func.overloadpacket.__name__ != "expand":
+        if is_plain and name != "expand":
             out = func(*args, **kwargs)
-            return self._note(out, [whole_dims(tensor.shape) for tensor in tensors_in(out)], values)
+            out_dims = [whole_dims(tensor.shape) for tensor in tensors_in(out)]
+            return self._note(out, out_dims, values)
         rule = rule_of(func)
         if rule is None:
             with self:
                 decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
                 return decomposed
-            raise ShardingError(f"{func.overloadpacket.__name__} of a sharded tensor has no rule")
+            raise ShardingError(f"{name} of a sharded tensor has no rule")
         out = func(*args, **kwargs)
         operation = TracedOp(
-            name=func.overloadpacket.__name__,
+            name=name,
             args=arguments(func, args, kwargs),
-            operands=tuple(Operand(value.dims) for value in values),
+            operands=tuple(value.dims for value in values),
             outputs=tuple(tensors_in(out)),
         )
         return self._note(out, rule(operation), values)
@@ -226,16 +247,24 @@ class ShardingTrace(TorchDispatchMode):
         parameters are used.
         """
         inside = any(value.inside for value in values)
+        varies = any(value.varies for value in values)
         activation = any(value.activation for value in values)
-        if inside and any(value.activation and not value.inside for value in values):
-            raise ShardingError(
-                "an activation from outside a tensor-parallel region meets a sharded one"
-            )
-        params = frozenset[str]().union(*(value.params for value in values))
+        params: set[str] = set()
+        for value in values:
+            params.update(value.params)
+            if inside and value.activation and not value.inside:
+                raise ShardingError(
+                    "an activation from outside a tensor-parallel region meets a sharded one"
+                )
         if inside or activation:
-            self.use(params, partial=any(value.varies for value in values))
-            params = frozenset()
-        return Value((), inside, activation, params)
+            self.use(frozenset(params), partial=varies)
+            params.clear()
+        return Value(
+            dims=(),
+            inside=inside,
+            activation=activation,
+            params=frozenset(params),
+        )
 
     def use(self, params: frozenset[str], *, partial: bool) -> None:
         """Note a use of whole parameters.
@@ -255,8 +284,10 @@ class ShardingTrace(TorchDispatchMode):
         """Note a tensor as an activation outside regions."""
         dims = list(whole_dims(tensor.shape))
         if self.sequence_parallel and tensor.dim() > SEQ_DIM:
-            dims[SEQ_DIM] = (DimFactor(tensor.shape[SEQ_DIM], sharded=True),)
-        return self.set(tensor, Value(tuple(dims), activation=True))
+            local_length = tensor.shape[SEQ_DIM]
+            dims[SEQ_DIM] = (DimFactor(local_length, sharded=True),)
+        value = Value(tuple(dims), activation=True)
+        return self.set(tensor, value)
 
     def enter(self, x: Tensor) -> Tensor:
         """The input of a region, from an activation outside: whole along the sequence."""
@@ -270,7 +301,13 @@ class ShardingTrace(TorchDispatchMode):
                     "sequence parallelism: the input of a region is not sharded along the sequence"
                 )
             shape[SEQ_DIM] *= self.degree
-        return self.set(x.new_empty(shape), Value(whole_dims(shape), inside=True, activation=True))
+        entered = x.new_empty(shape)
+        entered_value = Value(
+            dims=whole_dims(shape),
+            inside=True,
+            activation=True,
+        )
+        return self.set(entered, entered_value)
 
     def leave(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """The sum over ranks of tensors of this shape; with sequence parallelism each rank's part
@@ -278,25 +315,28 @@ class ShardingTrace(TorchDispatchMode):
         """
         local = list(shape)
         if self.sequence_parallel:
-            if len(local) <= SEQ_DIM or local[SEQ_DIM] % self.degree:
+            is_divisible = len(local) > SEQ_DIM and local[SEQ_DIM] % self.degree == 0
+            if not is_divisible:
                 raise ShardingError(
                     f"sequence parallelism: {shape} does not divide over {self.degree} ranks"
                 )
             local[SEQ_DIM] //= self.degree
-        return self.outside(like.new_empty(local))
+        left = like.new_empty(local)
+        return self.outside(left)
 
     def read(self, x: Tensor, column: str) -> Tensor:
         """A column-parallel linear reads x: it enters a region, or shares the entry of another one
         that read the same tensor.
         """
-        if self.value(x).inside:
+        value = self.value(x)
+        if value.inside:
             self.findings.inside_columns.add(column)
             return x
         first = self._readers.setdefault(id(x), column)
         readers = self.findings.entries.setdefault(first, [])
         if column not in readers:
             readers.append(column)
-        self._values.setdefault(id(x), (x, self.value(x)))  # keeps x, so that its id stays its own
+        self._values.setdefault(id(x), (x, value))  # keeps x, so that its id stays its own
         return self.enter(x)
 
     def forget_readers(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ from weft.models.common.attention import AttentionSpec
 from weft.models.common.batch import Batch
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.parallel.autograd.tree import map_leaves
-from weft.parallel.tensor.dims import Dim, ShardingError, is_sharded, whole_dims
+from weft.parallel.tensor.dims import Dims, ShardingError, is_sharded, length, whole_dims
 from weft.parallel.tensor.sharding_mode import ShardingTrace, Value
 
 SIZES_IN_REGION = (
@@ -35,23 +37,31 @@ class TracedRow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         trace = self.trace
-        if not is_sharded(trace.value(x).dims[-1]):
+        x_dims = trace.value(x).dims
+        if not is_sharded(x_dims[-1]):
             raise ShardingError(
                 "a row-parallel linear reads a tensor that is not sharded along its last dim"
             )
-        if x.shape[-1] != self.linear.weight.shape[1]:
-            raise self._wrong_length(x.shape[-1])
+        *outer_shape, in_features = x.shape
+        out_features, local_in_features = self.linear.weight.shape
+        if in_features != local_in_features:
+            raise self._wrong_length(in_features)
         for name, param in self.linear.named_parameters():
             if name != "bias":
-                trace.use(trace.value(param).params, partial=True)
-        y = trace.leave((*x.shape[:-1], self.linear.weight.shape[0]), x)
-        return y if self.linear.bias is None else y + self.linear.bias
+                value = trace.value(param)
+                trace.use(value.params, partial=True)
+        y_shape = (*outer_shape, out_features)
+        y = trace.leave(y_shape, x)
+        if self.linear.bias is None:
+            return y
+        return y + self.linear.bias
 
-    def _wrong_length(self, length: int) -> ShardingError:
-        local_length = self.linear.weight.shape[1]
-        what = f"a row-parallel linear of {local_length} local inputs reads {length}"
+    def _wrong_length(self, num_inputs: int) -> ShardingError:
         trace = self.trace
-        if trace.sequence_parallel and length == local_length * trace.degree:
+        local_length = self.linear.weight.shape[1]
+        what = f"a row-parallel linear of {local_length} local inputs reads {num_inputs}"
+        is_whole_length = num_inputs == local_length * trace.degree
+        if trace.sequence_parallel and is_whole_length:
             return ShardingError(
                 f"{what}: a reshape took this rank's number of positions for that of the sequence",
                 fix=SIZES_IN_REGION,
@@ -64,27 +74,41 @@ class TracedEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, trace: ShardingTrace) -> None:
         super().__init__()
-        self.embedding, self.trace = embedding, trace
+        self.embedding = embedding
+        self.trace = trace
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = self.embedding.weight
-        return self.trace.leave((*tokens.shape, weight.shape[1]), weight)
+        num_features = weight.shape[1]
+        x_shape = (*tokens.shape, num_features)
+        return self.trace.leave(x_shape, weight)
 
 
 class TracedLoss(nn.Module):
     """Stands for the loss: of logits that are sharded along the vocabulary, or whole."""
 
-    def __init__(self, loss: Loss, path: str, trace: ShardingTrace) -> None:
+    def __init__(
+        self,
+        loss: Loss,
+        path: str,
+        trace: ShardingTrace,
+    ) -> None:
         super().__init__()
-        self.loss, self.path, self.trace = loss, path, trace
+        self.loss = loss
+        self.path = path
+        self.trace = trace
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
-        dims = self.trace.value(logits).dims
-        if not (dims and is_sharded(dims[-1])):
+        trace = self.trace
+        dims = trace.value(logits).dims
+        has_sharded_vocab = bool(dims) and is_sharded(dims[-1])
+        if not has_sharded_vocab:
             out: Tensor = self.loss(logits, batch)
             return out
-        self.trace.findings.sharded_losses[self.path] = logits.shape[-1]
-        return self.trace.set(logits.new_empty(()), Value((), activation=True))
+        losses = trace.findings.sharded_losses
+        losses[self.path] = logits.shape[-1]
+        loss = logits.new_empty(())
+        return trace.set(loss, Value((), activation=True))
 
 
 class TracedRegionInput(nn.Module):
@@ -95,7 +119,10 @@ class TracedRegionInput(nn.Module):
         self.trace = trace
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self.trace.value(x).inside else self.trace.enter(x)
+        value = self.trace.value(x)
+        if value.inside:
+            return x
+        return self.trace.enter(x)
 
 
 class TracedRegion(nn.Module):
@@ -108,37 +135,53 @@ class TracedRegion(nn.Module):
 
     def __init__(self, module: nn.Module, trace: ShardingTrace) -> None:
         super().__init__()
-        self.module, self.trace = module, trace
+        self.module = module
+        self.trace = trace
 
     def forward(self, x: Tensor, *args: Any) -> Any:
         trace = self.trace
-        calls: list[nn.Module] = []
-        hooks = []
-        for module in self.module.modules():
-            if isinstance(module, (RegionInput, RegionOutput)):
-                hook = module.register_forward_hook(lambda module, *_: calls.append(module))
-                hooks.append(hook)
         entered = trace.enter(x)
         for param in self.module.parameters():
-            trace.use(trace.value(param).params, partial=True)
-        with trace.paused():
+            value = trace.value(param)
+            trace.use(value.params, partial=True)
+        calls: list[str] = []
+        with trace.paused(), _noted_ends(self.module, calls):
             out = self.module(entered, *args)
-        for hook in hooks:
-            hook.remove()
-        kinds = sorted(type(module).__name__ for module in calls)
-        if kinds != [RegionInput.__name__, RegionOutput.__name__]:
+        if sorted(calls) != [RegionInput.__name__, RegionOutput.__name__]:
             name = type(self.module).__name__
             raise ShardingError(
-                f"{name} declares a RegionInput and a RegionOutput, but its forward calls {kinds}"
+                f"{name} declares a RegionInput and a RegionOutput, but its forward calls {sorted(calls)}"
             )
 
         def leave(tensor: Tensor) -> Tensor:
             if tensor.shape == entered.shape:
-                return trace.leave(tuple(tensor.shape), tensor)
-            activation = tensor.is_floating_point()
-            return trace.set(tensor, Value(whole_dims(tensor.shape), activation=activation))
+                shape = tuple(tensor.shape)
+                return trace.leave(shape, tensor)
+            value = Value(
+                dims=whole_dims(tensor.shape),
+                activation=tensor.is_floating_point(),
+            )
+            return trace.set(tensor, value)
 
         return map_leaves(out, Tensor, leave)
+
+
+@contextmanager
+def _noted_ends(region: nn.Module, calls: list[str]) -> Iterator[None]:
+    """Append the class names of the region's declared ends that are called meanwhile."""
+
+    def note(module: nn.Module, *_: object) -> None:
+        calls.append(type(module).__name__)
+
+    hooks = []
+    for module in region.modules():
+        if isinstance(module, (RegionInput, RegionOutput)):
+            hooks.append(module.register_forward_hook(note))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class TracedAttention:
@@ -161,32 +204,50 @@ class TracedAttention:
     ) -> Tensor:
         """Dims of the result, from those of q, k and v."""
         trace = self.trace
-        per_head = [tensor for tensor in (spec.sinks, spec.head_bias) if tensor is not None]
-        values = [trace.value(x) for x in (q_BSHK, k_BSGK, v_BSGW, *per_head)]
-        combined = trace.combined(values)
-        q_dims, k_dims, v_dims = (value.dims for value in values[:3])
-        heads = [q_dims[2], k_dims[2], v_dims[2]]
-        heads.extend(value.dims[0] for value in values[3:])
-        if k_BSGK.shape[2] == 1 and not is_sharded(k_dims[2]):
-            del heads[1:3]  # one key/value head serves all queries
-        others: list[Dim] = []
-        for dims in (q_dims, k_dims, v_dims):
-            others.extend(dims[:2])
-            others.extend(dims[3:])
-        if any(is_sharded(dim) for dim in others):
-            raise ShardingError(
-                "attention over a dim that is sharded, but is not that of the heads"
-            )
-        num_sharded = sum(is_sharded(dim) for dim in heads)
-        if num_sharded not in (0, len(heads)):
-            raise ShardingError("attention of sharded heads with whole ones")
-        num_heads = q_BSHK.shape[2]
-        num_kv_heads = k_BSGK.shape[2]
-        if num_heads % num_kv_heads:
-            raise ShardingError(
-                f"attention of {num_heads} local heads with {num_kv_heads} key/value heads"
-            )
-        out_shape = (*q_BSHK.shape[:-1], v_BSGW.shape[-1])
-        out = q_BSHK.new_empty(out_shape)
-        out_dims = (*q_dims[:-1], v_dims[-1])
+        q = trace.value(q_BSHK)
+        k = trace.value(k_BSGK)
+        v = trace.value(v_BSGW)
+        per_head: list[Value] = []
+        for tensor in (spec.sinks, spec.head_bias):
+            if tensor is not None:
+                per_head.append(trace.value(tensor))
+        combined = trace.combined([q, k, v, *per_head])
+        _check_heads(q.dims, k.dims, v.dims, per_head=per_head)
+        *outer_shape, _ = q_BSHK.shape
+        *outer_dims, _ = q.dims
+        out = q_BSHK.new_empty((*outer_shape, v_BSGW.shape[-1]))
+        out_dims = (*outer_dims, v.dims[-1])
         return trace.set(out, replace(combined, dims=out_dims))
+
+
+def _check_heads(
+    q_BSHK: Dims,
+    k_BSGK: Dims,
+    v_BSGW: Dims,
+    *,
+    per_head: Sequence[Value],
+) -> None:
+    """Raise ShardingError unless heads alone are sharded, all of them or none, and their local
+    numbers fit; `per_head` are tensors with the heads first.
+    """
+    for batch, sequence, _, features in (q_BSHK, k_BSGK, v_BSGW):
+        for dim in (batch, sequence, features):
+            if is_sharded(dim):
+                raise ShardingError(
+                    "attention over a dim that is sharded, but is not that of the heads"
+                )
+    q_heads, k_heads, v_heads = q_BSHK[2], k_BSGK[2], v_BSGW[2]
+    num_heads = length(q_heads)
+    num_kv_heads = length(k_heads)
+    heads = [q_heads]
+    serves_all_queries = num_kv_heads == 1 and not is_sharded(k_heads)
+    if not serves_all_queries:
+        heads += [k_heads, v_heads]
+    for value in per_head:
+        heads.append(value.dims[0])
+    if len(set(map(is_sharded, heads))) > 1:
+        raise ShardingError("attention of sharded heads with whole ones")
+    if num_heads % num_kv_heads:
+        raise ShardingError(
+            f"attention of {num_heads} local heads with {num_kv_heads} key/value heads"
+        )

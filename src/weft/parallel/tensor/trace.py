@@ -6,7 +6,7 @@ See Note [Sharding trace] in sharding_mode.py and Note [Equal blocks].
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from weft.models.common.layers import Loss, RegionInput
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.chain import replace_module
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
-from weft.parallel.tensor.dims import DimFactor, Dims, ShardingError, is_sharded
+from weft.parallel.tensor.dims import DimFactor, Dims, ShardingError, is_sharded, whole_dim
+from weft.parallel.tensor.sharded_modules import ShardedModules, path_below
 from weft.parallel.tensor.sharding_mode import SEQ_DIM, Findings, ShardingTrace, Value
 from weft.parallel.tensor.stand_ins import (
     SIZES_IN_REGION,
@@ -31,16 +32,6 @@ from weft.parallel.tensor.stand_ins import (
     TracedRegionInput,
     TracedRow,
 )
-
-
-@dataclass(frozen=True)
-class ShardedModules:
-    """Paths of the sharded modules below one block, by kind."""
-
-    columns: tuple[str, ...]
-    rows: tuple[str, ...]
-    embeddings: tuple[str, ...]
-    regions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -77,21 +68,23 @@ def trace_blocks(
     Raises:
         PlanError: a block that does not compute on shards what it computes on whole tensors.
     """
+    trace = ShardingTrace(degree=degree, sequence_parallel=sequence_parallel)
     chain = ChainTrace(
         model,
         kinds,
         params,
-        ShardingTrace(degree=degree, sequence_parallel=sequence_parallel),
+        trace,
         {} if records is None else records,
         repeats or {},
     )
     x = batch.inputs
     with torch.inference_mode():
         for name, block in model.items():
-            narrows = sequence_parallel and _embeds_positions(block, kinds[name])
-            local = _local_positions(batch, chain.trace, index) if narrows else batch
-            x = chain.run(name, x, local)
-    return chain.trace.findings
+            local_batch = batch
+            if sequence_parallel and _looks_up_tokens_and_positions(block, kinds[name]):
+                local_batch = _local_positions(batch, trace, index)
+            x = chain.run(name, x, local_batch)
+    return trace.findings
 
 
 @dataclass(frozen=True)
@@ -152,8 +145,11 @@ class ChainTrace:
         self._copies: dict[int, Any] = {}
         self._instrumented: dict[int, nn.Module] = {}
         self._repeats = repeats
-        own_modules = {name: block for name, block in model.items() if name not in repeats}
-        self._tied_blocks = _blocks_with_tied_params(own_modules)
+        own_blocks: dict[str, nn.Module] = {}
+        for name, block in model.items():
+            if name not in repeats:
+                own_blocks[name] = block
+        self._tied_blocks = _blocks_with_tied_params(own_blocks)
         self._structures: dict[int, Fingerprint | None] = {}
         self._records = records
         self._is_stateless = True
@@ -161,9 +157,10 @@ class ChainTrace:
     def run(self, name: str, x: Tensor, batch: Batch) -> Tensor:
         """What a block hands on."""
         key = self._key(name, x, batch)
-        record = self._records.get(key) if key is not None else None
-        if record is not None and self._is_stateless:
-            return self._repeat(record, name)
+        if key is not None and self._is_stateless:
+            record = self._records.get(key)
+            if record is not None:
+                return self._repeat(record, name)
         block = self._instrument(name)
         before = self._state(block, batch)
         with self.trace:
@@ -182,8 +179,10 @@ class ChainTrace:
         return x
 
     def _repeat(self, record: BlockRecord, name: str) -> Tensor:
-        self.trace.findings.add(record.findings.renamed(record.name, name))
-        return self.trace.set(record.result(), record.value)
+        findings = record.findings.renamed(record.name, name)
+        self.trace.findings.add(findings)
+        result = record.result()
+        return self.trace.set(result, record.value)
 
     def _key(self, name: str, x: Tensor, batch: Batch) -> Hashable | None:
         """Equal for blocks whose traces are equal; None where that cannot be said."""
@@ -193,47 +192,69 @@ class ChainTrace:
         structure = self._structure(block)
         if structure is None:
             return None
-        params = []
+        params: list[tuple[str, LocalParam]] = []
         for path, _ in block.named_parameters(remove_duplicate=False):
-            params.append((path, self.params[f"{name}.{path}"]))
-        x_facts = (TensorSpec.of(x), self.trace.value(x))
-        return structure, self.kinds[name], tuple(params), x_facts, self._batch_facts(batch)
+            local = self.params[f"{name}.{path}"]
+            params.append((path, local))
+        return (
+            structure,
+            self.kinds[name],
+            tuple(params),
+            TensorSpec.of(x),
+            self.trace.value(x),
+            self._batch_facts(batch),
+        )
 
     def _structure(self, block: nn.Module) -> Fingerprint | None:
         """Of a plain block, which no trace changes."""
-        if id(block) not in self._structures:
-            self._structures[id(block)] = fingerprint(block)
-        return self._structures[id(block)]
+        key = id(block)
+        if key not in self._structures:
+            self._structures[key] = fingerprint(block)
+        return self._structures[key]
 
     def _batch_facts(self, batch: Batch) -> Hashable:
         facts: list[Hashable] = []
         for field_name, tensor in vars(batch).items():
-            if tensor is not None:
-                value = self.trace.value(tensor)
-                facts.append((field_name, id(tensor), TensorSpec.of(tensor), value))
+            if tensor is None:
+                continue
+            of_tensor = self._tensor_facts(tensor)
+            facts.append((field_name, of_tensor))
         return tuple(facts)
+
+    def _tensor_facts(self, tensor: Tensor) -> Hashable:
+        """Equal for the same tensor, as long as nothing changes it."""
+        spec = TensorSpec.of(tensor)
+        value = self.trace.value(tensor)
+        return id(tensor), spec, value
 
     def _state(self, block: nn.Module, batch: Batch) -> Hashable | None:
         """Equal before and after a forward that leaves its module and the batch as they were."""
-        trace = self.trace
-
-        def describe(tensor: Tensor) -> Hashable:
-            return id(tensor), TensorSpec.of(tensor), trace.value(tensor)
-
-        structure = fingerprint(block, describe, opaque=(trace,))
-        return None if structure is None else (structure, self._batch_facts(batch))
+        structure = fingerprint(
+            block,
+            self._tensor_facts,
+            opaque=(self.trace,),
+        )
+        if structure is None:
+            return None
+        return structure, self._batch_facts(batch)
 
     def _instrument(self, name: str) -> nn.Module:
         """A copy of the block on local parameters, with stand-ins for its sharded modules."""
         if name in self._repeats:
             self.model[name] = copy.deepcopy(self.model[name])
         block = self.model[name]
-        if id(block) not in self._instrumented:  # a block may be used twice
-            copied = _copied(name, block, self.params, self.trace, self._copies)
-            self._instrumented[id(block)] = _instrumented(
-                name, copied, self.kinds[name], self.trace
+        key = id(block)
+        if key not in self._instrumented:  # a block may be used twice
+            copied = _copied(
+                name,
+                block,
+                self.params,
+                self.trace,
+                self._copies,
             )
-        return self._instrumented[id(block)]
+            kinds = self.kinds[name]
+            self._instrumented[key] = _instrumented(name, copied, kinds, self.trace)
+        return self._instrumented[key]
 
 
 def _blocks_with_tied_params(model: Mapping[str, nn.Module]) -> frozenset[str]:
@@ -241,7 +262,8 @@ def _blocks_with_tied_params(model: Mapping[str, nn.Module]) -> frozenset[str]:
     holders: dict[int, set[str]] = {}
     for name, block in model.items():
         for param in block.parameters():
-            holders.setdefault(id(param), set()).add(name)
+            names = holders.setdefault(id(param), set())
+            names.add(name)
     tied: set[str] = set()
     for names in holders.values():
         if len(names) > 1:
@@ -249,10 +271,15 @@ def _blocks_with_tied_params(model: Mapping[str, nn.Module]) -> frozenset[str]:
     return frozenset(tied)
 
 
-def _embeds_positions(block: nn.Module, kinds: ShardedModules) -> bool:
+def _looks_up_tokens_and_positions(block: nn.Module, kinds: ShardedModules) -> bool:
     """Whether a block looks up embeddings of tokens, by a sharded vocabulary, and of positions."""
-    others = (path for path, module in block.named_modules() if isinstance(module, nn.Embedding))
-    return bool(kinds.embeddings) and any(path not in kinds.embeddings for path in others)
+    if not kinds.embeddings:
+        return False
+    embeddings: list[str] = []
+    for path, module in block.named_modules():
+        if isinstance(module, nn.Embedding):
+            embeddings.append(path)
+    return not set(embeddings).issubset(kinds.embeddings)
 
 
 def _run(
@@ -310,9 +337,11 @@ def _copied(
         copies: the copies of objects that blocks before this one hold, too, by id.
     """
     for path, param in block.named_parameters(remove_duplicate=False):
-        if id(param) not in copies:
+        key = id(param)
+        if key not in copies:
             param_name = f"{name}.{path}"
-            copies[id(param)] = _local_copy(param_name, param, params[param_name], trace)
+            local = params[param_name]
+            copies[key] = _local_copy(param_name, param, local, trace)
     return copy.deepcopy(block, copies)
 
 
@@ -340,34 +369,45 @@ def _instrumented(
 ) -> nn.Module:
     """The copied block, with stand-ins for its sharded modules."""
     for path, module in block.named_modules():
-        module.register_forward_pre_hook(_locator(f"{name}.{path}".rstrip("."), trace))
+        locator = _locator(path_below(name, path), trace)
+        module.register_forward_pre_hook(locator)
     for path in kinds.columns:
-        if any(path.startswith(f"{region}.") for region in kinds.regions):
-            continue
-        reader = _reader(f"{name}.{path}".rstrip("."), trace)
-        block.get_submodule(path).register_forward_pre_hook(reader)
-    for path in kinds.rows:
-        linear = block.get_submodule(path)
-        assert isinstance(linear, nn.Linear), f"{path} was found to be a linear"
-        block = replace_module(block, linear, TracedRow(linear, trace))
-    for path in kinds.embeddings:
-        embedding = block.get_submodule(path)
-        assert isinstance(embedding, nn.Embedding), f"{path} was found to be an embedding"
-        block = replace_module(block, embedding, TracedEmbedding(embedding, trace))
-    for path, module in list(block.named_modules()):
-        if isinstance(module, Attend) and not overrides_forward(module):
-            module.implementation = TracedAttention(trace)
-        elif isinstance(module, Loss):
-            traced = TracedLoss(module, f"{name}.{path}".rstrip("."), trace)
-            block = replace_module(block, module, traced)
-        elif isinstance(module, RegionInput) and not any(
-            path.startswith(f"{region}.") for region in kinds.regions
-        ):
-            block = replace_module(block, module, TracedRegionInput(trace))
+        if not kinds.is_in_region(path):
+            reader = _reader(path_below(name, path), trace)
+            module = block.get_submodule(path)
+            module.register_forward_pre_hook(reader)
+    for module, stand_in in _stand_ins(name, block, kinds, trace):
+        block = replace_module(block, module, stand_in)
     for path in kinds.regions:
         region = block.get_submodule(path)
         block = replace_module(block, region, TracedRegion(region, trace))
     return block
+
+
+def _stand_ins(
+    name: str,
+    block: nn.Module,
+    kinds: ShardedModules,
+    trace: ShardingTrace,
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(module, what stands for it) of all that a block holds but declared regions; attention gets
+    a traced implementation.
+    """
+    for path in kinds.rows:
+        linear = block.get_submodule(path)
+        assert isinstance(linear, nn.Linear), f"{path} was found to be a linear"
+        yield linear, TracedRow(linear, trace)
+    for path in kinds.embeddings:
+        embedding = block.get_submodule(path)
+        assert isinstance(embedding, nn.Embedding), f"{path} was found to be an embedding"
+        yield embedding, TracedEmbedding(embedding, trace)
+    for path, module in list(block.named_modules()):
+        if isinstance(module, Attend) and not overrides_forward(module):
+            module.implementation = TracedAttention(trace)
+        elif isinstance(module, Loss):
+            yield module, TracedLoss(module, path_below(name, path), trace)
+        elif isinstance(module, RegionInput) and not kinds.is_in_region(path):
+            yield module, TracedRegionInput(trace)
 
 
 PreHook = Callable[[nn.Module, tuple[Any, ...]], Any]
@@ -393,12 +433,16 @@ def _locator(path: str, trace: ShardingTrace) -> PreHook:
     return locate
 
 
-def _local_positions(batch: Batch, trace: ShardingTrace, index: int) -> Batch:
+def _local_positions(
+    batch: Batch,
+    trace: ShardingTrace,
+    index: int,
+) -> Batch:
     """The batch with this rank's part of the positions, for the block that embeds tokens."""
     parts = batch.positions.chunk(trace.degree, SEQ_DIM)
     own = parts[index]
     batch_size, length = own.shape
-    batch_dim = (DimFactor(batch_size),)
     sequence_dim = (DimFactor(length, sharded=True),)
-    trace.set(own, Value((batch_dim, sequence_dim)))
+    dims = (whole_dim(batch_size), sequence_dim)
+    trace.set(own, Value(dims))
     return replace(batch, positions=own)

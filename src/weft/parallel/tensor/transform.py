@@ -15,25 +15,18 @@ from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import DimAxis, Stacked, shard_of, sharded_over
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
-from weft.models.common.batch import drop_batch
 from weft.models.common.init import named_parameters
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
-from weft.models.common.lora import LoraLinear
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
-from weft.parallel.tensor.dims import DimFactor, Dims
+from weft.parallel.tensor.dims import Dim, DimFactor
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensor.region import SEQ_DIM, Region, SharedEntries
+from weft.parallel.tensor.sharded_modules import ShardedModules, find_sharded_modules, path_below
 from weft.parallel.tensor.sharding_mode import Findings
-from weft.parallel.tensor.trace import (
-    BlockRecord,
-    LocalParam,
-    ShardedModules,
-    trace_blocks,
-)
+from weft.parallel.tensor.trace import BlockRecord, LocalParam, trace_blocks
 from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_loss
 from weft.parallel.tp import AXIS
 
-LINEARS = (nn.Linear, LoraLinear)
 """Classes of linears that the parallel ones stand for; a subclass of the user's may compute
 something else.
 """
@@ -65,17 +58,22 @@ def transform(
     assert chain is not None, "parallelize passes the chain where an axis shards activations"
     regions = _find_regions(chain, plan, comm, axes=axes)
     region = Region(comm, AXIS, plan.sequence_parallel)
-    done: set[int] = set()
-    for name, block in list(blocks.items()):
-        if id(block) not in done:  # a block may be used twice
-            done.add(id(block))
+    made: dict[int, nn.Module] = {}
+    for name, block in blocks.items():
+        key = id(block)
+        if key not in made:  # a block may be used twice
             first_name = regions.first_names[name]
-            modules = regions.modules[first_name]
-            made = _make_parallel(first_name, block, modules, regions.findings, region)
-            for other, same in blocks.items():
-                if same is block:
-                    blocks[other] = made
-    _shard_losses(blocks, regions.findings, comm, vocab=axis_sizes.get("vocab", 0))
+            made[key] = _make_parallel(
+                first_name,
+                block,
+                regions.modules[first_name],
+                regions.findings,
+                region,
+            )
+    for name, block in blocks.items():
+        blocks[name] = made[id(block)]
+    vocab = axis_sizes.get("vocab", 0)
+    _shard_losses(blocks, regions.findings, comm, vocab=vocab)
     return regions.partial
 
 
@@ -106,30 +104,39 @@ def _find_regions(
     """The regions of a model, which are found once for all rank threads of a process."""
 
     def find() -> ModelRegions:
-        chain = snapshot.chain()
-        rule = plan.sharding_rule
-        first_names: dict[int, str] = {}
-        modules: dict[str, ShardedModules] = {}
-        for name, block in chain.blocks.items():
-            if name not in chain.repeats:
-                first_names.setdefault(id(block), name)
-            modules[name] = find_sharded_modules(name, block, axes=axes, rule=rule)
-        findings = _trace(chain, modules, plan, axes=axes)
-        return ModelRegions(
-            first_names={
-                name: name if name in chain.repeats else first_names[id(block)]
-                for name, block in chain.blocks.items()
-            },
-            modules=modules,
-            findings=findings,
-            partial=_every_name(findings.partial, chain),
-        )
+        return _regions_of(snapshot.chain(), plan, axes=axes)
 
     if snapshot.fingerprint is None:
         return find()
     rows = tuple((pattern, tuple(row)) for pattern, row in axes.items())
     repeats = tuple(snapshot.repeats.items())
-    return comm.share_in_process((AXIS, plan, rows, snapshot.fingerprint, repeats), find)
+    key = (AXIS, plan, rows, snapshot.fingerprint, repeats)
+    return comm.share_in_process(key, find)
+
+
+def _regions_of(
+    chain: PlainChain,
+    plan: Plan,
+    *,
+    axes: AxisTable,
+) -> ModelRegions:
+    rule = plan.sharding_rule
+    first_name_of: dict[int, str] = {}
+    first_names: dict[str, str] = {}
+    modules: dict[str, ShardedModules] = {}
+    for name, block in chain.blocks.items():
+        if name in chain.repeats:
+            first_names[name] = name
+        else:
+            first_names[name] = first_name_of.setdefault(id(block), name)
+        modules[name] = find_sharded_modules(name, block, axes=axes, rule=rule)
+    findings = _trace(chain, modules, plan, axes=axes)
+    return ModelRegions(
+        first_names=first_names,
+        modules=modules,
+        findings=findings,
+        partial=_every_name(findings.partial, chain),
+    )
 
 
 def _trace(
@@ -176,19 +183,19 @@ def _local_params(
     """Global name -> what the rank at `index` along tp holds, as if no other axis sharded
     parameters.
     """
+    mesh = plan.mesh
     rule: Rule = {logical: axis for logical, axis in plan.sharding_rule.items() if axis == AXIS}
-    coord = dict.fromkeys((name for name, _ in plan.mesh.axes), 0)
+    coord = dict.fromkeys((name for name, _ in mesh.axes), 0)
     coord[AXIS] = index
-    rank = plan.mesh.rank(**coord)
-    found = {}
+    rank = mesh.rank(**coord)
+    found: dict[str, LocalParam] = {}
     for name, param in named_parameters(chain.blocks).items():
-        logical = logical_axes(name, axes)
         found[name] = _local_param(
             name,
             tuple(param.shape),
-            logical,
+            logical_axes(name, axes),
             rule=rule,
-            mesh=plan.mesh,
+            mesh=mesh,
             rank=rank,
         )
     return found
@@ -204,120 +211,19 @@ def _local_param(
     rank: int,
 ) -> LocalParam:
     shard = shard_of(name, shape, logical, rule=rule, mesh=mesh, rank=rank)
-    dims: Dims = ()
-    for place, (axis, size) in enumerate(zip(logical, shard.shape, strict=True)):
+    dims: list[Dim] = []
+    for place, axis in enumerate(logical):
+        size = shard.shape[place]
         is_sharded = sharded_over(axis, rule) == AXIS
-        is_stacked = is_sharded and isinstance(axis, Stacked)
-        parts = tuple(box.shape[place] for box in shard.boxes) if is_stacked else ()
-        dims = (*dims, (DimFactor(size, is_sharded, parts),))
-    return LocalParam(shard.shape, dims)
+        parts: tuple[int, ...] = ()
+        if is_sharded and isinstance(axis, Stacked):
+            parts = tuple(box.shape[place] for box in shard.boxes)
+        factor = DimFactor(size, is_sharded, parts)
+        dims.append((factor,))
+    return LocalParam(shard.shape, tuple(dims))
 
 
-def find_sharded_modules(
-    name: str,
-    block: nn.Module,
-    *,
-    axes: AxisTable,
-    rule: Rule,
-) -> ShardedModules:
-    """The modules below a plain block that hold sharded parameters, by what becomes of them.
-
-    Raises:
-        PlanError: a linear sharded along both dims, an embedding sharded along its features, or a
-            subclass of them.
-    """
-    columns, rows, embeddings, regions = [], [], [], []
-    for path, module in block.named_modules():
-        key = f"{name}.{path}.weight" if path else f"{name}.weight"
-        has_weight = module._parameters.get("weight") is not None  # a parametrized one has none
-        if isinstance(module, nn.Linear) and has_weight:
-            out_axis, in_axis = logical_axes(key, axes)
-            is_column = sharded_over(out_axis, rule) == AXIS
-            is_row = sharded_over(in_axis, rule) == AXIS
-            if is_column and is_row:
-                raise PlanError(
-                    Fault(key, "sharded along both dims over tp", got=f"{out_axis}, {in_axis}")
-                )
-            if is_column or is_row:
-                _check_class(module, LINEARS, key)
-            if is_column:
-                columns.append(path)
-            if is_row:
-                rows.append(path)
-        elif isinstance(module, nn.Embedding):
-            row_axis, feature_axis = logical_axes(key, axes)
-            if sharded_over(feature_axis, rule) == AXIS:
-                raise PlanError(
-                    Fault(
-                        key,
-                        "an embedding cannot be sharded along its features",
-                        got=str(feature_axis),
-                    )
-                )
-            if sharded_over(row_axis, rule) == AXIS:
-                _check_class(module, (nn.Embedding,), key)
-                _check_options(module, key)
-                embeddings.append(path)
-        elif _declares_region(module) and _holds_sharded(
-            key.removesuffix("weight"),
-            module,
-            axes=axes,
-            rule=rule,
-        ):
-            regions.append(path)
-    rows = [path for path in rows if not any(path.startswith(f"{region}.") for region in regions)]
-    return ShardedModules(tuple(columns), tuple(rows), tuple(embeddings), tuple(regions))
-
-
-def _declares_region(module: nn.Module) -> bool:
-    return any(isinstance(child, RegionOutput) for child in module.children())
-
-
-def _holds_sharded(
-    prefix: str,
-    module: nn.Module,
-    *,
-    axes: AxisTable,
-    rule: Rule,
-) -> bool:
-    for path, _ in module.named_parameters():
-        for axis in logical_axes(f"{prefix}{path}", axes):
-            if sharded_over(axis, rule) == AXIS:
-                return True
-    return False
-
-
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module that hold hooks which its calls run."""
-
-
-def _check_class(
-    module: nn.Module,
-    known: tuple[type[nn.Module], ...],
-    key: str,
-) -> None:
-    """Reject a module that computes something else than the parallel one in its place would."""
-    forwards = {cls.forward for cls in known}
-    class_name = known[0].__name__
-    if type(module).forward not in forwards or "forward" in vars(module):
-        what = f"{type(module).__name__} overrides {class_name}.forward, and a parallel one would replace it"
-        fix = f"use nn.{class_name}, or name axes that are not sharded"
-        raise PlanError(Fault(key, what, fix=fix))
-    hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
-    if any(hook is not drop_batch for hook in hooks):
-        what = (
-            f"this {class_name} has hooks, and the parallel one that replaces it would not run them"
-        )
-        fix = "register them on the module around it, or name axes that are not sharded"
-        raise PlanError(Fault(key, what, fix=fix))
-
-
-def _check_options(module: nn.Embedding, key: str) -> None:
-    options = {"padding_idx": module.padding_idx, "max_norm": module.max_norm}
-    given = [option for option, value in options.items() if value is not None]
-    if given or module.scale_grad_by_freq or module.sparse:
-        what = "a vocabulary-parallel embedding supports none of padding_idx, max_norm, scale_grad_by_freq, sparse"
-        raise PlanError(Fault(key, what, got=", ".join(given) or "scale_grad_by_freq or sparse"))
 
 
 class RegionEntry(nn.Module):
@@ -325,14 +231,19 @@ class RegionEntry(nn.Module):
     inside.
     """
 
-    def __init__(self, region: Region, columns: tuple[ColumnParallelLinear, ...]) -> None:
+    def __init__(
+        self,
+        region: Region,
+        columns: tuple[ColumnParallelLinear, ...],
+    ) -> None:
         super().__init__()
         self.region = region
         self._columns = columns  # a tuple, so that they are no submodules
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's x -> the whole x."""
-        entered, deferred = self.region.enter(x, [column.weight for column in self._columns])
+        weights = [column.weight for column in self._columns]
+        entered, deferred = self.region.enter(x, weights)
         for column, weight in zip(self._columns, deferred, strict=True):
             column.deferred = weight
         return entered
@@ -361,18 +272,22 @@ def _make_parallel(
     entries = SharedEntries(region)
     columns: dict[str, ColumnParallelLinear] = {}
     for path in modules.columns:
-        in_region = any(path.startswith(f"{declared}.") for declared in modules.regions)
-        is_inside = in_region or f"{name}.{path}".rstrip(".") in findings.inside_columns
+        is_inside = path_below(name, path) in findings.inside_columns
+        reads_inside = is_inside or modules.is_in_region(path)
         linear = block.get_submodule(path)
         assert isinstance(linear, nn.Linear), f"{path} was found to be a linear"
-        columns[path] = ColumnParallelLinear.from_linear(
-            linear, region, None if is_inside else entries
+        column = ColumnParallelLinear.from_linear(
+            linear,
+            region,
+            None if reads_inside else entries,
         )
-        block = replace_module(block, linear, columns[path])
+        columns[path] = column
+        block = replace_module(block, linear, column)
     for path in modules.rows:
         linear = block.get_submodule(path)
         assert isinstance(linear, nn.Linear), f"{path} was found to be a linear"
-        block = replace_module(block, linear, RowParallelLinear.from_linear(linear, region))
+        row = RowParallelLinear.from_linear(linear, region)
+        block = replace_module(block, linear, row)
     for path in modules.embeddings:
         embedding = block.get_submodule(path)
         assert isinstance(embedding, nn.Embedding), f"{path} was found to be an embedding"
@@ -380,9 +295,10 @@ def _make_parallel(
         block = replace_module(block, embedding, parallel)
     _make_regions(block, modules, columns, region)
     _share_entries(name, block, entries, columns, findings)
-    learns_positions = any(isinstance(module, nn.Embedding) for module in block.modules())
-    if modules.embeddings and region.sequence_parallel and learns_positions:
-        block.register_forward_pre_hook(_local_positions(region.comm), prepend=True)
+    if modules.embeddings and region.sequence_parallel:
+        learns_positions = any(isinstance(module, nn.Embedding) for module in block.modules())
+        if learns_positions:
+            block.register_forward_pre_hook(_local_positions(region.comm), prepend=True)
     return block
 
 
@@ -392,18 +308,28 @@ def _make_regions(
     columns: Mapping[str, ColumnParallelLinear],
     region: Region,
 ) -> None:
+    """Replace the declared ends of regions by the region's own."""
     for path, module in list(block.named_modules()):
-        prefix = path.rpartition(".")[0]
-        is_unused = prefix not in modules.regions and not modules.columns
-        if isinstance(module, RegionInput) and not is_unused:
-            inside = (
-                column
-                for name, column in columns.items()
-                if name.startswith(f"{prefix}." if prefix else "") and column.entries is None
-            )
-            replace_module(block, module, RegionEntry(region, tuple(inside)))
-        elif isinstance(module, RegionOutput) and prefix in modules.regions:
+        parent = path.rpartition(".")[0]
+        is_declared = parent in modules.regions
+        if isinstance(module, RegionInput) and (is_declared or modules.columns):
+            inside = _columns_inside(parent, columns)
+            replace_module(block, module, RegionEntry(region, inside))
+        elif isinstance(module, RegionOutput) and is_declared:
             replace_module(block, module, RegionExit(region))
+
+
+def _columns_inside(
+    parent: str,
+    columns: Mapping[str, ColumnParallelLinear],
+) -> tuple[ColumnParallelLinear, ...]:
+    """The linears below a module that read what is inside a region already."""
+    prefix = f"{parent}." if parent else ""
+    inside: list[ColumnParallelLinear] = []
+    for path, column in columns.items():
+        if path.startswith(prefix) and column.entries is None:
+            inside.append(column)
+    return tuple(inside)
 
 
 def _share_entries(
@@ -418,10 +344,14 @@ def _share_entries(
     """
     readers: dict[int, list[ColumnParallelLinear]] = {}
     for path, column in columns.items():
-        paths = findings.entries.get(f"{name}.{path}" if path else name, [])
-        if paths:
-            own = [reader.removeprefix(name).removeprefix(".") for reader in paths]
-            readers[id(column)] = [columns[reader] for reader in own]
+        paths = findings.entries.get(path_below(name, path), [])
+        if not paths:
+            continue
+        own: list[ColumnParallelLinear] = []
+        for reader in paths:
+            own_path = reader.removeprefix(name).removeprefix(".")
+            own.append(columns[own_path])
+        readers[id(column)] = own
     entries.readers = readers
     if readers:
         block.register_forward_hook(lambda *_: entries.clear(), always_call=True)
@@ -450,23 +380,23 @@ def _shard_losses(
     vocab: int,
 ) -> None:
     """Replace the `Loss` of logits that are sharded along the vocabulary, as a block or inside one."""
+    sizes = span_sizes(vocab, comm.degree(AXIS))
     for name, block in blocks.items():
         for path, module in list(block.named_modules()):
-            key = f"{name}.{path}".rstrip(".")
-            if key not in findings.sharded_losses:
+            key = path_below(name, path)
+            num_entries = findings.sharded_losses.get(key)
+            if num_entries is None:
                 continue
-            first_length = span_sizes(vocab, comm.degree(AXIS))[0]
-            if findings.sharded_losses[key] != first_length:
-                got = f"{findings.sharded_losses[key]} entries on the first rank"
-                raise PlanError(
-                    Fault(
-                        key,
-                        "its logits are not sharded as the vocabulary is",
-                        got,
-                        f"{first_length}",
-                    )
+            if num_entries != sizes[0]:
+                fault = Fault(
+                    key,
+                    "its logits are not sharded as the vocabulary is",
+                    got=f"{num_entries} entries on the first rank",
+                    need=f"{sizes[0]}",
                 )
-            parallel = vocab_parallel_loss(cast(Loss, module), vocab, comm=comm, key=key)
+                raise PlanError(fault)
+            loss = cast(Loss, module)
+            parallel = vocab_parallel_loss(loss, vocab, comm=comm, key=key)
             blocks[name] = replace_module(block, module, parallel)
 
 
@@ -479,6 +409,6 @@ def _every_name(partial: frozenset[str], chain: PlainChain) -> frozenset[str]:
         scope = block_name if block_name in chain.repeats else ""
         return scope, id(params[name])
 
-    partial_ids = {identity(name) for name in partial}
+    partial_ids = set(map(identity, partial))
     names = [name for name in params if identity(name) in partial_ids]
     return frozenset(names)

@@ -60,16 +60,20 @@ class VocabParallelEmbedding(nn.Module):
             nn.init.normal_(self.weight)
 
     @classmethod
-    def from_embedding(cls, module: nn.Embedding, region: Region) -> VocabParallelEmbedding:
+    def from_embedding(
+        cls,
+        module: nn.Embedding,
+        region: Region,
+    ) -> VocabParallelEmbedding:
         """The embedding whose table, sharded already, `module` holds."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
         self.region = region
         self.num_embeddings = module.num_embeddings
         self.weight = cast(nn.Parameter, module.weight)
-        self.lo, _ = span(
-            module.num_embeddings, region.comm.degree(region.axis), region.comm.index(region.axis)
-        )
+        degree = region.comm.degree(region.axis)
+        index = region.comm.index(region.axis)
+        self.lo, _ = span(module.num_embeddings, degree, index)
         return self
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -79,8 +83,9 @@ class VocabParallelEmbedding(nn.Module):
             IndexError: a token is outside the vocabulary (on a CPU; on a GPU a device assertion).
         """
         _check_within(tokens, self.num_embeddings, "a token")
+        num_local = self.weight.shape[0]
         local = tokens - self.lo
-        is_local = (local >= 0) & (local < self.weight.shape[0])
+        is_local = (local >= 0) & (local < num_local)
         index = torch.where(is_local, local, 0)
         rows = nn.functional.embedding(index, self.weight)
         rows = rows * is_local.unsqueeze(-1)
@@ -96,12 +101,19 @@ class VocabParallelLoss(nn.Module):
 
     supports = frozenset({"cross_entropy"})
 
-    def __init__(self, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        *,
+        comm: Comm,
+        axis: Axis = AXIS,
+    ) -> None:
         super().__init__()
         self.comm = comm
         self.axis = axis
         self.vocab = vocab
-        self.lo, self.hi = span(vocab, comm.degree(axis), comm.index(axis))
+        degree = comm.degree(axis)
+        self.lo, self.hi = span(vocab, degree, comm.index(axis))
 
     def forward(self, logits: Tensor, batch: Batch) -> Tensor:
         """logits_BSV (this rank's part of V), targets_BS -> scalar sum over the targets that count.
@@ -229,10 +241,14 @@ class _VocabCrossEntropy(torch.autograd.Function):
         comm: Comm,
         axis: Axis,
     ) -> Tensor:
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        largest = comm.all_reduce(wide.amax(-1), axis, op="max")
+        wide = logits
+        if logits.dtype != torch.float64:
+            wide = logits.float()
+        hi = lo + wide.shape[-1]
+        local_largest = wide.amax(-1)
+        largest = comm.all_reduce(local_largest, axis, op="max")
         shifted = wide - largest.unsqueeze(-1)
-        is_local = (targets >= lo) & (targets < lo + wide.shape[-1])
+        is_local = (targets >= lo) & (targets < hi)
         local_targets = torch.where(is_local, targets - lo, 0).unsqueeze(-1)
         target_logits = shifted.gather(-1, local_targets).squeeze(-1)
         target_logits = torch.where(is_local, target_logits, 0.0)
