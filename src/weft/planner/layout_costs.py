@@ -617,8 +617,8 @@ def _data_group(layout: Layout) -> tuple[int, ...]:
 
 def _shows_all_actions(table: Table) -> bool:
     """Whether the micro-batches that are played have every kind of action of the table."""
-    played = thinned(table, played_microbatches(table))
     for row in range(table.num_ranks):
+        played = thinned(table, played_microbatches(table, row))
         keys = set(action_keys(table, row).values())
         if not keys <= set(action_keys(played, row).values()):
             return False

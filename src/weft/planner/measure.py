@@ -56,16 +56,17 @@ MOST_ACTIONS = 200_000
 
 def size_problem(plan: Plan) -> str | None:
     """Why a run is too large to be measured; None if it is not."""
-    blocks_of_rank: Counter[int] = Counter()
-    for stage, rank in zip(plan.stages, plan.table.stage_to_rank, strict=True):
-        blocks_of_rank[rank] += len(stage.blocks)
-    played = len(played_microbatches(plan.table))
-    most = max(blocks_of_rank.values())
-    if most * played > MOST_BLOCKS:
-        return f"a rank has {counted(most, 'block')} (at most {MOST_BLOCKS // played} are measured)"
     num_actions = sum(map(len, plan.table.rows))
     if num_actions > MOST_ACTIONS:
         return f"the schedule has {num_actions} actions (at most {MOST_ACTIONS} are replayed)"
+    blocks_of_rank: Counter[int] = Counter()
+    for stage, rank in zip(plan.stages, plan.table.stage_to_rank, strict=True):
+        blocks_of_rank[rank] += len(stage.blocks)
+    for row, num_blocks in sorted(blocks_of_rank.items()):
+        num_played = len(played_microbatches(plan.table, row))
+        if num_blocks * num_played > MOST_BLOCKS:
+            most = MOST_BLOCKS // num_played
+            return f"a rank has {counted(num_blocks, 'block')} (at most {most} are measured)"
     return None
 
 
@@ -84,7 +85,8 @@ def measure(run: Run, *, load: ExpertLoad = even_load) -> tuple[RoleCosts, ...]:
         raise PlanError(Fault("mesh", f"too large to be measured: {problem}"))
 
     def step_of(row: int) -> RankStep:
-        return measure_rank(run, plan.mesh.rank(**{pipeline_axis(): row}), load=load)
+        rank = plan.mesh.rank(**{pipeline_axis(): row})
+        return measure_rank(run, rank, plan=plan, load=load)
 
     return role_costs(plan, block_kinds(run), step_of)
 
@@ -165,6 +167,7 @@ def row_signature(plan: Plan, row: int, kinds: Mapping[str, str]) -> object:
 
 def _flops(step: RankStep, row: int) -> int:
     keys = action_keys(step.plan.table, row)
-    from_actions = sum(step.actions[key].flops for key in keys.values())
-    from_phases = sum(region.flops for region in step.phases.values())
-    return from_actions + from_phases
+    total = sum(region.flops for region in step.phases.values())
+    for key, count in Counter(keys.values()).items():
+        total += count * step.actions[key].flops
+    return total

@@ -119,34 +119,28 @@ class RankStep:
     checkpoint_bytes: float = 0.0
 
 
-def played_microbatches(table: Table) -> tuple[int, ...]:
-    """Micro-batches that stand for all: all of a short step, else the first, the second and the
-    last; and more of a table in which a stage runs both whole and split backwards, until every key
-    of its actions is there.
+def played_microbatches(table: Table, row: int) -> tuple[int, ...]:
+    """Micro-batches that stand for all on a pipeline coordinate: all of a short step, else those of
+    the first and the last action of each stage and direction, and others until every key of its
+    actions is there.
     """
-    count = table.microbatches
-    if count <= MOST_PLAYED:
-        return tuple(range(count))
-    chosen = {0, 1, count - 1}
-    has_whole = any(act.kind == "B" for act in table.actions)
-    if not (table.splits and has_whole):
-        return tuple(sorted(chosen))
-    while True:
-        missing = _missing_microbatch(table, tuple(sorted(chosen)))
-        if missing is None:
-            return tuple(sorted(chosen))
-        chosen.add(missing)
-
-
-def _missing_microbatch(table: Table, chosen: tuple[int, ...]) -> int | None:
-    """A micro-batch with an action whose key none of the chosen ones has; None if there is none."""
-    played = thinned(table, chosen)
-    for row in range(table.num_ranks):
-        known = set(action_keys(played, row).values())
-        for act, key in action_keys(table, row).items():
-            if key not in known and act.mb not in chosen:
-                return act.mb
-    return None
+    if table.microbatches <= MOST_PLAYED:
+        return tuple(range(table.microbatches))
+    chosen: set[int] = set()
+    middle: dict[int, set[ActionKey]] = {}
+    for act, key in action_keys(table, row).items():
+        if key.place == "middle":
+            middle.setdefault(act.mb, set()).add(key)
+        else:
+            chosen.add(act.mb)
+    missing = set().union(*middle.values())
+    for mb in chosen:
+        missing -= middle.get(mb, set())
+    while missing:
+        best = max(sorted(middle), key=lambda mb: len(middle[mb] & missing))
+        chosen.add(best)
+        missing -= middle[best]
+    return tuple(sorted(chosen))
 
 
 def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
@@ -212,9 +206,9 @@ def measure_rank(
     return _play_on_meta(run, plan or plan_of(run), rank, load, recorder_type=StepRecorder)
 
 
-def record_calls(run: Run, rank: int) -> RankStep:
+def record_calls(run: Run, rank: int, *, plan: Plan | None = None) -> RankStep:
     """As `measure_rank`, with collectives and messages alone: bytes and kernels are not counted."""
-    return _play_on_meta(run, plan_of(run), rank, even_load, recorder_type=CallRecorder)
+    return _play_on_meta(run, plan or plan_of(run), rank, even_load, recorder_type=CallRecorder)
 
 
 def _play_on_meta(
@@ -230,7 +224,8 @@ def _play_on_meta(
     step = build_step(run.with_values(inner_steps), comm, plan=plan)
     for dispatch in dispatches(step):
         dispatch.meta_load = load
-    played = thinned(plan.table, played_microbatches(plan.table))
+    row = plan.mesh.index(rank, pipeline_axis())
+    played = thinned(plan.table, played_microbatches(plan.table, row))
     batches = [example_batch(run, plan, comm)] * played.microbatches
     return record_step(step, batches, table=played, recorder_type=recorder_type)
 

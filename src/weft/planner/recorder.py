@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm.observe import Operation
 from weft.planner.kernels import KernelLaunch, aten, kernel_of
+from weft.planner.meta_results import MetaResults
 
 Parts = Mapping[str, int]
 """Bytes by what they hold."""
@@ -152,10 +153,16 @@ class StepRecorder(TorchDispatchMode):
         self._live: set[int] = set()
         self._live_bytes = 0
         self._region = RecordedRegion("", 0)
+        self._results = MetaResults()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Do not count these tensors: they live from step to step."""
         self._kept = storages(tensors)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch otherwise wraps every call, for `torch.compile`, which a recording does not use."""
+        return False
 
     @property
     def live_bytes(self) -> int:
@@ -207,16 +214,30 @@ class StepRecorder(TorchDispatchMode):
         on_host = _value_on_host(func, args, kwargs)
         if on_host is not None:
             return on_host
-        result = func(*args, **kwargs)
-        inputs = self._own_tensors((args, kwargs))
-        outputs = self._own_tensors(result)
-        kernel = kernel_of(func, inputs, outputs, args)
+        key = self._result_key(func, args, kwargs)
+        known = self._results.find(key)
+        if known is not None:
+            kernel = known.kernel
+            result = known.make()
+            outputs = self._own_tensors(result)
+        else:
+            result = func(*args, **kwargs)
+            inputs = self._own_tensors((args, kwargs))
+            outputs = self._own_tensors(result)
+            kernel = kernel_of(func, inputs, outputs, args)
+            self._results.note(key, inputs=inputs, result=result, kernel=kernel)
         if kernel is not None:
             self._region.events.append(kernel)
         for tensor in outputs:
             self._note(tensor.untyped_storage())
         self._update_peak()
         return result
+
+    def _result_key(self, func: Any, args: Any, kwargs: Any) -> Hashable | None:
+        """What the result of a call depends on; None on real devices, which compute."""
+        if self.device.type != "meta":
+            return None
+        return self._results.key(func, args, kwargs)
 
     def _own_tensors(self, tree: object) -> list[Tensor]:
         found: list[Tensor] = []
@@ -275,7 +296,17 @@ class CallRecorder(StepRecorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         on_host = _value_on_host(func, args, kwargs)
-        return func(*args, **kwargs) if on_host is None else on_host
+        if on_host is not None:
+            return on_host
+        key = self._result_key(func, args, kwargs)
+        known = self._results.find(key)
+        if known is not None:
+            return known.make()
+        result = func(*args, **kwargs)
+        if key is not None:
+            inputs = self._own_tensors((args, kwargs))
+            self._results.note(key, inputs=inputs, result=result, kernel=None)
+        return result
 
 
 @contextmanager

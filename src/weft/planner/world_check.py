@@ -167,7 +167,7 @@ def record_world(run: Run, roles: Sequence[RoleCosts]) -> RecordedWorld:
         for coordinates in recorded_coordinates(mesh):
             rank = mesh.rank(**coordinates, **{pipeline_axis(): row})
             if rank not in recorded:
-                recorded[rank] = RankCalls.of(record_calls(run, rank))
+                recorded[rank] = RankCalls.of(record_calls(run, rank, plan=plan))
     return RecordedWorld(
         plan=plan,
         ranks=tuple(recorded.values()),

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -148,17 +149,22 @@ class Player:
     ) -> None:
         self.model = model
         self.table = table or model.plan.table
-        self.row = lower(self.table).rows[model.comm.index(PP)]
+        self.rank = model.comm.index(PP)
         self.before_last_backward = before_last_backward
         self.on_action = on_action
         self.max_sends = MAX_SENDS
         self.last_backward: dict[int, Act] = {}
-        for instruction in self.row:
-            if isinstance(instruction, Act) and ACTIVATION_CHANGE[instruction.kind] < 0:
-                self.last_backward[instruction.stage] = instruction
+        for act in self.table.rows[self.rank]:
+            if ACTIVATION_CHANGE[act.kind] < 0:
+                self.last_backward[act.stage] = act
         self._params: dict[int, tuple[nn.Parameter, ...]] = {}
         for stage, blocks in model.stages.items():
             self._params[stage] = tuple(blocks.parameters())
+
+    @cached_property
+    def row(self) -> tuple[Instruction, ...]:
+        """This rank's actions, sends and receives."""
+        return lower(self.table).rows[self.rank]
 
     def play(
         self,
