@@ -107,8 +107,9 @@ def test_a_comparison_as_svg_has_one_time_scale_and_as_json_all_figures(tmp_path
 
 
 @pytest.mark.slow
-def test_a_comparison_with_a_config_has_the_bytes_of_the_run(tmp_path, capsys):
-    config, numbers = tmp_path / "run.toml", tmp_path / "x.json"
+def test_a_comparison_with_a_config_has_the_bytes_of_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, numbers = Path("run.toml"), Path("x.json")
     config.write_text('mesh = "pp2"\n[batch]\nglobal_size = 8\nmicro_size = 1\n', encoding="utf-8")
     words = ["schedule", "gpipe", "1f1b", "--compare", "--config", str(config)]
     assert cli.main([*words, "--json", str(numbers)]) == EXIT_OK
