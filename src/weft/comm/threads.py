@@ -10,6 +10,7 @@ import torch
 
 from weft.comm.rendezvous import PendingCollective, ThreadWorldState
 from weft.comm.transport import Call, OnLate, SharedResults
+from weft.comm.turns import Turn
 from weft.errors import CommError, counted
 
 # Note [Backward in rank threads]
@@ -34,6 +35,7 @@ class ThreadWorld:
         timeout_s: how long a rank waits for the others of its group.
         late_after_s: how long a rank waits before it reports members that have not joined; see
             `Comm.on_late`.
+        takes_turns: whether one rank computes at a time; see Note [Turns].
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class ThreadWorld:
         devices: Sequence[torch.device | str] = (),
         timeout_s: float = 60.0,
         late_after_s: float = 10.0,
+        takes_turns: bool = False,
     ) -> None:
         if devices and len(devices) != size:
             raise CommError(
@@ -52,13 +55,22 @@ class ThreadWorld:
         self._devices = tuple(torch.device(device) for device in devices or ("cpu",) * size)
         self._state = ThreadWorldState(size, timeout_s=timeout_s, late_after_s=late_after_s)
         self._shared_results = SharedResults()
+        lock = threading.Lock() if takes_turns else None
+        self.turns = tuple(Turn(lock) for _ in range(size))
 
     def transport(self, rank: int) -> ThreadTransport:
         """The transport of `rank`, for its thread."""
         if not 0 <= rank < self.size:
             raise CommError(f"rank {rank} is outside a world of {self.size}")
         device = self._devices[rank]
-        return ThreadTransport(rank, self.size, device, self._state, self._shared_results)
+        return ThreadTransport(
+            rank,
+            self.size,
+            device,
+            self._state,
+            self._shared_results,
+            self.turns[rank],
+        )
 
     def fail(self, rank: int, error: BaseException) -> None:
         """`rank` has failed: all that wait raise an error that names it. Only the first failure
@@ -81,18 +93,30 @@ class ThreadTransport:
         device: torch.device,
         state: ThreadWorldState,
         shared_results: SharedResults,
+        turn: Turn,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.shared_results = shared_results
         self._state = state
+        self._turn = turn
         self._home_thread: int | None = None
 
     def start(self, call: Call, on_late: OnLate) -> ThreadCall:
         """Join the group's next collective; the last member to join runs it at once."""
+        thread = threading.get_ident()
         if self._home_thread is None:
-            self._home_thread = threading.get_ident()
+            self._home_thread = thread
+        if thread == self._home_thread:
+            self._turn.take()  # it has none after it has polled
         collective = self._state.group(call).join(call)
-        return ThreadCall(self._state, collective, call, on_late, self._home_thread)
+        return ThreadCall(
+            self._state,
+            collective,
+            call,
+            on_late,
+            self._home_thread,
+            self._turn,
+        )
 
 
 @dataclass(slots=True)
@@ -104,9 +128,10 @@ class ThreadCall:
     call: Call
     on_late: OnLate
     home_thread: int
+    turn: Turn
 
     def wait(self) -> None:
-        """Block until all members have joined.
+        """Block until all members have joined; other ranks may compute meanwhile.
 
         Raises:
             MismatchError: their signatures differ.
@@ -114,10 +139,24 @@ class ThreadCall:
             CommError: another rank has failed.
         """
         is_only_thread = threading.get_ident() == self.home_thread
-        self.state.wait(
-            self.collective, self.call, is_only_thread=is_only_thread, on_late=self.on_late
-        )
+        must_wait = is_only_thread and not self.collective.is_done
+        if must_wait:
+            self.turn.release()
+        try:
+            self.state.wait(
+                self.collective,
+                self.call,
+                is_only_thread=is_only_thread,
+                on_late=self.on_late,
+            )
+        finally:
+            if must_wait:
+                self.turn.take()
 
     def is_completed(self) -> bool:
         """Whether all members have joined."""
-        return self.collective.is_done
+        if self.collective.is_done:
+            return True
+        if threading.get_ident() == self.home_thread:
+            self.turn.release()  # the others must compute for this to change
+        return False

@@ -149,7 +149,7 @@ class SiteProof:
                 self._train_rank(comm, out, resume=None, total=STEPS_BEFORE_RESUME)
                 self._train_rank(comm, out, resume="auto", total=STEPS)
 
-            run_ranks(self.run.device_mesh, rank, timeout_s=TIMEOUT_S)
+            run_ranks(self.run.device_mesh, rank, timeout_s=TIMEOUT_S, takes_turns=True)
             _, path = next(iter(checkpoints(out)))
             return self._stored(path)
 

@@ -205,7 +205,7 @@ def run_layout(subject: Subject, records: Sequence[RankRecord]) -> None:
                 record.error = error
                 raise
 
-        run_ranks(subject.run.device_mesh, rank, timeout_s=TIMEOUT_S)
+        run_ranks(subject.run.device_mesh, rank, timeout_s=TIMEOUT_S, takes_turns=True)
 
 
 def _train_rank(subject: Subject, comm: Comm, record: RankRecord, out: str) -> None:

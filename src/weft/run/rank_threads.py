@@ -58,8 +58,9 @@ def run_rank_threads(
 
     def run_rank(rank: int) -> None:
         try:
-            with torch.autograd.set_multithreading_enabled(
-                False
+            with (
+                world.turns[rank].taken(),
+                torch.autograd.set_multithreading_enabled(False),
             ):  # Note [Backward in rank threads]
                 run.results[rank] = fn(rank)
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits

@@ -51,6 +51,7 @@ def run_ranks(
     *,
     transport: Literal["threads", "processes"] = "threads",
     timeout_s: float = 60.0,
+    takes_turns: bool = False,
 ) -> list[T]:
     """Call `fn(comm)` on every rank of `mesh` and return the results by rank.
 
@@ -67,6 +68,8 @@ def run_ranks(
         mesh: `"pp2 tp2"`, or a Mesh.
         transport: "threads" of this process, or "processes" over gloo.
         timeout_s: for the whole run; a collective waits at most four fifths of it.
+        takes_turns: whether rank threads compute one at a time, which is faster for small models;
+            see Note [Turns] in comm/turns.py.
 
     Raises:
         Exception: the first failing rank's own, with a note that names the rank and its
@@ -76,12 +79,18 @@ def run_ranks(
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     if transport == "threads":
-        return _run_in_threads(shape, fn, timeout_s=timeout_s)
+        return _run_in_threads(shape, fn, timeout_s=timeout_s, takes_turns=takes_turns)
     return _run_in_processes(shape, fn, timeout_s=timeout_s)
 
 
-def _run_in_threads(mesh: Mesh, fn: Callable[[Comm], T], *, timeout_s: float) -> list[T]:
-    world = ThreadWorld(mesh.size, timeout_s=COMM_SHARE * timeout_s)
+def _run_in_threads(
+    mesh: Mesh,
+    fn: Callable[[Comm], T],
+    *,
+    timeout_s: float,
+    takes_turns: bool,
+) -> list[T]:
+    world = ThreadWorld(mesh.size, timeout_s=COMM_SHARE * timeout_s, takes_turns=takes_turns)
 
     def run_rank(rank: int) -> T:
         torch.set_flush_denormal(True)

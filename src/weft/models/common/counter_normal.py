@@ -181,16 +181,11 @@ def _quantiles() -> NDArray[np.float32]:
     show.
     """
     normal = statistics.NormalDist()
-    lower: list[float] = []
-    for number in range(NUM_QUANTILES // 2):
-        probability = (number + 0.5) / NUM_QUANTILES
-        lower.append(normal.inv_cdf(probability))
-    sum_of_squares = math.fsum(value * value for value in lower)
+    probabilities = (np.arange(NUM_QUANTILES // 2) + 0.5) / NUM_QUANTILES
+    lower = np.array([normal.inv_cdf(each) for each in probabilities.tolist()])
+    sum_of_squares = math.fsum((lower * lower).tolist())
     mean_square = 2 * sum_of_squares / NUM_QUANTILES
     scale = 1 / math.sqrt(2 * mean_square)
-    below_zero: list[float] = []
-    for value in lower:
-        steps = round(value * scale * 2**24)
-        below_zero.append(steps / 2**24)
-    above_zero = [-value for value in reversed(below_zero)]
-    return np.array(below_zero + above_zero, dtype=np.float32)
+    below_zero = np.rint(lower * scale * 2**24) / 2**24
+    table = np.concatenate((below_zero, -below_zero[::-1]))
+    return table.astype(np.float32)
