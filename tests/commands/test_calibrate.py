@@ -10,6 +10,7 @@ import pytest
 from weft.commands.calibrate import FLAG, calibrate, runs_of
 from weft.commands.calibrate_options import CalibrateOptions
 from weft.config.efficiency import Efficiency
+from weft.config.hardware import find_hardware
 from weft.config.load import load
 from weft.errors import ConfigError
 from weft.models import FAMILIES
@@ -44,7 +45,12 @@ def test_24_runs_of_three_meshes_are_valid() -> None:
 
 
 def test_a_file_with_figures_is_needed(tmp_path: Path) -> None:
-    assert "weft bench compute --write mine.toml" in problem()
+    sequence = ("bench compute", "bench comm --mesh dp2", "plan --calibrate")
+    for command in sequence:
+        assert f"weft {command} --write mine.toml" in problem()
+        assert f"weft {command} --write {tmp_path}/no.toml" in problem(
+            "--write", f"{tmp_path}/no.toml"
+        )
     assert "is no hardware file" in problem("--write", str(tmp_path / "mine.json"))
     missing = machine(tmp_path, "node = 8")
     assert "memory_gb is missing" in problem("--write", missing)
@@ -65,3 +71,25 @@ def test_the_report_says_what_is_not_determined() -> None:
     assert "not determined by these runs" in text
     assert "+10%" in text
     assert "0.90 to 1.20" in text
+
+
+def test_the_fit_starts_from_what_the_file_has_measured() -> None:
+    from weft.commands.calibrate_run import CPU_START, start_of
+
+    in_file = replace(Efficiency(), gemm=0.31, latency_s=4e-4)
+    start = start_of(in_file, is_cuda=False)
+    assert (start.gemm, start.latency_s) == (0.31, 4e-4)
+    assert start.score_bytes == CPU_START.score_bytes
+
+
+def test_the_file_says_which_constants_are_not_determined(tmp_path: Path) -> None:
+    from weft.commands.calibrate_run import write_constants
+
+    path = machine(tmp_path, FIGURES)
+    constants = replace(Efficiency(), gemm=0.5)
+    found = Calibration(constants, {"gemm": 0.1, "link": float("inf")}, (), {})
+    write_constants(path, found, num_runs=24)
+    written = find_hardware(path).efficiency
+    assert written.gemm == 0.5
+    assert "fitted to 24 runs here" in written.source
+    assert "not determined by them: link" in written.source

@@ -12,12 +12,14 @@ from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.errors import PlanError
 from weft.planner.calibrate import (
+    UNDETERMINED,
     MeasuredStep,
     Residual,
     fit,
     predict_all,
     quantile,
     ratio_range,
+    standard_errors,
 )
 from weft.planner.measure import measure
 
@@ -56,6 +58,35 @@ def test_the_fit_finds_the_constants_that_made_the_times(unmeasured: list[Measur
 
 
 @pytest.mark.slow
+def test_a_constant_without_influence_stays_at_its_start(unmeasured: list[MeasuredStep]) -> None:
+    start = replace(START, gemm_half=10.0)
+    steps = measured(unmeasured * 4, replace(start, launch_s=7e-6))
+    noisy = []
+    for number, step in enumerate(steps):
+        noisy.append(replace(step, seconds=step.seconds * (1.04 if number % 2 else 0.96)))
+    found = fit(noisy, A100, source="a test", start=start)
+    assert found.efficiency.gemm_half == 10.0
+    assert found.uncertainty["launch_s"] < 0.1
+    for name, error in found.uncertainty.items():
+        has_moved = getattr(found.efficiency, name) != getattr(start, name)
+        assert has_moved == (error < math.inf), name
+
+
+def test_a_number_without_influence_or_beside_an_equal_one_is_not_determined() -> None:
+    numpy = pytest.importorskip("numpy")
+    residuals = [0.01, -0.01] * 4
+    own = numpy.linspace(0.1, 1.0, 8)
+    shared = numpy.linspace(1.0, 0.2, 8)
+    alone, twice, again, without = standard_errors(
+        numpy.stack([own, shared, shared, 0 * own], axis=1), residuals
+    )
+    assert alone < 0.05
+    assert twice > UNDETERMINED
+    assert again > UNDETERMINED
+    assert without == math.inf
+
+
+@pytest.mark.slow
 def test_groups_have_a_scale_of_their_own(unmeasured: list[MeasuredStep]) -> None:
     truth = replace(START, launch_s=7e-6, latency_s=2e-5)
     own = measured(unmeasured * 4, truth)
@@ -67,7 +98,7 @@ def test_groups_have_a_scale_of_their_own(unmeasured: list[MeasuredStep]) -> Non
 def test_too_few_runs_and_times_that_are_none_are_rejected() -> None:
     step = MeasuredStep("a run", measure(run_of("--model.layers 1")), 1.0)
     with pytest.raises(PlanError, match="too few runs"):
-        fit([step, step], A100, source="a test")
+        fit([step], A100, source="a test")
     with pytest.raises(PlanError, match="has no time"):
         fit([replace(step, seconds=math.nan)], A100, source="a test")
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from weft.commands.calibrate_options import CalibrateOptions
 from weft.commands.console import set_openmp_policy, show_help, wants_help
@@ -19,31 +20,59 @@ from weft.parallel.tp import AXIS as TP
 FLAG = "--calibrate"
 USAGE = "weft plan --calibrate --write mine.toml"
 LINE = "fit the constants of this machine to short runs, and write them to its hardware file"
-AXES = (DP, TP, PP)
-SIZES = (
-    "--model.layers 2 --model.dim 64 --data.seq_len 64 --batch.micro_size 2",
-    "--model.layers 4 --model.dim 64 --data.seq_len 128 --batch.micro_size 4",
-    "--model.layers 2 --model.dim 128 --data.seq_len 128 --batch.micro_size 1",
-    "--model.layers 4 --model.dim 128 --data.seq_len 64 --batch.micro_size 4",
-    "--model.layers 2 --model.dim 256 --data.seq_len 64 --batch.micro_size 2",
-    "--model.layers 4 --model.dim 256 --data.seq_len 128 --batch.micro_size 2",
-    "--model.layers 2 --model.dim 256 --data.seq_len 256 --batch.micro_size 4",
-    "--model.layers 2 --model.dim 384 --data.seq_len 128 --batch.micro_size 4",
-)
-"""Sizes of the runs of every mesh."""
-VARIANTS = (
-    "",
-    "--parallel.recompute full",
-    "",
-    "--parallel.zero 1",
-    "",
-    "--parallel.recompute full",
-    "--parallel.zero 2",
-    "",
-)
-"""One for each size."""
 MICRO_BATCHES = 4
 """Of a step and data rank."""
+
+
+class ShortRun(NamedTuple):
+    """A run that is timed.
+
+    Attributes:
+        axis: of its mesh, over all ranks.
+        flags: besides its sizes.
+    """
+
+    axis: str
+    layers: int
+    dim: int
+    heads: int
+    seq_len: int
+    micro_size: int
+    flags: str = ""
+
+
+RECOMPUTE = "--parallel.recompute full"
+RUNS = (
+    ShortRun(DP, 8, 32, 4, 32, 1),
+    ShortRun(DP, 2, 512, 8, 32, 1),
+    ShortRun(DP, 2, 64, 8, 256, 2),
+    ShortRun(DP, 2, 256, 4, 256, 2),
+    ShortRun(DP, 4, 64, 2, 64, 8),
+    ShortRun(DP, 2, 384, 8, 128, 4, RECOMPUTE),
+    ShortRun(DP, 4, 128, 8, 128, 2, "--parallel.zero 1"),
+    ShortRun(DP, 2, 256, 8, 64, 2, "--parallel.zero 2"),
+    ShortRun(TP, 8, 32, 4, 32, 1),
+    ShortRun(TP, 2, 512, 8, 64, 2),
+    ShortRun(TP, 2, 64, 8, 256, 2),
+    ShortRun(TP, 4, 256, 4, 128, 2, RECOMPUTE),
+    ShortRun(TP, 4, 64, 2, 128, 8),
+    ShortRun(TP, 2, 384, 8, 64, 4),
+    ShortRun(TP, 2, 128, 2, 256, 4),
+    ShortRun(TP, 4, 128, 8, 64, 2),
+    ShortRun(PP, 8, 64, 8, 32, 1),
+    ShortRun(PP, 4, 256, 8, 64, 4),
+    ShortRun(PP, 2, 64, 8, 256, 4),
+    ShortRun(PP, 2, 128, 2, 256, 4, RECOMPUTE),
+    ShortRun(PP, 4, 128, 8, 128, 8),
+    ShortRun(PP, 2, 512, 8, 64, 1),
+    ShortRun(PP, 8, 32, 4, 64, 4),
+    ShortRun(PP, 4, 384, 8, 128, 1),
+)
+"""Each constant decides some of the runs: many small layers the launch, wide ones with few tokens the
+matrix products and the optimizer's memory traffic, long sequences with heads of 64 attention, with
+heads of 8 the traffic of its scores, narrow ones with many tokens memory, and those with few tokens a
+collective its latency.
+"""
 
 
 def calibrate(words: Sequence[str]) -> int:
@@ -64,32 +93,52 @@ def calibrate(words: Sequence[str]) -> int:
 
 def runs_of(options: CalibrateOptions) -> tuple[tuple[str, ...], ...]:
     """The words of every run."""
-    found = []
-    for axis in AXES:
-        for size, variant in zip(SIZES, VARIANTS, strict=True):
-            words = f"--mesh {axis}{options.ranks} {size} {variant}".split()
-            if axis == PP and "--model.layers" in words:
-                layers = words.index("--model.layers") + 1
-                words[layers] = str(max(int(words[layers]), options.ranks))
-            micro = int(words[words.index("--batch.micro_size") + 1])
-            data_ranks = options.ranks if axis == DP else 1
-            total = str(micro * data_ranks * MICRO_BATCHES)
-            heads = ["--model.heads", "8", "--model.kv_heads", "8"]
-            found.append((*words, *heads, "--batch.global_size", total))
-    return tuple(found)
+    return tuple(words_of(run, options.ranks) for run in RUNS)
+
+
+def words_of(run: ShortRun, ranks: int) -> tuple[str, ...]:
+    """The words of a run, with a layer and a head at least for each rank."""
+    heads = str(max(run.heads, ranks))
+    data_ranks = ranks if run.axis == DP else 1
+    sizes = {
+        "--mesh": f"{run.axis}{ranks}",
+        "--model.layers": str(max(run.layers, ranks)),
+        "--model.dim": str(run.dim),
+        "--model.heads": heads,
+        "--model.kv_heads": heads,
+        "--data.seq_len": str(run.seq_len),
+        "--batch.micro_size": str(run.micro_size),
+        "--batch.global_size": str(run.micro_size * data_ranks * MICRO_BATCHES),
+    }
+    words = [word for pair in sizes.items() for word in pair]
+    return (*words, *run.flags.split())
+
+
+def _sequence(path: str) -> str:
+    """What makes a calibrated hardware file."""
+    commands = (
+        f"weft bench compute --write {path}",
+        f"weft bench comm --mesh dp2 --write {path}",
+        f"weft plan --calibrate --write {path}",
+    )
+    return ", then ".join(commands)
 
 
 def _faults(options: CalibrateOptions) -> Iterator[Fault]:
     if options.write is None:
-        fix = "weft bench compute --write mine.toml, then weft plan --calibrate --write mine.toml"
-        yield Fault("write", "no hardware file is named", need="a file with figures", fix=fix)
+        need = "a file with figures"
+        fix = _sequence("mine.toml")
+        yield Fault("write", "no hardware file is named", need=need, fix=fix)
         return
     if importlib.util.find_spec("scipy") is None:
         yield Fault("calibrate", "scipy is not installed", fix='pip install "weft-train[plan]"')
     if not options.write.endswith(SUFFIX):
-        yield Fault(
-            "write", "is no hardware file", repr(options.write), f"a name that ends in {SUFFIX}"
-        )
+        need = f"a name that ends in {SUFFIX}"
+        yield Fault("write", "is no hardware file", repr(options.write), need)
+        return
+    if not Path(options.write).exists():
+        fix = _sequence(options.write)
+        yield Fault("write", "the file is missing", repr(options.write), fix=fix)
         return
     yield from world_faults(find_hardware(options.write), options.ranks)
     cores = len(os.sched_getaffinity(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -13,6 +14,7 @@ from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +30,7 @@ from weft.config.run import Run, plan_of
 from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
-from weft.planner.calibrate import Calibration, MeasuredStep, fit
+from weft.planner.calibrate import BOUNDS, Calibration, MeasuredStep, fit
 from weft.planner.measure import measure
 from weft.planner.rank_step import example_batch
 from weft.run.devices import DeviceChoice, choose_device
@@ -40,17 +42,32 @@ from weft.view.quantity import short_time
 
 WARM_UP = 2
 LR = 1e-4
-START = Efficiency(
+GPU_START = Efficiency(
     gemm=0.5,
-    gemm_half=1e3,
+    gemm_half=1e5,
+    attention=0.3,
+    memory=0.7,
+    launch_s=5e-6,
+    link=0.5,
+    network=0.5,
+    latency_s=1e-5,
+    network_latency_s=1e-5,
+    overlap_slowdown=0.2,
+)
+CPU_START = Efficiency(
+    gemm=0.5,
     attention=0.2,
+    score_bytes=20.0,
     memory=0.5,
     launch_s=5e-6,
     link=0.5,
     latency_s=1e-4,
     overlap_slowdown=0.5,
 )
-"""Constants that the fit starts from."""
+"""Constants that the fit starts from, where the file has none. On the CPU the exponentials of
+attention's scores take as long as 20 bytes of memory traffic each, and a collective takes time of the
+cores that compute.
+"""
 
 
 def run_calibration(
@@ -69,13 +86,43 @@ def run_calibration(
         MeasuredStep(" ".join(words), measure(run), seconds)
         for words, run, seconds in zip(words_of_runs, runs, times, strict=True)
     ]
-    source = f"fitted to {len(steps)} runs here, {date.today()}, weft {__version__}, torch {torch.__version__}"
-    found = fit(steps, find_hardware(path), source=source, start=START)
+    hardware = find_hardware(path)
+    start = start_of(hardware.efficiency, is_cuda=uses_cuda(options.device))
+    found = fit(steps, hardware, source="", start=start)
     print_result(report(found))
-    constants = asdict(replace(found.efficiency, source=f"{source}, {platform.machine()}"))
-    write_fields(path, {**read_fields(path), EFFICIENCY: constants})
+    write_constants(path, found, num_runs=len(steps))
     print_result(f"wrote {path}: weft explain --hardware {path}")
     return 0
+
+
+def uses_cuda(device: DeviceChoice) -> bool:
+    """Whether ranks of this choice compute on GPUs."""
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def start_of(of_file: Efficiency, *, is_cuda: bool) -> Efficiency:
+    """Where the fit starts: at what the file has, which is measured, and elsewhere at plausible
+    values.
+    """
+    start = GPU_START if is_cuda else CPU_START
+    assumed = Efficiency()
+    measured: dict[str, Any] = {}
+    for name in BOUNDS:
+        value = getattr(of_file, name)
+        if value and value != getattr(assumed, name):
+            measured[name] = value
+    return replace(start, **measured)
+
+
+def write_constants(path: str, found: Calibration, *, num_runs: int) -> None:
+    """Write the constants into a hardware file, whose source says which are fitted."""
+    undetermined = [name for name, error in found.uncertainty.items() if error == math.inf]
+    software = f"weft {__version__}, torch {torch.__version__}, {platform.machine()}"
+    source = f"fitted to {num_runs} runs here, {date.today()}, {software}"
+    if undetermined:
+        source += f"; not determined by them: {', '.join(undetermined)}"
+    constants = asdict(replace(found.efficiency, source=source))
+    write_fields(path, {**read_fields(path), EFFICIENCY: constants})
 
 
 def load_note() -> str:
@@ -140,8 +187,9 @@ def report(found: Calibration) -> str:
     lines = ["constants (standard error):"]
     for name, error in found.uncertainty.items():
         value = getattr(found.efficiency, name)
-        is_determined = error != float("inf")
-        doubt = f"+- {100 * error:.0f}%" if is_determined else "not determined by these runs"
+        doubt = f"+- {100 * error:.0f}%"
+        if error == math.inf:
+            doubt = "not determined by these runs: stays where it was"
         lines.append(f"  {name:<18} {value:.4g}  {doubt}")
     lines.append("runs, measured and predicted:")
     for residual in found.residuals:

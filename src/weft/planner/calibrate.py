@@ -4,10 +4,11 @@ Note [Fit]
     The fit minimizes the logarithms of predicted over measured seconds, so that a run of
     milliseconds counts as much as one of minutes, and an outlier little (soft L1, Huber-like).
     Predictions are those of `step_time`: there is no second model. Constants are fitted as
-    logarithms within physical bounds and drawn weakly to where they start, so that what the runs
-    do not determine stays there; its uncertainty then says so. Uncertainties are standard errors
-    from the Gauss-Newton covariance. The range `low` to `high` holds 80% of measured over
-    predicted times, from runs that the fit has not seen where there are such.
+    logarithms within physical bounds. Uncertainties are standard errors of these logarithms from
+    the Gauss-Newton covariance. While some constant has a standard error above `UNDETERMINED`, the
+    one with the largest goes back to its start value, and the others are fitted again: so every
+    fitted constant is determined by the runs, and no other constant has moved. The range `low` to
+    `high` holds 80% of measured over predicted times.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import Hardware
 from weft.errors import Fault, PlanError, WeftError
+from weft.planner.condensed import Condenser
 from weft.planner.measure import RoleCosts
+from weft.planner.pipeline_time import PipelineOrder, pipeline_order
 from weft.planner.speeds import Speeds
 from weft.planner.step_time import step_seconds
 
@@ -47,10 +51,17 @@ PULL = 0.01
 SETTLED = 1e-3
 """Relative change of the constants at which the fit ends."""
 MOST_EVALUATIONS = 15
+LOG_STEP = 0.02
+"""Change of a logarithm from which a derivative is taken: times have corners and are rounded."""
 COVERED = 0.8
 """Share of measured times in the range of a prediction."""
-UNDETERMINED = 1.0
+UNDETERMINED = math.log(2)
 """Standard error of the logarithm of a constant above which the runs do not determine it."""
+NO_INFLUENCE = 1e-3
+"""Largest change of a logarithm of a time by one of a constant below which it has no influence."""
+
+COLLINEAR = 1e-9
+"""Added to the diagonal of J'J, whose columns are normed: equal columns get large errors."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,11 @@ class MeasuredStep:
     roles: tuple[RoleCosts, ...]
     seconds: float
     group: str = ""
+
+    @cached_property
+    def order(self) -> PipelineOrder:
+        """Of its schedule."""
+        return pipeline_order(self.roles[0].step.plan.table)
 
 
 @dataclass(frozen=True)
@@ -95,8 +111,8 @@ class Calibration:
 
     Attributes:
         efficiency: the constants, and the range of predictions.
-        uncertainty: standard error of each fitted constant as a share of it; infinite where the
-            runs do not determine it.
+        uncertainty: standard error of each constant that has an influence, as a share of it;
+            infinite where the runs do not determine it, and it has the value that it started from.
         residuals: of the steps that were fitted.
         scales: of each group: measured times of its steps are so many times longer.
     """
@@ -124,7 +140,7 @@ def fit(
     source: str,
     start: Efficiency | None = None,
 ) -> Calibration:
-    """Fit the constants of a device to measured steps.
+    """Fit the constants of a device to measured steps; see Note [Fit].
 
     Args:
         source: what they are fitted to.
@@ -134,47 +150,41 @@ def fit(
         PlanError: fewer steps than constants that matter, or a time that is not positive.
         WeftError: scipy is not installed.
     """
-    start = start or Efficiency()
     _check_steps(steps)
     least_squares = _least_squares()
-    names = _constants_that_matter(steps, hardware, start)
-    groups = sorted({step.group for step in steps if step.group})
-    if len(steps) <= len(names) + len(groups):
-        need = f"more than the {len(names) + len(groups)} constants that are fitted"
+    start = start or Efficiency()
+    problem = _Problem(condensed(steps), hardware, start)
+    names = problem.constants_that_matter()
+    uncertainty = dict.fromkeys(names, math.inf)
+    num_free = len(names) + len(problem.groups)
+    if len(steps) <= num_free:
+        need = f"more than the {num_free} constants that are fitted"
         raise PlanError(Fault("calibrate", "too few runs", f"{len(steps)}", need))
-    bounds = [BOUNDS[name] for name in names] + [SCALE_BOUNDS] * len(groups)
-    low = [math.log(lowest) for lowest, _ in bounds]
-    high = [math.log(highest) for _, highest in bounds]
-    origin = [math.log(getattr(start, name)) for name in names] + [0.0] * len(groups)
-    inside = [min(max(at, a), b) for at, a, b in zip(origin, low, high, strict=True)]
-
-    def residuals(logs: Sequence[float]) -> list[float]:
-        constants = _with_logs(start, names, logs[: len(names)])
-        scales = dict(zip(groups, map(math.exp, logs[len(names) :]), strict=True))
-        predicted = predict_all(steps, hardware, constants, scales)
-        pulls = [PULL * (log - at) for log, at in zip(logs, origin, strict=True)]
-        return [*_log_ratios(steps, predicted), *pulls]
-
-    found = least_squares(
-        residuals,
-        inside,
-        bounds=(low, high),
-        loss="soft_l1",
-        f_scale=OUTLIER,
-        diff_step=1e-3,
-        xtol=SETTLED,
-        max_nfev=MOST_EVALUATIONS,
-    )
-    constants = _with_logs(start, names, found.x[: len(names)])
-    scales = dict(zip(groups, map(math.exp, found.x[len(names) :]), strict=True))
-    compared = compare(steps, hardware, constants, scales=scales)
-    lowest, highest = ratio_range(compared, num_constants=len(bounds))
+    logs = problem.start_logs(names)
+    while True:
+        logs = problem.solved(names, logs, least_squares)
+        errors = problem.uncertainties(names, logs)[: len(names)]
+        if max(errors, default=0.0) < UNDETERMINED:
+            break
+        worst = errors.index(max(errors))
+        names = names[:worst] + names[worst + 1 :]
+        logs = logs[:worst] + logs[worst + 1 :]
+    uncertainty.update(zip(names, errors, strict=True))
+    constants, scales = problem.values(names, logs)
+    compared = compare(problem.steps, hardware, constants, scales=scales)
+    lowest, highest = ratio_range(compared, num_constants=len(logs))
     return Calibration(
         efficiency=replace(constants, source=source, low=lowest, high=highest),
-        uncertainty=_uncertainty(names, found, len(steps)),
+        uncertainty=uncertainty,
         residuals=compared,
         scales=scales,
     )
+
+
+def condensed(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """The steps in a form that is predicted several times as fast."""
+    condenser = Condenser()
+    return [replace(step, roles=condenser.roles(step.roles)) for step in steps]
 
 
 def compare(
@@ -200,7 +210,11 @@ def predict_all(
 ) -> list[float]:
     """The predicted seconds of each step."""
     speeds = Speeds(hardware.with_efficiency(constants))
-    return [step_seconds(step.roles, speeds) * scales.get(step.group, 1.0) for step in steps]
+    predicted = []
+    for step in steps:
+        seconds = step_seconds(step.roles, speeds, order=step.order)
+        predicted.append(seconds * scales.get(step.group, 1.0))
+    return predicted
 
 
 def ratio_range(residuals: Sequence[Residual], *, num_constants: int = 0) -> tuple[float, float]:
@@ -242,46 +256,137 @@ def _least_squares() -> Callable[..., Any]:
     return least_squares  # type: ignore[no-any-return]
 
 
-def _constants_that_matter(
-    steps: Sequence[MeasuredStep], hardware: Hardware, start: Efficiency
-) -> list[str]:
-    """Constants on which the time of a step depends."""
-    before = predict_all(steps, hardware, start, {})
-    names = []
-    for name in BOUNDS:
-        value = getattr(start, name)
-        if not value:
-            continue
-        changed = replace(start, **{name: 0.8 * value})
-        if predict_all(steps, hardware, changed, {}) != before:
-            names.append(name)
-    return names
+def standard_errors(jacobian: Any, residuals: Sequence[float]) -> list[float]:
+    """Of fitted numbers: s^2 (J'WJ)^-1, where W are the weights of soft L1; infinite for one without
+    influence.
 
-
-def _with_logs(start: Efficiency, names: Sequence[str], logs: Sequence[float]) -> Efficiency:
-    values: dict[str, Any] = {name: math.exp(log) for name, log in zip(names, logs, strict=True)}
-    return replace(start, **values)
-
-
-def _log_ratios(steps: Sequence[MeasuredStep], predicted: Sequence[float]) -> list[float]:
-    return [
-        math.log(seconds / step.seconds) for step, seconds in zip(steps, predicted, strict=True)
-    ]
-
-
-def _uncertainty(names: Sequence[str], found: Any, num_steps: int) -> dict[str, float]:
-    """Standard errors of the logarithms: s^2 (J'J)^-1 of the steps alone, without the pull."""
+    Args:
+        jacobian: derivatives, one row a residual and one column a number.
+    """
     import numpy as np  # scipy's, which is an extra
 
-    jacobian = np.asarray(found.jac)[:num_steps]
-    errors = np.asarray(found.fun)[:num_steps]
-    free = max(1, num_steps - len(names))
-    variance = float(np.square(errors).sum()) / free
-    covariance = variance * np.linalg.pinv(jacobian.T @ jacobian, rcond=1e-12)
-    uncertainty = {}
-    for index, name in enumerate(names):
-        is_used = bool(np.any(jacobian[:, index]))
-        error = math.sqrt(max(0.0, float(covariance[index, index])))
-        is_determined = is_used and error < UNDETERMINED
-        uncertainty[name] = error if is_determined else math.inf
-    return uncertainty
+    errors = np.asarray(residuals)
+    num_steps, num_numbers = jacobian.shape
+    weights = 1 / np.sqrt(1 + np.square(errors / OUTLIER))
+    free = max(1, num_steps - num_numbers)
+    variance = float((weights * np.square(errors)).sum()) / free
+    information = jacobian.T @ (weights[:, None] * jacobian)
+    lengths = np.sqrt(np.diag(information))
+    has_influence = lengths > NO_INFLUENCE
+    lengths = np.where(has_influence, lengths, 1.0)
+    normed = information / np.outer(lengths, lengths)
+    covariance = variance * np.linalg.inv(normed + COLLINEAR * np.eye(num_numbers))
+    found = np.sqrt(np.maximum(0.0, np.diag(covariance))) / lengths
+    return [float(error) for error in np.where(has_influence, found, math.inf)]
+
+
+class _Problem:
+    """Residuals of measured steps, and their derivatives, by the logarithms of named constants and
+    then of the scales of all groups.
+    """
+
+    def __init__(
+        self, steps: Sequence[MeasuredStep], hardware: Hardware, start: Efficiency
+    ) -> None:
+        self.steps = steps
+        self.hardware = hardware
+        self.start = start
+        self.groups = sorted({step.group for step in steps if step.group})
+
+    def constants_that_matter(self) -> list[str]:
+        """Constants on which the times depend."""
+        before = self._log_times(self.start, {})
+        names = []
+        for name in BOUNDS:
+            value = getattr(self.start, name)
+            if not value:
+                continue
+            changed = replace(self.start, **{name: 0.8 * value})
+            after = self._log_times(changed, {})
+            largest = max(abs(a - b) for a, b in zip(after, before, strict=True))
+            if largest > NO_INFLUENCE * abs(math.log(0.8)):
+                names.append(name)
+        return names
+
+    def start_logs(self, names: Sequence[str]) -> list[float]:
+        """Where the fit starts, without respect to bounds."""
+        constants = [math.log(getattr(self.start, name)) for name in names]
+        return constants + [0.0] * len(self.groups)
+
+    def values(
+        self, names: Sequence[str], logs: Sequence[float]
+    ) -> tuple[Efficiency, dict[str, float]]:
+        """The constants and scales of these logarithms."""
+        exponentials = [math.exp(log) for log in logs]
+        fitted: dict[str, Any] = dict(zip(names, exponentials, strict=False))
+        scales = dict(zip(self.groups, exponentials[len(names) :], strict=True))
+        return replace(self.start, **fitted), scales
+
+    def solved(
+        self, names: Sequence[str], logs: Sequence[float], least_squares: Callable[..., Any]
+    ) -> list[float]:
+        """The logarithms that fit the steps best, from these on."""
+        origin = self.start_logs(names)
+        low, high = self._log_bounds(names)
+        inside = [min(max(log, a), b) for log, a, b in zip(logs, low, high, strict=True)]
+
+        def residuals(logs: Sequence[float]) -> list[float]:
+            pulls = [PULL * (log - at) for log, at in zip(logs, origin, strict=True)]
+            return [*self._residuals(names, logs), *pulls]
+
+        def derivatives(logs: Sequence[float]) -> Any:
+            return self._derivatives(residuals, logs, high)
+
+        found = least_squares(
+            residuals,
+            inside,
+            jac=derivatives,
+            bounds=(low, high),
+            loss="soft_l1",
+            f_scale=OUTLIER,
+            xtol=SETTLED,
+            ftol=SETTLED,
+            max_nfev=MOST_EVALUATIONS,
+        )
+        return [float(log) for log in found.x]
+
+    def uncertainties(self, names: Sequence[str], logs: Sequence[float]) -> list[float]:
+        """Standard errors of the logarithms, from the steps alone, without the pull."""
+        _, high = self._log_bounds(names)
+        errors = self._residuals(names, logs)
+        jacobian = self._derivatives(lambda at: self._residuals(names, at), logs, high)
+        return standard_errors(jacobian, errors)
+
+    def _log_bounds(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
+        bounds = [BOUNDS[name] for name in names] + [SCALE_BOUNDS] * len(self.groups)
+        low = [math.log(lowest) for lowest, _ in bounds]
+        high = [math.log(highest) for _, highest in bounds]
+        return low, high
+
+    def _residuals(self, names: Sequence[str], logs: Sequence[float]) -> list[float]:
+        constants, scales = self.values(names, logs)
+        predicted = self._log_times(constants, scales)
+        return [
+            log - math.log(step.seconds) for log, step in zip(predicted, self.steps, strict=True)
+        ]
+
+    def _log_times(self, constants: Efficiency, scales: Mapping[str, float]) -> list[float]:
+        predicted = predict_all(self.steps, self.hardware, constants, scales)
+        return [math.log(seconds) for seconds in predicted]
+
+    def _derivatives(
+        self,
+        function: Callable[[Sequence[float]], list[float]],
+        logs: Sequence[float],
+        high: Sequence[float],
+    ) -> Any:
+        """Of a function by each logarithm, from a step that stays below the upper bound."""
+        import numpy as np  # scipy's, which is an extra
+
+        before = np.asarray(function(logs))
+        columns = []
+        for place, log in enumerate(logs):
+            step = LOG_STEP if log + LOG_STEP <= high[place] else -LOG_STEP
+            changed = [*logs[:place], log + step, *logs[place + 1 :]]
+            columns.append((np.asarray(function(changed)) - before) / step)
+        return np.stack(columns, axis=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,8 +13,10 @@ from torch.utils.flop_counter import flop_registry
 
 aten: Any = torch.ops.aten
 
-Kind = Literal["gemm", "attention", "memory"]
-"""A matrix product (or convolution), a fused attention kernel, or an operation bound by memory."""
+Kind = Literal["gemm", "attention", "memory", "batch"]
+"""A matrix product (or convolution), a fused attention kernel, an operation bound by memory, or a
+`KernelBatch` of those.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,28 @@ class KernelLaunch:
     flops: int
     num_bytes: int
     sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelBatch(KernelLaunch):
+    """Several launches one after another; it equals itself alone.
+
+    Attributes:
+        parts: each kernel, and how often it is launched.
+    """
+
+    parts: tuple[tuple[KernelLaunch, int], ...] = ()
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @staticmethod
+    def of(launches: Mapping[KernelLaunch, int]) -> KernelBatch:
+        """The batch of these launches."""
+        parts = tuple(launches.items())
+        flops = sum(count * kernel.flops for kernel, count in parts)
+        num_bytes = sum(count * kernel.num_bytes for kernel, count in parts)
+        return KernelBatch("batch", "", flops, num_bytes, parts=parts)
 
 
 NO_KERNEL = ("empty", "set_", "resize_", "detach", "lift", "alias", "record_stream", "_has")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from weft.comm.observe import Operation
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import GB, Hardware
-from weft.planner.kernels import KernelLaunch
+from weft.planner.kernels import KernelBatch, KernelLaunch
 
 TERA = 1e12
 
@@ -37,7 +37,9 @@ class Speeds:
         return self.hardware.efficiency
 
     def kernel_s(self, kernel: KernelLaunch) -> float:
-        """Seconds of one launch."""
+        """Seconds of one launch, or of a batch of them."""
+        if isinstance(kernel, KernelBatch):
+            return sum(count * self.kernel_s(part) for part, count in kernel.parts)
         return rounded_maximum(self._work_s(kernel), self.efficiency.launch_s)
 
     def _work_s(self, kernel: KernelLaunch) -> float:

@@ -1,0 +1,65 @@
+"""Measured steps with the kernels between two collectives as one batch, for fits that predict each step many times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weft.planner.kernels import KernelBatch, KernelLaunch
+from weft.planner.measure import RoleCosts
+from weft.planner.recorder import Event, RecordedRegion
+
+
+class Condenser:
+    """Makes condensed copies; equal batches are one object, and equal regions of a role too.
+
+    The predicted time of a condensed step differs by rounding alone.
+    """
+
+    def __init__(self) -> None:
+        self._batches: dict[frozenset[tuple[KernelLaunch, int]], KernelBatch] = {}
+        self._regions: dict[int, tuple[RecordedRegion, RecordedRegion]] = {}
+
+    def roles(self, roles: Sequence[RoleCosts]) -> tuple[RoleCosts, ...]:
+        """The roles of a step with condensed regions."""
+        return tuple(self._role(role) for role in roles)
+
+    def _role(self, role: RoleCosts) -> RoleCosts:
+        step = role.step
+        actions = {key: self.region(region) for key, region in step.actions.items()}
+        phases = {name: self.region(region) for name, region in step.phases.items()}
+        condensed = replace(step, actions=actions, phases=phases, regions=())
+        return replace(role, step=condensed)
+
+    def region(self, region: RecordedRegion) -> RecordedRegion:
+        """A condensed region."""
+        if id(region) not in self._regions:
+            events = self._events(region.events)
+            condensed = replace(region, events=events, segments=[])
+            self._regions[id(region)] = region, condensed
+        return self._regions[id(region)][1]
+
+    def _events(self, events: Sequence[Event]) -> list[Event]:
+        found: list[Event] = []
+        launches: Counter[KernelLaunch] = Counter()
+        for event in events:
+            if isinstance(event, KernelLaunch):
+                launches[event] += 1
+                continue
+            if launches:
+                found.append(self._batch(launches))
+                launches = Counter()
+            found.append(event)
+        if launches:
+            found.append(self._batch(launches))
+        return found
+
+    def _batch(self, launches: Counter[KernelLaunch]) -> KernelBatch:
+        first = next(iter(launches))
+        if isinstance(first, KernelBatch) and launches.total() == 1:
+            return first
+        parts = frozenset(launches.items())
+        if parts not in self._batches:
+            self._batches[parts] = KernelBatch.of(launches)
+        return self._batches[parts]
